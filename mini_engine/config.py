@@ -1,0 +1,238 @@
+"""The configuration: every option once, with its type, default, help, group and limits.
+
+The command line, the environment variables, `--help` and the docs are made from these fields (`cli.py`). The values
+reach the processes inside `Init`. This file knows nothing of models, sockets or torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+ENV_PREFIX = "MINI_ENGINE_"
+BUNDLED_MODEL = str(Path(__file__).parent / "demo" / "weights")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. The text names the flag, the value and the remedy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What the command line and the docs need to know about a field beside its type and default."""
+
+    help: str
+    group: str
+    short: str | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    parse: Callable[[str], Any] | None = None
+    metavar: str | None = None
+    positional: bool = False
+
+
+def option(default: Any, help: str, group: str, **more: Any) -> Any:
+    """A dataclass field with an `Option` in its metadata."""
+    metadata = {"option": Option(help=help, group=group, **more)}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: default.copy(), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def parse_bytes(text: str) -> int:
+    """`512M`, `4G`, `1.5GiB`, `1000` -> bytes; the letters are powers of 1024.
+
+    Raises:
+        ValueError: not a number with one of these units.
+    """
+    units = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+    stripped = text.strip().upper().removesuffix("IB").removesuffix("B")
+    unit = stripped[-1:] if stripped[-1:].isalpha() else ""
+    if unit not in units:
+        raise ValueError(f"{text!r} is not a size; write bytes or a number with K, M, G or T, such as 512M")
+    try:
+        value = float(stripped.removesuffix(unit))
+    except ValueError:
+        raise ValueError(f"{text!r} is not a size; write bytes or a number with K, M, G or T, such as 512M") from None
+    return int(value * units[unit])
+
+
+def parse_json_object(text: str) -> dict[str, Any]:
+    """A JSON object from the command line.
+
+    Raises:
+        ValueError: not JSON, or not an object.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f'{text!r} is not a JSON object such as {{"video": 1}}')
+    return value
+
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+TensorIpc = Literal["auto", "torch_shm", "direct_rpc"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All settings of a server. `validate` has passed for every instance that leaves `cli.parse`."""
+
+    # --- model
+    model: str = option(
+        BUNDLED_MODEL, "Local directory or hub name of a model. Without it the bundled model is served.", "Model",
+        positional=True, metavar="MODEL",
+    )  # fmt: skip
+    served_model_name: list[str] = option(
+        [], "Names by which clients ask for the model; default: MODEL, or `mini-engine-demo` for the bundled one.",
+        "Model", metavar="NAME",
+    )  # fmt: skip
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.", "Model")
+    trust_remote_code: bool = option(False, "Let the hub model's own processor code run.", "Model")
+    chat_template: str | None = option(None, "File with a Jinja chat template to use instead of the model's.", "Model")
+    generation_config: str = option(
+        "auto", "Where sampling defaults come from: `auto` (the model's generation_config.json), `vllm` (none), "
+        "or a directory that holds such a file.", "Model",
+    )  # fmt: skip
+    dtype: Dtype = option("auto", "Number format of weights and activations; `auto` takes the checkpoint's.", "Model")
+    device: Device = option("auto", "Where the workers run; `auto` takes CUDA when there is a device.", "Model")
+    seed: int = option(0, "Seed of the server's own randomness.", "Model")
+    max_model_len: int | None = option(
+        None, "Longest prompt and output together, in tokens; default: what the model was made for.", "Model", minimum=1
+    )
+
+    # --- server
+    host: str = option("0.0.0.0", "Address to listen on.", "Server")
+    port: int = option(8000, "Port to listen on; 0 takes a free one.", "Server", minimum=0, maximum=65535)
+    api_server_count: int = option(1, "Number of API-server processes.", "Server", minimum=1, maximum=64)
+    startup_timeout: float = option(
+        600.0, "Seconds within which all processes must be ready, or the start fails.", "Server", minimum=1
+    )
+    log_level: LogLevel = option("info", "Least severe log lines to print.", "Server")
+
+    # --- parallelism
+    tensor_parallel_size: int = option(
+        1, "Worker processes that share each layer of the model.", "Parallelism", short="-tp", minimum=1
+    )
+    data_parallel_size: int = option(
+        1, "Engines, each with its own copy of the model.", "Parallelism", short="-dp", minimum=1
+    )
+    collective_timeout: float = option(
+        60.0, "Seconds after which a collective between workers is given up.", "Parallelism", minimum=1
+    )
+
+    # --- scheduling
+    max_num_seqs: int = option(64, "Most sequences computed in one step.", "Scheduling", minimum=1)
+    max_num_batched_tokens: int = option(
+        2048, "Most tokens computed in one step; longer prompts are computed in chunks.", "Scheduling", minimum=1
+    )
+    block_size: int = option(16, "Tokens in one block of the KV cache.", "Scheduling", minimum=1)
+    kv_cache_memory_bytes: int = option(
+        1 << 30, "Size of each worker's KV cache, such as 512M or 4G.", "Scheduling", parse=parse_bytes, minimum=1
+    )
+
+    # --- media
+    allowed_local_media_path: str | None = option(
+        None, "Directory below which `file://` media may be read; without it none may.", "Media"
+    )
+    limit_mm_per_prompt: dict[str, int] = option(
+        {}, 'Most items of each modality in one prompt, such as \'{"video": 1}\'; default: no limit.', "Media",
+        parse=parse_json_object, metavar="JSON",
+    )  # fmt: skip
+    media_io_kwargs: dict[str, dict[str, Any]] = option(
+        {}, 'How media are read, such as \'{"video": {"num_frames": 10}}\' or \'{"video": {"fps": 2}}\'; '
+        "default: the model's own sampling.", "Media", parse=parse_json_object, metavar="JSON",
+    )  # fmt: skip
+    mm_processor_kwargs: dict[str, Any] = option(
+        {}, "Arguments for the model's Hugging Face processor, such as "
+        '\'{"size": {"shortest_edge": 3136, "longest_edge": 50176}}\'.', "Media",
+        parse=parse_json_object, metavar="JSON",
+    )  # fmt: skip
+    maximum_concurrent_videos: int = option(
+        64, "Most videos per API server admitted to decoding and processing at once; more wait in line.", "Media",
+        minimum=1,
+    )  # fmt: skip
+    max_media_bytes: int = option(
+        256 << 20, "Largest encoded image or video accepted, such as 64M.", "Media", parse=parse_bytes, minimum=1
+    )
+
+    # --- data plane
+    mm_tensor_ipc: TensorIpc = option(
+        "auto", "How media tensors reach the workers: `torch_shm` (shared memory), `direct_rpc` (copied through a "
+        "socket), or `auto`: the first of these that passes its probe at start.", "Data plane",
+    )  # fmt: skip
+    mm_ipc_memory_bytes: int = option(
+        1 << 30, "Most memory per API server and engine for tensors on their way to the workers; "
+        "a request that finds none waits.", "Data plane", parse=parse_bytes, minimum=1 << 20,
+    )  # fmt: skip
+
+    def validate(self) -> None:
+        """Raises ConfigError for the first value that is out of range or does not fit the others."""
+        for field in fields():
+            check_range(field, getattr(self, field.name))
+        for modality, limit in self.limit_mm_per_prompt.items():
+            if modality not in ("image", "video") or not isinstance(limit, int) or limit < 0:
+                raise ConfigError(
+                    f"--limit-mm-per-prompt: {modality!r}: {limit!r} is not one of image, video with a count >= 0"
+                )
+        for modality, kwargs in self.media_io_kwargs.items():
+            if modality not in ("image", "video") or not isinstance(kwargs, dict):
+                raise ConfigError(f"--media-io-kwargs: {modality!r} must be image or video, with a JSON object")
+        for flag, path in (("--chat-template", self.chat_template),):
+            if path is not None and not Path(path).is_file():
+                raise ConfigError(f"{flag}: {path} is not a file")
+        if self.allowed_local_media_path is not None and not Path(self.allowed_local_media_path).is_dir():
+            raise ConfigError(f"--allowed-local-media-path: {self.allowed_local_media_path} is not a directory")
+
+    @property
+    def served_names(self) -> list[str]:
+        """Names by which clients may ask for the model; the first is the one in responses."""
+        default = "mini-engine-demo" if self.model == BUNDLED_MODEL else self.model
+        return self.served_model_name or [default]
+
+
+def fields() -> list[dataclasses.Field[Any]]:
+    """The fields of `EngineConfig`, each with an `Option` under `metadata["option"]`."""
+    return list(dataclasses.fields(EngineConfig))
+
+
+def field_types() -> dict[str, Any]:
+    """The resolved type of each field by name."""
+    return get_type_hints(EngineConfig)
+
+
+def flag_of(name: str) -> str:
+    """`max_num_seqs` -> `--max-num-seqs`."""
+    return "--" + name.replace("_", "-")
+
+
+def env_of(name: str) -> str:
+    """`max_num_seqs` -> `MINI_ENGINE_MAX_NUM_SEQS`."""
+    return ENV_PREFIX + name.upper()
+
+
+def check_range(field: dataclasses.Field[Any], value: Any) -> None:
+    """Raises ConfigError when `value` is outside the field's limits or choices."""
+    opt: Option = field.metadata["option"]
+    choices = get_args(field_types()[field.name]) if isinstance(value, str) else ()
+    if choices and all(isinstance(choice, str) for choice in choices) and value not in choices:
+        raise ConfigError(f"{flag_of(field.name)}: {value!r} is not one of {', '.join(choices)}")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if opt.minimum is not None and value < opt.minimum:
+            raise ConfigError(f"{flag_of(field.name)}: {value} is below the least value, {opt.minimum:g}")
+        if opt.maximum is not None and value > opt.maximum:
+            raise ConfigError(f"{flag_of(field.name)}: {value} is above the greatest value, {opt.maximum:g}")
+
+
+def from_environment(environ: dict[str, str] | None = None) -> dict[str, str]:
+    """Values given by `MINI_ENGINE_<FIELD>`, unparsed, by field name."""
+    environ = dict(os.environ) if environ is None else environ
+    return {field.name: environ[env_of(field.name)] for field in fields() if env_of(field.name) in environ}

@@ -1,0 +1,65 @@
+"""Envelopes to bytes and back, with tensors taken out of band. Torch-free.
+
+In the manner of PEP 574: while a message is encoded, each object that msgpack does not know is handed to an
+`OOBTensorConsumer`, which keeps the bytes and returns the small `TensorHandle` that takes its place. The decoder yields
+the handle, and who needs the tensor resolves it. The codec knows nothing of requests, queues or segments.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from mini_engine.messages import AnyMessage, Envelope, TensorHandle
+
+
+class OOBTensorConsumer(Protocol):
+    """Takes the tensors of one message while it is encoded."""
+
+    def new_message(self) -> None:
+        """A message begins: what an earlier, failed encoding handed over is void."""
+
+    def __call__(self, tensor: Any) -> TensorHandle:
+        """Keep `tensor` (any dtype and shape, C-contiguous) and return what stands for it.
+
+        Raises:
+            TypeError: not a tensor.
+        """
+
+
+def _refuse(value: Any) -> Any:
+    raise TypeError(f"{type(value).__name__} cannot travel inside a message without an out-of-band consumer")
+
+
+class Encoder:
+    """Encodes the messages of one process. Safe to share between threads."""
+
+    def __init__(self, sender: str, incarnation: int):
+        self.sender = sender
+        self.incarnation = incarnation
+        self._plain = msgspec.msgpack.Encoder(enc_hook=_refuse)
+
+    def encode(self, body: AnyMessage, tensors: OOBTensorConsumer | None = None) -> bytes:
+        """`body` in its envelope, as msgpack; its tensors go to `tensors`, in the order of the fields.
+
+        Raises:
+            TypeError: `body` holds something that is neither plain data nor a tensor that `tensors` takes.
+        """
+        envelope = Envelope(self.sender, self.incarnation, body)
+        if tensors is None:
+            return self._plain.encode(envelope)
+        tensors.new_message()
+        return msgspec.msgpack.Encoder(enc_hook=tensors).encode(envelope)
+
+
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def decode(frame: bytes | memoryview) -> Envelope:
+    """The envelope in `frame`.
+
+    Raises:
+        msgspec.DecodeError: `frame` is not an envelope with a known message.
+    """
+    return _decoder.decode(frame)

@@ -1,0 +1,45 @@
+"""The ZMQ sockets between processes, with the same settings everywhere. Torch-free.
+
+Every endpoint is a unix socket in the runtime directory. A ROUTER names its peers by `sender:incarnation`, so that the
+successor of a dead process never inherits what was meant for it.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import zmq
+
+# A peer that has left this many messages unread is treated as dead: its queue must not grow without bound.
+HIGH_WATER_MARK = 100_000
+
+SocketT = TypeVar("SocketT", bound=zmq.Socket)
+
+
+def identity(sender: str, incarnation: int) -> bytes:
+    """The name by which a ROUTER addresses this process."""
+    return f"{sender}:{incarnation}".encode()
+
+
+def bind_router(context: zmq.Context[SocketT], endpoint: str) -> SocketT:
+    """A ROUTER bound to `endpoint`. Sending to a peer that is not there raises `zmq.ZMQError` (EHOSTUNREACH)."""
+    socket = _configured(context, zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.bind(endpoint)
+    return socket
+
+
+def connect_dealer(context: zmq.Context[SocketT], endpoint: str, name: bytes) -> SocketT:
+    """A DEALER connected to the ROUTER at `endpoint`, known there as `name`."""
+    socket = _configured(context, zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, name)
+    socket.connect(endpoint)
+    return socket
+
+
+def _configured(context: zmq.Context[SocketT], kind: int) -> SocketT:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    return socket
