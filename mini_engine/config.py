@@ -139,6 +139,10 @@ class EngineConfig:
         1 << 30, "Size of each worker's KV cache, such as 512M or 4G.", "Scheduling", parse=parse_bytes, minimum=1
     )
 
+    async_scheduling: bool = option(
+        True, "Schedule and dispatch the next step while the workers run the present one.", "Scheduling"
+    )
+
     # --- media
     allowed_local_media_path: str | None = option(
         None, "Directory below which `file://` media may be read; without it none may.", "Media"

@@ -82,7 +82,7 @@ class MediaItem(msgspec.Struct, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """Child -> supervisor: I run, and my own addresses are bound."""
+    """Child -> supervisor: I run; tell me who I am to be."""
 
     role: Role
     index: str  # "0", or "engine.rank" for a worker
@@ -138,6 +138,10 @@ class Start(Message, frozen=True):
     limits: EngineLimits
 
 
+class Serving(Message, frozen=True):
+    """API server -> supervisor: my listening socket accepts connections."""
+
+
 class PeerGone(Message, frozen=True):
     """Supervisor -> child: a process has been reaped. What it sent and still sends is void."""
 
@@ -156,6 +160,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
+    repetition_penalty: float = 1.0  # 1 is off; counts tokens of the prompt and of the output
     stop_token_ids: list[int] = []  # the model's end-of-sequence tokens among them
 
 
@@ -228,7 +233,6 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """
 
     request_id: str
-    epoch: int  # raised by preemption; results of another epoch are dropped
     start: int
     num_tokens: int
     block_ids: list[int]  # blocks added to the sequence's table by this step; all of them when start is 0
@@ -250,16 +254,15 @@ class Step(Message, frozen=True):
 
     number: int
     finished: list[str] = []  # forget these sequences
-    release: list[MessageId] = []  # drop these tensor messages, received or yet to come
-    drop_senders: list[int] = []  # drop all of these incarnations, received or yet to come
     started: list[NewSequence] = []
     encode: list[EncodeItem] = []
     chunks: list[Chunk] = []
+    release: list[MessageId] = []  # drop these tensor messages, received or yet to come
+    drop_senders: list[int] = []  # drop all messages of these incarnations, received or yet to come
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
-    epoch: int
     token_id: int
 
 
@@ -326,7 +329,7 @@ class ProbeResult(Message, frozen=True):
 
 
 AnyMessage = (
-    Hello | Init | Ready | Start | PeerGone
+    Hello | Init | Ready | Start | Serving | PeerGone
     | NewRequest | Finish | Outputs | Consumed
     | Step | StepResult | WorkerReady | MediaReady | MediaFailed
     | TensorMessage | ProbeResult

@@ -1,0 +1,107 @@
+"""What every child process does first: tie its life to the supervisor's, take its name, shake hands, run its role.
+
+Started as `python -m mini_engine.child SPEC`, SPEC being a `ChildSpec` in JSON. Nothing heavy is imported before the
+parent-death signal is set; each role's module is imported last.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import sys
+
+import msgspec
+import zmq
+
+from mini_engine import log
+from mini_engine.messages import EngineLimits, Hello, Init, Ready, Role, TransportChoice
+from mini_engine.transport import sockets
+from mini_engine.transport.codec import Encoder, decode
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+ROLE_MODULES: dict[Role, str] = {
+    "api": "mini_engine.api.server",
+    "core": "mini_engine.core.engine_core",
+    "worker": "mini_engine.worker.worker",
+}
+
+
+class ChildSpec(msgspec.Struct, frozen=True):
+    """What the supervisor tells a child on its command line."""
+
+    role: Role
+    index: str  # "0", or "engine.rank" for a worker
+    incarnation: int
+    parent_pid: int
+    supervisor: str  # ZMQ endpoint
+    log_level: str
+    listen_fd: int | None = None  # API server: inherited, bound, not yet listening
+
+
+class Child:
+    """One child process: its identity and its link to the supervisor.
+
+    `supervisor` and `context` belong to the main thread. `encoder` may be shared.
+    """
+
+    def __init__(self, spec: ChildSpec):
+        self.role = spec.role
+        self.index = spec.index
+        self.incarnation = spec.incarnation
+        self.listen_fd = spec.listen_fd
+        self.name = f"{spec.role} {spec.index}"
+        self.encoder = Encoder(self.name, spec.incarnation)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.supervisor = sockets.connect_dealer(
+            self.context, spec.supervisor, sockets.identity(self.name, spec.incarnation)
+        )
+        self.supervisor.send(self.encoder.encode(Hello(self.role, self.index)))
+
+    def init(self) -> Init:
+        """Block until the supervisor has answered the Hello."""
+        body = decode(self.supervisor.recv()).body
+        if not isinstance(body, Init):
+            raise RuntimeError(f"expected Init from the supervisor, got {type(body).__name__}")
+        return body
+
+    def ready(
+        self, limits: EngineLimits | None = None, transports: list[TransportChoice] | None = None
+    ) -> None:  # fmt: skip
+        """Tell the supervisor that this process can serve."""
+        self.supervisor.send(self.encoder.encode(Ready(limits, transports or [])))
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends.
+
+    The parent may have died before the request was made: then nobody would ever send the signal, so look.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def main() -> None:
+    spec = msgspec.json.decode(sys.argv[1], type=ChildSpec)
+    die_with_parent(spec.parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the supervisor acts on it
+    from setproctitle import setproctitle
+
+    setproctitle(f"mini-engine: {spec.role} {spec.index}")
+    log.setup(f"{spec.role} {spec.index}", spec.log_level)
+    child = Child(spec)
+    try:
+        importlib.import_module(ROLE_MODULES[spec.role]).run(child)
+    except Exception:
+        logging.getLogger(__name__).exception("%s failed", child.name)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The supervisor's handle on one child process: start, output, death. The other end is `child.py`."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import IO
+
+import msgspec
+
+from mini_engine.child import ChildSpec
+from mini_engine.messages import Role
+
+TAIL_LINES = 20
+
+
+class ChildProcess:
+    """One started child. Its output comes through a pipe, so that its last lines can be shown when it dies.
+
+    `pidfd` becomes readable at the child's death and `output` when there is something to forward.
+    """
+
+    def __init__(self, spec: ChildSpec, popen: subprocess.Popen[bytes]):
+        self.role: Role = spec.role
+        self.index = spec.index
+        self.name = f"{spec.role} {spec.index}"
+        self.incarnation = spec.incarnation
+        self.pid = popen.pid
+        self.pidfd = os.pidfd_open(popen.pid)
+        assert popen.stdout is not None
+        self.output: IO[bytes] = popen.stdout
+        os.set_blocking(self.output.fileno(), False)
+        self.peer = b""  # its address on the supervisor's ROUTER, known from its Hello
+        self.ready = False  # built and connected
+        self.started = False  # API server: told to serve
+        self.serving = False  # takes requests
+        self._popen = popen
+        self._tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
+        self._partial = b""
+
+    @classmethod
+    def start(
+        cls, *, role: Role, index: str, incarnation: int, supervisor: str, log_level: str,
+        listener: socket.socket | None, environment: dict[str, str],
+    ) -> ChildProcess:  # fmt: skip
+        """Start `mini_engine.child` in a fresh interpreter. Call it from the main thread only."""
+        listen_fd = None if listener is None else listener.fileno()
+        spec = ChildSpec(role, index, incarnation, os.getpid(), supervisor, log_level, listen_fd)
+        popen = subprocess.Popen(
+            [sys.executable, "-m", "mini_engine.child", msgspec.json.encode(spec).decode()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            pass_fds=[] if listen_fd is None else [listen_fd],
+        )
+        return cls(spec, popen)
+
+    def forward_output(self) -> None:
+        """Pass on what the child has written, whole lines at a time, and remember the last lines."""
+        data = self.output.read()
+        if not data:
+            return
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        self._tail.extend(lines)
+        self._write(b"".join(line + b"\n" for line in lines))
+
+    def reap(self) -> str:
+        """Collect a dead child; returns how it died in words. The descriptors are closed."""
+        status = self._popen.wait()
+        self.forward_output()
+        if self._partial:
+            self._tail.append(self._partial)
+            self._write(self._partial + b"\n")
+        self.output.close()
+        os.close(self.pidfd)
+        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+    def log_tail(self, logger: logging.Logger) -> None:
+        """Log the last lines that the child wrote."""
+        for line in self._tail:
+            logger.error("  %s: %s", self.name, line.decode(errors="replace"))
+
+    def terminate(self) -> None:
+        """Ask it to stop."""
+        self._popen.terminate()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._popen.kill()
+
+    @staticmethod
+    def _write(data: bytes) -> None:
+        if data:
+            sys.stderr.buffer.write(data)
+            sys.stderr.buffer.flush()

@@ -1,0 +1,310 @@
+"""The supervisor: lays out the processes, shakes hands with them, watches them, and stops them.
+
+It alone starts processes, all from its main thread, since the kernel's parent-death signal follows the parent thread.
+It never touches a request: once the server runs, it waits in one poller for a death, a log line or a signal.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+import socket
+import time
+
+import zmq
+
+from mini_engine import log
+from mini_engine.child_process import ChildProcess
+from mini_engine.config import EngineConfig
+from mini_engine.host import bind_listeners, load_model_config, resolve_model, runtime_directory
+from mini_engine.messages import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    EngineLimits,
+    Envelope,
+    Hello,
+    Init,
+    PeerGone,
+    RankAddress,
+    Ready,
+    Role,
+    Serving,
+    Start,
+    TransportChoice,
+)
+from mini_engine.transport import sockets
+from mini_engine.transport.codec import Encoder, decode
+
+logger = logging.getLogger(__name__)
+
+API_STOP_SECONDS = 5.0  # how long API servers may take to end their responses once told to stop
+ENGINE_DEATH_GRACE_SECONDS = 1.0  # how long they may take to answer every client of a dead engine
+API_RESTARTS_IN_A_ROW = 5  # an API server that dies this often before it serves will not get better
+
+
+class Stop(Exception):
+    """Leave the supervision loop with this exit status."""
+
+    def __init__(self, status: int):
+        self.status = status
+
+
+class Supervisor:
+    """One server from start to stop. `run` may be called once, from the main thread."""
+
+    def __init__(self, config: EngineConfig):
+        self.config = config
+        self.children: dict[str, ChildProcess] = {}  # by name, such as "worker 0.1"
+        self.limits: list[EngineLimits] = []
+        self.transports: dict[str, list[TransportChoice]] = {}
+        self.incarnations = itertools.count(1)
+        self.early_deaths = 0
+        self.stopping = False
+        self.interrupts = 0
+
+    def run(self) -> int:
+        """Serve until a signal or a death ends it; returns the exit status."""
+        log.setup("supervisor", self.config.log_level)
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self.model_dir = resolve_model(self.config)
+        self.model_config = load_model_config(self.model_dir)
+        self.listeners = bind_listeners(self.config)
+        self.port = self.listeners[0].getsockname()[1]
+        with runtime_directory() as self.runtime_dir:
+            self._open_links()
+            try:
+                self._start_children()
+                self._wait_until_serving()
+                while True:
+                    self._poll(None)
+            except Stop as stop:
+                return stop.status
+            finally:
+                self._stop_children()
+                self.context.destroy(linger=0)
+
+    # --- start -------------------------------------------------------------------------------------------------------
+
+    def _open_links(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.encoder = Encoder("supervisor", 0)
+        self.endpoint = f"ipc://{self.runtime_dir}/supervisor"
+        self.router = sockets.bind_router(self.context, self.endpoint)
+        (self.runtime_dir / "metrics").mkdir()
+        self.signal_fd, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)  # the number arrives through the wake-up descriptor
+
+    def _start_children(self) -> None:
+        engines = range(self.config.data_parallel_size)
+        ranks = range(self.config.tensor_parallel_size)
+        self.deadline = time.monotonic() + self.config.startup_timeout
+        for slot in range(self.config.api_server_count):  # first: they have the most to import
+            self._start("api", str(slot), self.listeners[slot])
+        for engine in engines:
+            self._start("core", str(engine))
+            for rank in ranks:
+                self._start("worker", f"{engine}.{rank}")
+
+    def _start(self, role: Role, index: str, listener: socket.socket | None = None) -> None:
+        child = ChildProcess.start(
+            role=role,
+            index=index,
+            incarnation=next(self.incarnations),
+            supervisor=self.endpoint,
+            log_level=self.config.log_level,
+            listener=listener,
+            environment={"PROMETHEUS_MULTIPROC_DIR": str(self.runtime_dir / "metrics")},
+        )
+        self.children[child.name] = child
+
+    def _init(self) -> Init:
+        ipc = f"ipc://{self.runtime_dir}"
+        engines = range(self.config.data_parallel_size)
+        return Init(
+            config=self.config,
+            model_dir=self.model_dir,
+            runtime_dir=str(self.runtime_dir),
+            cores=[f"{ipc}/core-{engine}" for engine in engines],
+            core_workers=[f"{ipc}/core-{engine}-workers" for engine in engines],
+            ranks=[
+                RankAddress(
+                    engine, rank, f"{self.runtime_dir}/tensors-{engine}.{rank}", f"{ipc}/tensors-rpc-{engine}.{rank}"
+                )
+                for engine in engines
+                for rank in range(self.config.tensor_parallel_size)
+            ],
+        )
+
+    def _wait_until_serving(self) -> None:
+        begun = time.monotonic()
+        while not all(child.serving for child in self.children.values()):
+            left = self.deadline - time.monotonic()
+            if left <= 0:
+                silent = ", ".join(child.name for child in self.children.values() if not child.ready)
+                logger.error(
+                    "start failed: not ready after %.0f s (--startup-timeout): %s", self.config.startup_timeout, silent
+                )
+                for child in self.children.values():
+                    if not child.ready:
+                        child.log_tail(logger)
+                raise Stop(1)
+            self._poll(left)
+        self._announce(time.monotonic() - begun)
+
+    def _announce(self, seconds: float) -> None:
+        config, limits = self.config, self.limits[0]
+        for choice in next(iter(self.transports.values()), []):
+            logger.info("tensors to engine %d go by %s: %s", choice.engine, choice.transport, choice.reason)
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        logger.info(
+            "serving %s (%s) at http://%s:%d/v1 after %.1f s: %d API server(s), %d engine(s) x %d worker(s), "
+            "%d KV blocks of %d tokens, up to %d tokens a request",
+            config.served_names[0], self.model_config.architecture, host, self.port, seconds,
+            config.api_server_count, config.data_parallel_size, config.tensor_parallel_size,
+            limits.num_blocks, limits.block_size, limits.max_model_len,
+        )  # fmt: skip
+
+    # --- events ------------------------------------------------------------------------------------------------------
+
+    def _poll(self, timeout: float | None) -> None:
+        """Wait for the next events and handle each: messages, signals, log lines, deaths, in this order."""
+        poller = zmq.Poller()
+        poller.register(self.router, zmq.POLLIN)
+        poller.register(self.signal_fd, zmq.POLLIN)
+        children = list(self.children.values())
+        for child in children:
+            poller.register(child.pidfd, zmq.POLLIN)
+            poller.register(child.output, zmq.POLLIN)
+        ready = dict(poller.poll(None if timeout is None else max(0, int(timeout * 1000))))
+        if self.router in ready:
+            self._receive()
+        if self.signal_fd in ready:
+            self._on_signal()
+        for child in children:
+            if child.output.fileno() in ready:
+                child.forward_output()
+        for child in children:
+            if child.pidfd in ready:
+                self._on_death(child)
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                peer, frame = self.router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            envelope = decode(frame)
+            child = self.children.get(envelope.sender)
+            if child is not None and child.incarnation == envelope.incarnation:
+                child.peer = peer
+                self._handle(child, envelope)
+
+    def _handle(self, child: ChildProcess, envelope: Envelope) -> None:
+        match envelope.body:
+            case Hello(protocol_version=version):
+                if version != PROTOCOL_VERSION:
+                    logger.error("%s speaks protocol %d, this is %d", child.name, version, PROTOCOL_VERSION)
+                    raise Stop(1)
+                self._send(child, self._init())
+            case Ready(limits=limits, transports=transports):
+                child.ready = True
+                if limits is not None:
+                    self.limits.append(limits)
+                if child.role == "api":
+                    self.transports[child.name] = transports
+                self._release_api_servers()
+            case Serving():
+                self.early_deaths = 0
+                child.serving = True
+
+    def _release_api_servers(self) -> None:
+        """Let API servers accept connections once every engine can take requests."""
+        engines = [child for child in self.children.values() if child.role != "api"]
+        if not all(child.ready for child in engines):
+            return
+        for child in engines:
+            child.serving = True
+        for child in self.children.values():
+            if child.role == "api" and child.ready and not child.started:
+                child.started = True
+                self._send(child, Start(min(self.limits, key=lambda limits: limits.max_model_len)))
+
+    def _send(self, child: ChildProcess, body: AnyMessage) -> None:
+        try:
+            self.router.send_multipart([child.peer, self.encoder.encode(body)], zmq.NOBLOCK)
+        except zmq.ZMQError:  # it is dying or hangs: its pidfd, or the start-up time-out, has the last word
+            logger.debug("%s does not take %s", child.name, type(body).__name__)
+
+    def _on_signal(self) -> None:
+        for number in os.read(self.signal_fd, 64):
+            if number not in (signal.SIGINT, signal.SIGTERM):
+                continue
+            self.interrupts += 1
+            if not self.stopping:
+                logger.info("stopping on %s", signal.Signals(number).name)
+                raise Stop(0)
+
+    def _on_death(self, child: ChildProcess) -> None:
+        del self.children[child.name]
+        how = child.reap()
+        self._drop_metrics(child)
+        if self.stopping:
+            return
+        for other in self.children.values():
+            self._send(other, PeerGone(child.name, child.incarnation))
+        logger.error("%s (pid %d) died: %s", child.name, child.pid, how)
+        child.log_tail(logger)
+        if child.role != "api":
+            self._on_engine_death(child)
+        if not child.serving:
+            self.early_deaths += 1
+        if not self._all_served_once() or self.early_deaths >= API_RESTARTS_IN_A_ROW:
+            logger.error("start failed: %s", child.name)
+            raise Stop(1)
+        self._start("api", child.index, self.listeners[int(child.index)])
+
+    def _all_served_once(self) -> bool:
+        return all(child.serving for child in self.children.values() if child.role != "api")
+
+    def _on_engine_death(self, child: ChildProcess) -> None:
+        """A dead worker ends its engine, and a dead engine the server, once every client has its answer."""
+        engine = child.index.partition(".")[0]
+        core = self.children.get(f"core {engine}")
+        if core is not None:
+            core.kill()
+            for other in self.children.values():
+                self._send(other, PeerGone(core.name, core.incarnation))
+        self.stopping = True
+        deadline = time.monotonic() + ENGINE_DEATH_GRACE_SECONDS
+        while (left := deadline - time.monotonic()) > 0 and any(c.role == "api" for c in self.children.values()):
+            self._poll(left)
+        raise Stop(1)
+
+    def _drop_metrics(self, child: ChildProcess) -> None:
+        """Forget the live gauges of a dead process; its counters stay in the totals."""
+        for path in (self.runtime_dir / "metrics").glob(f"gauge_live*_{child.pid}.db"):
+            path.unlink(missing_ok=True)
+
+    # --- stop --------------------------------------------------------------------------------------------------------
+
+    def _stop_children(self) -> None:
+        """API servers may finish what they are sending; the rest holds nothing that outlives it. Then kill."""
+        self.stopping = True
+        interrupts = self.interrupts
+        for child in self.children.values():
+            if child.role == "api":
+                child.terminate()
+        deadline = time.monotonic() + API_STOP_SECONDS
+        while any(child.role == "api" for child in self.children.values()) and self.interrupts == interrupts:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            self._poll(left)
+        for child in self.children.values():
+            child.kill()
+        while self.children:
+            self._poll(None)
