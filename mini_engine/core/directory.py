@@ -1,14 +1,23 @@
 """Which tensor messages have reached which ranks. It sees ids, never tensors.
 
-A message may be reported before or after its request arrives, since the two take different roads. It leaves the
-directory when a step that released it has retired: then no rank will read it again.
+Every rank reports every message once, as ready or as failed, be it one that it was told to drop before it came. Since
+messages and requests take different roads, the report may come before the request, or after its end; so an entry
+leaves the directory when both have happened: all ranks have reported, and the step that released it has retired.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from mini_engine.messages import MessageId
+
+
+@dataclasses.dataclass(slots=True)
+class _Entry:
+    ready: set[int] = dataclasses.field(default_factory=set)  # ranks
+    failed: set[int] = dataclasses.field(default_factory=set)  # ranks
+    released: bool = False
 
 
 class MediaDirectory:
@@ -16,28 +25,41 @@ class MediaDirectory:
 
     def __init__(self, num_ranks: int):
         self.num_ranks = num_ranks
-        self._ready: dict[MessageId, set[int]] = {}
-        self._void: set[int] = set()
+        self._entries: dict[MessageId, _Entry] = {}
+        self._void: set[int] = set()  # dead incarnations
 
-    def mark_ready(self, message: MessageId, rank: int) -> None:
-        """`rank` has received `message`."""
+    def report(self, message: MessageId, rank: int, usable: bool) -> None:
+        """`rank` has received `message`; if not `usable`, it cannot make tensors of it."""
         if message.incarnation not in self._void:
-            self._ready.setdefault(message, set()).add(rank)
+            entry = self._entries.setdefault(message, _Entry())
+            (entry.ready if usable else entry.failed).add(rank)
+            self._drop_if_done(message, entry)
 
     def is_ready(self, messages: Iterable[MessageId]) -> bool:
         """True when every rank holds every one of these messages."""
-        return all(len(self._ready.get(message, ())) == self.num_ranks for message in messages)
+        entries = [self._entries.get(message) for message in messages]
+        return all(entry is not None and len(entry.ready) == self.num_ranks for entry in entries)
 
-    def forget(self, messages: Iterable[MessageId]) -> None:
-        """A step that released these has retired."""
-        for message in messages:
-            self._ready.pop(message, None)
+    def has_failed(self, messages: Iterable[MessageId]) -> bool:
+        """True when a rank cannot use one of these messages."""
+        return any(message in self._entries and self._entries[message].failed for message in messages)
+
+    def released(self, message: MessageId) -> None:
+        """A step that released `message` has retired: no rank will read it again."""
+        if message.incarnation not in self._void:
+            entry = self._entries.setdefault(message, _Entry())
+            entry.released = True
+            self._drop_if_done(message, entry)
 
     def drop_sender(self, incarnation: int) -> None:
         """A sender is dead: forget its messages, those yet to be reported too."""
         self._void.add(incarnation)
-        for message in [message for message in self._ready if message.incarnation == incarnation]:
-            del self._ready[message]
+        for message in [message for message in self._entries if message.incarnation == incarnation]:
+            del self._entries[message]
+
+    def _drop_if_done(self, message: MessageId, entry: _Entry) -> None:
+        if entry.released and len(entry.ready | entry.failed) == self.num_ranks:
+            del self._entries[message]
 
     def __len__(self) -> int:
-        return len(self._ready)
+        return len(self._entries)

@@ -107,9 +107,10 @@ class EngineCore:
             case StepResult() as result:
                 self._on_step_result(result)
             case MediaReady(rank=rank, message=message):
-                self.directory.mark_ready(message, rank)
+                self.directory.report(message, rank, usable=True)
             case MediaFailed(message=message, rank=rank, why=why):
                 logger.error("rank %d cannot use tensor message %d: %s", rank, message.number, why)
+                self.directory.report(message, rank, usable=False)
                 self._fail_media(message)
             case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
                 self._on_api_server_gone(sender, incarnation)
@@ -117,7 +118,9 @@ class EngineCore:
     def _accept(self, request: Request) -> None:
         self.requests[request.id] = request
         self.scheduler.add(request)
-        if request.media:
+        if self.directory.has_failed(request.messages):
+            self._finish(request, "error", MEDIA_LOST)
+        elif request.media:
             self.media_deadlines.append((time.monotonic() + MEDIA_TIMEOUT_SECONDS, request))
 
     def _media_ready(self, request: Request) -> bool:
@@ -191,8 +194,8 @@ class EngineCore:
             request = self.requests.get(sampled.request_id)
             if request is not None:  # it may have ended while the step ran: then nobody wants the token
                 self._deliver(request, sampled.token_id)
-        self.directory.forget(flight.step.release)
         for message in flight.step.release:
+            self.directory.released(message)
             self.consumed.setdefault(self._owner(message), []).append(message)
 
     def _deliver(self, request: Request, token_id: int) -> None:
