@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,9 +24,7 @@ from mini_engine.messages import (
     SamplingParams,
     TensorHandle,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from simulated_ranks import SimulatedLinks, token_of  # noqa: E402
+from tests.core.simulated_ranks import SimulatedLinks, token_of
 
 API = ("api 0", 7)
 

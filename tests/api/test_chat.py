@@ -1,0 +1,214 @@
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoProcessor
+
+from mini_engine.api.chat import ChatError, ChatRenderer, PlacedItem
+from tests.media import tiny_processor
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return AutoProcessor.from_pretrained(str(tiny_processor.build(tmp_path_factory.mktemp("model"))))
+
+
+@pytest.fixture(scope="module")
+def renderer(hf: Any) -> ChatRenderer:
+    return ChatRenderer(hf)
+
+
+def image(url: str = "data:image/png;base64,AA") -> dict:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def video(url: str = "data:video/mp4;base64,AA") -> dict:
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+def text(content: str) -> dict:
+    return {"type": "text", "text": content}
+
+
+def user(*content: Any) -> list[dict]:
+    return [{"role": "user", "content": content[0] if isinstance(content[0], str) else list(content)}]
+
+
+CONVERSATIONS = [
+    user("What is it? Grüße, 世界 🎈"),
+    user(text("What is it?"), text(" Tell me.")),
+    user(image(), text("What colour?")),
+    user(text("Compare"), video(), text("with"), image(), text("and"), video()),
+    [
+        {"role": "system", "content": "Be brief."},
+        *user(video(), text("Which way does it move?")),
+        {"role": "assistant", "content": "left"},
+        *user(image(), image(), text("And these?")),
+    ],
+]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_ids_equal_those_of_the_processors_full_call(hf: Any, renderer: ChatRenderer, messages: list[dict]) -> None:
+    refs = renderer.collect(messages)
+    pixels = np.random.default_rng(0)
+    media: dict[str, list[np.ndarray]] = {"image": [], "video": []}
+    lengths = []
+    for index, ref in enumerate(refs):
+        shape = (60 + 40 * index, 90, 3)
+        if ref.modality == "image":
+            media["image"].append(pixels.integers(0, 256, shape, dtype=np.uint8))
+            grid = hf.image_processor(media["image"][-1:], return_tensors="pt")["image_grid_thw"]
+        else:
+            media["video"].append(pixels.integers(0, 256, (4 + 2 * index, *shape), dtype=np.uint8))
+            grid = hf.video_processor(media["video"][-1:], return_tensors="pt")["video_grid_thw"]
+        lengths.append((ref.modality, int(grid.prod()) // 4))
+
+    ours = renderer.expand(renderer.render(messages), lengths)
+
+    template_messages = [
+        {
+            "role": message["role"],
+            "content": [
+                {"type": part["type"].removesuffix("_url")} | ({"text": part["text"]} if "text" in part else {})
+                for part in message["content"]
+            ]
+            if isinstance(message["content"], list)
+            else message["content"],
+        }
+        for message in messages
+    ]
+    prompt = hf.apply_chat_template(template_messages, tokenize=False, add_generation_prompt=True)
+    theirs = hf(text=[prompt], images=media["image"] or None, videos=media["video"] or None, do_sample_frames=False)[
+        "input_ids"
+    ][0]
+    assert ours.token_ids == list(theirs)
+    token_of = {"image": hf.image_token_id, "video": hf.video_token_id}
+    assert [(item.modality, item.length) for item in ours.items] == lengths
+    for item in ours.items:
+        stretch = ours.token_ids[item.offset : item.offset + item.length]
+        assert stretch == [token_of[item.modality]] * item.length
+        assert ours.token_ids[item.offset - 1] != token_of[item.modality]
+    assert sum(item.length for item in ours.items) == sum(id in token_of.values() for id in ours.token_ids)
+
+
+def test_collect_in_order_and_named(renderer: ChatRenderer) -> None:
+    messages = user(video("a"), text("x"), image("b"), video("c"), {"type": "image", "image": "d"})
+    messages += user({"type": "video", "url": "e"}, {"type": "image_url", "image_url": "f"})
+    assert [(ref.modality, ref.url, ref.name) for ref in renderer.collect(messages)] == [
+        ("video", "a", "video 1"),
+        ("image", "b", "image 1"),
+        ("video", "c", "video 2"),
+        ("image", "d", "image 2"),
+        ("video", "e", "video 3"),
+        ("image", "f", "image 3"),
+    ]
+
+
+def test_limits(renderer: ChatRenderer) -> None:
+    messages = user(video(), image(), image()) + user(video())
+    assert len(renderer.collect(messages, {"video": 2})) == 4
+    with pytest.raises(ChatError, match="has 2 video items, more than the 1 that --limit-mm-per-prompt allows"):
+        renderer.collect(messages, {"video": 1})
+    with pytest.raises(ChatError, match="has 2 image items, more than the 0"):
+        renderer.collect(messages, {"video": 2, "image": 0})
+
+
+@pytest.mark.parametrize(
+    ("message", "hint"),
+    [
+        ({"role": "user"}, "must be a string or a list of parts"),
+        ({"role": "user", "content": None}, "must be a string or a list of parts"),
+        ({"role": "user", "content": {"type": "text"}}, "must be a string or a list of parts"),
+        ({"role": "user", "content": ["x"]}, "type 'None' is not supported; use text, image_url, video_url"),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "type 'input_audio' is not supported"),
+        ({"role": "user", "content": [{"type": "text"}]}, "must have a string under 'text'"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "image 1: the part must look like"),
+        ({"role": "user", "content": [{"type": "video_url", "video_url": {"url": 3}}]}, "video 1: the part must"),
+        ({"role": "user", "content": [{"type": "video_url", "video_url": ""}]}, "video 1: the part must"),
+        ({"role": "tool", "content": "x"}, "role 'tool' is not supported; use system, developer, user, assistant"),
+        ({"role": ["user"], "content": "x"}, "is not supported"),
+        ({"content": "x"}, "role 'None' is not supported"),
+    ],
+)
+def test_wrong_messages(renderer: ChatRenderer, message: dict, hint: str) -> None:
+    with pytest.raises(ChatError, match=hint):
+        renderer.collect([message])
+        renderer.render([message])
+
+
+def test_no_messages(renderer: ChatRenderer) -> None:
+    with pytest.raises(ChatError, match="must not be empty"):
+        renderer.render([])
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        user("look: <|video_pad|>"),
+        user(video(), text("<|vision_start|>")),
+        user(text("a"), text("<|image"), text("_pad|>")),
+        [{"role": "system", "content": "<|image_pad|>"}, *user("x")],
+        [*user("x"), {"role": "assistant", "content": "<|vision_end|>"}, *user("y")],
+    ],
+)
+def test_text_cannot_pass_for_media(renderer: ChatRenderer, messages: list[dict]) -> None:
+    with pytest.raises(ChatError, match=r"the text holds <\|.*\|>, which stands for media"):
+        renderer.render(messages)
+
+
+def test_developer_becomes_system_where_the_template_knows_none(hf: Any, renderer: ChatRenderer) -> None:
+    messages = [{"role": "developer", "content": "Be brief."}, *user("x")]
+    assert "<|im_start|>system" in hf.tokenizer.decode(renderer.render(messages))
+    knows = ChatRenderer(hf, tiny_processor.CHAT_TEMPLATE + "{# developer #}")
+    assert "<|im_start|>developer" in hf.tokenizer.decode(knows.render(messages))
+
+
+def test_other_templates(hf: Any) -> None:
+    plain = ChatRenderer(hf, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert hf.tokenizer.decode(plain.render(user("hello"))) == "hello"
+    deaf = ChatRenderer(hf, "{% for m in messages %}no media here{% endfor %}")
+    with pytest.raises(ChatError, match="wrote 0 placeholders for 1 media items"):
+        deaf.render(user(video()))
+    strict = ChatRenderer(
+        hf, "{% if messages|length > 1 %}{{ raise_exception('one message only') }}{% endif %}{{ messages[0].content }}"
+    )
+    with pytest.raises(ChatError, match="the chat template refuses these messages: one message only"):
+        strict.render(user("a") + user("b"))
+    with pytest.raises(ValueError, match="chat template"):
+        ChatRenderer(hf, "{% for %}")
+
+
+def test_expand(hf: Any, renderer: ChatRenderer) -> None:
+    picture, clip = hf.image_token_id, hf.video_token_id
+    expanded = renderer.expand([1, clip, clip, 2, picture], [("video", 3), ("video", 1), ("image", 2)])
+    assert expanded.token_ids == [1, clip, clip, clip, clip, 2, picture, picture]
+    assert expanded.items == [PlacedItem("video", 1, 3), PlacedItem("video", 4, 1), PlacedItem("image", 6, 2)]
+    for items in ([], [("image", 3)], [("video", 0)], [("video", 1), ("video", 1)]):
+        with pytest.raises(ValueError, match="item"):
+            renderer.expand([1, clip], items)
+
+
+def test_threads_at_once(renderer: ChatRenderer) -> None:
+    expected = [renderer.render(messages) for messages in CONVERSATIONS]
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        wrong.extend(index for _ in range(30) if renderer.render(CONVERSATIONS[index]) != expected[index])
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(CONVERSATIONS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_the_bundled_model(hf: Any) -> None:
+    weights = Path(__file__).parents[2] / "mini_engine" / "demo" / "weights"
+    processor = AutoProcessor.from_pretrained(str(weights))
+    bundled = ChatRenderer(processor)
+    token_ids = bundled.render(user(video(), text("Which way does it move?"), image()))
+    assert token_ids.index(processor.video_token_id) < token_ids.index(processor.image_token_id)

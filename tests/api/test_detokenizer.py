@@ -1,0 +1,128 @@
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from mini_engine.api.detokenizer import Detokenizer
+from tests.media import tiny_processor
+
+# Pieces that make characters of several tokens, special tokens, and starts of stop strings.
+PIECES = [
+    "a red",
+    " circle",
+    " moving",
+    "stop",
+    "STOP",
+    "ST",
+    "S",
+    "世",
+    "界",
+    "🎈",
+    "ä",
+    "\n",
+    " ",
+    "<|im_end|>",
+    "xyz",
+]
+STOPS = ["STOP", "TO", "界🎈", "circle moving", " ", "\n\n", "p", "ä"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return AutoTokenizer.from_pretrained(str(tiny_processor.build(tmp_path_factory.mktemp("model"))))
+
+
+def in_chunks(detokenizer: Detokenizer, ids: list[int], sizes: list[int]) -> tuple[str, int]:
+    """Pushes `ids` in chunks of `sizes`, the last size repeated. Returns the whole text and the tokens used."""
+    texts, used, place = [], 0, 0
+    while place < len(ids):
+        size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
+        delta = detokenizer.push(ids[place : place + size])
+        texts.append(delta.text)
+        used += delta.tokens_used
+        place += size
+        assert delta.stopped_by == detokenizer.stopped_by
+        if delta.stopped_by is None:
+            assert delta.tokens_used == len(ids[place - size : place])
+    return "".join(texts) + detokenizer.finish(), used
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+@settings(deadline=None)
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=12), sizes=st.lists(st.integers(1, 7), min_size=1))
+def test_text_comes_back_however_it_is_cut(tokenizer: Any, pieces: list[str], sizes: list[int]) -> None:
+    ids = encode(tokenizer, "".join(pieces))
+    text, used = in_chunks(Detokenizer(tokenizer), ids, sizes)
+    assert text == "".join(pieces).replace("<|im_end|>", "")
+    assert used == len(ids)
+
+
+@settings(deadline=None)
+@given(data=st.data(), sizes=st.lists(st.integers(1, 7), min_size=1))
+def test_any_token_ids_give_what_decoding_them_at_once_gives(tokenizer: Any, data: Any, sizes: list[int]) -> None:
+    """Random tokens: bytes that form no character, cut-off characters, ids that the tokenizer does not have."""
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 3), max_size=20))
+    text, _ = in_chunks(Detokenizer(tokenizer), ids, sizes)
+    assert text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@settings(deadline=None)
+@given(
+    pieces=st.lists(st.sampled_from(PIECES), max_size=12),
+    stop=st.lists(st.sampled_from(STOPS), min_size=1, max_size=3),
+    include=st.booleans(),
+    sizes=st.lists(st.integers(1, 7), min_size=1),
+)
+def test_stop_strings(tokenizer: Any, pieces: list[str], stop: list[str], include: bool, sizes: list[int]) -> None:
+    """Held to a plain reading of the whole text, character by character."""
+    ids = encode(tokenizer, "".join(pieces))
+    whole = "".join(pieces).replace("<|im_end|>", "")
+    ends = [end for end in range(len(whole) + 1) if any(whole[:end].endswith(word) for word in stop)]
+    detokenizer = Detokenizer(tokenizer, stop, include)
+    text, used = in_chunks(detokenizer, ids, sizes)
+    if not ends:
+        assert (text, used, detokenizer.stopped_by) == (whole, len(ids), None)
+        return
+    found = max((word for word in stop if whole[: ends[0]].endswith(word)), key=len)
+    assert detokenizer.stopped_by == found
+    assert text == whole[: ends[0] if include else ends[0] - len(found)]
+    # One token fewer would not have been enough.
+    assert found in tokenizer.decode(ids[:used], skip_special_tokens=True)
+    assert not any(word in tokenizer.decode(ids[: used - 1], skip_special_tokens=True) for word in stop)
+
+
+def test_text_is_held_back_only_while_it_may_be_a_stop_string(tokenizer: Any) -> None:
+    detokenizer = Detokenizer(tokenizer, ["STOP"])
+    deltas = [detokenizer.push([token]).text for token in encode(tokenizer, "xSTSTx")]
+    assert deltas == ["x", "", "", "ST", "", "STx"]
+
+
+def test_after_a_stop_nothing_more_comes(tokenizer: Any) -> None:
+    detokenizer = Detokenizer(tokenizer, ["STOP"])
+    delta = detokenizer.push(encode(tokenizer, "xSTOPxyz"))
+    assert (delta.text, delta.stopped_by, delta.tokens_used) == ("x", "STOP", 5)
+    assert detokenizer.push(encode(tokenizer, "more")).tokens_used == 0
+    assert detokenizer.finish() == ""
+
+
+def test_an_unfinished_character_ends_as_a_replacement_character(tokenizer: Any) -> None:
+    detokenizer = Detokenizer(tokenizer)
+    ids = encode(tokenizer, "a🎈")
+    assert detokenizer.push(ids[:-1]).text == "a"
+    assert detokenizer.finish().strip("�") == ""
+    assert detokenizer.finish() == ""
+
+
+def test_special_tokens_on_request(tokenizer: Any) -> None:
+    ids = encode(tokenizer, "a<|im_end|>")
+    assert Detokenizer(tokenizer, skip_special_tokens=False).push(ids).text == "a<|im_end|>"
+
+
+def test_an_empty_stop_string_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="must not be empty"):
+        Detokenizer(tokenizer, ["x", ""])

@@ -1,0 +1,49 @@
+"""The questions and their exact answers."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from mini_engine.demo import questions, videos
+
+CROSS = SimpleNamespace(colour="orange", shape="cross", motion="up")
+STILL = SimpleNamespace(colour="red", shape="circle", motion="still")
+PICTURE = SimpleNamespace(colour="blue", shape="square", motion=None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "things", "answer"),
+    [
+        ("colour", [CROSS], "orange"),
+        ("shape", [PICTURE], "square"),
+        ("motion", [CROSS], "up"),
+        ("motion", [STILL], "still"),
+        ("describe", [CROSS], "an orange cross moving up"),
+        ("describe", [STILL], "a red circle standing still"),
+        ("describe", [PICTURE], "a blue square"),
+        ("list", [CROSS, PICTURE], "first: an orange cross moving up; second: a blue square"),
+        ("list", [PICTURE, STILL, CROSS],
+         "first: a blue square; second: a red circle standing still; third: an orange cross moving up"),
+    ],
+)  # fmt: skip
+def test_answers(kind, things, answer):
+    assert questions.answer(kind, things) == answer
+    asked = questions.ask(things, kind, seed=1)
+    assert asked.answer == answer and asked.text in questions.phrasings(kind, things)
+
+
+def test_kinds_follow_the_items():
+    assert questions.kinds_for([CROSS]) == ("colour", "shape", "motion", "describe")
+    assert "motion" not in questions.kinds_for([PICTURE])
+    assert questions.kinds_for([CROSS, PICTURE]) == ("list",)
+
+
+def test_a_seed_always_asks_the_same():
+    clip = videos.render(3)
+    assert questions.ask([clip], seed=8) == questions.ask([clip], seed=8)
+    assert len({questions.ask([clip], seed=seed).text for seed in range(60)}) > 10
+    assert {questions.ask([clip], seed=seed).kind for seed in range(60)} == set(questions.kinds_for([clip]))
+
+
+def test_every_kind_has_several_phrasings():
+    assert all(len(set(texts)) >= 4 for texts in questions.PHRASINGS.values())

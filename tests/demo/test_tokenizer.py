@@ -1,0 +1,77 @@
+"""The tokenizer takes any text; the chat template has Qwen2.5-VL's form."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from mini_engine.demo import questions, tokenizer
+from mini_engine.demo.model import WEIGHTS, make_config
+
+SAVED = AutoTokenizer.from_pretrained(WEIGHTS)
+VISION = "<|vision_start|><|video_pad|><|vision_end|>"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
+def test_any_text_survives(text):
+    assert SAVED.decode(SAVED.encode(text)) == text
+
+
+def test_every_byte_has_a_token():
+    text = bytes(range(256)).decode("latin-1") + "\u00a0\u2028\ufeff\U0010ffff 世界 🙂\r\n\t"
+    assert SAVED.decode(SAVED.encode(text)) == text
+    assert max(SAVED.encode(text)) < tokenizer.VOCAB_SIZE
+
+
+def test_the_saved_vocabulary_is_what_the_code_builds():
+    assert tokenizer.build().to_str() == tokenizer.Tokenizer.from_file(str(WEIGHTS / "tokenizer.json")).to_str()
+    assert len(SAVED) == tokenizer.VOCAB_SIZE
+    assert (WEIGHTS / "chat_template.jinja").read_text() == tokenizer.CHAT_TEMPLATE
+
+
+def test_special_tokens_are_where_the_config_says():
+    config = make_config()
+    assert SAVED.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"]) == [
+        config.image_token_id,
+        config.video_token_id,
+    ]
+    assert SAVED.convert_tokens_to_ids("<|vision_start|>") == config.vision_start_token_id
+    assert (SAVED.eos_token_id, SAVED.pad_token_id) == (
+        config.text_config.eos_token_id,
+        config.text_config.pad_token_id,
+    )
+    assert all(len(SAVED.encode(token)) == 1 for token in tokenizer.SPECIAL_TOKENS)
+
+
+def test_answers_are_short():
+    assert len(SAVED.encode("first: an orange cross moving up; second: a red circle standing still")) == 15
+
+
+def render(messages, **extra):
+    return SAVED.apply_chat_template(messages, tokenize=False, **extra)
+
+
+def test_messages_of_text():
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    said += [{"role": "assistant", "content": questions.HELP}]
+    expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
+    assert render(said[:2]) == expected
+    assert render(said[:2], add_generation_prompt=True) == expected + "<|im_start|>assistant\n"
+    assert render(said) == expected + f"<|im_start|>assistant\n{questions.HELP}<|im_end|>\n"
+    assert render([{"role": "developer", "content": "x"}]) == "<|im_start|>system\nx<|im_end|>\n"
+    assert render([{"role": "assistant", "content": None}]) == "<|im_start|>assistant\n<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "pad"), [("video", "video"), ("video_url", "video"), ("image", "image"), ("image_url", "image")]
+)
+def test_messages_of_parts(kind, pad):
+    parts = [{"type": kind}, {"type": "text", "text": "What "}, {"type": kind}, {"type": "text", "text": "now?"}]
+    item = VISION.replace("video", pad)
+    assert render([{"role": "user", "content": parts}]) == f"<|im_start|>user\n{item}What {item}now?<|im_end|>\n"
+
+
+def test_an_unknown_part_is_an_error():
+    with pytest.raises(Exception, match="unknown type audio"):
+        render([{"role": "user", "content": [{"type": "audio"}]}])

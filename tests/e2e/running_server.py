@@ -1,0 +1,149 @@
+"""A server as a user starts it: `python serve.py`, over HTTP, with nothing of it imported."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+from openai import OpenAI
+
+ROOT = Path(__file__).parent.parent.parent
+START_SECONDS = 120
+
+
+class RunningServer:
+    """`with RunningServer("-tp", "2") as server:` The log goes to a file, so that no full pipe can stop the server."""
+
+    def __init__(self, *flags: str, environ: dict[str, str] | None = None):
+        self.command = [sys.executable, "serve.py", "--host", "127.0.0.1", "--port", "0", *flags]
+        self.environ = {**os.environ, **(environ or {})}
+
+    def __enter__(self) -> RunningServer:
+        self.temporary = tempfile.TemporaryDirectory(prefix="me-test-")
+        self.log_path = Path(self.temporary.name) / "log"
+        self.tmpdir = Path(self.temporary.name) / "tmp"
+        self.tmpdir.mkdir()
+        self.shm_before = set(os.listdir("/dev/shm"))
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
+                env={**self.environ, "TMPDIR": str(self.tmpdir)}, start_new_session=True,
+            )  # fmt: skip
+        self.url = self._wait_for_url()
+        self.client = OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=120)
+        self.model = self.client.models.list().data[0].id
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self.temporary.cleanup()
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def _wait_for_url(self) -> str:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if match := re.search(r" at (http://\S+/v1) ", self.log):
+                return match[1]
+            if self.process.poll() is not None:
+                raise AssertionError(f"serve.py ended with {self.process.returncode}:\n{self.log}")
+            time.sleep(0.05)
+        self.stop()
+        raise AssertionError(f"serve.py was not ready in time:\n{self.log}")
+
+    # --- requests
+
+    def get(self, path: str) -> str:
+        """The body of a GET on the server's root, such as `/metrics`."""
+        with urllib.request.urlopen(self.url.removesuffix("/v1") + path, timeout=30) as response:
+            return response.read().decode()
+
+    def metrics(self) -> dict[str, float]:
+        """`/metrics` by sample name with labels, such as `mini_engine:ipc_messages_total{transport="torch_shm"}`."""
+        samples = {}
+        for line in self.get("/metrics").splitlines():
+            if line and not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                samples[name] = float(value)
+        return samples
+
+    def ask(self, question: str, urls: list[tuple[str, str]], **more: object) -> str:
+        """The answer to one question about media given as (part type, url)."""
+        reply = self.client.chat.completions.create(
+            model=self.model, messages=[message(question, urls)], temperature=0, **more
+        )
+        return reply.choices[0].message.content
+
+    # --- processes
+
+    def pids(self) -> dict[str, int]:
+        """The server's processes by title, such as `mini-engine: worker 0.1`; the supervisor is `supervisor`."""
+        found = {"supervisor": self.process.pid}
+        for pid in descendants(self.process.pid):
+            try:
+                title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+            except OSError:
+                continue
+            found[title if title not in found else f"{title} #{pid}"] = pid
+        return found
+
+    def stop(self, number: int = signal.SIGINT, seconds: float = 15) -> int:
+        """Send a signal to the supervisor and wait; asserts that nothing is left. Returns the exit status."""
+        if self.process.poll() is None:
+            family = descendants(self.process.pid)
+            self.process.send_signal(number)
+            self.process.wait(seconds)
+            self.assert_nothing_left(family)
+        return self.process.returncode
+
+    def assert_nothing_left(self, family: list[int], seconds: float = 5) -> None:
+        """No process of `family`, no runtime directory and nothing in /dev/shm is left within `seconds`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            processes = [pid for pid in family if alive(pid)]
+            files = os.listdir(self.tmpdir)
+            names = set(os.listdir("/dev/shm")) - self.shm_before
+            if not (processes or files or names):
+                return
+            assert time.monotonic() < deadline, f"left behind: {processes} {files} {names}\n{self.log}"
+            time.sleep(0.05)
+
+
+def message(question: str, urls: list[tuple[str, str]]) -> dict:
+    """A user message: the media in order, then the question."""
+    parts = [{"type": kind, kind: {"url": url}} for kind, url in urls]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                parent = int(Path(f"/proc/{entry}/stat").read_text().rpartition(") ")[2].split()[1])
+            except OSError:
+                continue
+            children.setdefault(parent, []).append(int(entry))
+    found, line = [], [pid]
+    while line:
+        line += children.get(line[0], [])
+        found.append(line.pop(0))
+    return found[1:]

@@ -1,0 +1,149 @@
+"""The processes of a running server: their names, what they load, what they cost, and that they all go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.asked import ask_video
+from tests.e2e.running_server import ROOT, RunningServer, alive, descendants
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(pid: int) -> int:
+    """Proportional set size: shared pages count once over all processes."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def test_ps_tells_them_apart(server):
+    assert {"mini-engine: api 0", "mini-engine: core 0", "mini-engine: worker 0.0"} <= set(server.pids())
+
+
+def test_the_core_maps_no_libtorch(server):
+    pids = server.pids()
+    libraries = {name: Path(f"/proc/{pid}/maps").read_text() for name, pid in pids.items()}
+    assert "libtorch" not in libraries["mini-engine: core 0"]
+    assert "libtorch" not in libraries["supervisor"]
+    assert "libtorch" in libraries["mini-engine: worker 0.0"]  # the check can fail
+
+
+def test_the_log_says_what_was_started(server):
+    assert (
+        "supervisor | serving mini-engine-demo (Qwen2_5_VLForConditionalGeneration) at http://127.0.0.1" in server.log
+    )
+    assert "tensors to engine 0 go by torch_shm" in server.log
+    assert "KV blocks of 16 tokens" in server.log
+
+
+def test_an_idle_server_costs_next_to_nothing(server):
+    server.ask("What colour is it?", ask_video(0).urls)
+    time.sleep(1)
+    pids = server.pids().values()
+    before, begun = sum(map(cpu_seconds, pids)), time.monotonic()
+    time.sleep(5)
+    used = sum(map(cpu_seconds, pids)) - before
+    assert used / (time.monotonic() - begun) <= 0.01
+
+
+def test_resident_memory_stays_below_two_gigabytes(server):
+    server.ask("What colour is it?", ask_video(0).urls)
+    assert sum(map(resident_bytes, server.pids().values())) < 2 << 30
+
+
+def test_only_the_http_port_listens_beyond_this_host(server):
+    inodes = {os.readlink(fd) for pid in server.pids().values() for fd in Path(f"/proc/{pid}/fd").iterdir()}
+    listening = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                listening.append(int(fields[1].rpartition(":")[2], 16))
+    assert listening == [int(server.url.rpartition(":")[2].removesuffix("/v1"))]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_leaves_nothing(number):
+    with RunningServer("-tp", "2", "--api-server-count", "2") as server:
+        begun = time.monotonic()
+        assert server.stop(number) == 0
+        assert time.monotonic() - begun < 5
+
+
+def test_ctrl_c_during_the_start_leaves_nothing():
+    server = RunningServer()
+    server._wait_for_url = lambda: "http://127.0.0.1:1/v1"
+    server.client = None
+    for delay in (0.3, 1.0, 2.5):
+        try:
+            server.__enter__()
+        except Exception:  # noqa: BLE001 - nobody listens yet: the client cannot connect
+            time.sleep(delay)
+        family = descendants(server.process.pid)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(10) in (0, 1, 130, -2)
+        server.assert_nothing_left(family)
+        server.temporary.cleanup()
+
+
+def test_everything_dies_with_the_supervisor():
+    with RunningServer("-tp", "2") as server:
+        family = descendants(server.process.pid)
+        server.process.kill()
+        server.process.wait()
+        server.assert_nothing_left(family)
+
+
+def test_a_killed_api_server_is_replaced_in_its_slot():
+    with RunningServer() as server:
+        one = ask_video(3)
+        assert server.ask(one.text, one.urls) == one.answer
+        first = server.pids()["mini-engine: api 0"]
+        os.kill(first, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while server.pids().get("mini-engine: api 0", first) == first or "api 0 |" not in server.log:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert server.ask(one.text, one.urls) == one.answer
+        assert alive(server.process.pid)
+
+
+@pytest.mark.parametrize("victim", ["mini-engine: worker 0.1", "mini-engine: core 0"])
+def test_a_dead_engine_ends_the_server(victim):
+    with RunningServer("-tp", "2") as server:
+        family = descendants(server.process.pid)
+        os.kill(server.pids()[victim], signal.SIGKILL)
+        assert server.process.wait(10) == 1
+        assert f"{victim.removeprefix('mini-engine: ')} (pid" in server.log and "killed by SIGKILL" in server.log
+        server.assert_nothing_left(family)
+
+
+def test_health_is_refused_before_it_is_true():
+    begun = time.monotonic()
+    with RunningServer() as server:
+        assert server.get("/health") is not None
+        assert time.monotonic() - begun > 0.5
+
+
+def test_a_second_server_on_the_same_port_says_so(server):
+    port = server.url.rpartition(":")[2].removesuffix("/v1")
+    command = [sys.executable, "serve.py", "--host", "127.0.0.1", "--port", port]
+    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert second.returncode == 2
+    assert f"port {port}" in second.stderr and "--port" in second.stderr
+
+
+def test_unknown_path_is_404(server):
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        server.get("/nothing")

@@ -1,0 +1,118 @@
+"""Requests as clients write them: streaming, sampling, stops, local files, and what is refused and how."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+
+from mini_engine.demo import videos
+from tests.e2e.asked import ask_video
+from tests.e2e.running_server import message
+
+
+@pytest.fixture(scope="module")
+def one():
+    return ask_video(5, "describe")
+
+
+def test_streaming_gives_the_same_words(server, one):
+    stream = server.client.chat.completions.create(
+        model=server.model, messages=[message(one.text, one.urls)], temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    chunks = list(stream)
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == one.answer
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].choices[0].delta.content
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-1] == "stop"
+    assert chunks[-1].usage.completion_tokens > 1 and not chunks[-1].choices
+
+
+def test_usage_and_finish_reason(server, one):
+    reply = server.client.chat.completions.create(
+        model=server.model, messages=[message(one.text, one.urls)], temperature=0, max_tokens=2
+    )
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage.completion_tokens == 2
+    assert reply.usage.prompt_tokens > 20
+    assert one.answer.startswith(reply.choices[0].message.content)
+
+
+def test_a_stop_string_ends_the_answer_before_it(server, one):
+    words = one.answer.split()
+    reply = server.client.chat.completions.create(
+        model=server.model, messages=[message(one.text, one.urls)], temperature=0, stop=[words[2]]
+    )
+    assert reply.choices[0].message.content == " ".join(words[:2]) + " "
+    assert reply.choices[0].finish_reason == "stop"
+
+
+def test_a_seed_gives_the_same_tokens_again(server):
+    def sample(seed: int) -> str:
+        reply = server.client.chat.completions.create(
+            model=server.model, messages=[message("tell me", [])], temperature=2, seed=seed, max_tokens=24
+        )
+        return reply.choices[0].message.content
+
+    first = sample(1)
+    assert sample(1) == first
+    assert any(sample(seed) != first for seed in (2, 3, 4))
+
+
+def test_local_files_below_the_allowed_root(server, media_root):
+    clip = videos.render(3 * 10**9, colour="red", motion="up")
+    (media_root / "a clip.mp4").write_bytes(videos.encode(clip))
+    assert server.ask("What colour is it?", [("video_url", f"file://{media_root}/a%20clip.mp4")]) == "red"
+
+
+REFUSED = {
+    "unreadable video": ([("video_url", "data:video/mp4;base64,aGVsbG8=")], 400, "video 1"),
+    "outside the root": ([("video_url", "file:///etc/passwd")], 400, "--allowed-local-media-path"),
+    "dots": ([("video_url", "file://{root}/../../etc/passwd")], 400, "--allowed-local-media-path"),
+    "missing file": ([("video_url", "file://{root}/nothing.mp4")], 400, "video 1"),
+    "not enabled": ([("video_url", "http://127.0.0.1/a.mp4")], 400, "video 1"),
+    "too many items": ([("video_url", "data:,")] * 3, 400, "--limit-mm-per-prompt"),
+    "bad base64": ([("image_url", "data:image/png;base64,@@")], 400, "image 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_media_are_a_clear_400(server, media_root, case):
+    urls, status, named = REFUSED[case]
+    with pytest.raises(openai.APIStatusError) as caught:
+        server.ask("What is it?", [(kind, url.format(root=media_root)) for kind, url in urls])
+    assert caught.value.status_code == status
+    error = caught.value.response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert named in error["message"]
+    assert str(media_root) not in error["message"] and "/etc" not in error["message"]
+
+
+def test_unknown_model_is_404(server):
+    with pytest.raises(openai.NotFoundError, match="gpt-5"):
+        server.client.chat.completions.create(model="gpt-5", messages=[{"role": "user", "content": "hi"}])
+
+
+def test_a_prompt_that_is_too_long_names_both_numbers(server):
+    with pytest.raises(openai.BadRequestError, match="65536"):
+        server.ask("word " * 70_000, [])
+
+
+def test_bad_json_is_a_400_in_openais_form(server):
+    request = urllib.request.Request(
+        server.url + "/chat/completions", data=b'{"model": ', headers={"Content-Type": "application/json"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=30)
+    assert caught.value.code == 400
+    assert json.loads(caught.value.read())["error"]["type"] == "invalid_request_error"
+
+
+def test_a_good_request_is_right_after_all_that(server, one):
+    assert server.ask(one.text, one.urls) == one.answer
+    assert Path(f"/proc/{server.process.pid}").exists()

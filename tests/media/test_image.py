@@ -1,0 +1,123 @@
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mini_engine.media.errors import MediaError
+from mini_engine.media.image import ImageLimits, decode_image
+
+RED, WHITE = (255, 0, 0), (255, 255, 255)
+
+
+def saved(image: Image.Image, format: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def halves(mode: str = "RGB") -> Image.Image:
+    """8 wide, 4 high: the left half red, the right half white."""
+    image = Image.new("RGB", (8, 4), WHITE)
+    image.paste(RED, (0, 0, 4, 4))
+    return image.convert(mode)
+
+
+@pytest.mark.parametrize("format", ["PNG", "GIF", "BMP", "WEBP"])
+def test_lossless_formats(format: str) -> None:
+    options = {"lossless": True} if format == "WEBP" else {}
+    pixels = decode_image(saved(halves(), format, **options))
+    assert (pixels.dtype, pixels.shape, pixels.flags.c_contiguous) == (np.uint8, (4, 8, 3), True)
+    np.testing.assert_array_equal(pixels, np.asarray(halves()))
+
+
+def test_jpeg() -> None:
+    picture = Image.new("RGB", (40, 24), (10, 120, 200))
+    np.testing.assert_allclose(decode_image(saved(picture, "JPEG")).astype(int), np.asarray(picture), atol=4)
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "1", "CMYK", "I;16"])
+def test_modes(mode: str) -> None:
+    if mode == "I;16":
+        image, format = Image.fromarray(np.full((4, 8), 0x8040, np.uint16)), "PNG"
+        expected = np.full((4, 8, 3), 0x80)
+    else:
+        image, format = halves(mode), "JPEG" if mode == "CMYK" else "PNG"
+        expected = np.asarray(image.convert("RGB"))
+    atol = 8 if format == "JPEG" else 0
+    np.testing.assert_allclose(decode_image(saved(image, format, quality=100)).astype(int), expected, atol=atol)
+
+
+def test_alpha_over_white() -> None:
+    image = halves("RGBA")
+    image.putalpha(Image.fromarray(np.repeat([[255, 255, 0, 0, 128, 0, 0, 0]], 4, axis=0).astype(np.uint8)))
+    pixels = decode_image(saved(image, "PNG"))
+    assert pixels[0, 0].tolist() == list(RED)
+    assert pixels[0, 2].tolist() == list(WHITE)  # red, but quite transparent
+
+
+def test_palette_with_a_transparent_colour() -> None:
+    image = halves().quantize(2)
+    red = image.getpixel((0, 0))
+    pixels = decode_image(saved(image, "GIF", transparency=red))
+    assert pixels[0, 0].tolist() == list(WHITE)
+
+
+def test_first_frame_of_an_animation() -> None:
+    data = saved(halves(), "GIF", save_all=True, append_images=[Image.new("RGB", (8, 4), "blue")])
+    assert decode_image(data)[0, 0].tolist() == list(RED)
+
+
+def test_exif_orientation() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned a quarter clockwise
+    pixels = decode_image(saved(halves(), "PNG", exif=exif))
+    assert pixels.shape == (8, 4, 3)
+    assert pixels[0, 0].tolist() == list(RED)
+    assert pixels[7, 0].tolist() == list(WHITE)
+
+
+def test_too_many_pixels() -> None:
+    data = saved(Image.new("L", (200, 100)), "PNG")
+    assert decode_image(data, ImageLimits(max_pixels=20_000)).shape == (100, 200, 3)
+    with pytest.raises(MediaError, match="^image 2: 200x100 is more than 19999 pixels") as caught:
+        decode_image(data, ImageLimits(max_pixels=19_999), item="image 2")
+    assert caught.value.limit == "max_pixels"
+
+
+@pytest.mark.parametrize("side", [10_000, 12_000, 60_000])
+def test_decompression_bombs_are_refused_before_they_are_decoded(side: int) -> None:
+    """A header that promises many pixels; Pillow itself only warns of the middle one and refuses the last."""
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
+    data = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
+    )
+    with pytest.raises(MediaError, match="more than"):
+        decode_image(data)
+
+
+def test_unreadable() -> None:
+    for format in ("PNG", "JPEG", "GIF", "WEBP", "BMP"):
+        data = saved(halves().resize((64, 64)), format)
+        for share in (0.1, 0.5, 0.7):
+            with pytest.raises(MediaError, match="^image 1: cannot be read"):
+                decode_image(data[: int(len(data) * share)], item="image 1")
+    for data in (b"", b"text", b"\0" * 100, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", b"GIF89a", b"BM"):
+        with pytest.raises(MediaError, match="cannot be read"):
+            decode_image(data)
+
+
+def test_flipped_bytes_end_in_pixels_or_a_media_error() -> None:
+    random = np.random.default_rng(0)
+    for format in ("PNG", "JPEG", "GIF", "WEBP", "BMP"):
+        data = np.frombuffer(saved(halves().resize((64, 64)), format), np.uint8)
+        for _ in range(60):
+            broken = data.copy()
+            broken[random.integers(0, len(data), 4)] = random.integers(0, 256, 4)
+            try:
+                assert decode_image(broken.tobytes()).shape[2] == 3
+            except MediaError:
+                continue

@@ -1,0 +1,49 @@
+"""One tensor-parallel rank, run as a program by `test_tensor_parallel.py`: `rank size job`.
+
+`job` is a directory with `job.pt`, {"init": url, "prompts": {name: Prompt}, "checkpoints": {name: path}}. Writes
+`rank<r>.pt` there: per checkpoint the logits of every prompt alone, of all in one batch, and of that batch after the
+last rank's sharded weights were zeroed.
+"""
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mini_engine.model.layers import pieces_of
+from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.reference import reference_logits
+from mini_engine.model.weights import load_model
+
+
+@torch.inference_mode()
+def run(path: Path, prompts: dict, tp: TensorParallel) -> dict[str, list[Tensor]]:
+    model = load_model(path, tp, None, torch.device("cpu"))
+    results = {name: reference_logits(model, [prompt]) for name, prompt in prompts.items()}
+    results["batch"] = reference_logits(model, list(prompts.values()))
+    if tp.rank == tp.size - 1:
+        for piece in pieces_of(model):
+            if piece.copies == 1:
+                piece.target.zero_()
+    results["zeroed"] = reference_logits(model, list(prompts.values()))
+    return results
+
+
+def main() -> None:
+    rank, size, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    job = torch.load(directory / "job.pt", weights_only=False)
+    dist.init_process_group("gloo", init_method=job["init"], rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    tp = TensorParallel(rank, size)
+    results: dict = {name: run(path, job["prompts"], tp) for name, path in job["checkpoints"].items()}
+    results["broadcast"] = tp.broadcast(torch.tensor([float(rank)]), source=size - 1)
+    results["gathered"] = tp.all_gather(torch.tensor([rank, rank + 10]))
+    torch.save(results, directory / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The model against transformers, float32 at 1e-5, one rank; and that the comparison can fail."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mini_engine.model import reference
+from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
+from mini_engine.model.reference import Prompt, ReferenceAttention, reference_logits
+from mini_engine.model.rope import PromptPositions, mrope_positions
+from mini_engine.model.weights import load_model
+
+NAMES = ["text", "image", "video", "two videos", "video then images", "image then video"]
+CPU = torch.device("cpu")
+
+
+def load(path: Path, dtype: torch.dtype | None = None) -> Qwen2_5_VL:
+    return load_model(path, TensorParallel(), dtype, CPU)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint) -> Qwen2_5_VL:
+    return load(checkpoint.path)
+
+
+def difference(model, oracle, checkpoint, prompt: Prompt, theirs: Prompt | None = None) -> float:
+    with torch.inference_mode():
+        ours = reference_logits(model, [prompt])[0]
+    return (ours - oracle(checkpoint.oracle, theirs or prompt)).abs().max().item()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_transformers(name, model, checkpoint, oracle, prompts):
+    assert difference(model, oracle, checkpoint, prompts[name]) < 1e-5
+
+
+@torch.inference_mode()
+def test_a_mixed_flat_batch_equals_each_prompt_alone(model, checkpoint, oracle, prompts):
+    logits = reference_logits(model, list(prompts.values()))
+    for prompt, ours in zip(prompts.values(), logits, strict=True):
+        torch.testing.assert_close(ours, oracle(checkpoint.oracle, prompt), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ["saved", "old", "new", "sharded"])
+def test_every_checkpoint_layout_gives_the_same(layout, layouts, checkpoint, oracle, prompts):
+    model = load(layouts[layout])
+    assert model.config == checkpoint.config
+    assert difference(model, oracle, checkpoint, prompts["image then video"]) < 1e-5
+
+
+def test_untied_head_and_a_single_kv_head(untied, oracle, prompts):
+    assert difference(load(untied.path), oracle, untied, prompts["video then images"]) < 1e-5
+
+
+@torch.inference_mode()
+def test_chunked_prefill_and_decode_equal_one_pass(model, checkpoint, oracle, prompts):
+    """Three tokens decoded at `next_position + i`, after a prefill cut in the middle of an item.
+
+    The first video outlasts the text behind it: what is decoded stands past the last frame, further than the same
+    tokens would as part of the prompt.
+    """
+    prompt, tail = prompts["two videos"], [21, 22, 23]
+    whole = oracle(checkpoint.oracle, prompt, decoded=tail)
+    ids = torch.tensor(prompt.token_ids)
+    hidden = model.embed(ids)
+    patches = torch.cat([patches for patches, _ in prompt.videos])
+    grids = [grid for _, grid in prompt.videos]
+    hidden[ids == model.config.video_token_id] = torch.cat(model.encode_vision(patches, grids))
+    positions, following = mrope_positions(prompt.token_ids, [], grids, prompt.seconds, model.config)
+    attend, outputs = ReferenceAttention(), []
+    for rows, axes in zip(hidden.split(29), positions.split(29, dim=1), strict=True):
+        outputs.append(model(rows, axes, attend.step([(0, len(rows))])))
+    for i, token in enumerate(tail):
+        axes = torch.full((3, 1), following + i)
+        outputs.append(model(model.embed(torch.tensor([token])), axes, attend.step([(0, 1)])))
+    torch.testing.assert_close(model.logits(torch.cat(outputs)), whole, atol=1e-5, rtol=0)
+
+
+def test_zeroed_mrope_is_noticed(monkeypatch, model, checkpoint, oracle, prompts):
+    def zeroed(*args):
+        return PromptPositions(torch.zeros_like(mrope_positions(*args).positions), 0)
+
+    monkeypatch.setattr(reference, "mrope_positions", zeroed)
+    assert difference(model, oracle, checkpoint, prompts["video"]) > 1e-2
+
+
+def test_swapped_grids_are_noticed(model, checkpoint, oracle, prompts):
+    patches, (t, h, w) = prompts["image"].images[0]
+    swapped = replace(prompts["image"], images=[(patches, (t, w, h))])
+    assert difference(model, oracle, checkpoint, swapped, prompts["image"]) > 1e-2
+
+
+def test_swapped_items_are_noticed(model, checkpoint, oracle, prompts):
+    right = prompts["two videos"]
+    first, second = right.videos
+    exchanged = (second[0].repeat(3, 1)[: len(first[0])], first[1]), (first[0][: len(second[0])], second[1])
+    assert difference(model, oracle, checkpoint, replace(right, videos=exchanged), right) > 1e-2
+
+
+@torch.inference_mode()
+def test_bfloat16_stays_near_and_keeps_its_frequencies(checkpoint, oracle, prompts):
+    model = load(checkpoint.path, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.decoder.rope.inv_freq.dtype == model.visual.inv_freq.dtype == torch.float32
+    prompt = prompts["image"]
+    narrow = replace(prompt, images=[(patches.bfloat16(), grid) for patches, grid in prompt.images])
+    exact = oracle(checkpoint.oracle, prompt)
+    error = (reference_logits(model, [narrow])[0].float() - exact).abs().max()
+    assert error < 0.05 * exact.abs().max()
+
+
+def test_patches_that_do_not_fill_the_grids_are_refused(model):
+    with pytest.raises(ValueError, match="10 patches do not fill"):
+        model.encode_vision(torch.zeros(10, model.config.vision.patch_dim), [(1, 4, 4)])
+    with pytest.raises(ValueError, match="does not divide into merged patches"):
+        model.encode_vision(torch.zeros(15, model.config.vision.patch_dim), [(1, 3, 5)])

@@ -1,0 +1,96 @@
+"""Positions of prompts against transformers' `get_rope_index`, and by hand."""
+
+import random
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+from mini_engine.model.rope import inverse_frequencies, mrope_positions, rotate, rotation
+
+IMAGE, VIDEO, START, END = 190, 191, 192, 193
+# Releases before 5.23 cut the seconds per grid to an integer, so there they are no oracle for fractions.
+WHOLE_ONLY = Version(transformers.__version__) < Version("5.23")
+SECONDS = (1.0, 2.0, 3.0) if WHOLE_ONLY else (1.0, 2.0, 0.25, 0.4, 0.9, 1 / 3, 1.7, 2 / 29.97)
+
+
+def random_prompt(rng: random.Random) -> tuple[list[int], list[tuple], list[tuple], list[float]]:
+    ids: list[int] = []
+    grids: dict[int, list[tuple]] = {IMAGE: [], VIDEO: []}
+    seconds: list[float] = []
+    for _ in range(rng.randrange(5)):
+        ids += [rng.randrange(180) for _ in range(rng.randrange(6))]
+        token_id = rng.choice([IMAGE, VIDEO])
+        t = 1 if token_id == IMAGE else rng.randint(1, 12)
+        grid = (t, 2 * rng.randint(1, 6), 2 * rng.randint(1, 6))
+        grids[token_id].append(grid)
+        if token_id == VIDEO:
+            seconds.append(rng.choice(SECONDS))
+        ids += [START, *[token_id] * (grid[0] * grid[1] * grid[2] // 4), END]
+    ids += [rng.randrange(180) for _ in range(rng.randint(1, 6))]
+    return ids, grids[IMAGE], grids[VIDEO], seconds
+
+
+def test_positions_equal_transformers(checkpoint):
+    rng = random.Random(0)
+    for _ in range(200):
+        ids, images, videos, seconds = random_prompt(rng)
+        tokens = torch.tensor([ids])
+        theirs, delta = checkpoint.oracle.model.get_rope_index(
+            tokens,
+            mm_token_type_ids=(tokens == IMAGE).int() + 2 * (tokens == VIDEO).int(),
+            image_grid_thw=torch.tensor(images) if images else None,
+            video_grid_thw=torch.tensor(videos) if videos else None,
+            second_per_grid_ts=torch.tensor(seconds) if seconds else None,
+        )
+        ours = mrope_positions(ids, images, videos, seconds, checkpoint.config)
+        assert ours.positions.dtype == torch.int64
+        assert torch.equal(ours.positions, theirs[:, 0]), (ids, images, videos, seconds)
+        assert ours.next_position == delta.item() + len(ids)
+
+
+def test_fractions_of_seconds_by_hand(checkpoint):
+    """Two tokens a second, 0.75 s a patch: frames at 0, 1.5, 3 and 4.5, cut. Text goes on two after the start."""
+    ids = [5, *[VIDEO] * 8, 6]
+    positions, following = mrope_positions(ids, [], [(4, 2, 4)], [0.75], checkpoint.config)
+    assert positions.tolist() == [
+        [0, 1, 1, 2, 2, 4, 4, 5, 5, 3],
+        [0, 1, 1, 1, 1, 1, 1, 1, 1, 3],
+        [0, 1, 2, 1, 2, 1, 2, 1, 2, 3],
+    ]
+    assert following == 6
+
+
+def test_items_without_text_between_them(checkpoint):
+    positions, _ = mrope_positions([IMAGE, IMAGE], [(1, 2, 2), (1, 2, 2)], [], [], checkpoint.config)
+    assert positions.tolist() == [[0, 1]] * 3
+
+
+@pytest.mark.parametrize(
+    ("ids", "images", "videos", "seconds", "message"),
+    [
+        ([1, IMAGE, IMAGE, 2], [(1, 2, 2)], [], [], "placeholder at token 2 has no item"),
+        ([1, VIDEO, 2], [(1, 2, 2)], [], [], "placeholder at token 1 has no item"),
+        ([1, IMAGE, 2], [(1, 2, 4)], [], [], "item at token 1 needs 2 placeholders"),
+        ([1, IMAGE], [(1, 2, 4)], [], [], "item at token 1 needs 2 placeholders"),
+        ([1, 2], [], [(1, 2, 2)], [1.0], "0 images and 1 videos have no placeholder"),
+        ([1, VIDEO], [], [(1, 2, 2)], [], "1 videos but 0 values"),
+    ],
+)
+def test_placeholders_that_do_not_match(ids, images, videos, seconds, message, checkpoint):
+    with pytest.raises(ValueError, match=message):
+        mrope_positions(ids, images, videos, seconds, checkpoint.config)
+
+
+def test_rotation_depends_on_the_distance_alone():
+    """The property that defines RoPE: the product of two rotated vectors is a function of their distance."""
+    inv_freq = inverse_frequencies(1e4, 16, torch.device("cpu"))
+    q, k = torch.randn(2, 1, 1, 16, generator=torch.Generator().manual_seed(0))
+
+    def product(at_q: int, at_k: int) -> torch.Tensor:
+        turned = [rotate(x, rotation(at * inv_freq[None])) for x, at in ((q, at_q), (k, at_k))]
+        return (turned[0] * turned[1]).sum()
+
+    torch.testing.assert_close(product(7, 3), product(107, 103), atol=1e-4, rtol=0)
+    assert abs(product(7, 3) - product(9, 3)) > 1e-2

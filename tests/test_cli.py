@@ -1,0 +1,129 @@
+"""The command line and its environment variables."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mini_engine import cli, config
+from mini_engine.cli import parse
+from mini_engine.config import ConfigError, EngineConfig, parse_bytes
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_no_argument_serves_the_bundled_model():
+    settings = parse([], {})
+    assert settings == EngineConfig()
+    assert settings.model == config.BUNDLED_MODEL
+    assert settings.served_names == ["mini-engine-demo"]
+
+
+def test_flags_as_users_of_other_engines_type_them():
+    settings = parse(
+        ["M", "-tp", "2", "--max_model_len", "4096", "--max-num-seqs=8", "--served-model-name", "a", "b",
+         "--limit-mm-per-prompt", '{"video": 1}', "--kv-cache-memory-bytes", "512M", "--no-async-scheduling"], {},
+    )  # fmt: skip
+    assert settings.model == "M"
+    assert settings.tensor_parallel_size == 2
+    assert settings.max_model_len == 4096
+    assert settings.max_num_seqs == 8
+    assert settings.served_names == ["a", "b"]
+    assert settings.limit_mm_per_prompt == {"video": 1}
+    assert settings.kv_cache_memory_bytes == 512 << 20
+    assert settings.async_scheduling is False
+
+
+def test_every_field_can_be_set_by_its_environment_variable():
+    samples = {int: "3", float: "4.5", bool: "0", str: "text"}
+    for field in config.fields():
+        kind = config.field_types()[field.name]
+        choices = cli.literal_choices(kind)
+        opt = field.metadata["option"]
+        text = choices[-1] if choices else "{}" if opt.metavar == "JSON" else samples.get(kind, "3")
+        value = cli.convert(field.name, text, kind, opt)
+        settings = {config.env_of(field.name): text}
+        try:
+            assert getattr(parse([], settings), field.name) == value, field.name
+        except ConfigError as error:  # read, and then refused for what it says
+            assert config.flag_of(field.name) in str(error)
+
+
+def test_a_flag_wins_over_the_environment():
+    environ = {"MINI_ENGINE_MAX_NUM_SEQS": "3", "MINI_ENGINE_ASYNC_SCHEDULING": "false"}
+    settings = parse(["--max-num-seqs", "5"], environ)
+    assert (settings.max_num_seqs, settings.async_scheduling) == (5, False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "expected"),
+    [
+        ([], {}, "auto"),
+        (["--enable-multimodal-tensor-ipc"], {}, "torch_shm"),
+        (["--disable-multimodal-tensor-ipc"], {}, "direct_rpc"),
+        (["--mm-tensor-ipc", "direct_rpc"], {}, "direct_rpc"),
+        (["--mm-tensor-ipc", "torch_shm", "--enable-multimodal-tensor-ipc"], {}, "torch_shm"),
+        ([], {"MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "1"}, "torch_shm"),
+        ([], {"MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "0"}, "direct_rpc"),
+        ([], {"MINI_ENGINE_MM_TENSOR_IPC": "direct_rpc"}, "direct_rpc"),
+        (["--enable-multimodal-tensor-ipc"], {"MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "0"}, "torch_shm"),
+        (["--mm-tensor-ipc", "auto"], {"MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "0"}, "auto"),
+    ],
+)
+def test_the_tensor_transport_switch(argv, environ, expected):
+    assert parse(argv, environ).mm_tensor_ipc == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "named"),
+    [
+        (["--enable-multimodal-tensor-ipc", "--disable-multimodal-tensor-ipc"], {}, "different transports"),
+        (["--enable-multimodal-tensor-ipc", "--mm-tensor-ipc", "direct_rpc"], {}, "different transports"),
+        ([], {"MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "1", "MINI_ENGINE_MM_TENSOR_IPC": "direct_rpc"}, "MINI_ENGINE_MM"),
+        ([], {"MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "maybe"}, "'maybe' is not 1 or 0"),
+        (["--bogus"], {}, "--bogus"),
+        (["--port", "x"], {}, "--port"),
+        (["--port", "70000"], {}, "65535"),
+        (["--max-num-seqs", "0"], {}, "--max-num-seqs"),
+        (["--dtype", "int3"], {}, "float32"),
+        (["--kv-cache-memory-bytes", "12Q"], {}, "512M"),
+        (["--limit-mm-per-prompt", '{"audio": 1}'], {}, "audio"),
+        (["--limit-mm-per-prompt", "{"], {}, "not JSON"),
+        (["--media-io-kwargs", '{"video": 3}'], {}, "--media-io-kwargs"),
+        (["--chat-template", "/nowhere.jinja"], {}, "--chat-template"),
+        (["--allowed-local-media-path", "/nowhere"], {}, "--allowed-local-media-path"),
+        ([], {"MINI_ENGINE_ASYNC_SCHEDULING": "perhaps"}, "perhaps"),
+    ],
+)
+def test_a_bad_setting_is_named(argv, environ, named):
+    with pytest.raises(ConfigError, match=".*" + named.replace("{", "\\{")):
+        parse(argv, environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1000", 1000), ("512M", 512 << 20), ("1.5G", 3 << 29), ("2KiB", 2048), ("4gb", 4 << 30)]
+)
+def test_sizes(text, value):
+    assert parse_bytes(text) == value
+
+
+def test_help_names_every_field_with_its_default():
+    text = subprocess.run(
+        [sys.executable, "serve.py", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for field in config.fields():
+        assert config.flag_of(field.name) in text or field.metadata["option"].positional
+    assert "Data plane:" in text and "(default: 8000)" in text
+
+
+def test_a_bad_start_is_one_line_and_status_2(tmp_path):
+    for argv, named in ((["--port", "x"], "--port"), ([str(tmp_path)], "config.json"), (["no/such-model"], "no/such")):
+        result = subprocess.run(
+            [sys.executable, "serve.py", *argv], cwd=ROOT, capture_output=True, text=True,
+            env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)},
+        )  # fmt: skip
+        assert result.returncode == 2
+        assert named in result.stderr and "Traceback" not in result.stderr

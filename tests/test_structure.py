@@ -1,0 +1,117 @@
+"""The shape of the project: who imports whom, how long things are, and that nothing named is missing."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mini_engine import config
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "mini_engine"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+# Which parts of the package each part may import. `host` and the core may read a model's config.json.
+MODEL_CONFIG = "mini_engine.model.config"
+TORCH_FREE_TRANSPORT = {"mini_engine.transport.sockets", "mini_engine.transport.codec", "mini_engine.transport.base"}
+MAY_IMPORT = {
+    "api": {"api", "media", "transport", MODEL_CONFIG},
+    "media": {"media"},
+    "transport": {"transport"},
+    "core": {"core", MODEL_CONFIG} | TORCH_FREE_TRANSPORT,
+    "worker": {"worker", "model", "transport"},
+    "model": {"model"},
+    "demo": {"demo"},
+}
+TOP_LEVEL_FOR_ALL = {"messages", "config", "child", "log", "metrics"}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Full names of the package's own modules that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if (ROOT / (name.replace(".", "/") + ".py")).exists() else node.module for name in names}
+    return {name for name in found if name.startswith("mini_engine")}
+
+
+def allowed(part: str, name: str) -> bool:
+    pieces = name.split(".")
+    top = pieces[1] if len(pieces) > 1 else ""
+    return top in MAY_IMPORT[part] or name in MAY_IMPORT[part] or (len(pieces) == 2 and top in TOP_LEVEL_FOR_ALL)
+
+
+def test_imports_point_one_way():
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for part in MAY_IMPORT
+        for path in (PACKAGE / part).rglob("*.py")
+        for name in imports_of(path)
+        if not allowed(part, name)
+    ]
+    assert not wrong, wrong
+
+
+def test_the_import_rule_can_fail():
+    assert not allowed("core", "mini_engine.transport.tensor_ipc")
+    assert not allowed("media", "mini_engine.worker.worker")
+    assert allowed("api", "mini_engine.transport.tensor_ipc")
+
+
+def test_the_core_and_the_supervisor_import_no_torch():
+    code = "import sys, mini_engine.core.engine_core, mini_engine.launch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_stay_short(path: Path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_FILE_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{node.name}: {length} lines"
+
+
+def test_every_module_says_what_it_is():
+    silent = [str(path) for path in FILES if path.stat().st_size and not ast.get_docstring(ast.parse(path.read_text()))]
+    assert not silent, silent
+
+
+def test_every_config_field_is_read_somewhere():
+    code = "\n".join(path.read_text() for path in FILES if path.name != "config.py")
+    code += (PACKAGE / "config.py").read_text().partition("def served_names")[2]  # properties read fields too
+    unread = [field.name for field in config.fields() if not re.search(rf"\.{field.name}\b", code)]
+    assert not unread, f"accepted and ignored: {unread}"
+
+
+def test_every_path_and_flag_in_the_documents_exists():
+    flags = {config.flag_of(field.name) for field in config.fields()}
+    flags |= {"--no-" + flag[2:] for flag in flags}
+    flags |= {"--help", "--enable-multimodal-tensor-ipc", "--disable-multimodal-tensor-ipc"}
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = document.read_text()
+        for path in re.findall(r"`((?:mini_engine|tests|docs)/[\w./-]+)`", text):
+            assert (ROOT / path).exists(), f"{document.name} names {path}"
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text):
+            known = flag in flags or any(flag in path.read_text() for path in (PACKAGE / "demo").glob("*.py"))
+            assert known, f"{document.name} names {flag}"
+
+
+def test_ruff():
+    subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "."], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "ruff", "format", "--no-cache", "--check", "."], cwd=ROOT, check=True)
+
+
+def test_mypy(tmp_path: Path):
+    subprocess.run([sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path)], cwd=ROOT, check=True)
