@@ -1,0 +1,198 @@
+"""A model directory's `config.json` as frozen dataclasses.
+
+Reads both layouts found on the hub: the old flat one (text fields at the top, `vision_config` nested) and the newer one
+(`text_config` and `vision_config` nested). Imports no torch, so a process that holds no tensors may use it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mini_engine.model.registry import find_spec
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """Dimensions of the decoder. `mrope_section` counts the rotary frequencies of (time, height, width)."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    mrope_section: tuple[int, ...]
+    max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly"
+            )
+        if sum(self.mrope_section) != self.head_dim // 2:
+            raise ValueError(
+                f"mrope_section {list(self.mrope_section)} must sum to half the head size, {self.head_dim // 2}"
+            )
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Dimensions of the vision tower. `window_size` and `patch_size` are in pixels."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    out_hidden_size: int
+    in_channels: int
+    patch_size: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+    window_size: int
+    fullatt_block_indexes: tuple[int, ...]
+    tokens_per_second: float
+    rope_theta: float
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 4:
+            raise ValueError(
+                f"vision hidden size {self.hidden_size} over {self.num_heads} heads: head size must divide by 4"
+            )
+        if self.merged_window < 1:
+            raise ValueError(f"window_size {self.window_size} is smaller than one merged patch")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def merge_unit(self) -> int:
+        """Patches that become one token of the decoder."""
+        return self.spatial_merge_size**2
+
+    @property
+    def merged_window(self) -> int:
+        """Side of an attention window, in merged patches."""
+        return self.window_size // self.spatial_merge_size // self.patch_size
+
+    @property
+    def patch_dim(self) -> int:
+        """Length of one flattened patch, ordered (channel, frame, row, column)."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What the engine needs to know of a checkpoint. `dtype` is the checkpoint's own, one of `DTYPES`."""
+
+    architecture: str
+    text: TextConfig
+    vision: VisionConfig
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+    eos_token_ids: tuple[int, ...]
+    tie_word_embeddings: bool
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.vision.out_hidden_size != self.text.hidden_size:
+            raise ValueError(
+                f"the vision tower gives rows of {self.vision.out_hidden_size}, "
+                f"the decoder takes {self.text.hidden_size}"
+            )
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> "ModelConfig":
+        """Read `config.json` under `path`. Raises FileNotFoundError, and ValueError as `from_dict` does."""
+        return cls.from_dict(json.loads((Path(path) / "config.json").read_text(encoding="utf-8")))
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
+        """Build from the parsed json. Raises ValueError for an unsupported architecture or setting."""
+        spec = find_spec(raw.get("architectures"))
+        text = raw.get("text_config") or raw
+        vision = raw.get("vision_config")
+        if vision is None:
+            raise ValueError("config.json has no vision_config")
+        eos = text.get("eos_token_id", raw.get("eos_token_id"))
+        try:
+            return cls(
+                architecture=spec.architecture,
+                text=_text_config(text),
+                vision=_vision_config(vision),
+                image_token_id=raw["image_token_id"],
+                video_token_id=raw["video_token_id"],
+                vision_start_token_id=raw["vision_start_token_id"],
+                vision_end_token_id=raw["vision_end_token_id"],
+                eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+                tie_word_embeddings=bool(raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
+                dtype=_dtype(raw, text),
+            )
+        except KeyError as missing:
+            raise ValueError(f"config.json lacks the field {missing}") from missing
+
+
+def _text_config(raw: Mapping[str, Any]) -> TextConfig:
+    if raw.get("use_sliding_window"):
+        raise ValueError("use_sliding_window is not supported; set it to false in config.json")
+    _require_silu(raw, "text")
+    # `rope_parameters` holds everything since transformers 5; before that theta lay beside `rope_scaling`.
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "mrope"):
+        raise ValueError(f"rope type {kind!r} is not supported; supported: default, mrope")
+    num_heads = raw["num_attention_heads"]
+    return TextConfig(
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"],
+        num_layers=raw["num_hidden_layers"],
+        num_heads=num_heads,
+        num_kv_heads=raw.get("num_key_value_heads") or num_heads,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // num_heads,
+        rms_norm_eps=raw["rms_norm_eps"],
+        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 1_000_000.0),
+        mrope_section=tuple(rope.get("mrope_section", (16, 24, 24))),
+        max_position_embeddings=raw["max_position_embeddings"],
+    )
+
+
+def _vision_config(raw: Mapping[str, Any]) -> VisionConfig:
+    _require_silu(raw, "vision")
+    return VisionConfig(
+        depth=raw["depth"],
+        hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"],
+        num_heads=raw["num_heads"],
+        out_hidden_size=raw["out_hidden_size"],
+        in_channels=raw.get("in_channels") or raw.get("in_chans") or 3,
+        patch_size=raw["patch_size"],
+        temporal_patch_size=raw.get("temporal_patch_size", 2),
+        spatial_merge_size=raw["spatial_merge_size"],
+        window_size=raw["window_size"],
+        fullatt_block_indexes=tuple(raw["fullatt_block_indexes"]),
+        tokens_per_second=raw["tokens_per_second"],
+        rope_theta=float((raw.get("rope_parameters") or {}).get("rope_theta") or 10_000.0),
+    )
+
+
+def _require_silu(raw: Mapping[str, Any], part: str) -> None:
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{part} activation {raw['hidden_act']!r} is not supported; supported: silu")
+
+
+def _dtype(raw: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    # The nested form is what some early files of the new layout carry.
+    name = raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32"
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
+    return name

@@ -1,0 +1,183 @@
+"""The layers that decoder and vision tower are made of, each holding one rank's part of its weights.
+
+A layer says through `pieces()` which rectangle of which checkpoint tensor it holds; `weights.py` does the reading.
+Checkpoint names are in the newer hub layout (`model.language_model.*`, `model.visual.*`, `lm_head.weight`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mini_engine.model.parallel import Placement
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rectangle of one checkpoint tensor and the memory on this rank that it fills."""
+
+    source: str
+    shape: tuple[int, ...]  # of the whole checkpoint tensor
+    index: tuple[slice, ...]  # this rank's part of it, leading axes
+    target: Tensor  # a view of the parameter, shaped like the part
+    copies: int  # how many ranks hold this same part; 1 is sharded, the group's size is replicated
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows `part` of the `total` rows of the checkpoint tensor `source`, held by `copies` ranks."""
+
+    source: str
+    total: int
+    part: slice
+    copies: int = 1
+
+    @property
+    def count(self) -> int:
+        return self.part.stop - self.part.start
+
+
+class Layer(nn.Module):
+    """A module with weights of its own."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """What this layer takes from a checkpoint. Targets are views made at the call: ask again after `.to()`."""
+        raise NotImplementedError
+
+
+def pieces_of(module: nn.Module) -> Iterator[Piece]:
+    """The pieces of all layers below `module`, itself included."""
+    for layer in module.modules():
+        if isinstance(layer, Layer):
+            yield from layer.pieces()
+
+
+class RMSNorm(Layer):
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang and Sennrich 2019). Replicated."""
+
+    def __init__(self, source: str, size: int, eps: float, at: Placement) -> None:
+        super().__init__()
+        self.source, self.eps, self.copies = source, eps, at.tp.size
+        self.weight = at.empty(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def pieces(self) -> Iterator[Piece]:
+        shape = tuple(self.weight.shape)
+        yield Piece(f"{self.source}.weight", shape, (slice(0, shape[0]),), self.weight, self.copies)
+
+
+class ColumnParallel(Layer):
+    """`y = x W^T + b` with the rows of W split over the ranks; several checkpoint matrices merged into one product.
+
+    Args:
+        inputs: length of x's last axis, whole on every rank.
+        rows: what this rank computes, in the order of y's last axis.
+    """
+
+    def __init__(self, inputs: int, rows: Sequence[Rows], bias: bool, at: Placement) -> None:
+        super().__init__()
+        self.rows = tuple(rows)
+        outputs = sum(r.count for r in self.rows)
+        self.weight = at.empty(outputs, inputs)
+        self.bias = at.empty(outputs) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., inputs]` -> `[..., this rank's outputs]`."""
+        return F.linear(x, self.weight, self.bias)
+
+    def pieces(self) -> Iterator[Piece]:
+        start = 0
+        for r in self.rows:
+            here = slice(start, start + r.count)
+            shape = (r.total, self.weight.shape[1])
+            yield Piece(f"{r.source}.weight", shape, (r.part,), self.weight[here], r.copies)
+            if self.bias is not None:
+                yield Piece(f"{r.source}.bias", (r.total,), (r.part,), self.bias[here], r.copies)
+            start = here.stop
+
+
+class RowParallel(Layer):
+    """`y = x W^T + b` with the columns of W split over the ranks, summed over them; b is replicated.
+
+    Args:
+        inputs: length of x's last axis over all ranks.
+        part: the part of it that this rank's x holds.
+    """
+
+    def __init__(self, source: str, inputs: int, part: slice, outputs: int, bias: bool, at: Placement) -> None:
+        super().__init__()
+        self.source, self.inputs, self.part, self.tp = source, inputs, part, at.tp
+        self.weight = at.empty(outputs, part.stop - part.start)
+        self.bias = at.empty(outputs) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., this rank's part]` -> `[..., outputs]`, the same on every rank."""
+        if self.tp.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        y = self.tp.all_reduce(F.linear(x, self.weight))
+        # Added once, after the sum: inside the product it would count once per rank.
+        return y if self.bias is None else y + self.bias
+
+    def pieces(self) -> Iterator[Piece]:
+        outputs = self.weight.shape[0]
+        rows = slice(0, outputs)
+        yield Piece(f"{self.source}.weight", (outputs, self.inputs), (rows, self.part), self.weight, 1)
+        if self.bias is not None:
+            yield Piece(f"{self.source}.bias", (outputs,), (rows,), self.bias, self.tp.size)
+
+
+class GatedMLP(nn.Module):
+    """`down(silu(gate x) * up x)` (SwiGLU, Shazeer 2020), gate and up merged by column, down split by row."""
+
+    def __init__(self, source: str, size: int, inner: int, bias: bool, at: Placement) -> None:
+        super().__init__()
+        part = at.tp.part(inner)
+        rows = [Rows(f"{source}.{name}", inner, part) for name in ("gate_proj", "up_proj")]
+        self.gate_up = ColumnParallel(size, rows, bias, at)
+        self.down = RowParallel(f"{source}.down_proj", inner, part, size, bias, at)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up))
+
+
+class VocabParallelEmbedding(Layer):
+    """The token table with its rows split over the ranks; serves as the output head too where the two are tied."""
+
+    def __init__(self, source: str, vocab_size: int, size: int, at: Placement) -> None:
+        super().__init__()
+        self.source, self.vocab_size, self.tp = source, vocab_size, at.tp
+        self.part = at.tp.part(vocab_size)
+        self.weight = at.empty(self.part.stop - self.part.start, size)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """int `[n]` -> `[n, size]`, the same on every rank."""
+        if self.tp.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.part.start
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.tp.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(-1), 0))
+
+    def project(self, x: Tensor) -> Tensor:
+        """`[n, size]` -> scores `[n, vocab_size]`, the same on every rank."""
+        local = F.linear(x, self.weight)
+        if self.tp.size == 1:
+            return local
+        # Shares differ by a row where the vocabulary does not divide, and the collective wants equal shapes.
+        widest = -(-self.vocab_size // self.tp.size)
+        gathered = self.tp.all_gather(F.pad(local, (0, widest - local.shape[-1])))
+        parts = [gathered[rank, :, : self._share(rank)] for rank in range(self.tp.size)]
+        return torch.cat(parts, dim=-1)
+
+    def _share(self, rank: int) -> int:
+        size = self.tp.size
+        return self.vocab_size * (rank + 1) // size - self.vocab_size * rank // size
+
+    def pieces(self) -> Iterator[Piece]:
+        shape = (self.vocab_size, self.weight.shape[1])
+        yield Piece(f"{self.source}.weight", shape, (self.part,), self.weight, 1)

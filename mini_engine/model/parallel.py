@@ -1,0 +1,78 @@
+"""Tensor parallelism as an argument: the collectives of one group of ranks, and who holds which part.
+
+`TensorParallel()` is one rank alone, for which every collective does nothing. Starting and ending the process group is
+the caller's business.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """A rank's place in its group. `group` None with size > 1 means the default process group."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} is not in a group of {self.size}")
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, in place where there is more than one; returns its argument."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """`[...]` on each rank -> `[size, ...]` on all, in the order of the ranks. Shapes must be equal."""
+        if self.size == 1:
+            return tensor.unsqueeze(0)
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor.contiguous(), group=self.group)
+        return gathered
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Overwrite `tensor` with that of the group's rank `source`, in place; returns its argument."""
+        if self.size > 1:
+            dist.broadcast(tensor, group=self.group, group_src=source)
+        return tensor
+
+    def part(self, total: int) -> slice:
+        """This rank's share of `total` rows; shares differ by at most one."""
+        return slice(total * self.rank // self.size, total * (self.rank + 1) // self.size)
+
+    def kv_heads(self, total: int) -> slice:
+        """This rank's key-value heads out of `total`; one, shared with its neighbours, where ranks outnumber heads."""
+        if self.size <= total:
+            return self.part(total)
+        first = total * self.rank // self.size
+        return slice(first, first + 1)
+
+    def check_heads(self, what: str, heads: int, kv_heads: int | None = None) -> None:
+        """ValueError if `heads` cannot be split evenly, or `kv_heads` neither split nor replicated evenly."""
+        if heads % self.size:
+            raise ValueError(f"{heads} {what} heads cannot be split over {self.size} tensor-parallel ranks")
+        if kv_heads is not None and kv_heads % self.size and self.size % kv_heads:
+            raise ValueError(
+                f"{kv_heads} {what} key-value heads can be neither split nor replicated evenly over {self.size} "
+                "tensor-parallel ranks"
+            )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where parameters are made: in which group, dtype and device."""
+
+    tp: TensorParallel
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int) -> torch.nn.Parameter:
+        """A parameter with unset contents and no gradient."""
+        return torch.nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)

@@ -1,0 +1,93 @@
+"""What the results must be: plain attention with an unbounded cache, and whole prompts through the model at once.
+
+For tests and comparisons. The worker has its own paged attention, and takes the same road in pieces.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
+from mini_engine.model.rope import Grid, mrope_positions
+
+
+class ReferenceAttention:
+    """Causal attention with a cache per (layer, sequence); an `attend` hook.
+
+    Call `step` before each forward pass, then hand the object itself over as `attend`.
+    """
+
+    def __init__(self) -> None:
+        self._cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._batch: list[tuple[int, int]] = []
+
+    def step(self, batch: Sequence[tuple[int, int]]) -> "ReferenceAttention":
+        """Say what the next flat batch holds: (sequence, new tokens), in order. Returns itself."""
+        self._batch = list(batch)
+        return self
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `text.Attend`; products and softmax in float32."""
+        outputs, start = [], 0
+        for sequence, count in self._batch:
+            new = slice(start, start + count)
+            keys, values = k[new], v[new]
+            if (layer, sequence) in self._cache:
+                old_keys, old_values = self._cache[layer, sequence]
+                keys, values = torch.cat((old_keys, keys)), torch.cat((old_values, values))
+            self._cache[layer, sequence] = (keys, values)
+            outputs.append(causal_attention(q[new], keys, values))
+            start += count
+        return torch.cat(outputs)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`softmax(q k^T / sqrt(head_dim)) v`, the queries being the last of the keys' tokens.
+
+    q `[n, heads, head_dim]`, k and v `[m, kv_heads, head_dim]` with m >= n -> `[n, heads, head_dim]` in q's dtype.
+    """
+    n, m, group = len(q), len(k), q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("nhd,mhd->hnm", q.float(), k) * q.shape[-1] ** -0.5
+    future = torch.ones(n, m, dtype=torch.bool, device=q.device).triu(m - n + 1)
+    weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+    return torch.einsum("hnm,mhd->nhd", weights, v).to(q.dtype)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt with placeholders expanded. Patches `[t * h * w, patch_dim]` are normalised; items of one modality are
+    in order of appearance, and `seconds` is per video, between two temporal patches."""
+
+    token_ids: Sequence[int]
+    images: Sequence[tuple[Tensor, Grid]] = ()
+    videos: Sequence[tuple[Tensor, Grid]] = ()
+    seconds: Sequence[float] = ()
+
+
+def reference_logits(
+    model: Qwen2_5_VL, prompts: Sequence[Prompt], attend: ReferenceAttention | None = None
+) -> list[Tensor]:
+    """Logits `[tokens, vocab_size]` per prompt, all prompts in one flat batch, one vision call per modality.
+
+    The i-th prompt is sequence i of `attend`, which keeps the keys and values for decoding further.
+    """
+    config, token_ids = model.config, torch.cat([torch.as_tensor(p.token_ids) for p in prompts])
+    hidden = model.embed(token_ids)
+    for token_id, items in (
+        (config.image_token_id, [item for p in prompts for item in p.images]),
+        (config.video_token_id, [item for p in prompts for item in p.videos]),
+    ):
+        if items:
+            patches = torch.cat([patches for patches, _ in items])
+            hidden[token_ids == token_id] = torch.cat(model.encode_vision(patches, [grid for _, grid in items]))
+    positions = [
+        mrope_positions(p.token_ids, [g for _, g in p.images], [g for _, g in p.videos], p.seconds, config).positions
+        for p in prompts
+    ]
+    lengths = [len(p.token_ids) for p in prompts]
+    step = (attend or ReferenceAttention()).step(list(enumerate(lengths)))
+    hidden = model(hidden, torch.cat(positions, dim=1), step)
+    return list(model.logits(hidden).split(lengths))

@@ -1,0 +1,255 @@
+"""The vision tower of Qwen2.5-VL: patches in, rows of the decoder's width out.
+
+Several items of any sizes go through in one call. Most layers attend within windows of a frame, a few within the whole
+frame; no layer attends across frames. Attention does not care in which order its segments, or the patches inside one,
+are laid out. So patches are sorted such that segments of equal length lie together, and each length is one batched
+product without padding or mask.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mini_engine.model.config import VisionConfig
+from mini_engine.model.layers import ColumnParallel, GatedMLP, Layer, Piece, RMSNorm, RowParallel, Rows
+from mini_engine.model.parallel import Placement
+from mini_engine.model.rope import Grid, Rotation, inverse_frequencies, rotate, rotation
+
+# Fixed in the architecture; not part of the config.
+NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A layout in which every attention segment is contiguous.
+
+    order: int64 `[n]`, from the tower's own order to this one; None where they are the same.
+    inverse: the way back.
+    groups: (segments, patches in each), in the order in which they lie.
+    """
+
+    order: Tensor | None
+    inverse: Tensor | None
+    groups: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the patches of one call go; all tensors int64 on the tower's device.
+
+    patches: `[n]`, from the processor's order to the tower's.
+    merged: `[n / merge unit]`, from the tower's order of merged patches back to the processor's.
+    coordinates: `[n, 2]`, row and column of each patch in its frame, in the tower's order.
+    """
+
+    patches: Tensor
+    merged: Tensor
+    coordinates: Tensor
+    windows: Segments
+    frames: Segments
+
+
+@lru_cache(maxsize=16)
+def layout(grids: tuple[Grid, ...], merge: int, window: int, device: torch.device) -> Layout:
+    """The layout for items of these grids: `merge` patches a side become one, `window` merged patches are a window.
+
+    Raises ValueError for a grid that does not divide into merged patches.
+    """
+    units = _units(grids, merge, window)
+    order, window_groups = _sort_segments(units.window_length, units.window)
+    frame_order, frame_groups = _sort_segments(units.frame_length[order], units.frame[order])
+    corner = torch.cartesian_prod(torch.arange(merge), torch.arange(merge))
+    coordinates = (units.corner[order].unsqueeze(1) * merge + corner).flatten(0, 1)
+    in_place = bool((frame_order == torch.arange(len(frame_order))).all())
+    to_frames = None if in_place else _expand(frame_order, merge**2)
+    from_frames = None if to_frames is None else torch.argsort(to_frames).to(device)
+
+    def patches_of(groups: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        return tuple((count, length * merge**2) for count, length in groups)
+
+    return Layout(
+        patches=_expand(order, merge**2).to(device),
+        merged=torch.argsort(order).to(device),
+        coordinates=coordinates.to(device),
+        windows=Segments(None, None, patches_of(window_groups)),
+        frames=Segments(None if to_frames is None else to_frames.to(device), from_frames, patches_of(frame_groups)),
+    )
+
+
+@dataclass(frozen=True)
+class _Units:
+    """Per merged patch of a call, in the processor's order: the segments that it belongs to, and their lengths."""
+
+    corner: Tensor  # [units, 2] row and column in the frame
+    window: Tensor
+    window_length: Tensor
+    frame: Tensor
+    frame_length: Tensor
+
+
+def _units(grids: Sequence[Grid], merge: int, window: int) -> _Units:
+    columns: list[tuple[Tensor, ...]] = []
+    first_window = first_frame = 0
+    for t, grid_h, grid_w in grids:
+        if grid_h % merge or grid_w % merge or min(t, grid_h, grid_w) < 1:
+            raise ValueError(f"grid {(t, grid_h, grid_w)} does not divide into merged patches of {merge} x {merge}")
+        h, w = grid_h // merge, grid_w // merge
+        across, down = -(-w // window), -(-h // window)
+        frame, row, col = torch.meshgrid(torch.arange(t), torch.arange(h), torch.arange(w), indexing="ij")
+        top, left = row // window, col // window
+        length = (h - top * window).clamp(max=window) * (w - left * window).clamp(max=window)
+        index = first_window + (frame * down + top) * across + left
+        corner = torch.stack((row, col), dim=-1).flatten(0, 2)
+        parts = (index, length, frame + first_frame, torch.full_like(frame, h * w))
+        columns.append((corner, *(part.flatten() for part in parts)))
+        first_window += t * down * across
+        first_frame += t
+    return _Units(*(torch.cat(column) for column in zip(*columns, strict=True)))
+
+
+def _sort_segments(lengths: Tensor, segments: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Order by (length, segment), what lies in a segment kept in order; and (segments, length) of each length."""
+    order = torch.argsort(lengths * (int(segments.max()) + 1) + segments, stable=True)
+    values, counts = torch.unique_consecutive(lengths[order], return_counts=True)
+    groups = [(count // length, length) for length, count in zip(values.tolist(), counts.tolist(), strict=True)]
+    return order, groups
+
+
+def _expand(order: Tensor, unit: int) -> Tensor:
+    return (order.unsqueeze(1) * unit + torch.arange(unit)).flatten()
+
+
+def segment_attention(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[tuple[int, int]]) -> Tensor:
+    """Full attention inside each segment; `[n, heads, head_dim]` each -> `[n, heads * head_dim]`."""
+    outputs, start = [], 0
+    for count, length in groups:
+        end = start + count * length
+        parts = (x[start:end].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
+        outputs.append(F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2).flatten(0, 1))
+        start = end
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class PatchEmbed(Layer):
+    """One linear map of a flattened patch: a convolution whose stride is its kernel. Replicated."""
+
+    def __init__(self, source: str, config: VisionConfig, at: Placement) -> None:
+        super().__init__()
+        self.source, self.copies = source, at.tp.size
+        p = config.patch_size
+        self.kernel = (config.in_channels, config.temporal_patch_size, p, p)
+        self.weight = at.empty(config.hidden_size, config.patch_dim)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return F.linear(patches, self.weight)
+
+    def pieces(self) -> Iterator[Piece]:
+        rows = len(self.weight)
+        target = self.weight.view(rows, *self.kernel)
+        yield Piece(f"{self.source}.weight", tuple(target.shape), (slice(0, rows),), target, self.copies)
+
+
+class VisionAttention(nn.Module):
+    """Rotary self-attention within segments, heads split over the ranks."""
+
+    def __init__(self, source: str, config: VisionConfig, at: Placement) -> None:
+        super().__init__()
+        size = config.hidden_size
+        heads = at.tp.part(config.num_heads)
+        self.heads, self.head_dim = heads.stop - heads.start, config.head_dim
+        part = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
+        # The checkpoint's one matrix holds q, k and v below each other: a rank takes its heads out of each.
+        rows = [Rows(f"{source}.qkv", 3 * size, slice(o + part.start, o + part.stop)) for o in (0, size, 2 * size)]
+        self.qkv = ColumnParallel(size, rows, bias=True, at=at)
+        self.proj = RowParallel(f"{source}.proj", size, part, size, bias=True, at=at)
+
+    def forward(self, x: Tensor, turn: Rotation, groups: Sequence[tuple[int, int]]) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (3 * self.heads, self.head_dim))
+        qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
+        q, k = rotate(qk, turn).chunk(2, dim=1)
+        return self.proj(segment_attention(q, k, v, groups))
+
+
+class VisionBlock(nn.Module):
+    def __init__(self, source: str, config: VisionConfig, at: Placement) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.norm1 = RMSNorm(f"{source}.norm1", size, NORM_EPS, at)
+        self.attention = VisionAttention(f"{source}.attn", config, at)
+        self.norm2 = RMSNorm(f"{source}.norm2", size, NORM_EPS, at)
+        self.mlp = GatedMLP(f"{source}.mlp", size, config.intermediate_size, bias=True, at=at)
+
+    def forward(self, x: Tensor, segments: Segments, turn: Rotation) -> Tensor:
+        attended = self.norm1(x)
+        if segments.order is not None:
+            attended = attended.index_select(0, segments.order)
+        attended = self.attention(attended, turn, segments.groups)
+        if segments.inverse is not None:
+            attended = attended.index_select(0, segments.inverse)
+        x = attended.add_(x)
+        return self.mlp(self.norm2(x)).add_(x)
+
+
+class PatchMerger(nn.Module):
+    """Joins the patches of one merge unit and maps them to the decoder's width."""
+
+    def __init__(self, source: str, config: VisionConfig, at: Placement) -> None:
+        super().__init__()
+        self.inner = config.hidden_size * config.merge_unit
+        part = at.tp.part(self.inner)
+        self.norm = RMSNorm(f"{source}.ln_q", config.hidden_size, NORM_EPS, at)
+        self.up = ColumnParallel(self.inner, [Rows(f"{source}.mlp.0", self.inner, part)], bias=True, at=at)
+        self.down = RowParallel(f"{source}.mlp.2", self.inner, part, config.out_hidden_size, bias=True, at=at)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.norm(x).view(-1, self.inner))))
+
+
+class VisionTower(nn.Module):
+    """The whole tower, sharded over the ranks; every rank gets all rows.
+
+    Raises ValueError at construction if the heads do not divide by the ranks.
+    """
+
+    def __init__(self, config: VisionConfig, at: Placement, source: str = "model.visual") -> None:
+        super().__init__()
+        at.tp.check_heads("vision attention", config.num_heads)
+        self.config = config
+        self.inv_freq = inverse_frequencies(config.rope_theta, config.head_dim // 2, at.device)
+        self.patch_embed = PatchEmbed(f"{source}.patch_embed.proj", config, at)
+        self.blocks = nn.ModuleList(VisionBlock(f"{source}.blocks.{i}", config, at) for i in range(config.depth))
+        self.merger = PatchMerger(f"{source}.merger", config, at)
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Encode all items of a call.
+
+        Args:
+            patches: `[n, patch_dim]` in the parameters' dtype, items one after the other, each in the processor's order
+                (frame by frame; merge units row by row; the patches of a unit together).
+            grids: per item (time, height, width) in patches; n is the sum of their products.
+
+        Returns:
+            `[n / merge unit, out_hidden_size]`, in the same order.
+
+        Raises:
+            ValueError: the grids do not fit the patches.
+        """
+        if len(patches) != sum(t * h * w for t, h, w in grids):
+            raise ValueError(f"{len(patches)} patches do not fill the grids {[tuple(g) for g in grids]}")
+        cfg = self.config
+        where = layout(tuple(map(tuple, grids)), cfg.spatial_merge_size, cfg.merged_window, patches.device)
+        x = self.patch_embed(patches).index_select(0, where.patches)
+        angles = (where.coordinates.unsqueeze(-1).float() * self.inv_freq).flatten(1)
+        in_windows = rotation(angles)
+        order = where.frames.order
+        in_frames = in_windows if order is None else Rotation(*(table.index_select(0, order) for table in in_windows))
+        for i, block in enumerate(self.blocks):
+            if i in cfg.fullatt_block_indexes:
+                x = block(x, where.frames, in_frames)
+            else:
+                x = block(x, where.windows, in_windows)
+        return self.merger(x).index_select(0, where.merged)
