@@ -206,7 +206,7 @@ def test_threads_at_once(renderer: ChatRenderer) -> None:
     assert not wrong
 
 
-def test_the_bundled_model(hf: Any) -> None:
+def test_the_bundled_model() -> None:
     weights = Path(__file__).parents[2] / "mini_engine" / "demo" / "weights"
     processor = AutoProcessor.from_pretrained(str(weights))
     bundled = ChatRenderer(processor)

@@ -1,0 +1,97 @@
+"""Token ids of one answer -> text, as it comes, up to a stop string.
+
+Text that could be the start of a stop string, and bytes that are not a whole character yet, wait until more is known.
+Knows nothing of requests or streams. Runs in the event loop's thread only: a Rust tokenizer that several threads use
+at once may raise "Already borrowed".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What some more tokens added."""
+
+    text: str  # to be sent now
+    stopped_by: str | None  # the stop string that ended the answer, from this delta on
+    tokens_used: int  # of those pushed; fewer than that only where a stop string ended the answer
+
+
+class Detokenizer:
+    """Detokenises one answer. However the tokens are cut into pushes, the texts add up to the same."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """`tokenizer` is a Hugging Face fast tokenizer. `include_stop` sends the stop string too. Empty ones raise."""
+        if not all(stop):
+            raise ValueError("a stop string must not be empty")
+        self.stopped_by: str | None = None
+        self._tokenizer = tokenizer.backend_tokenizer
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._token_ids: list[int] = []
+        self._decoded_length = 0  # characters that the stream has handed out
+        self._held = ""  # handed out by the stream, but perhaps the start of a stop string
+
+    def push(self, token_ids: Sequence[int]) -> Delta:
+        """Takes the next tokens, one at a time: after the one that completes a stop string, the rest is not used."""
+        texts = []
+        used = 0
+        for token in token_ids:
+            if self.stopped_by is not None:
+                break
+            used += 1
+            self._token_ids.append(token)
+            text = self._stream.step(self._tokenizer, token)
+            if text:
+                self._decoded_length += len(text)
+                texts.append(self._release(text))
+        return Delta("".join(texts), self.stopped_by, used)
+
+    def finish(self) -> str:
+        """Returns the rest when no more tokens come: what was held back, and U+FFFD for an unfinished character."""
+        if self.stopped_by is not None:
+            return ""
+        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)
+        rest = whole[self._decoded_length :]
+        self._decoded_length += len(rest)
+        text = self._release(rest)
+        held, self._held = self._held, ""
+        return text + held
+
+    def _release(self, text: str) -> str:
+        """Adds `text` to what is held and returns what may be sent of it."""
+        text = self._held + text
+        match = self._first_stop(text)
+        if match is not None:
+            end, self.stopped_by = match
+            self._held = ""
+            return text[: end if self._include_stop else end - len(self.stopped_by)]
+        held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def _first_stop(self, text: str) -> tuple[int, str] | None:
+        """The stop string that is complete first when reading `text` from its start, the longest of several."""
+        ends = [(place + len(stop), -len(stop), stop) for stop in self._stop if (place := text.find(stop)) >= 0]
+        if not ends:
+            return None
+        end, _, stop = min(ends)
+        return end, stop
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many of the last characters of `text` are the first of `stop`, short of all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)

@@ -1,0 +1,58 @@
+"""Bytes of an image file -> RGB, with Pillow. The first frame of an animation counts. Knows nothing of models."""
+
+import io
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from mini_engine.media.errors import MediaError
+
+# Pillow knows dozens of formats, some of which start other programs (EPS) or are rarely fuzzed.
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_UNREADABLE = "cannot be read as an image, or is damaged; send a whole PNG, JPEG, WebP, GIF or BMP file"
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """What one image may cost. Exceeding a limit is a MediaError that names the limit's field."""
+
+    max_pixels: int = 64 << 20
+
+
+def decode_image(data: bytes, limits: ImageLimits | None = None, *, item: str = "image") -> NDArray[np.uint8]:
+    """Returns [H, W, 3], RGB, contiguous: upright as EXIF says, transparency laid over white.
+
+    The size is checked against the header before any pixel is decoded. Raises MediaError.
+    """
+    limits = limits or ImageLimits()
+    try:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            width, height = image.size
+            if width * height > limits.max_pixels:
+                raise _too_large(item, f"{width}x{height} is", limits)
+            return np.array(_to_rgb(ImageOps.exif_transpose(image)))
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise _too_large(item, "it has", limits) from error
+    except MediaError:
+        raise
+    # What Pillow raises for a damaged file depends on the format and on the damage.
+    except (EOFError, OSError, ValueError, SyntaxError, LookupError, TypeError, OverflowError, struct.error) as error:
+        raise MediaError(item, _UNREADABLE) from error
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey to white
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    layered = Image.new("RGBA", image.size, "white")
+    layered.alpha_composite(image.convert("RGBA"))
+    return layered.convert("RGB")
+
+
+def _too_large(item: str, what: str, limits: ImageLimits) -> MediaError:
+    problem = f"{what} more than {limits.max_pixels} pixels (limit max_pixels); send a smaller image"
+    return MediaError(item, problem, limit="max_pixels")

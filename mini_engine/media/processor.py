@@ -1,0 +1,196 @@
+"""Decoded frames -> uint8 patches, by the model's own Hugging Face processor, one item at a time.
+
+Rescale and normalise are left to the worker's device (`image_mean`, `image_std`, `rescale_factor` say how), so that a
+quarter of float32's bytes travel. Knows nothing of prompts: `num_tokens` tells their writer how long an item is.
+Loads transformers and torch when a `MediaProcessor` is made, not when this file is imported: they cost seconds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mini_engine.media.errors import MediaError
+from mini_engine.media.sampling import VideoSampling
+from mini_engine.media.video import DecodedVideo
+
+if TYPE_CHECKING:
+    import torch
+
+# What may be tuned: how large items get. The rest of a processor's settings must match the model's weights.
+_TUNABLE = ("size", "min_pixels", "max_pixels", "resample", "cap_pixels_per_frame", "max_video_tokens")
+_SAMPLING = ("num_frames", "fps", "max_frames")
+_DEFAULT_SAMPLING = VideoSampling(num_frames=32)
+_MAX_ASPECT_RATIO = 200  # where the Qwen-VL processors refuse
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessedItem:
+    """What the model must see of one image or video."""
+
+    modality: Literal["image", "video"]
+    patches: "torch.Tensor"  # uint8 [grid_t * grid_h * grid_w, 3 * temporal_patch_size * patch_size**2], contiguous
+    grid_thw: tuple[int, int, int]  # in patches
+    num_tokens: int  # placeholders in the prompt, after merging merge_size**2 patches each
+    second_per_grid: float | None  # seconds between temporal patches; None: an image, or a model that does not ask
+
+
+class MediaProcessor:
+    """The image and video halves of a model's processor. Safe to call from several threads at once.
+
+    `hf_processor` is the whole, with tokenizer and chat template. `default_sampling` is the model's own.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Loads the processor and runs it once, so that settings it cannot work with fail here: a ValueError."""
+        from transformers import AutoProcessor
+
+        options: dict[str, Any] = {} if revision is None else {"revision": revision}
+        hf: Any = AutoProcessor.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code, **options)
+        missing = [part for part in ("image_processor", "video_processor", "tokenizer") if not hasattr(hf, part)]
+        if missing:
+            raise ValueError(f"the model's processor has no {', '.join(missing)}: not a model for images and videos")
+        self.hf_processor = hf
+        image, video = hf.image_processor, hf.video_processor
+        for name in ("image_mean", "image_std", "rescale_factor", "patch_size", "temporal_patch_size", "merge_size"):
+            if getattr(image, name) != getattr(video, name):
+                raise ValueError(f"the model's image and video processors differ in {name}, which is not supported")
+        self.image_mean: tuple[float, ...] = tuple(image.image_mean)
+        self.image_std: tuple[float, ...] = tuple(image.image_std)
+        self.rescale_factor = float(image.rescale_factor)
+        self.patch_size = int(image.patch_size)
+        self.temporal_patch_size = int(image.temporal_patch_size)
+        self.merge_size = int(image.merge_size)
+        self.image_token: str = hf.image_token
+        self.image_token_id = int(hf.image_token_id)
+        self.video_token: str = hf.video_token
+        self.video_token_id = int(hf.video_token_id)
+        self._has_second_per_grid = "second_per_grid_ts" in hf.model_input_names
+
+        kwargs = dict(mm_processor_kwargs or {})
+        self._sampling_given = {key: kwargs.pop(key) for key in _SAMPLING if key in kwargs}
+        _check_known(kwargs, image, video)
+        self._image_kwargs = _call_kwargs(image, kwargs)
+        self._video_kwargs = _call_kwargs(video, kwargs) | {"do_sample_frames": False, "return_metadata": True}
+        self.default_sampling = (
+            VideoSampling.from_kwargs(self._sampling_given) if self._sampling_given else _own_sampling(video)
+        )
+        self._try_out(kwargs)
+
+    def sampling(self, video_io_kwargs: Mapping[str, Any] | None) -> VideoSampling:
+        """Which frames of a video are kept, given the `video` part of --media-io-kwargs. Raises ValueError."""
+        if not video_io_kwargs:
+            return self.default_sampling
+        if self._sampling_given:
+            given = ", ".join(self._sampling_given)
+            raise ValueError(f"--mm-processor-kwargs ({given}) and --media-io-kwargs both say how videos are sampled")
+        return VideoSampling.from_kwargs(video_io_kwargs)
+
+    def process_image(self, frame: NDArray[np.uint8], *, item: str = "image") -> ProcessedItem:
+        """Processes one image, uint8 [H, W, 3]. Raises MediaError for a shape that the processor refuses."""
+        import torch
+
+        _check_aspect_ratio(frame.shape, item)
+        pixels = torch.from_numpy(frame).permute(2, 0, 1)
+        out = self.hf_processor.image_processor([pixels], **self._image_kwargs)
+        return self._item("image", out["pixel_values"], out["image_grid_thw"], None)
+
+    def process_video(self, video: DecodedVideo, *, item: str = "video") -> ProcessedItem:
+        """Processes the sampled frames of one video. Raises MediaError for a shape that the processor refuses."""
+        import torch
+        from transformers.video_utils import VideoMetadata
+
+        _check_aspect_ratio(video.frames.shape[1:], item)
+        metadata = VideoMetadata(
+            total_num_frames=video.total_frames,
+            fps=video.fps,
+            duration=video.duration,
+            frames_indices=video.frames_indices.tolist(),
+        )
+        # Channels first, but in the memory order of the frames: torch resizes that without a copy.
+        pixels = torch.from_numpy(video.frames).permute(0, 3, 1, 2)
+        out = self.hf_processor.video_processor([pixels], video_metadata=[metadata], **self._video_kwargs)
+        # As Qwen2_5_VLProcessor computes it: from the mean rate of the frames that were kept.
+        seconds = self.temporal_patch_size / out["video_metadata"][0].sampled_fps
+        return self._item(
+            "video", out["pixel_values_videos"], out["video_grid_thw"], seconds if self._has_second_per_grid else None
+        )
+
+    def _item(
+        self, modality: Literal["image", "video"], patches: "torch.Tensor", grid: "torch.Tensor", seconds: float | None
+    ) -> ProcessedItem:
+        frames, height, width = grid[0].tolist()
+        tokens = frames * height * width // self.merge_size**2
+        return ProcessedItem(modality, patches.contiguous(), (frames, height, width), tokens, seconds)
+
+    def _try_out(self, kwargs: Mapping[str, Any]) -> None:
+        """Processes a grey image and video: finds settings that do not work, and does transformers' late imports."""
+        frames = np.full((2, 64, 64, 3), 128, np.uint8)
+        try:
+            image = self.process_image(frames[0])
+            video = self.process_video(DecodedVideo(frames, np.arange(2), fps=2.0, total_frames=2))
+        except Exception as error:
+            if not kwargs:
+                raise
+            raise ValueError(f"the model's processor fails with --mm-processor-kwargs: {error}") from error
+        for item in (image, video):
+            if str(item.patches.dtype) != "torch.uint8":
+                raise ValueError(
+                    f"the model's processor makes {item.modality} patches of {item.patches.dtype}, not uint8"
+                )
+
+
+def _check_known(kwargs: Mapping[str, Any], image: Any, video: Any) -> None:
+    known = [key for key in _TUNABLE if key in _valid_kwargs(image) | _valid_kwargs(video)]
+    unknown = [key for key in kwargs if key not in known]
+    if unknown:
+        accepted = ", ".join([*known, *_SAMPLING])
+        raise ValueError(f"--mm-processor-kwargs has no {', '.join(unknown)}; this model takes {accepted}")
+    if "size" in kwargs and ("min_pixels" in kwargs or "max_pixels" in kwargs):
+        raise ValueError("--mm-processor-kwargs takes either size or min_pixels and max_pixels")
+
+
+def _valid_kwargs(processor: Any) -> set[str]:
+    return set(processor.valid_kwargs.__annotations__)
+
+
+def _call_kwargs(processor: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of each call: what was set and the processor knows, and what keeps the patches uint8."""
+    given = {key: value for key, value in kwargs.items() if key in _valid_kwargs(processor)}
+    # transformers deprecates these two in calls; `size` says the same.
+    edges = {"shortest_edge": given.pop("min_pixels", None), "longest_edge": given.pop("max_pixels", None)}
+    edges = {edge: pixels for edge, pixels in edges.items() if pixels is not None}
+    if edges:
+        given["size"] = {edge: processor.size[edge] for edge in ("shortest_edge", "longest_edge")} | edges
+    if getattr(processor, "cap_pixels_per_frame", True) is None:
+        given.setdefault("cap_pixels_per_frame", False)  # what None means, without transformers' warning
+    return given | {
+        "do_rescale": False,
+        "do_normalize": False,
+        "input_data_format": "channels_first",  # told, not guessed: guessing fails for images 1 or 3 pixels high
+        "return_tensors": "pt",
+    }
+
+
+def _own_sampling(video_processor: Any) -> VideoSampling:
+    num_frames, fps = getattr(video_processor, "num_frames", None), getattr(video_processor, "fps", None)
+    if num_frames is not None:
+        return VideoSampling(num_frames=num_frames)
+    if fps is not None:
+        return VideoSampling(fps=fps, max_frames=getattr(video_processor, "max_frames", None))
+    return _DEFAULT_SAMPLING
+
+
+def _check_aspect_ratio(shape: tuple[int, ...], item: str) -> None:
+    height, width = shape[:2]
+    if max(height, width) > _MAX_ASPECT_RATIO * min(height, width):
+        raise MediaError(item, f"{width}x{height} is longer than {_MAX_ASPECT_RATIO} times its width; crop it")

@@ -1,0 +1,83 @@
+"""Which frames of a video are kept. Knows frame times, nothing of files or decoders."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Containers round times, Matroska to 1 ms: a frame that starts at most this many seconds after a tick is on show at it.
+_SLACK = 0.0015
+
+
+@dataclass(frozen=True)
+class VideoSampling:
+    """Either `num_frames` frames, evenly spread, or one frame for each 1/`fps` seconds (at most `max_frames`).
+
+    Frozen and made of numbers only, so that `repr` can enter a media hash.
+    """
+
+    num_frames: int | None = None
+    fps: float | None = None
+    max_frames: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.num_frames is None) == (self.fps is None):
+            raise ValueError("video sampling takes exactly one of num_frames and fps")
+        for name in ("num_frames", "max_frames"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"video sampling: {name} must be a whole number of at least 1")
+        if self.fps is not None:
+            if type(self.fps) not in (int, float) or not (math.isfinite(self.fps) and self.fps > 0):
+                raise ValueError("video sampling: fps must be a number greater than 0")
+            object.__setattr__(self, "fps", float(self.fps))  # 2 and 2.0 are one sampling, with one hash
+        if self.max_frames is not None and self.fps is None:
+            raise ValueError("video sampling: max_frames goes with fps; with num_frames it would have no effect")
+
+    @classmethod
+    def from_kwargs(cls, kwargs: Mapping[str, Any]) -> "VideoSampling":
+        """Builds a sampling from the `video` part of --media-io-kwargs, such as {"num_frames": 8}.
+
+        Raises ValueError, whose text is safe for a client.
+        """
+        known = [field.name for field in fields(cls)]
+        unknown = [str(key)[:40] for key in kwargs if key not in known]
+        if unknown:
+            raise ValueError(f"video sampling has no {', '.join(unknown)}; it takes {', '.join(known)}")
+        return cls(**kwargs)
+
+    def indices(self, times: Sequence[float]) -> NDArray[np.int64]:
+        """Returns the ascending indices of the frames to keep, int64 [T], T >= 1, given all frames' times in seconds.
+
+        With `num_frames`, the indices are np.linspace(0, total - 1, num_frames) rounded down, or all frames when there
+        are no more than that. With `fps`, ticks go off every 1/fps seconds from the first frame on, and the frame
+        on show at a tick is kept; one that is on show at several ticks is kept once.
+        """
+        total = len(times)
+        if total < 1:
+            raise ValueError("no frames to sample from")
+        if self.num_frames is not None:
+            return _spread(np.arange(total), self.num_frames)
+        assert self.fps is not None
+        starts = np.append(np.maximum.accumulate(np.asarray(times, np.float64)), times[-1] + _period(times))
+        ticks = (starts - times[0] - _SLACK) * self.fps
+        # On show from its own time until the next frame's: kept if a whole tick lies in between.
+        kept = np.flatnonzero(np.ceil(ticks[:-1]) < ticks[1:])
+        if not kept.size:
+            kept = np.zeros(1, np.int64)
+        return _spread(kept, self.max_frames or total)
+
+
+def _spread(indices: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """`count` of `indices`, evenly spread, first and last included; all of them when there are no more."""
+    if len(indices) <= count:
+        return indices
+    return indices[np.linspace(0, len(indices) - 1, count).astype(int)]
+
+
+def _period(times: Sequence[float]) -> float:
+    """The mean time between frames, which the last frame is taken to last."""
+    return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
