@@ -29,10 +29,15 @@ def bind_router(context: zmq.Context[SocketT], endpoint: str) -> SocketT:
     return socket
 
 
-def connect_dealer(context: zmq.Context[SocketT], endpoint: str, name: bytes) -> SocketT:
-    """A DEALER connected to the ROUTER at `endpoint`, known there as `name`."""
+def connect_dealer(context: zmq.Context[SocketT], endpoint: str, name: bytes, only_connected: bool = False) -> SocketT:
+    """A DEALER connected to the ROUTER at `endpoint`, known there as `name`.
+
+    With `only_connected` nothing is queued for a peer that is not there (yet, or any more): a non-blocking send raises
+    `zmq.Again`.
+    """
     socket = _configured(context, zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, name)
+    socket.setsockopt(zmq.IMMEDIATE, int(only_connected))
     socket.connect(endpoint)
     return socket
 

@@ -1,0 +1,229 @@
+"""The HTTP endpoints, and the road of a request through this process: `Frontend.answer`.
+
+Each step of the road is a line there and a file of its own. This file knows nothing of sockets or processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from mini_engine import metrics
+from mini_engine.api import responses
+from mini_engine.api.admission import MediaAdmission
+from mini_engine.api.answer import Answer
+from mini_engine.api.chat import ChatRenderer, ExpandedPrompt
+from mini_engine.api.connection import EventStream, until_disconnect
+from mini_engine.api.detokenizer import Detokenizer
+from mini_engine.api.engine_client import EngineClient
+from mini_engine.api.errors import ApiError, ClientGone, as_api_error, internal_error
+from mini_engine.api.media_loader import MediaLoader
+from mini_engine.api.protocol import ChatRequest, parse_chat_request
+from mini_engine.api.sampling import SamplingResolver
+from mini_engine.messages import MediaItem, NewRequest
+from mini_engine.metrics import RequestClock
+
+if TYPE_CHECKING:
+    from mini_engine.media.processor import ProcessedItem
+
+logger = logging.getLogger(__name__)
+
+RENDER_INLINE_CHARACTERS = 16_384  # shorter texts are tokenised faster than a thread would take to answer
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for the log's sake: nobody reads this response
+
+
+@dataclass(frozen=True)
+class Frontend:
+    """What a request meets in this process."""
+
+    model_names: list[str]  # the first is the one in responses
+    item_limits: Mapping[str, int]  # --limit-mm-per-prompt
+    renderer: ChatRenderer
+    tokenizer: Any  # Hugging Face's
+    admission: MediaAdmission
+    media: MediaLoader
+    sampling: SamplingResolver
+    engines: EngineClient
+
+    async def answer(self, chat: ChatRequest, request_id: str, clock: RequestClock) -> Answer:
+        """Steps 1 to 6 of a request's road; the answer's tokens are on their way when this returns.
+
+        The prompt is rendered before any media are loaded: a conversation that cannot be rendered costs no decoding.
+
+        Raises:
+            ApiError, ChatError, MediaError, EngineError: see `errors.as_api_error`.
+        """
+        messages = chat.plain_messages()
+        refs = self.renderer.collect(messages, self.item_limits)
+        token_ids = await self._render(messages)
+        async with self.admission.admit(len(refs)):
+            items = await self.media.load(refs)
+            prompt = self.renderer.expand(token_ids, [(item.modality, item.num_tokens) for item in items])
+            sampling = self.sampling.resolve(chat, len(prompt.token_ids))
+            request = NewRequest(request_id, prompt.token_ids, sampling, place(prompt, items))
+            generation = await self.engines.submit(request)
+        return Answer(generation, Detokenizer(self.tokenizer, chat.stop_strings), clock, len(prompt.token_ids))
+
+    async def _render(self, messages: list[dict[str, Any]]) -> list[int]:
+        if sum(map(_text_length, messages)) <= RENDER_INLINE_CHARACTERS:
+            return self.renderer.render(messages)
+        return await asyncio.to_thread(self.renderer.render, messages)
+
+    async def complete(self, chat: ChatRequest, request_id: str, clock: RequestClock) -> bytes:
+        """The whole answer as a response's body."""
+        texts, finish_reason = [], None
+        with await self.answer(chat, request_id, clock) as answer:
+            async for piece in answer:
+                texts.append(piece.text)
+                finish_reason = piece.finish_reason
+        assert finish_reason is not None
+        return responses.completion(request_id, self.model_names[0], "".join(texts), finish_reason, answer.usage)
+
+    async def stream(self, chat: ChatRequest, request_id: str, clock: RequestClock) -> AsyncGenerator[bytes, None]:
+        """The answer as events, the first of them with the first token. The last ones leave together.
+
+        What fails before the first event is raised; afterwards an error event ends the stream.
+        """
+        writer = responses.EventWriter(request_id, self.model_names[0], chat.include_usage)
+        started = False
+        with await self.answer(chat, request_id, clock) as answer:
+            try:
+                async for piece in answer:
+                    if piece.finish_reason is not None:
+                        last = writer.delta(piece.text, piece.finish_reason)
+                        yield last + (writer.usage(answer.usage) if chat.include_usage else b"") + responses.DONE
+                    elif piece.text or not started:
+                        yield writer.delta(piece.text, None)
+                    started = True
+            except Exception as error:  # noqa: BLE001 - explain() logs what it does not know
+                if not started:
+                    raise
+                yield responses.error_event(explain(error, request_id, clock))
+
+
+def place(prompt: ExpandedPrompt, items: list[ProcessedItem]) -> list[MediaItem]:
+    """The processed items with their places in the prompt, as the engine takes them."""
+    return [
+        MediaItem(item.modality, placed.offset, placed.length, item.grid_thw, item.second_per_grid, item.patches)
+        for placed, item in zip(prompt.items, items, strict=True)
+    ]
+
+
+def _text_length(message: Mapping[str, Any]) -> int:
+    content = message["content"]
+    return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
+
+
+def explain(error: Exception, request_id: str, clock: RequestClock) -> ApiError:
+    """What the client is told of `error`. One that is nobody's fault but the server's goes to the log."""
+    answer = as_api_error(error)
+    if answer is None:
+        logger.error("%s failed", request_id, exc_info=error)
+        answer = internal_error(request_id)
+    if answer.status >= 500:
+        clock.end("error")
+    return answer
+
+
+def error_response(error: ApiError, request_id: str | None = None) -> Response:
+    """`error` as a response."""
+    headers = {} if request_id is None else {"x-request-id": request_id}
+    return Response(error.encode(), error.status, headers, "application/json")
+
+
+router = APIRouter()
+
+
+def _frontend(request: Request) -> Frontend:
+    return request.app.state.frontend
+
+
+@router.post(
+    "/v1/chat/completions",
+    openapi_extra={
+        "requestBody": {"required": True, "content": {"application/json": {"schema": ChatRequest.model_json_schema()}}}
+    },
+)
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation, as OpenAI's chat completions."""
+    frontend = _frontend(request)
+    clock = RequestClock()
+    request_id = f"chatcmpl-{uuid.uuid4().hex}"
+    headers = {"x-request-id": request_id}
+    try:
+        chat = parse_chat_request(await request.body(), frontend.model_names)
+        if not chat.stream:
+            body = await until_disconnect(request.receive, frontend.complete(chat, request_id, clock))
+            return Response(body, headers=headers, media_type="application/json")
+        events = frontend.stream(chat, request_id, clock)
+        try:
+            first = await until_disconnect(request.receive, _next(events))
+        except BaseException:
+            await events.aclose()
+            raise
+        return EventStream(first, events, headers)
+    except (ClientGone, ClientDisconnect):
+        clock.end("abort")
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    except Exception as error:  # noqa: BLE001 - explain() logs what it does not know
+        return error_response(explain(error, request_id, clock), request_id)
+
+
+async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
+    return await anext(events)
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """The names of the model that is served."""
+    frontend = _frontend(request)
+    created = request.app.state.created
+    body = responses.model_list(frontend.model_names, created, frontend.sampling.max_model_len)
+    return Response(body, media_type="application/json")
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 when a request can be served, 503 when not."""
+    if _frontend(request).engines.alive:
+        return Response()
+    return error_response(ApiError(503, "An engine has stopped.", code="engine_unavailable"))
+
+
+@router.get("/metrics")
+async def show_metrics() -> Response:
+    """Figures of all API servers in Prometheus's text format."""
+    return Response(await asyncio.to_thread(metrics.exposition), headers={"content-type": metrics.CONTENT_TYPE})
+
+
+@router.get("/version")
+async def version() -> Response:
+    """The version of this server."""
+    return JSONResponse({"version": importlib.metadata.version("mini-engine")})
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    """Starlette's own refusals, an unknown path or method, in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    return error_response(ApiError(error.status_code, f"{error.detail}."))
+
+
+def create_app(frontend: Frontend) -> FastAPI:
+    """The ASGI application over `frontend`."""
+    app = FastAPI(title="mini-engine", version=importlib.metadata.version("mini-engine"))
+    app.state.frontend = frontend
+    app.state.created = int(time.time())
+    app.include_router(router)
+    app.add_exception_handler(HTTPException, _http_error)
+    return app

@@ -1,0 +1,366 @@
+"""The API server's link to the engine cores: requests go out, tokens come in, tensors go past the core to the ranks.
+
+Knows nothing of HTTP, text or media. All of it belongs to the event loop's thread; only the copy of large tensors into
+a message runs in another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import zmq
+import zmq.asyncio
+
+from mini_engine import metrics
+from mini_engine.api.errors import EngineError
+from mini_engine.messages import (
+    Consumed,
+    Finish,
+    FinishReason,
+    MessageId,
+    NewRequest,
+    Outputs,
+    RequestOutput,
+)
+from mini_engine.transport import sockets
+from mini_engine.transport.base import Outgoing, TensorSender, TransportError
+from mini_engine.transport.codec import Encoder, decode
+
+logger = logging.getLogger(__name__)
+
+INLINE_COPY_BYTES = 4 << 20  # copies up to this size cost less than the way into a thread and back
+
+ENGINE_STOPPED = "The engine that served this request has stopped; send it again later."
+MEDIA_NOT_SENT = "The media of this request could not be handed to the engine; send the request again."
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """What came since the last look. `finish_reason` is set with the last."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+
+
+class Generation:
+    """One request at its engine: an iterator over its new tokens, and a context that aborts it when left early.
+
+    Tokens that come faster than they are taken are handed over together.
+    """
+
+    def __init__(self, engine: Engine, request_id: str):
+        self.request_id = request_id
+        self._engine = engine
+        self._tokens: list[int] = []
+        self._finish_reason: FinishReason | None = None
+        self._error: EngineError | None = None
+        self._arrival: asyncio.Future[None] | None = None
+        self._over = False  # nobody waits for tokens any more
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> NewTokens:
+        """Wait for tokens.
+
+        Raises:
+            EngineError: the engine has given the request up, or is gone.
+        """
+        if self._over:
+            raise StopAsyncIteration
+        while not (self._tokens or self._finish_reason or self._error):
+            self._arrival = asyncio.get_running_loop().create_future()
+            try:
+                await self._arrival
+            finally:
+                self._arrival = None
+        if self._error is not None:
+            self._over = True
+            raise self._error
+        self._over = self._finish_reason is not None
+        tokens, self._tokens = self._tokens, []
+        return NewTokens(tokens, self._finish_reason)
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish("abort")
+
+    def finish(self, reason: Literal["stop", "abort"]) -> None:
+        """End the request at its engine unless it has ended; no more tokens come. Calls after the first do nothing."""
+        if not self._over:
+            self._over = True
+            self._engine.finish(self.request_id, reason)
+
+    def receive(self, output: RequestOutput) -> None:
+        """Take what the engine has sent for this request."""
+        self._tokens += output.token_ids
+        self._finish_reason = output.finish_reason
+        if output.finish_reason == "error":
+            self._error = EngineError(output.error or "The engine failed at this request.")
+        elif output.finish_reason == "abort":
+            self._error = EngineError("The engine has aborted this request.")
+        self._wake()
+
+    def fail(self, error: EngineError) -> None:
+        """The engine will send no more."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+
+class Engine:
+    """One engine core and its ranks, seen from this API server.
+
+    `requests` holds each request from before its tensors are reserved until the core's final output for it, which comes
+    even for one that was aborted. `senders` are in the order of use: each is the fallback of the one before it.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        socket: zmq.asyncio.Socket,
+        encoder: Encoder,
+        senders: Sequence[TensorSender],
+        on_memory: Callable[[], None],
+    ):
+        self.number = number
+        self.senders = senders
+        self.requests: dict[str, Generation] = {}
+        self.stopped: str | None = None  # what clients are told once it serves no more
+        self._socket = socket
+        self._encoder = encoder
+        self._on_memory = on_memory
+
+    async def submit(self, request: NewRequest, message: MessageId | None) -> Generation:
+        """See `EngineClient.submit`. `message` is the id of the request's tensors, None without any."""
+        generation = Generation(self, request.request_id)
+        self.requests[request.request_id] = generation
+        try:
+            if message is None:
+                self._send_request(self._encoder.encode(request))
+            else:
+                await self._submit_with_tensors(request, message)
+        except BaseException:
+            self.requests.pop(request.request_id, None)  # the core has not heard of it
+            raise
+        finally:
+            self._on_memory()
+        return generation
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """Tell the core to end a request. Its entry stays until the core's final output for it."""
+        if request_id in self.requests:
+            with contextlib.suppress(EngineError):  # then it has ended with its engine
+                self._send_request(self._encoder.encode(Finish(request_id, reason)))
+
+    def stop(self, why: str) -> None:
+        """End all requests and refuse new ones: the engine is gone, or this server is going. Clients are told `why`."""
+        if self.stopped is not None:
+            return
+        self.stopped = why
+        requests, self.requests = self.requests, {}
+        for generation in requests.values():
+            generation.fail(EngineError(why, engine_gone=True))
+        for sender in self.senders:
+            sender.close()
+        self._on_memory()
+
+    def close(self) -> None:
+        """Stop, and close the socket."""
+        self.stop(ENGINE_STOPPED)
+        self._socket.close()
+
+    async def receive(self) -> None:
+        """Take what the core sends, until cancelled."""
+        while True:
+            body = decode(await self._socket.recv()).body
+            if self.stopped is not None:
+                continue
+            match body:
+                case Outputs(outputs=outputs, stats=stats):
+                    for output in outputs:
+                        self._on_output(output)
+                    metrics.set_engine_stats(self.number, stats)
+                case Consumed(messages=messages):
+                    for sender in self.senders:
+                        sender.consumed(messages)
+                    self._on_memory()
+
+    def _on_output(self, output: RequestOutput) -> None:
+        if output.finish_reason is None:
+            generation = self.requests.get(output.request_id)
+        else:
+            generation = self.requests.pop(output.request_id, None)
+        if generation is not None:
+            generation.receive(output)
+
+    async def _submit_with_tensors(self, request: NewRequest, message: MessageId) -> None:
+        for sender, fallback in itertools.zip_longest(self.senders, self.senders[1:]):
+            try:
+                return await self._submit_by(sender, request, message)
+            except _SendFailed as failed:
+                self._check_running()
+                logger.warning(
+                    "%s: tensors cannot go to engine %d by %s (%s): %s",
+                    request.request_id, self.number, sender.name, failed.reason, failed,
+                )  # fmt: skip
+                if fallback is not None:
+                    metrics.ipc_fallbacks_total.labels(failed.reason).inc()
+        raise EngineError(MEDIA_NOT_SENT)
+
+    async def _submit_by(self, sender: TensorSender, request: NewRequest, message: MessageId) -> None:
+        nbytes = sum(item.patches.nbytes for item in request.media)
+        with _failing_as("no_memory"):
+            outgoing = await sender.reserve(message, nbytes)
+        with _failing_as("copy_failed"):
+            frame = await self._encode(request, outgoing, nbytes)
+        # From here to the end nothing waits: the core must never hear of tensors that a cancellation kept from leaving.
+        try:
+            self._check_running()
+            with _failing_as("send_failed"):
+                sent = outgoing.send()
+        except BaseException:
+            outgoing.discard()
+            raise
+        self._send_request(frame)
+        metrics.ipc_messages_total.labels(sender.name).inc(sent)
+        metrics.ipc_bytes_total.labels(sender.name).inc(nbytes * sent // len(request.media))
+
+    async def _encode(self, request: NewRequest, outgoing: Outgoing, nbytes: int) -> bytes:
+        """`request` as a frame, its tensors copied into `outgoing`, which is discarded if this fails."""
+        encode = partial(self._encoder.encode, request, outgoing)
+        if nbytes <= INLINE_COPY_BYTES:
+            try:
+                return encode()
+            except BaseException:
+                outgoing.discard()
+                raise
+        copying = asyncio.get_running_loop().run_in_executor(None, encode)
+        try:
+            return await asyncio.shield(copying)
+        except BaseException:
+            # Not before the thread is done: until then it writes into the memory.
+            copying.add_done_callback(partial(_discard, outgoing))
+            raise
+
+    def _send_request(self, frame: bytes) -> None:
+        self._check_running()
+        try:
+            send_now(self._socket, frame)
+        except zmq.ZMQError as error:
+            logger.error("engine %d takes no more messages (%s): treated as dead", self.number, error)
+            self.stop(ENGINE_STOPPED)
+            self._check_running()
+
+    def _check_running(self) -> None:
+        if self.stopped is not None:
+            raise EngineError(self.stopped, engine_gone=True)
+
+
+class EngineClient:
+    """All engines. `senders` holds the usable transports of each, in the order of use."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        encoder: Encoder,
+        endpoints: Sequence[str],
+        senders: Sequence[Sequence[TensorSender]],
+    ):
+        name = sockets.identity(encoder.sender, encoder.incarnation)
+        self._incarnation = encoder.incarnation
+        self._numbers = itertools.count(1)
+        self.engines = [
+            Engine(number, sockets.connect_dealer(context, endpoint, name), encoder, theirs, self._show_memory)
+            for number, (endpoint, theirs) in enumerate(zip(endpoints, senders, strict=True))
+        ]
+
+    @property
+    def alive(self) -> bool:
+        """Whether every engine serves."""
+        return all(engine.stopped is None for engine in self.engines)
+
+    async def run(self) -> None:
+        """Take what the cores send, until cancelled."""
+        await asyncio.gather(*(engine.receive() for engine in self.engines))
+
+    async def submit(self, request: NewRequest) -> Generation:
+        """Hand `request`, its media's patches still tensors, to the engine with the fewest unfinished requests.
+
+        Waits for room for the tensors. They leave before the request does, straight to the ranks. Cancelling it
+        leaves nothing behind.
+
+        Raises:
+            EngineError: no engine runs, it stopped meanwhile, or no transport takes the tensors.
+        """
+        running = [engine for engine in self.engines if engine.stopped is None]
+        if not running:
+            raise EngineError(ENGINE_STOPPED, engine_gone=True)
+        engine = min(running, key=lambda engine: len(engine.requests))
+        message = MessageId(self._incarnation, next(self._numbers)) if request.media else None
+        return await engine.submit(request, message)
+
+    def peer_gone(self, sender: str) -> None:
+        """A process has died: with a core or one of its workers, the engine and all of its requests end."""
+        role, _, index = sender.partition(" ")
+        if role in ("core", "worker"):
+            self.engines[int(index.partition(".")[0])].stop(ENGINE_STOPPED)
+
+    def stop(self, why: str) -> None:
+        """End all requests, telling their clients `why`, and refuse new ones."""
+        for engine in self.engines:
+            engine.stop(why)
+
+    def close(self) -> None:
+        """Stop, and close all sockets."""
+        for engine in self.engines:
+            engine.close()
+
+    def _show_memory(self) -> None:
+        metrics.ipc_buffered_bytes.set(
+            sum(sender.buffered_bytes for engine in self.engines for sender in engine.senders)
+        )
+
+
+def send_now(socket: zmq.asyncio.Socket, frame: bytes) -> None:
+    """Queue `frame` at once, without giving way to other tasks.
+
+    Raises:
+        zmq.ZMQError: the queue is full.
+    """
+    sent: Any = socket.send(frame, zmq.NOBLOCK)  # with this flag pyzmq returns a future that is done
+    sent.result()
+
+
+class _SendFailed(Exception):
+    """A transport did not take a request's tensors; `reason` is one of `metrics.FALLBACK_REASONS`."""
+
+    def __init__(self, reason: str, why: TransportError):
+        super().__init__(str(why))
+        self.reason = reason
+
+
+@contextlib.contextmanager
+def _failing_as(reason: str) -> Iterator[None]:
+    try:
+        yield
+    except TransportError as error:
+        raise _SendFailed(reason, error) from error
+
+
+def _discard(outgoing: Outgoing, copying: asyncio.Future[bytes]) -> None:
+    if not copying.cancelled():
+        copying.exception()  # seen: asyncio would report it as never retrieved
+    outgoing.discard()

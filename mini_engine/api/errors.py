@@ -1,0 +1,87 @@
+"""What a client is told when a request cannot be served, in OpenAI's error form.
+
+No text made here holds a path, an address or a segment's name. Knows nothing of the web framework.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mini_engine.api.chat import ChatError
+from mini_engine.media.errors import MediaError
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None = None  # the field of the request that is at fault
+    code: str | None = None  # what happened, for programs
+
+
+class ErrorResponse(msgspec.Struct, frozen=True):
+    """The whole body of an error response."""
+
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """A request that ends with this status and error. `message` is for the client: it says what to change."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.body = ErrorBody(message, error_type(status), param, code)
+
+    def encode(self) -> bytes:
+        """The error response's body as JSON."""
+        return msgspec.json.encode(ErrorResponse(self.body))
+
+
+class EngineError(Exception):
+    """An engine could not serve a request. The text is for the client.
+
+    `engine_gone`: not this request was at fault, its engine has stopped.
+    """
+
+    def __init__(self, message: str, *, engine_gone: bool = False):
+        super().__init__(message)
+        self.engine_gone = engine_gone
+
+
+class ClientGone(Exception):
+    """The client closed its connection: there is nobody left to answer."""
+
+
+def error_type(status: int) -> str:
+    """OpenAI's `type` for an HTTP status."""
+    if status >= 500:
+        return "server_error"
+    return "rate_limit_error" if status == 429 else "invalid_request_error"
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A 400: the client can mend it."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def internal_error(request_id: str) -> ApiError:
+    """A 500 that tells the client no more than under which id the log has the rest."""
+    return ApiError(500, f"The server failed at this request; its log says more under {request_id}.")
+
+
+def as_api_error(error: Exception) -> ApiError | None:
+    """The answer to an error that the road of a request is known to raise; None for any other."""
+    match error:
+        case ApiError():
+            return error
+        case ChatError():
+            return bad_request(str(error), "messages")
+        case MediaError():
+            return bad_request(str(error), "messages", "invalid_media")
+        case EngineError(engine_gone=True):
+            return ApiError(503, str(error), code="engine_unavailable")
+        case EngineError():
+            return ApiError(500, str(error))
+    return None

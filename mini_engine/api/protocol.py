@@ -1,0 +1,265 @@
+"""The body of a chat request: which fields there are, what they may hold, and what is said of one that may not be.
+
+Each field of a request is either supported (a field of `ChatRequest`), ignored (`IGNORED`), known but unsupported and
+so accepted only at the value that changes nothing (`NEUTRAL`), or refused as unknown. Knows nothing of defaults that
+depend on the model (`sampling.py`), nor of what the messages say (`chat.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from mini_engine.api.errors import ApiError, bad_request
+
+MAX_STOP_STRINGS = 16  # OpenAI takes 4; more cost little here
+
+# They change nothing in an answer: labels for the books of OpenAI's own service, and for its cache and queues.
+IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
+
+# Not supported in this version. Absent, null or one of these values asks for what happens anyway.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # OpenAI's
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    # vLLM's
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "best_of": (1,),
+    "bad_words": ([],),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "echo": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "priority": (0,),
+    "cache_salt": (),
+    "request_id": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+}
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class MediaUrl(_Model):
+    """Where an image or video is. `detail` is ignored: the server's processor settings say how large items get."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ContentPart(_Model):
+    """A piece of a message. Which keys go with which type is `chat.py`'s matter. `uuid` is ignored."""
+
+    type: str
+    text: str | None = None
+    image_url: MediaUrl | str | None = None
+    video_url: MediaUrl | str | None = None
+    image: MediaUrl | str | None = None
+    video: MediaUrl | str | None = None
+    url: str | None = None
+    uuid: str | None = None
+
+
+class ChatMessage(_Model):
+    """One message. `name` and the answer's own fields are ignored where they are null or a name."""
+
+    role: str
+    content: str | list[ContentPart]
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    tool_calls: list[Any] | None = Field(None, max_length=0)
+    function_call: None = None
+
+
+class StreamOptions(_Model):
+    """`include_usage` asks for one more chunk with the usage. `include_obfuscation` and vLLM's
+    `continuous_usage_stats` are known but not supported."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: Literal[False] | None = None
+
+
+StopString = Annotated[str, Field(min_length=1)]
+
+
+class ChatRequest(_Model):
+    """The supported fields of a chat request. None means: the default of the model or the server."""
+
+    model: str | None = None
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)  # -1 and 0 are off
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=2**31 - 1)]] | None = Field(None, max_length=128)
+    ignore_eos: bool | None = None  # vLLM's: do not stop at the model's end-of-sequence tokens
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def plain_messages(self) -> list[dict[str, Any]]:
+        """The messages as plain data, for the chat template."""
+        return [message.model_dump(exclude_none=True) for message in self.messages]
+
+
+_FIELDS = {
+    name for model in (ChatRequest, ChatMessage, ContentPart, MediaUrl, StreamOptions) for name in model.model_fields
+}
+
+
+def parse_chat_request(body: bytes, served_names: Sequence[str]) -> ChatRequest:
+    """The request in `body`.
+
+    Raises:
+        ApiError: 400 that names the field and what it may hold; 404 for a model that is not served.
+    """
+    fields = _parse_json(body)
+    for name in IGNORED & fields.keys():
+        del fields[name]
+    for name in NEUTRAL.keys() & fields.keys():
+        _check_neutral(name, fields.pop(name))
+    try:
+        request = ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise _refusal(error) from None
+    _check_combinations(request)
+    if request.model is not None and request.model not in served_names:
+        raise ApiError(
+            404,
+            f"The model {request.model[:200]!r} does not exist; this server has {', '.join(served_names)}.",
+            param="model",
+            code="model_not_found",
+        )
+    return request
+
+
+def _parse_json(body: bytes) -> dict[str, Any]:
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_request(f"The request body cannot be read as JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise bad_request("The request body is nested too deeply.", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise bad_request("The request body must be a JSON object.", code="invalid_json")
+    return fields
+
+
+def _check_neutral(name: str, value: Any) -> None:
+    neutral = NEUTRAL[name]
+    # True == 1 in Python, but not in JSON.
+    if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
+        return
+    accepted = " or ".join(msgspec.json.encode(one).decode() for one in neutral) or "null"
+    raise bad_request(
+        f"'{name}' is not supported by this server; leave it out or send {accepted}.", name, "unsupported_parameter"
+    )
+
+
+def _check_combinations(request: ChatRequest) -> None:
+    if request.max_tokens is not None and request.max_completion_tokens is not None:
+        raise bad_request("Send either 'max_completion_tokens' or 'max_tokens', not both.", "max_tokens")
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    # Where a field may hold one of several types there is an error for each: the deepest knows most, and of several
+    # the one that is about more than the type.
+    details: ErrorDetails = max(
+        error.errors(include_url=False, include_input=False, include_context=False),
+        key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")),
+    )
+    unknown = details["type"] == "extra_forbidden"
+    param = _param(details["loc"], unknown)
+    if unknown:
+        return bad_request(f"Unknown parameter: '{param}'.", param, "unknown_parameter")
+    if details["type"] == "missing":
+        return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    problem = details["msg"]
+    if details["type"].startswith(("greater_than", "less_than")) and param in ChatRequest.model_fields:
+        problem = f"must be {_range(param)}"
+    return bad_request(f"Invalid '{param}': {problem}.", param, "invalid_value")
+
+
+def _param(location: Sequence[int | str], unknown: bool) -> str:
+    """`("messages", 0, "content", "str")` -> `messages[0].content`: without pydantic's names for union members.
+
+    With `unknown` the last part is a name that no model has.
+    """
+    text = ""
+    for place, part in enumerate(location):
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part in _FIELDS or (unknown and place == len(location) - 1):
+            text += f".{part[:60]}" if text else part[:60]
+    return text
+
+
+def _range(name: str) -> str:
+    """The limits of a field of `ChatRequest` in words."""
+    words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+    limits = [
+        f"{word} {getattr(limit, key):g}" if abs(getattr(limit, key)) < 1e6 else f"{word} {getattr(limit, key)}"
+        for limit in ChatRequest.model_fields[name].metadata
+        for key, word in words.items()
+        if getattr(limit, key, None) is not None
+    ]
+    return " and ".join(limits)

@@ -1,0 +1,140 @@
+"""Sampling parameters: the request's own values over the model's defaults over the server's.
+
+The defaults come from the model's `generation_config.json`, as in vLLM: temperature, top_p, top_k, repetition_penalty
+and max_new_tokens count, `do_sample` does not. Knows nothing of HTTP or of how tokens are drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mini_engine.api.errors import bad_request
+from mini_engine.api.protocol import ChatRequest
+from mini_engine.config import ConfigError
+from mini_engine.messages import SamplingParams
+
+GREEDY_BELOW = 1e-5  # temperatures below it are greedy, as in vLLM: dividing logits by less would overflow
+GENERATION_CONFIG = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What applies where a request says nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None  # None: as many as fit into the model's length
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def load(cls, model_dir: str, source: str) -> SamplingDefaults:
+        """`source` is `--generation-config`: `auto`, `vllm`, or a directory.
+
+        The end-of-sequence tokens are the model's own whatever `source` says.
+
+        Raises:
+            ConfigError: the directory holds no readable generation_config.json.
+        """
+        own = _read(Path(model_dir) / GENERATION_CONFIG)
+        if source in ("auto", "vllm"):
+            chosen = own if source == "auto" else {}
+        else:
+            path = Path(source) / GENERATION_CONFIG
+            if not path.is_file():
+                raise ConfigError(f"--generation-config: {source} is not auto, vllm or a directory with such a file")
+            chosen = _read(path)
+        model = _read(Path(model_dir) / "config.json")
+        ends = [own.get("eos_token_id"), chosen.get("eos_token_id"), model.get("eos_token_id")]
+        ends.append(model.get("text_config", {}).get("eos_token_id"))
+        return cls(
+            temperature=_given(chosen, "temperature", cls.temperature),
+            top_p=_given(chosen, "top_p", cls.top_p),
+            top_k=_top_k(_given(chosen, "top_k", cls.top_k)),
+            repetition_penalty=_given(chosen, "repetition_penalty", cls.repetition_penalty),
+            max_tokens=chosen.get("max_new_tokens"),
+            eos_token_ids=tuple(sorted({token for end in ends for token in _as_list(end)})),
+        )
+
+
+class SamplingResolver:
+    """Makes each request's `SamplingParams`; draws the seeds of requests that give none."""
+
+    def __init__(self, defaults: SamplingDefaults, max_model_len: int, seed: int, incarnation: int):
+        self.defaults = defaults
+        self.max_model_len = max_model_len
+        # The incarnation makes API servers, and a server's successor, draw different seeds.
+        self._random = random.Random(f"{seed}/{incarnation}")
+
+    def resolve(self, request: ChatRequest, prompt_tokens: int) -> SamplingParams:
+        """The parameters of `request`, whose expanded prompt has `prompt_tokens` tokens.
+
+        Raises:
+            ApiError: 400; the prompt, or the prompt and what may follow it, is longer than the model takes.
+        """
+        defaults = self.defaults
+        temperature = _first(request.temperature, defaults.temperature)
+        greedy = temperature < GREEDY_BELOW
+        ends = () if request.ignore_eos else defaults.eos_token_ids
+        return SamplingParams(
+            max_tokens=self._max_tokens(request, prompt_tokens),
+            seed=self._random.getrandbits(63) if request.seed is None else request.seed % 2**63,
+            temperature=0.0 if greedy else temperature,
+            top_p=1.0 if greedy else _first(request.top_p, defaults.top_p),
+            top_k=0 if greedy else _top_k(_first(request.top_k, defaults.top_k)),
+            repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty),
+            stop_token_ids=sorted({*ends, *(request.stop_token_ids or ())}),
+        )
+
+    def _max_tokens(self, request: ChatRequest, prompt_tokens: int) -> int:
+        room = self.max_model_len - prompt_tokens
+        if room < 1:
+            raise bad_request(
+                f"The prompt has {prompt_tokens} tokens, images and videos included; with at least one token of "
+                f"answer that is more than the {self.max_model_len} that this server takes. Send less.",
+                "messages",
+                "context_length_exceeded",
+            )
+        asked = _first(request.max_completion_tokens, request.max_tokens)
+        if asked is None:
+            return min(room, self.defaults.max_tokens or room)
+        if asked > room:
+            raise bad_request(
+                f"The prompt has {prompt_tokens} tokens, images and videos included; with {asked} tokens of answer "
+                f"that is more than the {self.max_model_len} that this server takes. Ask for at most {room}.",
+                "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens",
+                "context_length_exceeded",
+            )
+        return asked
+
+
+def _first(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _top_k(value: int) -> int:
+    return max(0, value)  # vLLM's -1 is off too
+
+
+def _given(source: dict[str, Any], name: str, default: float) -> Any:
+    return _first(source.get(name), default)
+
+
+def _as_list(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None

@@ -1,0 +1,205 @@
+"""An API server's process: load, prove the transports, say ready, serve, stop. What it serves is in `app.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvicorn
+import zmq.asyncio
+
+from mini_engine.api import transports
+from mini_engine.api.admission import MediaAdmission
+from mini_engine.api.app import Frontend, create_app
+from mini_engine.api.chat import ChatRenderer
+from mini_engine.api.engine_client import EngineClient, send_now
+from mini_engine.api.media_loader import MediaLoader
+from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
+from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.media.fetch import MediaPolicy
+from mini_engine.media.memory import keep_freed_memory
+from mini_engine.messages import EngineLimits, Init, PeerGone, Serving, Start
+from mini_engine.transport.codec import decode
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from mini_engine.child import Child
+    from mini_engine.media.processor import MediaProcessor
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 1  # for responses to end once their requests were ended, before their connections are cut
+STOPPING = "The server is stopping."
+
+
+@dataclass(frozen=True)
+class ModelFront:
+    """What this process loads of the model."""
+
+    processor: MediaProcessor
+    renderer: ChatRenderer
+    media: MediaLoader
+    defaults: SamplingDefaults
+
+
+def run(child: Child) -> None:
+    """Main function of an API server's process."""
+    keep_freed_memory()
+    init = child.init()
+    try:
+        asyncio.run(_main(child, init, load(init)))
+    except ConfigError as error:
+        logger.error("%s", error)
+        sys.exit(1)
+
+
+def load(init: Init) -> ModelFront:
+    """Load processor, tokenizer and chat template; a few seconds, most of them imports.
+
+    Raises:
+        ConfigError: a setting that the model cannot be served with.
+    """
+    import torch
+
+    from mini_engine.media.processor import MediaProcessor
+
+    # The media threads are the parallelism; torch's own beside them would only take turns with them.
+    torch.set_num_threads(1)
+    config = init.config
+    try:
+        processor = MediaProcessor(
+            init.model_dir,
+            trust_remote_code=config.trust_remote_code,
+            mm_processor_kwargs=config.mm_processor_kwargs,
+        )
+        if config.media_io_kwargs.get("image"):
+            raise ConfigError("--media-io-kwargs: images take no arguments")
+        sampling = processor.sampling(config.media_io_kwargs.get("video"))
+        template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
+        renderer = ChatRenderer(processor.hf_processor, template)
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    root = config.allowed_local_media_path
+    policy = MediaPolicy(None if root is None else Path(root), config.max_media_bytes)
+    media = MediaLoader(processor, policy, sampling, media_threads(config))
+    return ModelFront(processor, renderer, media, SamplingDefaults.load(init.model_dir, config.generation_config))
+
+
+def media_threads(config: EngineConfig) -> int:
+    """This server's part of the cores it may run on."""
+    return max(1, len(os.sched_getaffinity(0)) // config.api_server_count)
+
+
+async def _main(child: Child, init: Init, front: ModelFront) -> None:
+    usable = [
+        transports.connect(init.config, child.encoder, child.context, engine, init.ranks)
+        for engine in range(len(init.cores))
+    ]
+    # The same context, so the same I/O thread, seen through asyncio.
+    context = zmq.asyncio.Context(shadow=child.context)
+    engines = EngineClient(context, child.encoder, init.cores, [one.senders for one in usable])
+    child.ready(transports=[one.choice for one in usable])
+    link = SupervisorLink(child, engines)
+    background = [asyncio.create_task(link.run()), asyncio.create_task(engines.run())]
+    serving = asyncio.create_task(_serve(child, init.config, front, engines, link))
+    try:
+        # The background tasks have no end of their own: one that is done has failed.
+        done, _ = await asyncio.wait([serving, *background], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in (serving, *background):
+            task.cancel()
+        await asyncio.gather(serving, *background, return_exceptions=True)
+        front.media.close()
+        engines.close()
+        link.socket.close()
+
+
+async def _serve(
+    child: Child, config: EngineConfig, front: ModelFront, engines: EngineClient, link: SupervisorLink
+) -> None:
+    limits = await link.started
+    frontend = Frontend(
+        model_names=config.served_names,
+        item_limits=config.limit_mm_per_prompt,
+        renderer=front.renderer,
+        tokenizer=front.processor.hf_processor.tokenizer,
+        admission=MediaAdmission(config.maximum_concurrent_videos),
+        media=front.media,
+        sampling=SamplingResolver(front.defaults, limits.max_model_len, config.seed, child.incarnation),
+        engines=engines,
+    )
+    server = HttpServer(create_app(frontend), link.say_serving)
+
+    def stop() -> None:
+        engines.stop(STOPPING)
+        server.should_exit = True
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+    assert child.listen_fd is not None, "an API server is started with a socket"
+    await server.serve(sockets=[socket.socket(fileno=child.listen_fd)])
+
+
+class SupervisorLink:
+    """What the supervisor says while this process runs, and the answer to it."""
+
+    def __init__(self, child: Child, engines: EngineClient):
+        self.socket = zmq.asyncio.Socket.from_socket(child.supervisor)
+        self.started: asyncio.Future[EngineLimits] = asyncio.get_running_loop().create_future()
+        self._encoder = child.encoder
+        self._engines = engines
+
+    async def run(self) -> None:
+        """Take messages until cancelled."""
+        while True:
+            match decode(await self.socket.recv()).body:
+                case Start(limits=limits):
+                    self.started.set_result(limits)
+                case PeerGone(sender=sender):
+                    self._engines.peer_gone(sender)
+
+    def say_serving(self) -> None:
+        """Tell the supervisor that connections are accepted."""
+        send_now(self.socket, self._encoder.encode(Serving()))
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn on an inherited socket. Signals are the process's matter, not its own."""
+
+    def __init__(self, app: FastAPI, on_started: Callable[[], None]):
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                ws="none",
+                access_log=False,
+                log_config=None,
+                log_level="warning",
+                server_header=False,
+                timeout_graceful_shutdown=STOP_SECONDS,
+            )
+        )
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; then say that connections are accepted."""
+        await super().startup(sockets)
+        self._on_started()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
+        yield

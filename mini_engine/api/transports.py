@@ -1,0 +1,93 @@
+"""Which transport this API server uses towards each engine: `--mm-tensor-ipc`, decided by probes before it serves.
+
+Knows the transports' names and their order, not how they work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import zmq
+
+from mini_engine import metrics
+from mini_engine.config import ConfigError, EngineConfig, TensorIpc
+from mini_engine.messages import RankAddress, TransportChoice, TransportName
+from mini_engine.transport.base import TensorSender, TransportError
+from mini_engine.transport.codec import Encoder
+
+ORDER: tuple[TransportName, ...] = ("torch_shm", "direct_rpc")  # each is the fallback of the one before it
+PROBE_SECONDS = 60.0  # the ranks answer as soon as they run, while their model still loads
+
+Candidates = Mapping[TransportName, Callable[[], TensorSender]]
+
+
+@dataclass(frozen=True)
+class EngineTransports:
+    """The senders that passed their probe towards all ranks of one engine, in the order of use."""
+
+    senders: list[TensorSender]
+    choice: TransportChoice
+
+
+def connect(
+    config: EngineConfig, encoder: Encoder, context: zmq.Context, engine: int, ranks: list[RankAddress]
+) -> EngineTransports:
+    """Probe the transports towards `engine`, whose ranks are among `ranks`. Blocks.
+
+    Raises:
+        ConfigError: the transport that was asked for, or every one under `auto`, fails its probe.
+    """
+    from mini_engine.transport.direct_rpc import DirectRpcSender
+    from mini_engine.transport.tensor_ipc import TensorIpcSender
+
+    theirs = [rank for rank in ranks if rank.engine == engine]
+    credit = config.mm_ipc_memory_bytes
+    candidates: Candidates = {
+        "torch_shm": lambda: TensorIpcSender(encoder, theirs, credit),
+        "direct_rpc": lambda: DirectRpcSender(encoder, theirs, credit, context),
+    }
+    return choose(engine, config.mm_tensor_ipc, candidates, min(PROBE_SECONDS, config.startup_timeout))
+
+
+def choose(engine: int, mode: TensorIpc, candidates: Candidates, timeout: float) -> EngineTransports:
+    """The first transport from `mode` on that passes its probe, and after it those that can stand in for it.
+
+    Raises:
+        ConfigError: see `connect`.
+    """
+    wanted = ORDER if mode == "auto" else ORDER[ORDER.index(mode) :]
+    senders: list[TensorSender] = []
+    failures: dict[TransportName, TransportError] = {}
+    for name in wanted:
+        try:
+            senders.append(_probed(candidates[name], timeout))
+        except TransportError as error:
+            failures[name] = error
+    if not senders or (mode != "auto" and mode in failures):
+        raise ConfigError(_refusal(engine, mode, failures))
+    chosen = senders[0].name
+    passed_over = [name for name in wanted[: wanted.index(chosen)] if name in failures]
+    reason = "asked for by --mm-tensor-ipc" if mode != "auto" else "the first whose probe passed"
+    for name in passed_over:
+        reason += f"; {name} was passed over: {failures[name]}"
+    # Without the errors' texts: they may hold addresses, and figures are read by others than logs.
+    label = "asked_for" if mode != "auto" else "_".join([*passed_over, "failed"]) if passed_over else "probe_passed"
+    metrics.mm_tensor_ipc_info.labels(str(engine), chosen, label).set(1)
+    return EngineTransports(senders, TransportChoice(engine, chosen, reason))
+
+
+def _probed(make: Callable[[], TensorSender], timeout: float) -> TensorSender:
+    sender = make()
+    try:
+        sender.probe(timeout)
+    except TransportError:
+        sender.close()
+        raise
+    return sender
+
+
+def _refusal(engine: int, mode: TensorIpc, failures: Mapping[TransportName, TransportError]) -> str:
+    why = "; ".join(f"{name}: {error}" for name, error in failures.items())
+    remedy = "" if mode == "auto" else " Use --mm-tensor-ipc auto to take whichever works."
+    return f"--mm-tensor-ipc {mode}: no tensor gets through to all workers of engine {engine}: {why}.{remedy}"

@@ -1,0 +1,143 @@
+"""The figures behind `GET /metrics`, by vLLM's names under the prefix `mini_engine:`.
+
+Every API server counts into files of its own in one directory (prometheus_client's multiprocess mode, on when the
+supervisor has set PROMETHEUS_MULTIPROC_DIR before the process starts), and whichever of them is asked sums over all.
+Without the variable, as in tests, the figures are this process's own. Label values are created at 0, so that a figure
+can be read before its first event. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from typing import get_args
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+    multiprocess,
+)
+
+from mini_engine.messages import EngineStats, FinishReason, TransportName
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+REGISTRY = CollectorRegistry()
+
+# Why a request's tensors went by the second transport: no memory to reserve, or the copy or the sending failed.
+FALLBACK_REASONS = ("no_memory", "copy_failed", "send_failed")
+
+_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
+_E2E_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2, 2.0, 3.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+
+
+def _counter(name: str, help: str, labels: Iterable[str] = ()) -> Counter:
+    return Counter(f"mini_engine:{name}", help, labels, registry=REGISTRY)
+
+
+def _histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+    return Histogram(f"mini_engine:{name}", help, buckets=buckets, registry=REGISTRY)
+
+
+ipc_messages_total = _counter("ipc_messages_total", "Media tensors sent to workers, each rank counted.", ["transport"])
+ipc_bytes_total = _counter("ipc_bytes_total", "Bytes of media tensors sent, each rank counted.", ["transport"])
+ipc_fallbacks_total = _counter(
+    "ipc_fallbacks_total", "Requests whose tensors could not go by the chosen transport.", ["reason"]
+)
+ipc_buffered_bytes = Gauge(
+    "mini_engine:ipc_buffered_bytes",
+    "Bytes of media tensors reserved or sent and not yet consumed by all ranks.",
+    multiprocess_mode="livesum",
+    registry=REGISTRY,
+)
+mm_tensor_ipc_info = Gauge(
+    "mini_engine:mm_tensor_ipc_info",
+    "1 for the transport in use towards an engine, and why it was chosen.",
+    ["engine", "transport", "reason"],
+    multiprocess_mode="livemax",
+    registry=REGISTRY,
+)
+num_requests_running = Gauge(
+    "mini_engine:num_requests_running",
+    "Requests being computed.",
+    ["engine"],
+    multiprocess_mode="mostrecent",
+    registry=REGISTRY,
+)
+num_requests_waiting = Gauge(
+    "mini_engine:num_requests_waiting",
+    "Requests in the engine's line.",
+    ["engine"],
+    multiprocess_mode="mostrecent",
+    registry=REGISTRY,
+)
+request_success_total = _counter("request_success_total", "Requests that ended, by how.", ["finished_reason"])
+prompt_tokens_total = _counter("prompt_tokens_total", "Prompt tokens of requests that brought a token.")
+generation_tokens_total = _counter("generation_tokens_total", "Tokens delivered.")
+time_to_first_token_seconds = _histogram(
+    "time_to_first_token_seconds", "From the request's arrival to its first token.", _TTFT_BUCKETS
+)
+e2e_request_latency_seconds = _histogram(
+    "e2e_request_latency_seconds", "From the request's arrival to its last token.", _E2E_BUCKETS
+)
+media_decodes_total = _counter("media_decodes_total", "Images and videos decoded and processed.")
+
+
+def _create_labels() -> None:
+    for transport in get_args(TransportName):
+        ipc_messages_total.labels(transport)
+        ipc_bytes_total.labels(transport)
+    for reason in FALLBACK_REASONS:
+        ipc_fallbacks_total.labels(reason)
+    for finished in get_args(FinishReason):
+        request_success_total.labels(finished)
+
+
+_create_labels()
+
+
+def set_engine_stats(engine: int, stats: EngineStats) -> None:
+    """Take over the gauges that came with an engine's outputs."""
+    num_requests_running.labels(str(engine)).set(stats.running)
+    num_requests_waiting.labels(str(engine)).set(stats.waiting)
+
+
+def exposition() -> bytes:
+    """All figures in Prometheus's text format, summed over the API servers."""
+    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+        return generate_latest(REGISTRY)
+    everyone = CollectorRegistry()
+    multiprocess.MultiProcessCollector(everyone)
+    return generate_latest(everyone)
+
+
+class RequestClock:
+    """One request's times and its end, counted once however it ends. Made when the request arrives."""
+
+    def __init__(self) -> None:
+        self._arrived = time.perf_counter()
+        self._started = False
+        self._ended = False
+
+    def tokens(self, prompt: int, generated: int) -> None:
+        """`generated` more tokens were delivered; the first time, the prompt's count too."""
+        if not generated:
+            return
+        if not self._started:
+            self._started = True
+            time_to_first_token_seconds.observe(time.perf_counter() - self._arrived)
+            prompt_tokens_total.inc(prompt)
+        generation_tokens_total.inc(generated)
+
+    def end(self, reason: FinishReason) -> None:
+        """The request is over. Calls after the first have no effect."""
+        if self._ended:
+            return
+        self._ended = True
+        request_success_total.labels(reason).inc()
+        if reason in ("stop", "length"):
+            e2e_request_latency_seconds.observe(time.perf_counter() - self._arrived)

@@ -1,0 +1,82 @@
+"""What every transport for tensors offers to an API server. Torch-free.
+
+An API server holds, for each engine, one sender per usable transport. A request's tensors are sent like this:
+
+    outgoing = await sender.reserve(message_id, nbytes)      # waits, first come first served, for the byte credit
+    frame = encoder.encode(new_request, tensors=outgoing)    # copies each tensor into the message, leaves a handle
+    outgoing.send()                                          # one head to each rank
+    ...                                                      # later, when the core says Consumed([message_id]):
+    sender.consumed([message_id])                            # the memory and the credit are back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from mini_engine.messages import MessageId, TensorHandle, TransportName
+
+
+class TransportError(Exception):
+    """A transport cannot be used, or could not send. The text is for the log, never for a client."""
+
+
+class Outgoing(Protocol):
+    """One tensor message in the making: an `OOBTensorConsumer` with a reserved buffer."""
+
+    def new_message(self) -> None:
+        """Start from an empty buffer again."""
+
+    def __call__(self, tensor: Any) -> TensorHandle:
+        """Copy `tensor` (a CPU torch.Tensor, C-contiguous) to the next place in the message.
+
+        Raises:
+            TypeError: not a tensor.
+            TransportError: it does not fit what was reserved, or the copy failed.
+        """
+
+    def send(self) -> int:
+        """Hand the message to every rank; returns the number of tensors sent, ranks counted each.
+
+        A rank may have received the message when this raises: sending the same message id by another transport is
+        safe, since a rank keeps the first it receives.
+
+        Raises:
+            TransportError: at least one rank could not be reached.
+        """
+
+    def discard(self) -> None:
+        """Give the memory and the credit back unsent. Without effect once `send` was called."""
+
+
+class TensorSender(Protocol):
+    """The API server's end of one transport towards all ranks of one engine. Used from the event-loop thread only."""
+
+    name: TransportName
+
+    def probe(self, timeout: float) -> None:
+        """Connect to every rank, send each a probe tensor and compare checksums. Blocks; for the start only.
+
+        Raises:
+            TransportError: with the reason, which rank among it.
+        """
+
+    async def reserve(self, message: MessageId, nbytes: int) -> Outgoing:
+        """Wait for room for a message of `nbytes` (padding between tensors is the sender's matter).
+
+        Cancelling the wait gives everything back. A message larger than the whole credit is let through alone, once
+        all that was reserved before it is back, so that it cannot wait for good.
+
+        Raises:
+            TransportError: there is no memory for it.
+        """
+
+    def consumed(self, messages: Iterable[MessageId]) -> None:
+        """No rank will read these again. Ids that this sender does not hold are ignored."""
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes reserved or sent and not yet consumed."""
+
+    def close(self) -> None:
+        """Close all connections and give all memory back."""

@@ -1,0 +1,151 @@
+"""How the tensors of one message lie in its one buffer: both ends, for every transport.
+
+Tensors stand in the order of the message, C-contiguous, each at a multiple of 64 bytes. This file knows nothing of
+sockets, pools or where the buffer comes from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+
+import msgspec
+import torch
+
+from mini_engine.messages import MessageId, ProbeResult, TensorHandle, TensorLayout, TensorMessage
+from mini_engine.transport.base import TransportError
+from mini_engine.transport.codec import decode
+
+ALIGNMENT = 64  # bytes: a cache line, and enough for every dtype
+MAX_DIMENSIONS = 8
+PADDING_ROOM = 16 << 10  # bytes to reserve beside the tensors' own: the gaps between 256 tensors
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+        torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    )
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Packer:
+    """Copies the tensors of one message into `memory` (uint8, one dimension): an `OOBTensorConsumer`."""
+
+    def __init__(self, message: MessageId, memory: torch.Tensor):
+        self.message = message
+        self.layouts: list[TensorLayout] = []
+        self.nbytes = 0  # from the start of the buffer to the end of its last tensor
+        self._memory = memory
+
+    def new_message(self) -> None:
+        """Start from an empty buffer again."""
+        self.layouts = []
+        self.nbytes = 0
+
+    def __call__(self, tensor: object) -> TensorHandle:
+        """Copy `tensor` to the next place in the buffer; the handle stands for it in the message.
+
+        Raises:
+            TypeError: not a tensor.
+            TransportError: it does not fit, or is not a plain CPU tensor of a dtype that can travel.
+        """
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{type(tensor).__name__} cannot travel inside a message, nor as a tensor beside it")
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            raise TransportError(f"only dense CPU tensors can be sent, not {tensor.layout} on {tensor.device}")
+        name = _NAMES.get(tensor.dtype)
+        if name is None or tensor.dim() > MAX_DIMENSIONS:
+            raise TransportError(f"a tensor of {tensor.dtype} with {tensor.dim()} dimensions cannot be sent")
+        offset = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+        end = offset + tensor.nbytes
+        if end > self._memory.numel():
+            raise TransportError(f"{end} bytes of tensors do not fit the {self._memory.numel()} reserved")
+        shape = tuple(tensor.shape)
+        if tensor.nbytes:
+            self._memory[offset:end].view(tensor.dtype).view(shape).copy_(tensor.detach())
+        self.layouts.append(TensorLayout(offset, shape, name))
+        self.nbytes = end
+        return TensorHandle(self.message, len(self.layouts) - 1, shape, name)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Received:
+    """A tensor message that arrived whole. The tensors view the buffer it came in and keep it mapped."""
+
+    message: MessageId
+    tensors: list[torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failed:
+    """A tensor message that arrived and cannot be used."""
+
+    message: MessageId
+    why: str
+
+
+def decode_head(envelope: bytes | memoryview) -> tuple[MessageId, TensorMessage]:
+    """The head in `envelope`, and the id of its message. Number 0 is no message: a probe, or news of buffers.
+
+    Raises:
+        TransportError: not an envelope with a tensor message.
+    """
+    try:
+        decoded = decode(envelope)
+    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
+        raise TransportError(f"not an envelope: {error}") from error
+    head = decoded.body
+    if not isinstance(head, TensorMessage) or head.number < 0:
+        raise TransportError(f"a {type(head).__name__} is not a tensor message")
+    return MessageId(decoded.incarnation, head.number), head
+
+
+def unpack(head: TensorMessage, memory: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of `head` as views of `memory` (uint8, one dimension), none of which reaches outside of it.
+
+    Raises:
+        TransportError: the head describes something that does not lie in the buffer.
+    """
+    if not 0 <= head.nbytes <= memory.numel():
+        raise TransportError(f"{head.nbytes} bytes announced in a buffer of {memory.numel()}")
+    try:
+        return [_view(layout, memory[: head.nbytes]) for layout in head.tensors]
+    except RuntimeError as error:  # torch's own refusal, such as an empty tensor whose strides overflow
+        raise TransportError(f"a tensor cannot be rebuilt: {error}") from error
+
+
+def _view(layout: TensorLayout, memory: torch.Tensor) -> torch.Tensor:
+    dtype = DTYPES.get(layout.dtype)
+    if dtype is None:
+        raise TransportError(f"unknown dtype {layout.dtype[:40]!r}")
+    if len(layout.shape) > MAX_DIMENSIONS or any(not 0 <= size < 1 << 48 for size in layout.shape):
+        raise TransportError("a tensor's shape has too many, negative or too large dimensions")
+    nbytes = math.prod(layout.shape) * dtype.itemsize
+    end = layout.offset + nbytes
+    if layout.offset < 0 or layout.offset % ALIGNMENT or end > memory.numel():
+        raise TransportError(f"a tensor at {layout.offset}..{end} is misaligned or outside of {memory.numel()} bytes")
+    if not nbytes:
+        return torch.empty(layout.shape, dtype=dtype)
+    return memory[layout.offset : end].view(dtype).view(layout.shape)
+
+
+def probe_tensor() -> torch.Tensor:
+    """What a probe sends: more than a page, more than ZMQ copies inline, and no two neighbouring pages the same."""
+    return (torch.arange(100_003, dtype=torch.int32) % 251).to(torch.uint8)
+
+
+def checksum(memory: torch.Tensor) -> int:
+    """CRC-32 of a uint8 tensor's bytes."""
+    return zlib.crc32(memory.numpy().data)
+
+
+def probe_result(head: TensorMessage, memory: torch.Tensor) -> ProbeResult:
+    """What a rank answers to a probe whose bytes lie in `memory`."""
+    try:
+        unpack(head, memory)
+    except TransportError as error:
+        return ProbeResult(checksum=0, error=str(error))
+    return ProbeResult(checksum=checksum(memory[: head.nbytes]))

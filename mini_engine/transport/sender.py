@@ -1,0 +1,208 @@
+"""What both tensor senders share: credit, messages in flight, the probe. A transport adds its buffers and its links.
+
+Life of a message's memory: reserved (credit taken, buffer taken) -> packed -> sent -> consumed (buffer and credit
+back). This file knows nothing of sockets, and nothing of what the tensors are for.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import msgspec
+import torch
+
+from mini_engine.messages import MessageId, ProbeResult, RankAddress, TensorMessage, TransportName
+from mini_engine.transport.base import TransportError
+from mini_engine.transport.codec import Encoder, decode
+from mini_engine.transport.credit import ByteCredit
+from mini_engine.transport.packing import PADDING_ROOM, Packer, checksum, probe_tensor
+
+
+class Buffer(Protocol):
+    """Memory that one message at a time is packed into."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All of it, uint8, one dimension."""
+
+
+BufferT = TypeVar("BufferT", bound=Buffer)
+
+
+class Link(Protocol[BufferT]):
+    """The connection to one rank."""
+
+    def connect(self, deadline: float) -> None:
+        """Blocks until `time.monotonic()` is `deadline`, and raises TransportError then."""
+
+    def send(self, outgoing: PackedOutgoing[BufferT], probe: bool) -> None:
+        """Hands the message over without blocking, or raises TransportError."""
+
+    def answer(self, deadline: float) -> bytes | memoryview:
+        """The rank's next message. Blocks until `deadline`, and raises TransportError then."""
+
+    def close(self) -> None:
+        """Without effect when closed."""
+
+
+class PackedOutgoing(Packer, Generic[BufferT]):
+    """The `base.Outgoing` of both transports."""
+
+    def __init__(self, sender: PackedSender[BufferT, Any], message: MessageId, buffer: BufferT, cost: int):
+        super().__init__(message, buffer.tensor)
+        self.buffer = buffer
+        self.cost = cost  # bytes of credit
+        self.reserved = 0  # bytes asked for
+        self.state: Literal["open", "sent", "returned"] = "open"
+        self._sender = sender
+
+    def send(self) -> int:
+        """See `base.Outgoing`."""
+        if self.state != "open":
+            raise TransportError(f"tensor message {self.message.number} was {self.state} already")
+        return self._sender._transmit(self)
+
+    def discard(self) -> None:
+        """See `base.Outgoing`."""
+        if self.state == "open":
+            self._sender._take_back(self)
+
+    def detach(self) -> BufferT:
+        """Let go of the buffer: it belongs to another message, or to nobody, from now on."""
+        self.state = "returned"
+        buffer = self.buffer
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        del self.buffer
+        return buffer
+
+
+LinkT = TypeVar("LinkT", bound=Link)
+
+
+class PackedSender(ABC, Generic[BufferT, LinkT]):
+    """A `base.TensorSender` towards all ranks of one engine. Used from one thread; `reserve` from one event loop."""
+
+    name: TransportName
+
+    def __init__(self, me: Encoder, addresses: Sequence[RankAddress], credit_bytes: int):
+        if len({address.engine for address in addresses}) != 1:
+            raise ValueError(f"one sender serves the ranks of one engine, not {addresses}")
+        self._me = me
+        self._links = [(address, self._link(address)) for address in addresses]
+        self._credit = ByteCredit(credit_bytes)
+        self._held: dict[MessageId, PackedOutgoing[BufferT]] = {}
+
+    @abstractmethod
+    def _link(self, address: RankAddress) -> LinkT:
+        """A link to this rank, not connected yet."""
+
+    @abstractmethod
+    def _cost(self, capacity: int) -> int:
+        """Bytes of credit that a buffer of `capacity` bytes takes."""
+
+    @abstractmethod
+    def _take(self, capacity: int) -> BufferT:
+        """A buffer that nobody reads, of at least `capacity` bytes. Raises TransportError when there is none."""
+
+    @abstractmethod
+    def _give(self, buffer: BufferT) -> None:
+        """The buffer's message is consumed, or was never sent."""
+
+    def probe(self, timeout: float) -> None:
+        """See `base.TensorSender`. A probe that failed leaves all links closed; it may be tried again."""
+        deadline = time.monotonic() + timeout
+        payload = probe_tensor()
+        message = MessageId(self._me.incarnation, 0)
+        outgoing = PackedOutgoing(self, message, self._take(payload.nbytes + PADDING_ROOM), cost=0)
+        outgoing(payload)
+        try:
+            for address, link in self._links:
+                self._probe_rank(address, link, outgoing, deadline)
+        except TransportError:
+            self._disconnect()
+            raise
+        finally:
+            self._give(outgoing.detach())
+
+    def _probe_rank(
+        self, address: RankAddress, link: LinkT, outgoing: PackedOutgoing[BufferT], deadline: float
+    ) -> None:
+        try:
+            link.connect(deadline)
+            link.send(outgoing, probe=True)
+            result = decode(link.answer(deadline)).body
+        except (TransportError, msgspec.MsgspecError) as error:
+            raise TransportError(f"{self.name} to rank {address.rank} of engine {address.engine}: {error}") from error
+        if not isinstance(result, ProbeResult) or result.error or result.checksum != checksum(probe_tensor()):
+            why = getattr(result, "error", None) or "the probe arrived with other bytes than were sent"
+            raise TransportError(f"{self.name} to rank {address.rank} of engine {address.engine}: {why}")
+
+    async def reserve(self, message: MessageId, nbytes: int) -> PackedOutgoing[BufferT]:
+        """See `base.TensorSender`."""
+        if message.incarnation != self._me.incarnation or message.number < 1 or nbytes < 0:
+            raise ValueError(f"{message} with {nbytes} bytes is not a message of incarnation {self._me.incarnation}")
+        capacity = nbytes + PADDING_ROOM
+        cost = self._cost(capacity)
+        await self._credit.acquire(cost)
+        try:
+            if message in self._held:
+                raise ValueError(f"{message} is on its way already")
+            outgoing = PackedOutgoing(self, message, self._take(capacity), cost)
+        except BaseException:
+            self._credit.release(cost)
+            raise
+        outgoing.reserved = nbytes
+        self._held[message] = outgoing
+        return outgoing
+
+    def consumed(self, messages: Iterable[MessageId]) -> None:
+        """See `base.TensorSender`."""
+        for message in messages:
+            outgoing = self._held.get(message)
+            if outgoing is not None and outgoing.state == "sent":
+                self._take_back(outgoing)
+
+    @property
+    def buffered_bytes(self) -> int:
+        """See `base.TensorSender`."""
+        return sum(outgoing.reserved for outgoing in self._held.values())
+
+    def close(self) -> None:
+        """See `base.TensorSender`."""
+        self._credit.close()
+        self._disconnect()
+        for outgoing in list(self._held.values()):
+            self._take_back(outgoing)
+
+    def _transmit(self, outgoing: PackedOutgoing[BufferT]) -> int:
+        """Send to every rank. When it raises, the memory stays held if a rank may read it, until `consumed`."""
+        outgoing.state = "sent"
+        reached = 0
+        try:
+            for _, link in self._links:
+                link.send(outgoing, probe=False)
+                reached += 1
+        except TransportError:
+            if not reached:
+                self._take_back(outgoing)
+            raise
+        return len(outgoing.layouts) * reached
+
+    def _take_back(self, outgoing: PackedOutgoing[BufferT]) -> None:
+        del self._held[outgoing.message]
+        self._give(outgoing.detach())
+        self._credit.release(outgoing.cost)
+
+    def _disconnect(self) -> None:
+        for _, link in self._links:
+            link.close()
+
+
+def head_of(outgoing: PackedOutgoing[Any], probe: bool, buffer: int = 0, generation: int = 0) -> TensorMessage:
+    """The head that goes before, or beside, the packed bytes."""
+    return TensorMessage(
+        outgoing.message.number, outgoing.nbytes, outgoing.layouts, buffer=buffer, generation=generation, probe=probe
+    )

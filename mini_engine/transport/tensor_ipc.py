@@ -1,0 +1,317 @@
+"""The tensor queue, `torch_shm`: tensors through anonymous shared memory, both ends in this file.
+
+    TensorIpcSender --unix stream: frame, frame, ...--> TensorIpcReceiver        one connection per (sender, rank)
+
+A frame is a length, a count of descriptors (0 or 1) and an envelope. The envelope's head names the pooled buffer that
+holds the tensors; the buffer's descriptor comes with the first frame that names it. So a message costs one memcpy,
+however many ranks read it, and a few hundred bytes on each socket. A sender that is killed is an end of file here.
+
+This file knows nothing of requests, of who waits for a message, or of when a rank has read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import os
+import select
+import socket
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from mini_engine.messages import RankAddress, TensorMessage, TransportName
+from mini_engine.transport.base import TransportError
+from mini_engine.transport.codec import Encoder
+from mini_engine.transport.frames import READ_BYTES, Frame, FrameParser, close_all, read_chunk, send_frame
+from mini_engine.transport.memory import map_for_reading
+from mini_engine.transport.packing import Failed, Received, decode_head, probe_result, unpack
+from mini_engine.transport.pool import BufferPool, PooledBuffer
+from mini_engine.transport.sender import PackedOutgoing, PackedSender, head_of
+
+log = logging.getLogger(__name__)
+
+
+# --- sender ----------------------------------------------------------------------------------------------------------
+
+
+_NOT_YET = (FileNotFoundError, ConnectionRefusedError, BlockingIOError, TimeoutError)
+
+
+class RankLink:
+    """The unix stream to one rank, and which buffers that rank knows."""
+
+    def __init__(self, me: Encoder, path: str):
+        self._me = me
+        self._path = path
+        self._socket: socket.socket | None = None
+        self._known: set[int] = set()
+
+    def connect(self, deadline: float) -> None:
+        """See `sender.Link`. Retries: the rank may bind a moment later."""
+        self.close()
+        while True:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                connection.connect(self._path)
+            except OSError as error:
+                connection.close()
+                if not isinstance(error, _NOT_YET) or time.monotonic() >= deadline:
+                    raise TransportError(f"cannot connect: {error}") from error
+                time.sleep(0.01)
+                continue
+            connection.setblocking(False)
+            self._socket = connection
+            return
+
+    def send(self, outgoing: PackedOutgoing[PooledBuffer], probe: bool) -> None:
+        """See `sender.Link`."""
+        buffer = outgoing.buffer
+        head = head_of(outgoing, probe, buffer.number, buffer.generation)
+        if buffer.number in self._known:
+            self._send(head, [])
+            return
+        assert buffer.fd is not None, "the descriptor is kept until every rank has it"
+        self._send(head, [buffer.fd])
+        self._known.add(buffer.number)
+
+    def tell_dropped(self, alive: set[int]) -> None:
+        """Have the rank unmap the buffers that are no more; what cannot be told now is told next time."""
+        dropped = sorted(self._known - alive)
+        if dropped:
+            with contextlib.suppress(TransportError):
+                self._send(TensorMessage(0, 0, [], dropped=dropped), [])
+                self._known.difference_update(dropped)
+
+    def answer(self, deadline: float) -> bytes:
+        """See `sender.Link`."""
+        assert self._socket is not None
+        parser = FrameParser()
+        while True:
+            poller = select.poll()  # not select.select, which cannot wait for descriptors above 1023
+            poller.register(self._socket, select.POLLIN)
+            if not poller.poll(max(deadline - time.monotonic(), 0) * 1000):
+                raise TransportError("connected, but no answer to the probe in time")
+            try:
+                data = self._socket.recv(READ_BYTES)
+            except OSError as error:
+                raise TransportError(f"the rank has closed the connection: {error.strerror}") from error
+            if not data:
+                raise TransportError("the rank has closed the connection")
+            for frame in parser.feed(data):
+                return frame.envelope
+
+    def close(self) -> None:
+        """See `sender.Link`."""
+        self._known.clear()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _send(self, head: TensorMessage, descriptors: list[int]) -> None:
+        if self._socket is None:
+            raise TransportError("the transport is not connected")
+        send_frame(self._socket, self._me.encode(head), descriptors)
+
+
+class TensorIpcSender(PackedSender[PooledBuffer, RankLink]):
+    """`base.TensorSender` over shared memory. Its buffers live until `close`, in which every rank's mapping ends."""
+
+    name: TransportName = "torch_shm"
+
+    def __init__(self, me: Encoder, addresses: Sequence[RankAddress], credit_bytes: int):
+        super().__init__(me, addresses, credit_bytes)
+        self._pool = BufferPool(credit_bytes)
+
+    def _link(self, address: RankAddress) -> RankLink:
+        return RankLink(self._me, address.tensor_ipc)
+
+    def _cost(self, capacity: int) -> int:
+        return self._pool.cost(capacity)
+
+    def _take(self, capacity: int) -> PooledBuffer:
+        buffer = self._pool.take(capacity)
+        self._tell_dropped()
+        return buffer
+
+    def _give(self, buffer: PooledBuffer) -> None:
+        self._pool.give(buffer)
+        self._tell_dropped()
+
+    def _transmit(self, outgoing: PackedOutgoing[PooledBuffer]) -> int:
+        sent = super()._transmit(outgoing)
+        outgoing.buffer.close_descriptor()  # every rank has it, and there are no other readers
+        return sent
+
+    def _tell_dropped(self) -> None:
+        for _, link in self._links:
+            link.tell_dropped(self._pool.alive)
+
+    def close(self) -> None:
+        """See `base.TensorSender`."""
+        super().close()
+        self._pool.close()
+
+
+# --- receiver --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class MappedBuffer:
+    memory: torch.Tensor
+    generation: int = 0
+
+
+class Connection:
+    """One sender's stream: its unread bytes and its buffers. Views of a buffer outlive both."""
+
+    def __init__(self, me: Encoder, stream: socket.socket):
+        self._me = me
+        self._stream = stream
+        self._parser = FrameParser()
+        self._buffers: dict[int, MappedBuffer] = {}
+
+    def read(self) -> Iterator[Received | Failed]:
+        """Read once, without blocking, and yield what that completed.
+
+        Raises:
+            TransportError: the stream has ended, or cannot be understood any more.
+        """
+        chunk = read_chunk(self._stream)
+        for frame in self._parser.feed(chunk.data, chunk.descriptors):
+            yield from self._take(frame)
+
+    def close(self) -> None:
+        """Forget the stream: its partial frame, its descriptors, and its mappings as soon as no view is left."""
+        self._parser.close()
+        self._buffers.clear()
+        self._stream.close()
+
+    def _take(self, frame: Frame) -> Iterator[Received | Failed]:
+        try:
+            message, head = decode_head(frame.envelope)
+            try:
+                self._map(head, frame)
+            except (OSError, ValueError, TransportError) as error:
+                # The sender believes this buffer known here, so every later use of it would fail: end the connection.
+                if head.number:
+                    yield Failed(message, f"its buffer cannot be mapped: {error}")
+                raise TransportError(f"a buffer cannot be mapped: {error}") from error
+        finally:
+            close_all(frame.descriptors)
+        for number in head.dropped:
+            self._buffers.pop(number, None)
+        if head.probe:
+            self._answer(head)
+        elif head.number:
+            try:
+                yield Received(message, unpack(head, self._memory(head)))
+            except TransportError as error:
+                yield Failed(message, str(error))
+
+    def _map(self, head: TensorMessage, frame: Frame) -> None:
+        if frame.lost:
+            raise TransportError("its descriptor was lost: too many open files")
+        for fd in frame.descriptors:
+            if head.buffer in self._buffers:
+                raise TransportError(f"buffer {head.buffer} came a second time")
+            self._buffers[head.buffer] = MappedBuffer(torch.frombuffer(map_for_reading(fd), dtype=torch.uint8))
+
+    def _memory(self, head: TensorMessage) -> torch.Tensor:
+        buffer = self._buffers.get(head.buffer)
+        if buffer is None:
+            raise TransportError(f"buffer {head.buffer} is not known here")
+        if head.generation <= buffer.generation:
+            raise TransportError(f"generation {head.generation} of buffer {head.buffer} is past")
+        buffer.generation = head.generation
+        return buffer.memory
+
+    def _answer(self, head: TensorMessage) -> None:
+        send_frame(self._stream, self._me.encode(probe_result(head, self._memory(head))))
+
+
+class TensorIpcReceiver:
+    """A rank's end for all its senders. Used from one thread at a time, which polls `descriptors()`."""
+
+    def __init__(self, me: Encoder, address: RankAddress):
+        """Bind. Raises OSError when the path is taken or too long."""
+        self._me = me
+        self._path = address.tensor_ipc
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            self._listener.bind(self._path)
+        except OSError:
+            self._listener.close()
+            raise
+        self._inode = os.stat(self._path).st_ino
+        self._listener.listen(64)
+        self._connections: dict[int, Connection] = {}
+        self._spare: int | None = _spare_descriptor()
+
+    def descriptors(self) -> set[int]:
+        """What to poll for reading. Changes with each `receive`."""
+        return {self._listener.fileno(), *self._connections}
+
+    def receive(self, fd: int) -> Iterator[Received | Failed]:
+        """Serve one readable descriptor without blocking. Exhaust the iterator before the next call.
+
+        No error of a peer gets out of here: a message that cannot be used is yielded as `Failed`, and a connection
+        that cannot be understood, or has ended, is closed.
+        """
+        if fd == self._listener.fileno():
+            self._accept()
+            return
+        connection = self._connections[fd]
+        try:
+            yield from connection.read()
+        except TransportError as error:
+            log.info("A tensor connection is closed: %s", error)
+            del self._connections[fd]
+            connection.close()
+
+    def close(self) -> None:
+        """Close everything and unlink the socket, unless its path is another's by now. Views stay valid."""
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+        if self._listener.fileno() != -1:
+            self._listener.close()
+            self._close_spare()
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(self._path).st_ino == self._inode:
+                    os.unlink(self._path)
+
+    def _accept(self) -> None:
+        try:
+            stream, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.warning("Cannot accept a tensor connection: %s", error)
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._turn_away()
+            return
+        stream.setblocking(False)
+        self._connections[stream.fileno()] = Connection(self._me, stream)
+
+    def _turn_away(self) -> None:
+        """With no descriptor left, the waiting connection would keep the listener readable and its thread spinning:
+        take it with the one kept in reserve, and close it, so that its probe fails."""
+        self._close_spare()
+        with contextlib.suppress(OSError):
+            self._listener.accept()[0].close()
+        with contextlib.suppress(OSError):  # another thread was faster; the next one waiting spins until it is back
+            self._spare = _spare_descriptor()
+
+    def _close_spare(self) -> None:
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+
+
+def _spare_descriptor() -> int:
+    return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

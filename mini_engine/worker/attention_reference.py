@@ -1,0 +1,31 @@
+"""What paged attention must compute: a plain softmax in float64, one query at a time. For tests and comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mini_engine.worker.paged_attention import Span
+
+
+def reference_attention(q: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span]) -> Tensor:
+    """Attention of a flat batch over blocks that already hold the batch's own keys and values.
+
+    Args:
+        q: `[n, heads, head_dim]`, the spans one after the other.
+        keys, values: `[num_blocks, block_size, kv_heads, head_dim]`.
+
+    Returns:
+        float64 `[n, heads, head_dim]`.
+    """
+    group = q.shape[1] // keys.shape[2]
+    outputs: list[Tensor] = []
+    for span in spans:
+        blocks = torch.as_tensor(span.blocks)
+        k, v = (x[blocks].flatten(0, 1).double().repeat_interleave(group, dim=1) for x in (keys, values))
+        for seen in range(span.start + 1, span.context + 1):
+            scores = torch.einsum("hd,khd->hk", q[len(outputs)].double(), k[:seen]) * q.shape[-1] ** -0.5
+            outputs.append(torch.einsum("hk,khd->hd", scores.softmax(-1), v[:seen]))
+    return torch.stack(outputs)

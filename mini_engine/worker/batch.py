@@ -1,0 +1,100 @@
+"""The chunks of a step as one flat batch: a few arrays, made in one pass, whatever the number of sequences.
+
+Knows sequences and blocks; knows nothing of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mini_engine.messages import Chunk
+from mini_engine.worker.paged_attention import Span, attention_order
+from mini_engine.worker.sequences import SequenceState
+
+
+@dataclass(frozen=True)
+class Part:
+    """One chunk and its sequence; its rows in the batch are `first .. first + chunk.num_tokens`."""
+
+    chunk: Chunk
+    sequence: SequenceState
+    first: int
+
+    @property
+    def stop(self) -> int:
+        """Index of the token after the chunk, in the sequence."""
+        return self.chunk.start + self.chunk.num_tokens
+
+
+@dataclass(frozen=True)
+class FlatBatch:
+    """All tokens of a step, chunks one after the other in the order that attention wants.
+
+    Tensors are int64 on the CPU: `token_ids` `[n]`, `positions` `[3, n]`, `slots` `[n]` (block * block_size + place),
+    `last_rows` `[s]`, the last row of each of `sampled`, the parts that sample.
+    """
+
+    parts: list[Part]
+    sampled: list[Part]
+    spans: list[Span]
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    last_rows: Tensor
+
+
+def build_batch(work: Sequence[tuple[Chunk, SequenceState]], block_size: int) -> FlatBatch:
+    """Lay out chunks whose blocks are already in their sequences' tables."""
+    spans = [Span(chunk.start, chunk.num_tokens, sequence.blocks.array) for chunk, sequence in work]
+    order = sorted(range(len(work)), key=lambda i: attention_order(spans[i]))
+    total = sum(span.count for span in spans)
+    # One array: token ids, three axes of positions, slots. On a GPU it is one copy.
+    rows = np.empty((5, total), dtype=np.int64)
+    parts: list[Part] = []
+    singles: list[tuple[int, int, int]] = []
+    first = 0
+    for i in order:
+        chunk, sequence = work[i]
+        part = Part(chunk, sequence, first)
+        parts.append(part)
+        if chunk.num_tokens == 1 and chunk.start >= sequence.prompt_length:
+            singles.append(_single(part, block_size))
+            first += 1
+            continue
+        _flush(singles, rows, first)
+        _fill(rows[:, first : first + chunk.num_tokens], part, block_size)
+        first += chunk.num_tokens
+    _flush(singles, rows, first)
+    sampled = [part for part in parts if part.chunk.samples]
+    last = [part.first + part.chunk.num_tokens - 1 for part in sampled]
+    token_ids, positions, slots = torch.from_numpy(rows).split((1, 3, 1))
+    return FlatBatch(parts, sampled, [spans[i] for i in order], token_ids[0], positions, slots[0], torch.tensor(last))
+
+
+def _single(part: Part, block_size: int) -> tuple[int, int, int]:
+    """Token, position and slot of a decode step: integers, since arrays for each would cost more than all the rest."""
+    index, sequence = part.chunk.start, part.sequence
+    block, place = divmod(index, block_size)
+    slot = int(sequence.blocks.array[block]) * block_size + place
+    return int(sequence.tokens.array[index]), sequence.position(index), slot
+
+
+def _flush(singles: list[tuple[int, int, int]], rows: np.ndarray, stop: int) -> None:
+    """Write what was collected into the rows before `stop`."""
+    if singles:
+        values = np.array(singles, dtype=np.int64).T
+        rows[:, stop - len(singles) : stop] = values[[0, 1, 1, 1, 2]]
+        singles.clear()
+
+
+def _fill(rows: np.ndarray, part: Part, block_size: int) -> None:
+    start, stop, sequence = part.chunk.start, part.stop, part.sequence
+    index = np.arange(start, stop)
+    rows[0] = sequence.tokens.array[start:stop]
+    rows[1:4] = sequence.positions(start, stop)
+    rows[4] = sequence.blocks.array[index // block_size] * block_size + index % block_size

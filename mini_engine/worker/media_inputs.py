@@ -1,0 +1,248 @@
+"""A rank's media tensors: received by one thread, from all transports, into one table.
+
+    API servers ==tensors==> receiver thread -> table {message: tensors} -> model runner (main thread)
+                                   └── MediaReady / MediaFailed --> engine core
+
+The thread blocks on its connections, so an idle rank costs nothing. This file knows nothing of requests or of the
+model: the core says which messages are read and when they are released.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import zmq
+
+from mini_engine.messages import MediaFailed, MediaReady, MessageId, RankAddress, TensorHandle
+from mini_engine.transport.codec import Encoder
+from mini_engine.transport.direct_rpc import DirectRpcReceiver
+from mini_engine.transport.packing import Failed, Received
+from mini_engine.transport.sockets import connect_dealer, identity
+from mini_engine.transport.tensor_ipc import TensorIpcReceiver
+
+# Released messages that are remembered for each sender, an integer each: see `_Sender`.
+REMEMBERED = 1 << 14
+
+
+class MediaMissing(KeyError):
+    """The tensor has not arrived, or was released."""
+
+
+class _Sender:
+    """What one incarnation of an API server has sent, and what the core has released of it.
+
+    A released message may still arrive: an aborted request's tensors can be on their way, and a message that one
+    transport delivered to some ranks only is sent again by the other, so that it can arrive twice. Within a
+    connection messages keep their order, but a sender has two connections, with no order between them: that a later
+    message has arrived by one says nothing of what the other may still bring. Hence no arrival ends a tombstone;
+    instead the last REMEMBERED released numbers are void. That is safe: a message that is still to come is among those
+    in flight, and the credit lets a sender have MAX_BUFFERS and MAX_MESSAGES of them, a quarter of REMEMBERED; the
+    thread serves its connections in turn, so that none is left behind while thousands of others pass. And it is
+    bounded: 16 k integers per sender. Were one forgotten too early all the same, its tensors would stay until
+    `drop_sender`; nobody would read them.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, list[torch.Tensor]] = {}
+        self.void: OrderedDict[int, None] = OrderedDict()
+
+    def release(self, number: int) -> None:
+        self.tensors.pop(number, None)
+        self.void[number] = None
+        self.void.move_to_end(number)
+        if len(self.void) > REMEMBERED:
+            self.void.popitem(last=False)
+
+
+def stay(tensor: torch.Tensor) -> torch.Tensor:
+    """The `to_device` of the CPU: the model reads the sender's own bytes, without a copy."""
+    return tensor
+
+
+class MediaInputs:
+    """Receives, keeps and hands out the tensors of one rank. All methods may be called from any thread.
+
+    Tensors on the CPU are views of memory that the sender will use again, and read-only: a write ends the process. They
+    may be read until the message is released; the core says `Consumed` to the sender only after that.
+    """
+
+    def __init__(
+        self,
+        address: RankAddress,
+        core_endpoint: str,
+        me: Encoder,
+        rank: int,
+        context: zmq.Context,
+        to_device: Callable[[torch.Tensor], torch.Tensor] = stay,
+    ):
+        """Bind both addresses; senders may connect from now on, and are served from `start` on.
+
+        `to_device` is called in the receiver thread, once for each tensor, before its message is reported ready: what
+        it returns is what `tensor` gives. A RuntimeError of it fails that message alone.
+
+        Raises:
+            OSError, zmq.ZMQError: an address is taken, or its path is too long.
+        """
+        self._me = me
+        self._rank = rank
+        self._to_device = to_device
+        self._queue = TensorIpcReceiver(me, address)
+        try:
+            self._direct = DirectRpcReceiver(me, address, context)
+        except (OSError, zmq.ZMQError):
+            self._queue.close()
+            raise
+        self._core = connect_dealer(context, core_endpoint, identity(f"{me.sender} media", me.incarnation))
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="media receiver", daemon=True)
+        self._crash: BaseException | None = None
+        self._lock = threading.Lock()  # over the three below
+        self._closing = False
+        self._senders: dict[int, _Sender] = {}
+        self._gone: set[int] = set()  # incarnations, for good: an integer for each API server that ever died
+
+    # --- main thread ---
+
+    def start(self) -> None:
+        """Start receiving."""
+        self._thread.start()
+
+    def tensor(self, handle: TensorHandle) -> torch.Tensor:
+        """The tensor that `handle` stands for, of its shape and dtype.
+
+        Raises:
+            MediaMissing: its message is not here.
+            ValueError: the message that is here holds something else.
+        """
+        self._check()
+        message = handle.message
+        with self._lock:
+            sender = self._senders.get(message.incarnation)
+            tensors = sender.tensors.get(message.number) if sender else None
+        if tensors is None:
+            raise MediaMissing(f"tensor message {message.number} of incarnation {message.incarnation} is not here")
+        if not 0 <= handle.index < len(tensors):
+            raise ValueError(f"tensor message {message.number} has {len(tensors)} tensors, not {handle.index + 1}")
+        tensor = tensors[handle.index]
+        if tuple(tensor.shape) != handle.shape or str(tensor.dtype) != f"torch.{handle.dtype}":
+            raise ValueError(
+                f"tensor {handle.index} of message {message.number} is {tensor.dtype} {tuple(tensor.shape)}, "
+                f"its handle says {handle.dtype} {handle.shape}"
+            )
+        return tensor
+
+    def release(self, messages: Iterable[MessageId]) -> None:
+        """Drop these messages, received or yet to come."""
+        self._check()
+        with self._lock:
+            for message in messages:
+                if message.incarnation not in self._gone:
+                    self._senders.setdefault(message.incarnation, _Sender()).release(message.number)
+
+    def drop_sender(self, incarnation: int) -> None:
+        """Drop all messages of a sender that died, received or yet to come."""
+        self._check()
+        with self._lock:
+            self._gone.add(incarnation)
+            self._senders.pop(incarnation, None)
+
+    def buffered(self) -> tuple[int, int]:
+        """Number and bytes of the tensors in the table."""
+        with self._lock:
+            tensors = [t for sender in self._senders.values() for message in sender.tensors.values() for t in message]
+        return len(tensors), sum(tensor.nbytes for tensor in tensors)
+
+    def close(self) -> None:
+        """Stop the thread, close all connections and drop the table. Without effect when closed."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        os.eventfd_write(self._wake, 1)
+        if self._thread.ident is None:
+            self._close_sockets()
+        else:
+            self._thread.join()
+        os.close(self._wake)
+        with self._lock:
+            self._senders.clear()
+
+    def _check(self) -> None:
+        if self._crash is not None:
+            raise RuntimeError("the media receiver thread has died") from self._crash
+
+    # --- receiver thread ---
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self._crash = error  # a rank that no longer receives must not look well: `_check` ends it
+            raise
+        finally:
+            self._close_sockets()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        poller.register(self._direct.socket, zmq.POLLIN)
+        watched: set[int] = set()
+        while not self._closing:
+            wanted = self._queue.descriptors()
+            for fd in watched - wanted:
+                poller.unregister(fd)
+            for fd in wanted - watched:
+                poller.register(fd, zmq.POLLIN)
+            watched = wanted
+            for source, _ in poller.poll():
+                for arrival in self._arrivals(source):
+                    self._handle(arrival)
+
+    def _arrivals(self, source: zmq.Socket | int) -> Iterator[Received | Failed]:
+        if source is self._direct.socket:
+            return self._direct.receive()
+        if isinstance(source, int) and source != self._wake:
+            # At the end of a connection the messages that it brought stay in the table: the core may have scheduled
+            # them, and a rank that dropped them alone would fail a step in which the others enter a collective. They
+            # go by `drop_sender` in a step, on all ranks alike.
+            return self._queue.receive(source)
+        return iter(())
+
+    def _handle(self, arrival: Received | Failed) -> None:
+        """The first arrival of a message counts: one sent again by another transport is not reported twice."""
+        message = arrival.message
+        with self._lock:
+            if not self._wanted(message):
+                return
+        if isinstance(arrival, Received):
+            try:
+                tensors = [self._to_device(tensor) for tensor in arrival.tensors]
+            except RuntimeError as error:
+                arrival = Failed(message, f"it cannot be brought to the device: {error}")
+            else:
+                with self._lock:
+                    if not self._wanted(message):  # released meanwhile
+                        return
+                    self._senders.setdefault(message.incarnation, _Sender()).tensors[message.number] = tensors
+                self._report(MediaReady(self._rank, message))
+                return
+        self._report(MediaFailed(self._rank, message, arrival.why))
+
+    def _wanted(self, message: MessageId) -> bool:
+        sender = self._senders.get(message.incarnation)
+        known = sender is not None and (message.number in sender.tensors or message.number in sender.void)
+        return message.incarnation not in self._gone and not known
+
+    def _report(self, event: MediaReady | MediaFailed) -> None:
+        self._core.send(self._me.encode(event), zmq.NOBLOCK)
+
+    def _close_sockets(self) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # the context was terminated first
+            self._direct.close()
+            self._core.close()
+        self._queue.close()

@@ -1,0 +1,187 @@
+"""One rank's part of a step: from the engine core's `Step` to its `StepResult`.
+
+Every rank of an engine executes the same steps in the same order; rank 0 samples and hands the tokens to the others.
+This file knows nothing of sockets or processes, and decides nothing: what runs in a step was decided by the core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mini_engine.messages import (
+    Chunk,
+    EncodeItem,
+    MessageId,
+    NewSequence,
+    SampledToken,
+    Step,
+    StepResult,
+    TensorHandle,
+)
+from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
+from mini_engine.model.rope import Grid
+from mini_engine.worker import sampler
+from mini_engine.worker.batch import FlatBatch, build_batch
+from mini_engine.worker.kv_cache import KVCache
+from mini_engine.worker.normalisation import Normalisation
+from mini_engine.worker.paged_attention import CausalMask, PagedAttention
+from mini_engine.worker.sequences import SequenceState
+
+
+class Media(Protocol):
+    """Where received tensors lie; `media_inputs.py` has the real one."""
+
+    def tensor(self, handle: TensorHandle) -> Tensor:
+        """The tensor that `handle` stands for: uint8, valid until its message is released."""
+
+    def release(self, messages: list[MessageId]) -> None:
+        """Drop these messages, received or yet to come."""
+
+    def drop_sender(self, incarnation: int) -> None:
+        """Drop all messages of an incarnation, received or yet to come."""
+
+
+class ModelRunner:
+    """Executes steps on one rank. Not thread-safe.
+
+    Args:
+        model: this rank's part of the weights; its parameters' device and dtype are those of the computation.
+        cache: this rank's KV cache, of the same device and dtype.
+        media: the tensors that the API servers sent.
+        normalise: what turns raw patches into the vision tower's input.
+        tp: this rank's place among those that share the model.
+    """
+
+    def __init__(
+        self,
+        model: Qwen2_5_VL,
+        cache: KVCache,
+        media: Media,
+        normalise: Normalisation,
+        tp: TensorParallel,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._media = media
+        self._normalise = normalise
+        self._tp = tp
+        self._device = cache.storage.device
+        self._dtype = cache.storage.dtype
+        self._causal = CausalMask(self._dtype, self._device)
+        self._sequences: dict[str, SequenceState] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache."""
+        return self._cache.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self._cache.block_size
+
+    @torch.inference_mode()
+    def execute(self, step: Step) -> StepResult:
+        """Do what the step says, field by field; tokens in the result of rank 0 only.
+
+        Raises whatever goes wrong: a rank that failed in the middle of a step cannot go on.
+        """
+        self._forget(step.finished)
+        self._begin(step.started)
+        self._encode(step.encode)
+        tokens = self._compute(step.chunks)
+        self._release(step.release, step.drop_senders)
+        return StepResult(step.number, tokens)
+
+    @torch.inference_mode()
+    def encode_patches(self, raw: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+        """Raw uint8 patches of each item, and its (t, h, w) in patches -> its rows `[num_tokens, hidden_size]`.
+
+        The patches are only read; they may lie on the CPU. A collective: every rank makes the same call.
+        """
+        # Joined while a value is one byte. Normalising copies, so shared memory is not written to.
+        joined = raw[0] if len(raw) == 1 else torch.cat(list(raw))
+        return self._model.encode_vision(self._normalise(joined.to(self._device), self._dtype), grids)
+
+    def _forget(self, finished: Sequence[str]) -> None:
+        for request_id in finished:
+            del self._sequences[request_id]
+
+    def _begin(self, started: Sequence[NewSequence]) -> None:
+        for new in started:
+            self._sequences[new.request_id] = SequenceState(new, self._model.config)
+
+    def _encode(self, items: Sequence[EncodeItem]) -> None:
+        """All items of the step through the vision tower in one call."""
+        if not items:
+            return
+        owners = [self._sequences[item.request_id] for item in items]
+        media = [owner.media[item.index] for owner, item in zip(owners, items, strict=True)]
+        raw = [self._media.tensor(entry.patches) for entry in media]
+        rows = self.encode_patches(raw, [entry.grid_thw for entry in media])
+        for owner, item, embeddings in zip(owners, items, rows, strict=True):
+            # A copy: the rows are views of one tensor, which would live as long as the longest of its requests.
+            owner.embeddings[item.index] = embeddings.clone() if len(items) > 1 else embeddings
+
+    def _compute(self, chunks: Sequence[Chunk]) -> list[SampledToken]:
+        if not chunks:
+            return []
+        batch = build_batch(self._take_blocks(chunks), self._cache.block_size)
+        attend = PagedAttention(self._cache, batch.slots.to(self._device), batch.spans, self._causal)
+        hidden = self._model(self._embed(batch), batch.positions.to(self._device), attend)
+        return self._sample(hidden, batch) if batch.sampled else []
+
+    def _take_blocks(self, chunks: Sequence[Chunk]) -> list[tuple[Chunk, SequenceState]]:
+        """Extend the block tables; returns each chunk with its sequence."""
+        size = self._cache.block_size
+        work: list[tuple[Chunk, SequenceState]] = []
+        unwritten: list[int] = []
+        for chunk in chunks:
+            sequence = self._sequences[chunk.request_id]
+            if chunk.block_ids:
+                unwritten += sequence.add_blocks(chunk.start, chunk.num_tokens, chunk.block_ids, size)
+            work.append((chunk, sequence))
+        self._cache.clear(unwritten)
+        return work
+
+    def _embed(self, batch: FlatBatch) -> Tensor:
+        """`[n, hidden_size]`, the rows of media in their placeholders' place."""
+        hidden = self._model.embed(batch.token_ids.to(self._device))
+        for part in batch.parts:
+            if part.chunk.start < part.sequence.prompt_length:
+                for token, rows in part.sequence.embeddings_within(part.chunk.start, part.stop):
+                    first = part.first + token - part.chunk.start
+                    hidden[first : first + len(rows)] = rows
+        return hidden
+
+    def _sample(self, hidden: Tensor, batch: FlatBatch) -> list[SampledToken]:
+        """The next token of every chunk that samples, kept on every rank, reported by rank 0."""
+        last = hidden if len(batch.sampled) == len(hidden) else hidden.index_select(0, batch.last_rows.to(self._device))
+        logits = self._model.logits(last)
+        if self._tp.rank == 0:
+            chosen = sampler.sample(logits, [_sampler_row(part.sequence, part.stop) for part in batch.sampled])
+        else:
+            chosen = torch.empty(len(batch.sampled), dtype=torch.int64, device=self._device)
+        tokens: list[int] = self._tp.broadcast(chosen).tolist()
+        for part, token in zip(batch.sampled, tokens, strict=True):
+            part.sequence.set_sampled(part.stop, token)
+        if self._tp.rank != 0:
+            return []
+        return [
+            SampledToken(part.sequence.request_id, token) for part, token in zip(batch.sampled, tokens, strict=True)
+        ]
+
+    def _release(self, messages: list[MessageId], incarnations: Sequence[int]) -> None:
+        if messages:
+            self._media.release(messages)
+        for incarnation in incarnations:
+            self._media.drop_sender(incarnation)
+
+
+def _sampler_row(sequence: SequenceState, stop: int) -> sampler.Row:
+    return sampler.Row(sequence.sampling, stop - sequence.prompt_length, sequence.tokens.array[:stop])

@@ -1,0 +1,188 @@
+"""Attention over the paged cache with torch's own operators; the `attend` hook of one step.
+
+Sequences are handled in two forms, both by gathering whole blocks and one `scaled_dot_product_attention`:
+
+- A chunk of one token (decode) goes into a group with others. The query heads that share a key-value head are the query
+  rows, the group's sequences are the batch, shorter ones are padded by repeating their own last block.
+- A longer chunk (prefill) goes by itself, in tiles of queries, each with the keys up to its end and a causal mask.
+
+How groups are cut was measured on one thread of a server CPU (8 to 32 sequences of 20 to 2,000 tokens, 4/2 heads of 32
+and 16/2 of 128, float32 and bfloat16). A call costs 15 to 20 us, more than gathering and attending to `PAD_BYTES`, so a
+sequence that needs no more padding than that is cheaper in a group. What a group gathers beyond `GROUP_BYTES` leaves
+the core's cache before it is used: 32 sequences of 510 tokens with 2 heads of 128 took 8.6 ms in one group and 5.9 ms
+one by one. With both bounds the groups took, within the noise, at most the time of the better of the two.
+
+Everything that is the same for all layers (indices, masks) is made once per step. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mini_engine.worker.kv_cache import KVCache
+
+PAD_BYTES = 128 << 10
+GROUP_BYTES = 2 << 20
+# Queries per causal call: smaller tiles skip more of the masked half, larger ones pay for fewer calls.
+TILE = 128
+
+
+@dataclass(frozen=True)
+class Span:
+    """One chunk as attention sees it: `count` new tokens after `start` earlier ones, whose blocks are `blocks`.
+
+    `blocks`: int64, in the order of the tokens; what lies past the chunk's end is ignored.
+    """
+
+    start: int
+    count: int
+    blocks: np.ndarray
+
+    @property
+    def context(self) -> int:
+        return self.start + self.count
+
+
+def attention_order(span: Span) -> tuple[bool, int]:
+    """Sort key for the chunks of a step: single tokens first, the longest context before the others."""
+    return (span.count > 1, -span.context)
+
+
+class CausalMask:
+    """Additive causal masks for any tile, all of them views of one triangle that is kept between steps."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._longest = 0
+        self._mask = torch.empty(TILE, 0, dtype=dtype, device=device)
+
+    def view(self, earlier: int, count: int) -> Tensor:
+        """`[count, earlier + count]` for `count <= TILE` queries that come after `earlier` keys."""
+        if earlier > self._longest or not self._mask.numel():
+            self._longest = max(2 * self._longest, earlier, TILE)
+            triangle = torch.full((TILE, self._longest + TILE), float("-inf")).triu_(self._longest + 1)
+            self._mask = triangle.to(self._mask)
+        return self._mask[:count, self._longest - earlier : self._longest + count]
+
+
+@dataclass(frozen=True)
+class _DecodeGroup:
+    """Consecutive single-token rows.
+
+    `table`: int64 `[rows * width]`. `mask`: additive `[rows, 1, 1, width * block_size]`, None where nothing is masked.
+    """
+
+    rows: slice
+    table: Tensor
+    mask: Tensor | None
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        count, (kv_heads, dim) = self.rows.stop - self.rows.start, keys.shape[2:]
+        queries = q[self.rows].unflatten(1, (kv_heads, -1))
+        k, v = (x.index_select(0, self.table).view(count, -1, kv_heads, dim).transpose(1, 2) for x in (keys, values))
+        return F.scaled_dot_product_attention(queries, k, v, attn_mask=self.mask).flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    """One chunk of several tokens. `blocks` is int64, None where the chunk has nothing before it."""
+
+    rows: slice
+    start: int
+    blocks: Tensor | None
+    masks: list[Tensor]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
+        kv_heads = k.shape[1]
+        group = q.shape[1] // kv_heads
+        if self.blocks is None:
+            own = (k[self.rows], v[self.rows])
+        else:
+            own = (keys.index_select(0, self.blocks).flatten(0, 1), values.index_select(0, self.blocks).flatten(0, 1))
+        # Expanded, not copied: the heads of a group read the same memory.
+        k, v = (x.transpose(0, 1).expand(group, -1, -1, -1) for x in own)
+        queries = q[self.rows].unflatten(1, (kv_heads, group)).permute(2, 1, 0, 3)
+        outputs, first = [], 0
+        for mask in self.masks:
+            count, seen = mask.shape
+            tile = queries[:, :, first : first + count]
+            out = F.scaled_dot_product_attention(tile, k[:, :, :seen], v[:, :, :seen], attn_mask=mask)
+            outputs.append(out.permute(2, 1, 0, 3).flatten(1, 2))
+            first += count
+        return outputs
+
+
+class PagedAttention:
+    """The `attend` hook for one step over `cache`; see `model.text.Attend`.
+
+    Args:
+        slots: int64 `[n]`, where each of the step's tokens is kept.
+        spans: the step's chunks in the order of their rows, which is that of `attention_order`.
+        causal: masks of the cache's dtype and device.
+    """
+
+    def __init__(self, cache: KVCache, slots: Tensor, spans: Sequence[Span], causal: CausalMask) -> None:
+        self._cache = cache
+        self._slots = slots
+        singles = [span for span in spans if span.count == 1]
+        self._groups = [_decode_group(cache, singles, rows) for rows in _cut(cache, singles)]
+        self._prefills: list[_Prefill] = []
+        first = len(singles)
+        for span in spans[first:]:
+            self._prefills.append(_prefill(cache, span, first, causal))
+            first += span.count
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Keeps k and v, then attends; shapes as in `model.text.Attend`."""
+        cache = self._cache
+        cache.write(layer, self._slots, k, v)
+        keys, values = cache.keys(layer), cache.values(layer)
+        outputs = [group.attend(q, keys, values) for group in self._groups]
+        for prefill in self._prefills:
+            outputs += prefill.attend(q, k, v, keys, values)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _cut(cache: KVCache, singles: Sequence[Span]) -> Iterator[slice]:
+    """Groups of rows, longest first: a row joins while its padding and the group's size stay within bounds."""
+    lengths = [-(-span.context // cache.block_size) for span in singles]
+    pad, most = PAD_BYTES // cache.block_bytes, GROUP_BYTES // cache.block_bytes
+    first = 0
+    for row, length in enumerate(lengths):
+        width = lengths[first]
+        if row > first and (width - length > pad or (row + 1 - first) * width > most):
+            yield slice(first, row)
+            first = row
+    if lengths:
+        yield slice(first, len(lengths))
+
+
+def _decode_group(cache: KVCache, singles: Sequence[Span], rows: slice) -> _DecodeGroup:
+    spans, size = singles[rows], cache.block_size
+    contexts = [span.context for span in spans]
+    width = -(-contexts[0] // size)
+    table = np.empty((len(spans), width), dtype=np.int64)
+    for row, (span, context) in enumerate(zip(spans, contexts, strict=True)):
+        used = -(-context // size)
+        table[row, :used] = span.blocks[:used]
+        # Its own block and no other's: whatever that one held would reach this sequence if it is not finite.
+        table[row, used:] = span.blocks[used - 1]
+    device = cache.storage.device
+    mask = None
+    if contexts[-1] < width * size:
+        unseen = np.arange(width * size) >= np.array(contexts)[:, None]
+        additive = torch.from_numpy(np.where(unseen, -np.inf, 0.0).astype(np.float32)[:, None, None])
+        mask = additive.to(device=device, dtype=cache.storage.dtype)
+    return _DecodeGroup(rows, torch.from_numpy(table.ravel()).to(device), mask)
+
+
+def _prefill(cache: KVCache, span: Span, first: int, causal: CausalMask) -> _Prefill:
+    used = -(-span.context // cache.block_size)
+    blocks = None if span.start == 0 else torch.from_numpy(span.blocks[:used].copy()).to(cache.storage.device)
+    masks = [causal.view(span.start + i, min(TILE, span.count - i)) for i in range(0, span.count, TILE)]
+    return _Prefill(slice(first, first + span.count), span.start, blocks, masks)

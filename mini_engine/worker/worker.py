@@ -1,0 +1,151 @@
+"""A worker's process: one rank of one engine. Steps come from the engine core, results go back, in order.
+
+The receiver thread of `media_inputs.py` is the only other thread with work of its own. An exception ends the process:
+the supervisor sees it and ends the engine.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import zmq
+
+from mini_engine.child import Child
+from mini_engine.config import EngineConfig
+from mini_engine.messages import Chunk, Init, NewSequence, SamplingParams, Step, StepResult, WorkerReady
+from mini_engine.model.config import VisionConfig
+from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
+from mini_engine.model.weights import load_model
+from mini_engine.transport import sockets
+from mini_engine.transport.codec import Encoder, decode
+from mini_engine.worker.kv_cache import KVCache, count_blocks
+from mini_engine.worker.media_inputs import MediaInputs, stay
+from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.normalisation import Normalisation
+
+logger = logging.getLogger(__name__)
+
+
+def run(child: Child) -> None:
+    """Main function of a worker process; returns never."""
+    init = child.init()
+    engine, rank = (int(part) for part in child.index.split("."))
+    device = choose_device(init.config, engine, rank)
+    # First of all that takes time: API servers probe these addresses while the model loads.
+    media = receive_media(child, init, engine, rank, device)
+    torch.set_num_threads(choose_threads(init.config))
+    tp = join_group(init, engine, rank, device)
+    model = load_model(init.model_dir, tp, choose_dtype(init.config), device)
+    runner = ModelRunner(model, allocate_cache(init.config, model), media, Normalisation.from_dir(init.model_dir), tp)
+    warm_up(runner, model.config.vision)
+    # What is loaded stays: the collector need not walk over it again and again.
+    gc.collect()
+    gc.freeze()
+    core = sockets.connect_dealer(
+        child.context, init.core_workers[engine], sockets.identity(child.name, child.incarnation)
+    )
+    core.send(child.encoder.encode(WorkerReady(rank, runner.num_blocks)))
+    child.ready()
+    serve(core, child.encoder, runner)
+
+
+def serve(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner) -> None:
+    """Receive -> execute -> report, for good."""
+    while True:
+        step = decode(core.recv()).body
+        if not isinstance(step, Step):
+            raise RuntimeError(f"expected a Step from the engine core, got {type(step).__name__}")
+        result: StepResult = runner.execute(step)
+        core.send(encoder.encode(result))
+
+
+def choose_threads(config: EngineConfig) -> int:
+    """Threads for torch's operators: OMP_NUM_THREADS if set, else the cores but one shared out among all workers."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given) > 0:
+        return int(given)
+    workers = config.tensor_parallel_size * config.data_parallel_size
+    return max(1, (len(os.sched_getaffinity(0)) - 1) // workers)
+
+
+def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:
+    """The rank's device, made current.
+
+    Raises:
+        RuntimeError: there are fewer CUDA devices than workers.
+    """
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    index = engine * config.tensor_parallel_size + rank
+    if index >= torch.cuda.device_count():
+        raise RuntimeError(
+            f"worker {engine}.{rank} needs CUDA device {index}, but there are {torch.cuda.device_count()}; "
+            "lower --tensor-parallel-size or --data-parallel-size, or choose --device cpu"
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_group(init: Init, engine: int, rank: int, device: torch.device) -> TensorParallel:
+    """Meet the engine's other ranks; waits for them. A collective that takes too long raises on every rank."""
+    size = init.config.tensor_parallel_size
+    if size == 1:
+        return TensorParallel()
+    # Gloo would otherwise listen on whatever address the host's name resolves to.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(str(Path(init.runtime_dir) / f"ranks-{engine}"), size)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=init.config.collective_timeout),
+    )
+    return TensorParallel(rank, size)
+
+
+def choose_dtype(config: EngineConfig) -> torch.dtype | None:
+    """Number format of weights, activations and KV cache; None is the checkpoint's own."""
+    return None if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+def receive_media(child: Child, init: Init, engine: int, rank: int, device: torch.device) -> MediaInputs:
+    """Start the receiver thread at this rank's addresses."""
+    address = next(address for address in init.ranks if (address.engine, address.rank) == (engine, rank))
+    to_device = stay if device.type == "cpu" else partial(torch.Tensor.to, device=device)
+    media = MediaInputs(address, init.core_workers[engine], child.encoder, rank, child.context, to_device)
+    media.start()
+    return media
+
+
+def allocate_cache(config: EngineConfig, model: Qwen2_5_VL) -> KVCache:
+    """The rank's KV cache, of the model's device and dtype."""
+    some = next(model.parameters())
+    longest = config.max_model_len or model.config.text.max_position_embeddings
+    num_blocks = count_blocks(config, model.attention_shape, some.dtype, longest)
+    logger.info(
+        "model loaded: %s on %s with %d thread(s), %d KV blocks of %d tokens",
+        str(some.dtype).removeprefix("torch."), some.device, torch.get_num_threads(), num_blocks, config.block_size,
+    )  # fmt: skip
+    return KVCache.allocate(model.attention_shape, num_blocks, config.block_size, some.dtype, some.device)
+
+
+def warm_up(runner: ModelRunner, vision: VisionConfig) -> None:
+    """One small image and a short prompt: what is set up at first use is set up before the first request."""
+    side = 2 * vision.spatial_merge_size
+    runner.encode_patches([torch.zeros(side * side, vision.patch_dim, dtype=torch.uint8)], [(1, side, side)])
+    # A prefill of two tokens and a step of one, as a decode is, in the first blocks of the cache: nobody has them yet.
+    new = NewSequence("warm-up", [0, 0, 0], SamplingParams(max_tokens=1, seed=0), [])
+    blocks = list(range(-(-3 // runner.block_size)))
+    runner.execute(Step(0, started=[new], chunks=[Chunk("warm-up", 0, 2, blocks, False)]))
+    runner.execute(Step(0, chunks=[Chunk("warm-up", 2, 1, [], True)]))
+    runner.execute(Step(0, finished=["warm-up"]))

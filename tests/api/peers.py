@@ -1,0 +1,174 @@
+"""The other ends of an API server, for its tests: an engine core that answers by script, and transports in memory.
+
+The core is a real ZMQ peer that speaks `messages.py`; it echoes no model, only what a test tells it to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import zmq.asyncio
+
+from mini_engine.messages import (
+    AnyMessage,
+    Consumed,
+    EngineStats,
+    Finish,
+    MessageId,
+    NewRequest,
+    Outputs,
+    RequestOutput,
+    TensorHandle,
+    TransportName,
+)
+from mini_engine.transport import sockets
+from mini_engine.transport.base import TransportError
+from mini_engine.transport.codec import Encoder, decode
+
+STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=8)
+
+
+class MemoryTransport:
+    """A `TensorSender` that keeps what it is given. Set `fail_at` to "reserve", "copy" or "send" to have it fail."""
+
+    def __init__(self, name: TransportName = "torch_shm", ranks: int = 2, room: int | None = None):
+        self.name = name
+        self.ranks = ranks
+        self.room = room  # messages; None is no limit
+        self.fail_at: str | None = None
+        self.probe_error: str | None = None
+        self.held: dict[MessageId, MemoryOutgoing] = {}
+        self.sent: list[MessageId] = []
+        self.closed = False
+        self._freed = asyncio.Event()
+
+    def probe(self, timeout: float) -> None:
+        if self.probe_error is not None:
+            raise TransportError(self.probe_error)
+
+    async def reserve(self, message: MessageId, nbytes: int) -> MemoryOutgoing:
+        while self.room is not None and len(self.held) >= self.room and not self.closed:
+            self._freed.clear()
+            await self._freed.wait()
+        if self.closed:
+            raise TransportError("closed")
+        self.fail("reserve")
+        self.held[message] = MemoryOutgoing(self, message, nbytes)
+        return self.held[message]
+
+    def consumed(self, messages: Iterable[MessageId]) -> None:
+        for message in messages:
+            self.take_back(message)
+
+    @property
+    def buffered_bytes(self) -> int:
+        return sum(outgoing.nbytes for outgoing in self.held.values())
+
+    def close(self) -> None:
+        self.closed = True
+        self.held.clear()
+        self._freed.set()
+
+    def take_back(self, message: MessageId) -> None:
+        self.held.pop(message, None)
+        self._freed.set()
+
+    def fail(self, stage: str) -> None:
+        if self.fail_at == stage:
+            raise TransportError(f"made to fail at {stage}")
+
+
+class MemoryOutgoing:
+    """One message of a `MemoryTransport`."""
+
+    def __init__(self, transport: MemoryTransport, message: MessageId, nbytes: int):
+        self.transport = transport
+        self.message = message
+        self.nbytes = nbytes
+        self.tensors: list[Any] = []
+
+    def new_message(self) -> None:
+        self.tensors = []
+
+    def __call__(self, tensor: Any) -> TensorHandle:
+        self.transport.fail("copy")
+        self.tensors.append(tensor)
+        return TensorHandle(self.message, len(self.tensors) - 1, tuple(tensor.shape), "uint8")
+
+    def send(self) -> int:
+        self.transport.fail("send")
+        self.transport.sent.append(self.message)
+        return len(self.tensors) * self.transport.ranks
+
+    def discard(self) -> None:
+        if self.message not in self.transport.sent:
+            self.transport.take_back(self.message)
+
+
+class ScriptedCore:
+    """An engine core that keeps the contract: one final output for each request, and `Consumed` for its tensors.
+
+    `script` gives the token lists that a request is answered with; then it ends with "length", unless `hold` is set:
+    then it runs until its `Finish`.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str, script: Callable[[NewRequest], list[list[int]]]):
+        self.script = script
+        self.hold = False
+        self.requests: list[NewRequest] = []
+        self.finishes: list[Finish] = []
+        self.running: dict[str, NewRequest] = {}
+        self.changed = asyncio.Event()
+        self._encoder = Encoder("core 0", 2)
+        self._socket = sockets.bind_router(context, endpoint)
+        self._peers: dict[str, bytes] = {}
+
+    async def run(self) -> None:
+        while True:
+            peer, frame = await self._socket.recv_multipart()
+            match decode(frame).body:
+                case NewRequest() as request:
+                    self._peers[request.request_id] = peer
+                    self.requests.append(request)
+                    self.running[request.request_id] = request
+                    for tokens in self.script(request):
+                        await self.output(request, tokens)
+                    if not self.hold:
+                        await self.end(request, "length")
+                case Finish(request_id=request_id, reason=reason) as finish:
+                    self.finishes.append(finish)
+                    if request_id in self.running:
+                        await self.end(self.running[request_id], reason)
+            self.changed.set()
+
+    async def output(self, request: NewRequest, tokens: list[int]) -> None:
+        await self._send(request, Outputs([RequestOutput(request.request_id, tokens)], STATS))
+
+    async def end(self, request: NewRequest, reason: Any, error: str | None = None) -> None:
+        del self.running[request.request_id]
+        await self._send(request, Outputs([RequestOutput(request.request_id, [], reason, error)], STATS))
+        messages = list({item.patches.message: None for item in request.media})
+        if messages:
+            await self._send(request, Consumed(messages))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until something that has come makes `condition` true."""
+        async with asyncio.timeout(5):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    async def _send(self, request: NewRequest, body: AnyMessage) -> None:
+        await self._socket.send_multipart([self._peers[request.request_id], self._encoder.encode(body)])
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Wait until `condition` holds."""
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - a test looks from outside: nothing tells it
+            await asyncio.sleep(0.005)

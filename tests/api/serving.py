@@ -1,0 +1,137 @@
+"""A whole API server in the test's own event loop: uvicorn on a socket, real media and chat, a scripted engine core."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import zmq.asyncio
+from PIL import Image
+
+from mini_engine.api.admission import MediaAdmission
+from mini_engine.api.app import Frontend, create_app
+from mini_engine.api.chat import ChatRenderer
+from mini_engine.api.engine_client import EngineClient
+from mini_engine.api.media_loader import MediaLoader
+from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
+from mini_engine.api.server import HttpServer
+from mini_engine.media.fetch import MediaPolicy
+from mini_engine.media.processor import MediaProcessor
+from mini_engine.messages import NewRequest
+from mini_engine.transport.codec import Encoder
+from tests.api.peers import MemoryTransport, ScriptedCore
+
+MAX_MODEL_LEN = 600
+
+
+@dataclass
+class Served:
+    frontend: Frontend
+    core: ScriptedCore
+    transports: list[MemoryTransport]
+    openai: openai.AsyncOpenAI
+    http: httpx.AsyncClient
+    port: int
+
+    async def ask(self, content: Any = "hello", **more: Any) -> Any:
+        """A chat completion by the openai client."""
+        messages = [{"role": "user", "content": content}]
+        return await self.openai.chat.completions.create(model="tiny", messages=messages, **more)
+
+    async def post(self, **body: Any) -> httpx.Response:
+        return await self.http.post("/v1/chat/completions", json=chat_body(**body))
+
+    async def connect(self, **body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Send a request on a bare connection, which the test may close when it likes."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        data = json.dumps(chat_body(**body)).encode()
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
+        await writer.drain()
+        return reader, writer
+
+
+def chat_body(content: Any = "hello", **more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": content}], **more}
+
+
+def image(side: int = 56) -> dict[str, Any]:
+    """A content part with a grey image."""
+    file = io.BytesIO()
+    Image.new("RGB", (side, side), "grey").save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+async def hang_up(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+def words(processor: MediaProcessor, *texts: str) -> Callable[[NewRequest], list[list[int]]]:
+    """A script for the core: the tokens of each text in an output of their own."""
+    encode = processor.hf_processor.tokenizer.backend_tokenizer.encode
+    outputs = [encode(text).ids for text in texts]
+    return lambda request: outputs
+
+
+@contextlib.asynccontextmanager
+async def serve(
+    processor: MediaProcessor,
+    directory: Path,
+    script: Callable[[NewRequest], list[list[int]]],
+    limits: dict[str, int] | None = None,
+    transports: list[MemoryTransport] | None = None,
+) -> AsyncIterator[Served]:
+    """Everything up, a request may be sent; everything down again at the end."""
+    context = zmq.asyncio.Context()
+    endpoint = f"ipc://{directory}/core"
+    core = ScriptedCore(context, endpoint, script)
+    transports = transports or [MemoryTransport("torch_shm"), MemoryTransport("direct_rpc")]
+    engines = EngineClient(context, Encoder("api 0", 7), [endpoint], [transports])
+    allowed = directory / "allowed"
+    allowed.mkdir(exist_ok=True)
+    frontend = Frontend(
+        model_names=["tiny", "alias"],
+        item_limits=limits or {},
+        renderer=ChatRenderer(processor.hf_processor),
+        tokenizer=processor.hf_processor.tokenizer,
+        admission=MediaAdmission(4),
+        media=MediaLoader(processor, MediaPolicy(allowed, 1 << 20), processor.default_sampling, threads=2),
+        sampling=SamplingResolver(SamplingDefaults(eos_token_ids=(3,)), MAX_MODEL_LEN, 0, 7),
+        engines=engines,
+    )
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    started = asyncio.Event()
+    server = HttpServer(create_app(frontend), started.set)
+    tasks = [asyncio.create_task(work) for work in (core.run(), engines.run())]
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await started.wait()
+    url = f"http://127.0.0.1:{port}"
+    http = httpx.AsyncClient(base_url=url, timeout=10)
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10)
+    try:
+        async with http, client:
+            yield Served(frontend, core, transports, client, http, port)
+    finally:
+        server.should_exit = True
+        await serving
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        frontend.media.close()
+        engines.close()
+        core.close()
+        context.destroy(linger=0)

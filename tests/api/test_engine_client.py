@@ -1,0 +1,180 @@
+"""The client of the engine cores, where the whole app does not show it: load, large copies, death, many engines."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq.asyncio
+
+from mini_engine.api import engine_client
+from mini_engine.api.engine_client import EngineClient, NewTokens
+from mini_engine.api.errors import EngineError
+from mini_engine.messages import MediaItem, NewRequest, SamplingParams
+from mini_engine.transport.codec import Encoder
+from tests.api.peers import MemoryOutgoing, MemoryTransport, ScriptedCore, eventually
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    directory: Path, transports: list[MemoryTransport], script: Any = lambda request: [[1], [2, 3]]
+) -> AsyncIterator[tuple[EngineClient, list[ScriptedCore]]]:
+    """A client and one held core for each of `transports`."""
+    context = zmq.asyncio.Context()
+    endpoints = [f"ipc://{directory}/core{number}" for number in range(len(transports))]
+    cores = [ScriptedCore(context, endpoint, script) for endpoint in endpoints]
+    for core in cores:
+        core.hold = True
+    client = EngineClient(context, Encoder("api 0", 7), endpoints, [[transport] for transport in transports])
+    tasks = [asyncio.create_task(work) for work in (client.run(), *(core.run() for core in cores))]
+    try:
+        yield client, cores
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        client.close()
+        for core in cores:
+            core.close()
+        context.destroy(linger=0)
+
+
+def request(name: str, media_bytes: int = 0) -> NewRequest:
+    media = []
+    if media_bytes:
+        media = [MediaItem("image", 0, 1, (1, 2, 2), None, np.zeros((1, media_bytes), np.uint8))]
+    return NewRequest(name, [5], SamplingParams(max_tokens=8, seed=1), media)
+
+
+def test_tokens_that_pile_up_come_together(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path, [MemoryTransport()]) as (client, (core,)):
+            with await client.submit(request("a")) as generation:
+                await core.until(lambda: bool(core.requests))
+                await core.end(core.requests[0], "length")
+                await eventually(lambda: not client.engines[0].requests)
+                assert [tokens async for tokens in generation] == [NewTokens([1, 2, 3], "length")]
+            assert core.finishes == []  # it had ended
+
+    asyncio.run(scenario())
+
+
+def test_the_engine_with_the_fewest_requests_is_taken(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path, [MemoryTransport(), MemoryTransport()]) as (client, cores):
+            for number in range(4):
+                await client.submit(request(f"r{number}"))
+            for core in cores:
+                await core.until(lambda core=core: len(core.requests) == 2)
+            client.peer_gone("core 0")
+            assert not client.alive
+            await client.submit(request("r4"))
+            await cores[1].until(lambda: len(cores[1].requests) == 3)
+
+    asyncio.run(scenario())
+
+
+def test_an_aborted_request_counts_until_its_core_has_ended_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path, [MemoryTransport()]) as (client, (core,)):
+            generation = await client.submit(request("a"))
+            generation.finish("abort")
+            generation.finish("stop")
+            assert "a" in client.engines[0].requests
+            assert [tokens async for tokens in generation] == []
+            await eventually(lambda: not client.engines[0].requests)
+            assert [finish.reason for finish in core.finishes] == ["abort"]
+
+    asyncio.run(scenario())
+
+
+def test_after_the_death_of_all_engines_nothing_is_accepted(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path, [MemoryTransport()]) as (client, _):
+            generation = await client.submit(request("a"))
+            waiting = asyncio.create_task(anext(generation))
+            await asyncio.sleep(0)
+            client.peer_gone("core 0")
+            for failing in (waiting, client.submit(request("b"))):
+                with pytest.raises(EngineError) as caught:
+                    await failing
+                assert caught.value.engine_gone
+            generation.finish("abort")
+
+    asyncio.run(scenario())
+
+
+class SlowOutgoing(MemoryOutgoing):
+    """Copies until it is let go, and notes which thread copies and when its memory is given back."""
+
+    go = threading.Event()
+
+    def __call__(self, tensor: Any) -> Any:
+        self.transport.copier = threading.current_thread()
+        assert self.go.wait(5)
+        self.transport.events.append("copied")
+        return super().__call__(tensor)
+
+    def discard(self) -> None:
+        self.transport.events.append("discarded")
+        super().discard()
+
+
+class SlowTransport(MemoryTransport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self.copier: threading.Thread | None = None
+
+    async def reserve(self, message: Any, nbytes: int) -> MemoryOutgoing:
+        self.held[message] = SlowOutgoing(self, message, nbytes)
+        return self.held[message]
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_a_large_copy_holds_up_nobody(tmp_path: Path, cancel: bool) -> None:
+    async def scenario() -> None:
+        transport = SlowTransport()
+        SlowOutgoing.go.clear()
+        async with connected(tmp_path, [transport]) as (client, (core,)):
+            large = asyncio.create_task(client.submit(request("large", engine_client.INLINE_COPY_BYTES + 1)))
+            await eventually(lambda: transport.copier is not None)
+            assert transport.copier is not threading.main_thread()
+            await client.submit(request("small"))
+            await core.until(lambda: [one.request_id for one in core.requests] == ["small"])
+            if cancel:
+                large.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await large
+                assert transport.events == []  # the memory is still written to
+                assert list(client.engines[0].requests) == ["small"]
+            SlowOutgoing.go.set()
+            if cancel:
+                await eventually(lambda: transport.events == ["copied", "discarded"])
+                assert not transport.held and not transport.sent
+            else:
+                await large
+                await core.until(lambda: len(core.requests) == 2)
+                assert transport.events == ["copied"] and len(transport.sent) == 1
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_dies_during_a_copy_gets_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        transport = SlowTransport()
+        SlowOutgoing.go.clear()
+        async with connected(tmp_path, [transport]) as (client, (core,)):
+            large = asyncio.create_task(client.submit(request("large", engine_client.INLINE_COPY_BYTES + 1)))
+            await eventually(lambda: transport.copier is not None)
+            client.stop("The server is stopping.")
+            SlowOutgoing.go.set()
+            with pytest.raises(EngineError, match="stopping"):
+                await large
+            assert not transport.sent and not core.requests
+
+    asyncio.run(scenario())

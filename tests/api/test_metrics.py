@@ -1,0 +1,45 @@
+"""Figures over several processes, as API servers count them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+COUNT = """
+from mini_engine import metrics
+from mini_engine.messages import EngineStats
+metrics.ipc_messages_total.labels("torch_shm").inc(3)
+metrics.ipc_buffered_bytes.set(100)
+metrics.set_engine_stats(0, EngineStats({running}, 0, 0, 0))
+clock = metrics.RequestClock()
+clock.tokens(10, 2)
+clock.tokens(10, 3)
+clock.end("stop")
+clock.end("abort")
+"""
+
+
+def run(code: str, directory: Path) -> str:
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(directory)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_the_figures_of_all_processes_are_summed(tmp_path: Path) -> None:
+    run(COUNT.format(running=5), tmp_path)
+    show = COUNT.format(running=2) + "print(metrics.exposition().decode())"
+    lines = run(show, tmp_path).splitlines()
+    for line in (
+        'mini_engine:ipc_messages_total{transport="torch_shm"} 6.0',
+        'mini_engine:ipc_messages_total{transport="direct_rpc"} 0.0',
+        'mini_engine:ipc_fallbacks_total{reason="no_memory"} 0.0',
+        'mini_engine:num_requests_running{engine="0"} 2.0',
+        "mini_engine:ipc_buffered_bytes 200.0",
+        "mini_engine:prompt_tokens_total 20.0",
+        "mini_engine:generation_tokens_total 10.0",
+        'mini_engine:request_success_total{finished_reason="stop"} 2.0',
+        'mini_engine:request_success_total{finished_reason="abort"} 0.0',
+        "mini_engine:time_to_first_token_seconds_count 2.0",
+        "mini_engine:e2e_request_latency_seconds_count 2.0",
+    ):
+        assert line in lines

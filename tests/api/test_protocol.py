@@ -1,0 +1,138 @@
+"""What a request may say, and what is said of one that may not."""
+
+import json
+from typing import Any
+
+import pytest
+
+from mini_engine.api.errors import ApiError
+from mini_engine.api.protocol import IGNORED, NEUTRAL, ChatRequest, parse_chat_request
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def parse(**fields: Any) -> ChatRequest:
+    return parse_chat_request(json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode(), ["m"])
+
+
+def refusal(**fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse(**fields)
+    return caught.value
+
+
+def test_all_supported_fields() -> None:
+    request = parse(
+        max_tokens=5, temperature=0, top_p=1, top_k=-1, repetition_penalty=1.1, seed=-7, stop=["a", "b"],
+        stop_token_ids=[3], ignore_eos=True, stream=True, stream_options={"include_usage": True},
+    )  # fmt: skip
+    assert request.stop_strings == ["a", "b"]
+    assert request.include_usage
+    assert request.temperature == 0
+
+
+def test_null_is_absent() -> None:
+    nulls = dict.fromkeys(set(ChatRequest.model_fields) - {"model", "messages"})
+    assert parse(**nulls) == parse()
+
+
+def test_messages_come_out_as_they_went_in() -> None:
+    content = [
+        {"type": "text", "text": "What is it?"},
+        {"type": "video_url", "video_url": {"url": "data:x"}},
+        {"type": "image_url", "image_url": "data:y"},
+    ]
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": content}]
+    assert parse(messages=messages).plain_messages() == messages
+
+
+def test_fields_that_change_nothing_are_ignored() -> None:
+    assert parse(**dict.fromkeys(IGNORED, "anything")) == parse()
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
+def test_an_unsupported_field_is_taken_at_its_neutral_value_only(name: str) -> None:
+    for neutral in (None, *NEUTRAL[name]):
+        assert parse(**{name: neutral}) == parse()
+    error = refusal(**{name: {"some": "thing"}})
+    assert error.status == 400
+    assert error.body.param == name
+    assert error.body.code == "unsupported_parameter"
+    assert name in error.body.message
+
+
+def test_json_tells_true_from_one() -> None:
+    assert refusal(n=True).body.param == "n"
+    assert refusal(logprobs=0).body.param == "logprobs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"temperature": 2.5}, "temperature", "at least 0 and at most 2"),
+        ({"temperature": -1}, "temperature", "at least 0 and at most 2"),
+        ({"temperature": "hot"}, "temperature", "number"),
+        ({"top_p": 0}, "top_p", "more than 0 and at most 1"),
+        ({"top_k": -2}, "top_k", "at least -1"),
+        ({"top_k": 1.5}, "top_k", "integer"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "more than 0"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_tokens": True}, "max_tokens", "integer"),
+        ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens", "not both"),
+        ({"seed": 2**63}, "seed", "at most 9223372036854775807"),
+        ({"stop": ""}, "stop", "at least 1 character"),
+        ({"stop": ["a", ""]}, "stop[1]", "at least 1 character"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "greater than or equal to 0"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": "hi"}, "messages", "list"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "Missing required parameter"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "string"),
+        ({"messages": [{"role": "user", "content": [{"typ": "text"}]}]}, "messages[0].content[0].type", "Missing"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"uri": "x"}}]}]},
+            "messages[0].content[0].image_url.url",
+            "Missing",
+        ),
+        ({"messages": [{"role": "user", "content": "x", "mood": "y"}]}, "messages[0].mood", "Unknown parameter"),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+            "messages[0].tool_calls",
+            "at most 0",
+        ),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed"),
+        ({"stream": True, "stream_options": {"frobnicate": 1}}, "stream_options.frobnicate", "Unknown parameter"),
+        ({"frobnicate": 1}, "frobnicate", "Unknown parameter: 'frobnicate'"),
+    ],
+)
+def test_refusals_name_the_field_and_what_it_may_hold(fields: dict[str, Any], param: str, says: str) -> None:
+    error = refusal(**fields)
+    assert error.status == 400
+    assert error.body.type == "invalid_request_error"
+    assert error.body.param == param
+    assert says in error.body.message
+
+
+def test_unknown_model() -> None:
+    error = refusal(model="gpt-7")
+    assert (error.status, error.body.code, error.body.param) == (404, "model_not_found", "model")
+    assert "gpt-7" in error.body.message
+
+
+def test_the_model_may_be_left_out() -> None:
+    assert parse(model=None).model is None
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"a": NaN}', b"[" * 100_000, b'{"a": "\\ud800"}']
+)
+def test_bad_json(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_chat_request(body, ["m"])
+    assert caught.value.status == 400
+    assert caught.value.body.code in ("invalid_json", "unknown_parameter", "missing_required_parameter")
+
+
+def test_an_error_does_not_repeat_the_media() -> None:
+    error = refusal(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": ["A" * 10_000]}]}])
+    assert len(error.body.message) < 300

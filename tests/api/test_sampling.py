@@ -1,0 +1,91 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mini_engine.api.errors import ApiError
+from mini_engine.api.protocol import ChatRequest, parse_chat_request
+from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
+from mini_engine.config import ConfigError
+
+
+def chat(**fields: Any) -> ChatRequest:
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    return parse_chat_request(json.dumps(body).encode(), [])
+
+
+def resolver(defaults: SamplingDefaults | None = None, seed: int = 0, incarnation: int = 1) -> SamplingResolver:
+    return SamplingResolver(defaults or SamplingDefaults(eos_token_ids=(7,)), 100, seed, incarnation)
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    own = {"temperature": 0.5, "top_k": 20, "top_p": None, "max_new_tokens": 9, "eos_token_id": [5, 6], "do_sample": 0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7, "text_config": {"eos_token_id": 5}}))
+    return tmp_path
+
+
+def test_defaults_of_the_model(model_dir: Path) -> None:
+    defaults = SamplingDefaults.load(str(model_dir), "auto")
+    assert defaults == SamplingDefaults(0.5, 1.0, 20, 1.0, 9, (5, 6, 7))
+
+
+def test_without_the_models_defaults_its_ends_stay(model_dir: Path) -> None:
+    assert SamplingDefaults.load(str(model_dir), "vllm") == SamplingDefaults(eos_token_ids=(5, 6, 7))
+
+
+def test_defaults_of_another_directory(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("other")
+    with pytest.raises(ConfigError, match="--generation-config"):
+        SamplingDefaults.load(str(model_dir), str(other))
+    (other / "generation_config.json").write_text('{"top_p": 0.25}')
+    assert SamplingDefaults.load(str(model_dir), str(other)).top_p == 0.25
+
+
+def test_a_model_without_any(tmp_path: Path) -> None:
+    assert SamplingDefaults.load(str(tmp_path), "auto") == SamplingDefaults()
+
+
+def test_the_request_goes_over_the_defaults() -> None:
+    defaults = SamplingDefaults(0.5, 0.9, 20, 1.2, 9, (7,))
+    params = resolver(defaults).resolve(chat(), 10)
+    assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.5, 0.9, 20, 1.2)
+    assert (params.max_tokens, params.stop_token_ids) == (9, [7])
+    given = chat(temperature=1.5, top_p=0.1, top_k=-1, repetition_penalty=1, max_completion_tokens=3, seed=4)
+    params = resolver(defaults).resolve(given, 10)
+    assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (1.5, 0.1, 0, 1)
+    assert (params.max_tokens, params.seed) == (3, 4)
+
+
+def test_greedy() -> None:
+    params = resolver().resolve(chat(temperature=1e-6, top_p=0.5, top_k=3), 10)
+    assert (params.temperature, params.top_p, params.top_k) == (0.0, 1.0, 0)
+
+
+def test_ends() -> None:
+    assert resolver().resolve(chat(stop_token_ids=[9, 7]), 1).stop_token_ids == [7, 9]
+    assert resolver().resolve(chat(stop_token_ids=[9], ignore_eos=True), 1).stop_token_ids == [9]
+
+
+def test_length() -> None:
+    assert resolver().resolve(chat(), 90).max_tokens == 10
+    assert resolver().resolve(chat(max_tokens=10), 90).max_tokens == 10
+    for fields, prompt, numbers in [({}, 100, ("100",)), ({"max_tokens": 11}, 90, ("90", "11", "100", "at most 10"))]:
+        with pytest.raises(ApiError) as caught:
+            resolver().resolve(chat(**fields), prompt)
+        assert caught.value.status == 400
+        assert caught.value.body.code == "context_length_exceeded"
+        assert all(number in caught.value.body.message for number in numbers)
+
+
+def test_seeds_are_drawn_by_server_seed_and_incarnation() -> None:
+    def seeds(**who: int) -> list[int]:
+        one = resolver(**who)
+        return [one.resolve(chat(), 1).seed for _ in range(3)]
+
+    assert seeds() == seeds()
+    assert len({*seeds(), *seeds(incarnation=2), *seeds(seed=1)}) == 9
+    assert all(0 <= seed < 2**63 for seed in seeds())
+    assert resolver().resolve(chat(seed=-1), 1).seed == 2**63 - 1

@@ -1,0 +1,58 @@
+"""What an API server's process loads, and which settings it refuses to start with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mini_engine.api import server
+from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.messages import Init
+from tests.media import tiny_processor
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_processor.build(tmp_path_factory.mktemp("model"))
+
+
+def load(model_dir: Path, **settings: Any) -> server.ModelFront:
+    config = EngineConfig(**settings)
+    return server.load(Init(config, str(model_dir), "", cores=[], core_workers=[], ranks=[]))
+
+
+def test_settings_reach_the_media_road(model_dir: Path, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0].content }}!")
+    front = load(
+        model_dir,
+        chat_template=str(template),
+        media_io_kwargs={"video": {"fps": 3}},
+        allowed_local_media_path=str(tmp_path),
+        max_media_bytes=1000,
+    )
+    assert front.media.sampling.fps == 3
+    assert front.media.policy.allowed_local_media_path == tmp_path
+    assert front.media.policy.max_media_bytes == 1000
+    tokens = front.renderer.render([{"role": "user", "content": "hello"}])
+    assert front.processor.hf_processor.tokenizer.decode(tokens) == "hello!"
+    front.media.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"media_io_kwargs": {"image": {"mode": "L"}}}, "images take no arguments"),
+        ({"media_io_kwargs": {"video": {"frames": 3}}}, "frames"),
+        ({"mm_processor_kwargs": {"do_rescale": True}}, "--mm-processor-kwargs"),
+        ({"generation_config": "/nowhere"}, "--generation-config"),
+    ],
+)
+def test_settings_that_cannot_be_served_with(model_dir: Path, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load(model_dir, **settings)
+
+
+def test_media_threads_share_the_cores() -> None:
+    assert server.media_threads(EngineConfig()) >= 1
+    assert server.media_threads(EngineConfig(api_server_count=64)) == 1

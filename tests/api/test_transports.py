@@ -1,0 +1,66 @@
+import asyncio
+
+import pytest
+
+from mini_engine.api.transports import EngineTransports, choose
+from mini_engine.config import ConfigError, TensorIpc
+from mini_engine.messages import TransportName
+from mini_engine.metrics import REGISTRY
+from tests.api.peers import MemoryTransport
+
+
+def chosen(mode: TensorIpc, *failing: TransportName) -> tuple[EngineTransports, dict[str, MemoryTransport]]:
+    async def scenario() -> tuple[EngineTransports, dict[str, MemoryTransport]]:
+        made: dict[str, MemoryTransport] = {}
+
+        def maker(name: TransportName) -> MemoryTransport:
+            made[name] = MemoryTransport(name)
+            made[name].probe_error = "no way to /run/socket" if name in failing else None
+            return made[name]
+
+        candidates = {name: lambda name=name: maker(name) for name in ("torch_shm", "direct_rpc")}
+        return choose(3, mode, candidates, timeout=1), made
+
+    return asyncio.run(scenario())
+
+
+def names(transports: EngineTransports) -> list[str]:
+    return [sender.name for sender in transports.senders]
+
+
+def test_auto_takes_the_first_that_works_and_keeps_the_other() -> None:
+    transports, _ = chosen("auto")
+    assert names(transports) == ["torch_shm", "direct_rpc"]
+    assert (transports.choice.engine, transports.choice.transport) == (3, "torch_shm")
+    labels = {"engine": "3", "transport": "torch_shm", "reason": "probe_passed"}
+    assert REGISTRY.get_sample_value("mini_engine:mm_tensor_ipc_info", labels) == 1
+
+
+def test_auto_passes_over_one_that_fails_and_says_why() -> None:
+    transports, made = chosen("auto", "torch_shm")
+    assert names(transports) == ["direct_rpc"]
+    assert "torch_shm was passed over: no way to" in transports.choice.reason
+    assert made["torch_shm"].closed
+    labels = {"engine": "3", "transport": "direct_rpc", "reason": "torch_shm_failed"}
+    assert REGISTRY.get_sample_value("mini_engine:mm_tensor_ipc_info", labels) == 1
+
+
+def test_auto_without_any_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"torch_shm: no way.*direct_rpc: no way"):
+        chosen("auto", "torch_shm", "direct_rpc")
+
+
+def test_a_transport_asked_for_by_name() -> None:
+    transports, _ = chosen("torch_shm")
+    assert names(transports) == ["torch_shm", "direct_rpc"]  # the second is for requests that the first cannot take
+    assert "--mm-tensor-ipc" in transports.choice.reason
+    transports, made = chosen("direct_rpc")
+    assert names(transports) == ["direct_rpc"]
+    assert "torch_shm" not in made
+    transports, _ = chosen("torch_shm", "direct_rpc")
+    assert names(transports) == ["torch_shm"]
+
+
+def test_a_transport_asked_for_by_name_that_fails_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="--mm-tensor-ipc torch_shm.*no way.*--mm-tensor-ipc auto"):
+        chosen("torch_shm", "torch_shm")

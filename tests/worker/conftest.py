@@ -1,0 +1,44 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.weights import load_model
+from mini_engine.worker.kv_cache import KVCache
+from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.normalisation import Normalisation
+from tests.worker import tiny
+
+NUM_BLOCKS = 256
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def make_runner(checkpoint: Path) -> Callable[..., ModelRunner]:
+    model = load_model(checkpoint, TensorParallel(), None, torch.device("cpu"))
+
+    def make(media: tiny.MemoryMedia, block_size: int = 16) -> ModelRunner:
+        cache = KVCache.allocate(model.attention_shape, NUM_BLOCKS, block_size, torch.float32, torch.device("cpu"))
+        # What an earlier owner may have left: nothing of it may reach a result.
+        cache.storage.fill_(float("nan"))
+        return ModelRunner(model, cache, media, Normalisation.from_dir(checkpoint), TensorParallel())
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def expected(checkpoint: Path) -> dict[str, list[int]]:
+    """transformers' 20 greedy tokens for each of `mixed_requests`."""
+    media = tiny.MemoryMedia()
+    return {new.request_id: tiny.generate(checkpoint, media, new, 20) for new in tiny.mixed_requests(media)}

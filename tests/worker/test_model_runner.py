@@ -1,0 +1,137 @@
+"""Scripted steps through the runner, on a tiny random model: the tokens are those of transformers' `generate`."""
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from mini_engine.messages import Chunk, EncodeItem, SampledToken, Step, StepResult
+from tests.worker import script, tiny
+from tests.worker.conftest import NUM_BLOCKS
+
+COUNT = 20
+
+
+@pytest.mark.parametrize("budget", [16, 64, 100_000])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_tokens_are_those_of_transformers(budget, block_size, make_runner, expected):
+    media = tiny.MemoryMedia()
+    requests = [r for r in tiny.mixed_requests(media) if block_size > 1 or r.request_id in ("image", "short")]
+    steps = script.write_steps(requests, COUNT, budget, block_size, NUM_BLOCKS)
+    tokens = script.run(make_runner(media, block_size), steps)
+    assert tokens == {request.request_id: expected[request.request_id] for request in requests}
+
+
+def test_the_requests_differ(expected):
+    """Were all continuations alike, the tests here could not see a swap."""
+    assert len({tuple(tokens) for tokens in expected.values()}) == len(expected)
+
+
+@pytest.mark.parametrize("preempt_at", [(3,), (9, 14, 15)])
+def test_a_restart_with_other_blocks_goes_on_as_before(preempt_at, make_runner, expected):
+    media = tiny.MemoryMedia()
+    steps = script.write_steps(tiny.mixed_requests(media), COUNT, 64, 16, NUM_BLOCKS, preempt_at)
+    restarted = [chunk for step in steps[2:] for chunk in step.chunks if chunk.start == 0]
+    assert restarted
+    assert script.run(make_runner(media), steps) == expected
+
+
+def test_a_token_that_was_in_flight_at_the_restart_is_sampled_again(make_runner, expected):
+    """The core preempts while a step runs: it restarts with fewer tokens than the rank has."""
+    media = tiny.MemoryMedia()
+    (new,) = [request for request in tiny.mixed_requests(media) if request.request_id == "text"]
+    runner, prompt = make_runner(media), len(new.prompt_token_ids)
+    first = runner.execute(Step(1, started=[new], chunks=[Chunk("text", 0, prompt, [1, 2, 3, 4], True)]))
+    later = [runner.execute(Step(2 + i, chunks=[Chunk("text", prompt + i, 1, [], True)])) for i in range(3)]
+    again = runner.execute(Step(5, chunks=[Chunk("text", 0, prompt + 2, [9, 8, 7, 6], True)]))
+    assert [r.tokens[0].token_id for r in (first, *later)] == expected["text"][:4]
+    assert again.tokens == [SampledToken("text", expected["text"][2])]
+    follow = runner.execute(Step(6, chunks=[Chunk("text", prompt + 2, 1, [], True)]))
+    assert follow.tokens == [SampledToken("text", expected["text"][3])]
+
+
+def test_nothing_is_left_of_a_finished_request(make_runner):
+    media = tiny.MemoryMedia()
+    requests = tiny.mixed_requests(media)
+    runner = make_runner(media)
+    steps = script.write_steps(requests, 2, 100_000, 16, NUM_BLOCKS)
+    *work, last = steps
+    script.run(runner, work)
+    states = [weakref.ref(state) for state in runner._sequences.values()]
+    rows = [weakref.ref(tensor) for state in runner._sequences.values() for tensor in state.embeddings]
+    assert len(states) == len(requests)
+    assert len(rows) == 4
+    runner.execute(last)
+    gc.collect()
+    assert not any(ref() is not None for ref in states + rows)
+    assert not media.tensors
+
+
+def test_an_empty_step_is_answered_and_the_media_table_is_told(make_runner):
+    media = tiny.MemoryMedia()
+    handle = media.put(torch.zeros(1, 1, dtype=torch.uint8))
+    runner = make_runner(media)
+    assert runner.execute(Step(9)) == StepResult(9)
+    runner.execute(Step(10, release=[handle.message], drop_senders=[3, 4]))
+    assert (media.tensors, media.dropped) == ({}, [3, 4])
+
+
+def test_a_chunk_that_samples_nothing_reports_nothing(make_runner):
+    media = tiny.MemoryMedia()
+    new = tiny.make_request(media, "r", [1, 2, 3])
+    assert make_runner(media).execute(Step(1, started=[new], chunks=[Chunk("r", 0, 2, [0], False)])).tokens == []
+
+
+def test_an_item_that_is_not_encoded_is_an_error_with_its_name(make_runner):
+    media = tiny.MemoryMedia()
+    new = tiny.make_request(media, "r", [1, (1, 4, 4), (1, 4, 4)])
+    step = Step(1, started=[new], encode=[EncodeItem("r", 0)], chunks=[Chunk("r", 0, 13, [0], True)])
+    with pytest.raises(RuntimeError, match="r: item 1 is needed at token 8 but not encoded"):
+        make_runner(media).execute(step)
+
+
+def test_shared_memory_is_only_read(make_runner):
+    media = tiny.MemoryMedia()
+    new = tiny.make_request(media, "r", [1, (1, 4, 4)])
+    patches = media.tensor(new.media[0].patches)
+    before = patches.clone()
+    make_runner(media).execute(Step(1, started=[new], encode=[EncodeItem("r", 0)]))
+    assert torch.equal(patches, before)
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_company(make_runner):
+    media = tiny.MemoryMedia()
+    requests = tiny.mixed_requests(media, temperature=0.9, top_p=0.95, seed=11)
+    together = script.run(make_runner(media), script.write_steps(requests, 8, 64, 16, NUM_BLOCKS, preempt_at=[6]))
+    media = tiny.MemoryMedia()
+    for request in tiny.mixed_requests(media, temperature=0.9, top_p=0.95, seed=11):
+        alone = script.run(make_runner(media), script.write_steps([request], 8, 1000, 16, NUM_BLOCKS))
+        assert alone[request.request_id] == together[request.request_id]
+
+
+def test_two_ranks_give_the_tokens_of_one(checkpoint, make_runner, expected, tmp_path):
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, "-m", "tests.worker.rank_program"]
+    children = [
+        subprocess.Popen([*program, str(rank), str(checkpoint), str(tmp_path)], env=environment, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        errors = [child.communicate(timeout=100)[1].decode() for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    assert not any(child.returncode for child in children), "\n".join(errors)
+    ranks = [torch.load(Path(tmp_path) / f"rank{rank}.pt") for rank in range(2)]
+    assert ranks[0]["greedy"] == expected
+    media = tiny.MemoryMedia()
+    steps = script.write_steps(tiny.mixed_requests(media, temperature=1.0, seed=5), COUNT, 64, 16, NUM_BLOCKS)
+    assert ranks[0]["sampled"] == script.run(make_runner(media), steps)
+    assert ranks[1]["greedy"] == ranks[1]["sampled"] == {}
+    assert ranks[0]["kept"] == ranks[1]["kept"]
