@@ -61,6 +61,7 @@ class Supervisor:
         self.transports: dict[str, list[TransportChoice]] = {}
         self.incarnations = itertools.count(1)
         self.early_deaths = 0
+        self.announced = False
         self.stopping = False
         self.interrupts = 0
 
@@ -93,6 +94,7 @@ class Supervisor:
         self.endpoint = f"ipc://{self.runtime_dir}/supervisor"
         self.router = sockets.bind_router(self.context, self.endpoint)
         (self.runtime_dir / "metrics").mkdir()
+        (self.runtime_dir / "tmp").mkdir()
         self.signal_fd, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -117,7 +119,10 @@ class Supervisor:
             supervisor=self.endpoint,
             log_level=self.config.log_level,
             listener=listener,
-            environment={"PROMETHEUS_MULTIPROC_DIR": str(self.runtime_dir / "metrics")},
+            environment={
+                "PROMETHEUS_MULTIPROC_DIR": str(self.runtime_dir / "metrics"),
+                "TMPDIR": str(self.runtime_dir / "tmp"),  # what libraries leave there goes with the directory
+            },
         )
         self.children[child.name] = child
 
@@ -156,6 +161,7 @@ class Supervisor:
         self._announce(time.monotonic() - begun)
 
     def _announce(self, seconds: float) -> None:
+        self.announced = True
         config, limits = self.config, self.limits[0]
         for choice in next(iter(self.transports.values()), []):
             logger.info("tensors to engine %d go by %s: %s", choice.engine, choice.transport, choice.reason)
@@ -220,6 +226,8 @@ class Supervisor:
             case Serving():
                 self.early_deaths = 0
                 child.serving = True
+                if self.announced:
+                    logger.info("%s (pid %d) serves in the place of the one that died", child.name, child.pid)
 
     def _release_api_servers(self) -> None:
         """Let API servers accept connections once every engine can take requests."""

@@ -311,6 +311,7 @@ class TensorMessage(Message, frozen=True):
     buffer: int = 0  # torch_shm: number of the pooled buffer; its descriptor comes with its first use
     generation: int = 0  # torch_shm: counts the buffer's uses
     probe: bool = False
+    dropped: list[int] = []  # torch_shm: buffers that are no more; unmap them. Such a head has number 0 and no tensors
 
 
 class TensorLayout(msgspec.Struct, frozen=True, array_like=True):

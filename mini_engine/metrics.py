@@ -65,14 +65,14 @@ num_requests_running = Gauge(
     "mini_engine:num_requests_running",
     "Requests being computed.",
     ["engine"],
-    multiprocess_mode="mostrecent",
+    multiprocess_mode="livemostrecent",
     registry=REGISTRY,
 )
 num_requests_waiting = Gauge(
     "mini_engine:num_requests_waiting",
     "Requests in the engine's line.",
     ["engine"],
-    multiprocess_mode="mostrecent",
+    multiprocess_mode="livemostrecent",
     registry=REGISTRY,
 )
 request_success_total = _counter("request_success_total", "Requests that ended, by how.", ["finished_reason"])

@@ -152,6 +152,8 @@ class EngineCore:
         self.drop_senders.append(incarnation)
         self.outputs.pop(sockets.identity(sender, incarnation), None)
         self.links.identities.pop(incarnation, None)
+        for peer in self.links.identities.values():  # the others show the gauges from now on
+            self.outputs.setdefault(peer, [])
 
     # --- schedule and dispatch ---------------------------------------------------------------------------------------
 

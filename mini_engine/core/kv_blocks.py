@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 
 
@@ -14,7 +13,8 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int):
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = deque(range(num_blocks))
+        # The block freed last goes out first: memory that was never written to stays untouched.
+        self._free = list(reversed(range(num_blocks)))
 
     @property
     def num_free(self) -> int:
@@ -32,7 +32,7 @@ class BlockPool:
         """`count` blocks, or None when there are not that many; then nothing was taken."""
         if count > len(self._free):
             return None
-        return [self._free.popleft() for _ in range(count)]
+        return [self._free.pop() for _ in range(count)]
 
     def free(self, blocks: Iterable[int]) -> None:
         """Give blocks back."""

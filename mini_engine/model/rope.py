@@ -36,8 +36,9 @@ def mrope_positions(
 
     Text counts up on all three axes. An item starts where the text before it ended: its time axis advances by
     `tokens_per_second` x seconds per temporal patch, each product cut to an integer; its height and width axes count
-    merged patches. Text goes on at the item's start plus its longer side. The next position is one past the largest
-    used, which may be that of an item's last frame.
+    merged patches. Text goes on at the item's start plus its longer side. The next position is one past the prompt's
+    last token, as in training and in `generate`: a token stands where it stands whether it was decoded or is part of
+    a longer prompt. (`rope_deltas`, one past the largest position, would put it behind a long video's last frame.)
 
     Args:
         token_ids: the prompt, placeholders expanded to one per merged patch.
@@ -75,7 +76,7 @@ def mrope_positions(
         raise ValueError(f"{len(images)} images and {len(videos)} videos have no placeholder in the prompt")
     parts.append(_text(position, len(ids) - done))
     positions = torch.cat(parts, dim=1)
-    return PromptPositions(positions, int(positions.max()) + 1 if positions.numel() else 0)
+    return PromptPositions(positions, int(positions[:, -1].max()) + 1 if positions.numel() else 0)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.packing import Failed, Received, decode_head, probe_result, unpack
 from mini_engine.transport.sender import PackedOutgoing, PackedSender, head_of
-from mini_engine.transport.sockets import bind_router, connect_dealer, identity
+from mini_engine.transport.sockets import BoundPath, bind_router, connect_dealer, identity
 
 log = logging.getLogger(__name__)
 
@@ -118,10 +118,11 @@ class DirectRpcReceiver:
     def __init__(self, me: Encoder, address: RankAddress, context: zmq.Context):
         """Bind. Raises OSError when the path is taken, zmq.ZMQError when the endpoint cannot be used."""
         path = address.direct_rpc.removeprefix("ipc://")
-        if path != address.direct_rpc and os.path.lexists(path):  # ZMQ would unlink it and take its place
+        if os.path.lexists(path):  # ZMQ would unlink it and take its place
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), path)
         self._me = me
         self.socket = bind_router(context, address.direct_rpc)
+        self._path = BoundPath(path)
 
     def receive(self) -> Iterator[Received | Failed]:
         """Take one message if there is one, without blocking. The tensors view the frame that ZMQ received.
@@ -151,8 +152,10 @@ class DirectRpcReceiver:
                 yield Failed(message, str(error))
 
     def close(self) -> None:
-        """Close the socket; ZMQ unlinks its path. Views stay valid."""
-        self.socket.close()
+        """Close the socket and unlink it, unless its path is another's by now. Views stay valid."""
+        if not self.socket.closed:
+            self.socket.close()
+            self._path.unlink()
 
     def _answer(self, peer: bytes, head: TensorMessage, memory: torch.Tensor) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the peer is gone again, and with it the question

@@ -6,6 +6,8 @@ successor of a dead process never inherits what was meant for it.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import TypeVar
 
 import zmq
@@ -14,6 +16,20 @@ import zmq
 HIGH_WATER_MARK = 100_000
 
 SocketT = TypeVar("SocketT", bound=zmq.Socket)
+
+
+class BoundPath:
+    """The file of a unix socket that this process has bound. Neither the kernel nor ZMQ removes it at close."""
+
+    def __init__(self, path: str):
+        self._path = path
+        self._inode = os.stat(path).st_ino
+
+    def unlink(self) -> None:
+        """Remove the file, unless the path is another's by now."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(self._path).st_ino == self._inode:
+                os.unlink(self._path)
 
 
 def identity(sender: str, incarnation: int) -> bytes:

@@ -31,6 +31,7 @@ from mini_engine.transport.memory import map_for_reading
 from mini_engine.transport.packing import Failed, Received, decode_head, probe_result, unpack
 from mini_engine.transport.pool import BufferPool, PooledBuffer
 from mini_engine.transport.sender import PackedOutgoing, PackedSender, head_of
+from mini_engine.transport.sockets import BoundPath
 
 log = logging.getLogger(__name__)
 
@@ -240,14 +241,13 @@ class TensorIpcReceiver:
     def __init__(self, me: Encoder, address: RankAddress):
         """Bind. Raises OSError when the path is taken or too long."""
         self._me = me
-        self._path = address.tensor_ipc
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
-            self._listener.bind(self._path)
+            self._listener.bind(address.tensor_ipc)
         except OSError:
             self._listener.close()
             raise
-        self._inode = os.stat(self._path).st_ino
+        self._path = BoundPath(address.tensor_ipc)
         self._listener.listen(64)
         self._connections: dict[int, Connection] = {}
         self._spare: int | None = _spare_descriptor()
@@ -281,9 +281,7 @@ class TensorIpcReceiver:
         if self._listener.fileno() != -1:
             self._listener.close()
             self._close_spare()
-            with contextlib.suppress(FileNotFoundError):
-                if os.stat(self._path).st_ino == self._inode:
-                    os.unlink(self._path)
+            self._path.unlink()
 
     def _accept(self) -> None:
         try:

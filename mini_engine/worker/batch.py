@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +18,7 @@ from mini_engine.worker.paged_attention import Span, attention_order
 from mini_engine.worker.sequences import SequenceState
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One chunk and its sequence; its rows in the batch are `first .. first + chunk.num_tokens`."""
 
     chunk: Chunk
@@ -52,7 +52,7 @@ def build_batch(work: Sequence[tuple[Chunk, SequenceState]], block_size: int) ->
     """Lay out chunks whose blocks are already in their sequences' tables."""
     spans = [Span(chunk.start, chunk.num_tokens, sequence.blocks.array) for chunk, sequence in work]
     order = sorted(range(len(work)), key=lambda i: attention_order(spans[i]))
-    total = sum(span.count for span in spans)
+    total = sum(span.length for span in spans)
     # One array: token ids, three axes of positions, slots. On a GPU it is one copy.
     rows = np.empty((5, total), dtype=np.int64)
     parts: list[Part] = []

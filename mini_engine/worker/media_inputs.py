@@ -200,8 +200,12 @@ class MediaInputs:
                 poller.register(fd, zmq.POLLIN)
             watched = wanted
             for source, _ in poller.poll():
-                for arrival in self._arrivals(source):
-                    self._handle(arrival)
+                self._serve_source(source)
+
+    def _serve_source(self, source: zmq.Socket | int) -> None:
+        for arrival in self._arrivals(source):
+            self._handle(arrival)
+        # Returning drops `arrival`: in the loop above it would keep the last message's memory until the next one.
 
     def _arrivals(self, source: zmq.Socket | int) -> Iterator[Received | Failed]:
         if source is self._direct.socket:

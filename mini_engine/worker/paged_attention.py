@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,25 +34,24 @@ GROUP_BYTES = 2 << 20
 TILE = 128
 
 
-@dataclass(frozen=True)
-class Span:
-    """One chunk as attention sees it: `count` new tokens after `start` earlier ones, whose blocks are `blocks`.
+class Span(NamedTuple):
+    """One chunk as attention sees it: `length` new tokens after `start` earlier ones, whose blocks are `blocks`.
 
     `blocks`: int64, in the order of the tokens; what lies past the chunk's end is ignored.
     """
 
     start: int
-    count: int
+    length: int
     blocks: np.ndarray
 
     @property
     def context(self) -> int:
-        return self.start + self.count
+        return self.start + self.length
 
 
 def attention_order(span: Span) -> tuple[bool, int]:
     """Sort key for the chunks of a step: single tokens first, the longest context before the others."""
-    return (span.count > 1, -span.context)
+    return (span.length > 1, -span.context)
 
 
 class CausalMask:
@@ -129,13 +129,13 @@ class PagedAttention:
     def __init__(self, cache: KVCache, slots: Tensor, spans: Sequence[Span], causal: CausalMask) -> None:
         self._cache = cache
         self._slots = slots
-        singles = [span for span in spans if span.count == 1]
+        singles = [span for span in spans if span.length == 1]
         self._groups = [_decode_group(cache, singles, rows) for rows in _cut(cache, singles)]
         self._prefills: list[_Prefill] = []
         first = len(singles)
         for span in spans[first:]:
             self._prefills.append(_prefill(cache, span, first, causal))
-            first += span.count
+            first += span.length
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Keeps k and v, then attends; shapes as in `model.text.Attend`."""
@@ -184,5 +184,5 @@ def _decode_group(cache: KVCache, singles: Sequence[Span], rows: slice) -> _Deco
 def _prefill(cache: KVCache, span: Span, first: int, causal: CausalMask) -> _Prefill:
     used = -(-span.context // cache.block_size)
     blocks = None if span.start == 0 else torch.from_numpy(span.blocks[:used].copy()).to(cache.storage.device)
-    masks = [causal.view(span.start + i, min(TILE, span.count - i)) for i in range(0, span.count, TILE)]
-    return _Prefill(slice(first, first + span.count), span.start, blocks, masks)
+    masks = [causal.view(span.start + i, min(TILE, span.length - i)) for i in range(0, span.length, TILE)]
+    return _Prefill(slice(first, first + span.length), span.start, blocks, masks)

@@ -8,7 +8,7 @@ company, after a preemption, and on any number of ranks. Knows nothing of sequen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,13 +23,12 @@ _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-@dataclass(frozen=True)
-class Row:
-    """What a row of logits is sampled with. `tokens`: int64, prompt and output so far; `index`: number of the output
-    token to be chosen, from 0."""
+class Row(NamedTuple):
+    """What a row of logits is sampled with. `tokens`: int64, prompt and output so far; `output_index`: number
+    of the output token to be chosen, from 0."""
 
     params: SamplingParams
-    index: int
+    output_index: int
     tokens: np.ndarray
 
     @property
@@ -97,7 +96,7 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     _keep_top_p(probabilities, [row.params.top_p for row in rows])
     # float64: over a large vocabulary the rounding of a float32 sum exceeds the smaller probabilities.
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    noise = torch.tensor([uniform(row.params.seed, row.index) for row in rows], dtype=torch.float64)
+    noise = torch.tensor([uniform(row.params.seed, row.output_index) for row in rows], dtype=torch.float64)
     thresholds = cumulative[:, -1:] * noise.to(logits.device).unsqueeze(1)
     # The first token whose sum exceeds the threshold has a probability above zero.
     return torch.searchsorted(cumulative, thresholds, right=True).squeeze(1)

@@ -62,10 +62,8 @@ class SequenceState:
             new.prompt_token_ids, [i.grid_thw for i in images], [v.grid_thw for v in videos], seconds, config
         )
         self._positions = placed.positions.numpy()
-        # What a token past the prompt adds to its index to get its position, the same on all three axes. It goes on from
-        # the prompt's last token, as in training and in `generate`, and not from the largest position: that may be the
-        # time of a long video's last frame.
-        self._shift = int(self._positions[:, -1].max()) + 1 - self.prompt_length
+        # What a token past the prompt adds to its index to get its position, the same on all three axes.
+        self._shift = placed.next_position - self.prompt_length
 
     def add_blocks(self, start: int, count: int, added: Sequence[int], block_size: int) -> list[int]:
         """Take the blocks that come with the chunk `start .. start + count`; with `start` 0 the table begins anew.

@@ -11,7 +11,7 @@ from mini_engine.demo import evaluate, questions, videos
 from mini_engine.demo.evaluate import FRESH_SEEDS, Media, roundtrip
 from mini_engine.demo.model import WEIGHTS
 
-SEEDS = range(FRESH_SEEDS + 10_000_000, FRESH_SEEDS + 10_000_036)  # used by no other test or table
+SEEDS = range(FRESH_SEEDS + 10_000_000, FRESH_SEEDS + 10_000_028)  # used by no other test or table
 DESCRIBE, MOTION = "Describe the video.", "Which way does it move?"
 
 
@@ -56,7 +56,7 @@ def test_fresh_videos_in_every_codec(ask):
 
 def test_fresh_images(ask):
     hits = []
-    for index, seed in enumerate(SEEDS[:16]):
+    for index, seed in enumerate(SEEDS[:12]):
         picture = videos.render_image(seed)
         pixels = videos.decode_image(videos.encode_image(picture, ("png", "jpeg")[index % 2]))
         asked = questions.ask([picture], seed=seed)
@@ -67,7 +67,7 @@ def test_fresh_images(ask):
 @pytest.mark.parametrize("kinds", ["VV", "II", "VI", "IV"])
 def test_two_items_are_described_in_order(ask, kinds):
     hits = []
-    for seed in SEEDS[:6]:
+    for seed in SEEDS[:4]:
         media = []
         for offset, kind in enumerate(kinds):
             picture = videos.render_image(seed + 100 * offset)
@@ -88,7 +88,7 @@ def test_backwards_is_the_other_way(ask, motion):
 
 
 def test_a_repeated_frame_is_still(ask):
-    for seed in SEEDS[:4]:
+    for seed in SEEDS[:3]:
         frozen = videos.render(seed, motion="left").frozen(5)
         assert ask([roundtrip(frozen)], MOTION) == "still"
         assert ask([roundtrip(frozen)], DESCRIBE) == questions.phrase(frozen)

@@ -1,6 +1,7 @@
 """The recipe trains, stops, goes on where it stopped, and publishes a directory that loads."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -82,3 +83,16 @@ def test_variations_keep_their_labels_true():
         assert other.motion in ({"right", "left"} if len(other.frames) == 6 else {None}) | {"still"}
         seen.add((mirrored, other.motion))
     assert {motion for _, motion in seen} == {"left", "right", "still", None}
+
+
+def test_the_pool_is_rendered_in_the_background_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "CHUNK", 6)
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", lambda workers, *_: ThreadPoolExecutor(workers))
+    made = pool.Pool(tmp_path, pool.CHUNK)
+    made.wait_for(pool.CHUNK)
+    made.close()
+    assert len(made.items) == pool.CHUNK
+    kept = pool.Pool(tmp_path, pool.CHUNK)
+    kept.close()
+    for item, again in zip(made.items, kept.items, strict=True):
+        assert torch.equal(item.frames, again.frames) and item.motion == again.motion

@@ -1,7 +1,7 @@
 """Random tiny checkpoints, written by transformers, and transformers' own logits for prompts."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,8 @@ def layouts(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) ->
     }
 
 
-def oracle_logits(oracle: Qwen2_5_VLForConditionalGeneration, prompt: Prompt, decoded: Sequence[int] = ()) -> Tensor:
-    """transformers' logits `[tokens, vocab_size]` of one prompt, and of tokens decoded after it, one step each."""
+def oracle_logits(oracle: Qwen2_5_VLForConditionalGeneration, prompt: Prompt) -> Tensor:
+    """transformers' logits `[tokens, vocab_size]` of one prompt."""
     ids = torch.tensor([prompt.token_ids])
     inputs: dict[str, Any] = {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
     if prompt.images:
@@ -142,11 +142,7 @@ def oracle_logits(oracle: Qwen2_5_VLForConditionalGeneration, prompt: Prompt, de
         inputs["second_per_grid_ts"] = torch.tensor(prompt.seconds)
     with torch.inference_mode():
         oracle.model.rope_deltas = None
-        steps = [oracle(input_ids=ids, use_cache=True, **inputs)]
-        for token in decoded:
-            cache = steps[-1].past_key_values
-            steps.append(oracle(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True))
-        return torch.cat([step.logits[0] for step in steps])
+        return oracle(input_ids=ids, use_cache=False, **inputs).logits[0]
 
 
 @pytest.fixture(scope="session")

@@ -59,11 +59,10 @@ def test_untied_head_and_a_single_kv_head(untied, oracle, prompts):
 def test_chunked_prefill_and_decode_equal_one_pass(model, checkpoint, oracle, prompts):
     """Three tokens decoded at `next_position + i`, after a prefill cut in the middle of an item.
 
-    The first video outlasts the text behind it: what is decoded stands past the last frame, further than the same
-    tokens would as part of the prompt.
+    The first video outlasts the text behind it; what is decoded stands where it would as part of the prompt.
     """
     prompt, tail = prompts["two videos"], [21, 22, 23]
-    whole = oracle(checkpoint.oracle, prompt, decoded=tail)
+    whole = oracle(checkpoint.oracle, replace(prompt, token_ids=[*prompt.token_ids, *tail]))
     ids = torch.tensor(prompt.token_ids)
     hidden = model.embed(ids)
     patches = torch.cat([patches for patches, _ in prompt.videos])

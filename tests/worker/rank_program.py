@@ -36,6 +36,7 @@ def main() -> None:
         results[name] = script.run(runner, steps)
         results["kept"] = [state.tokens.array.tolist() for state in runner._sequences.values()]
         runner.execute(last)
+    results["transformers"] = "transformers" in sys.modules
     torch.save(results, folder / f"rank{rank}.pt")
     torch.distributed.destroy_process_group()
 

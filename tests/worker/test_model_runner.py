@@ -135,3 +135,4 @@ def test_two_ranks_give_the_tokens_of_one(checkpoint, make_runner, expected, tmp
     assert ranks[0]["sampled"] == script.run(make_runner(media), steps)
     assert ranks[1]["greedy"] == ranks[1]["sampled"] == {}
     assert ranks[0]["kept"] == ranks[1]["kept"]
+    assert not ranks[0]["transformers"], "a worker imports transformers: seconds and hundreds of megabytes"

@@ -29,7 +29,7 @@ def compute(spans: list[Span], block_size: int, heads: int, kv_heads: int, dtype
     num_blocks = 1 + max(int(span.blocks.max()) for span in spans)
     cache = KVCache.allocate(AttentionShape(2, heads, kv_heads, DIM), num_blocks, block_size, dtype, CPU)
     cache.storage.normal_()
-    total = sum(span.count for span in spans)
+    total = sum(span.length for span in spans)
     q, k, v = torch.randn(total, heads + 2 * kv_heads, DIM, dtype=dtype).split((heads, kv_heads, kv_heads), dim=1)
     index = [np.arange(span.start, span.context) for span in spans]
     slots = np.concatenate(
@@ -96,10 +96,10 @@ def test_a_sequence_reads_no_block_of_another():
     size = 4
     cache = KVCache.allocate(AttentionShape(1, 2, 1, DIM), 20, size, torch.float32, CPU)
     cache.storage.fill_(float("nan"))
-    spans = [Span(20, 1, np.arange(6)), Span(9, 1, np.arange(10, 13)), Span(2, 5, np.arange(15, 17))]
+    spans = [Span(20, 1, np.arange(1, 7)), Span(9, 1, np.arange(10, 13)), Span(2, 5, np.arange(15, 17))]
     for span in spans:
         cache.clear(span.blocks.tolist())
-    slots = torch.tensor([20, 49, *range(62, 67)])
+    slots = torch.tensor([24, 49, *range(62, 67)])
     q, k, v = torch.randn(7, 4, DIM).split((2, 1, 1), dim=1)
     attend = PagedAttention(cache, slots, spans, CausalMask(torch.float32, CPU))
     assert attend(0, q, k, v).isfinite().all()

@@ -1,0 +1,104 @@
+"""The flat batch and the per-sequence state against plain loops."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from mini_engine.messages import Chunk
+from mini_engine.model.config import ModelConfig
+from mini_engine.worker.batch import build_batch
+from mini_engine.worker.sequences import IntBuffer, SequenceState
+from tests.worker import tiny
+
+
+@pytest.fixture(scope="module")
+def config(checkpoint) -> ModelConfig:
+    return ModelConfig.from_dict(json.loads((checkpoint / "config.json").read_text()))
+
+
+@pytest.fixture
+def sequences(config) -> dict[str, SequenceState]:
+    return {new.request_id: SequenceState(new, config) for new in tiny.mixed_requests(tiny.MemoryMedia())}
+
+
+def test_buffer_grows_and_is_cut():
+    buffer = IntBuffer([1, 2, 3])
+    buffer.extend_at(3, range(4, 200))
+    assert buffer.array.tolist() == list(range(1, 200))
+    buffer.extend_at(2, [9])
+    assert (buffer.array.tolist(), len(buffer)) == ([1, 2, 9], 3)
+    buffer.extend_at(0, [])
+    assert buffer.array.tolist() == []
+
+
+def test_positions_go_on_from_the_prompts_last_token(sequences):
+    """A long video's last frame may have a larger position than the text after it."""
+    state = sequences["two"]
+    length = state.prompt_length
+    positions = state.positions(0, length + 3)
+    last = positions[:, length - 1]
+    assert positions.max() > last.max()
+    assert positions[:, length:].tolist() == [[int(last[0]) + i for i in (1, 2, 3)]] * 3
+    assert [state.position(length + i) for i in range(3)] == positions[0, length:].tolist()
+    assert np.array_equal(state.positions(5, length + 2), positions[:, 5 : length + 2])
+    assert np.array_equal(state.positions(length + 1, length + 2), positions[:, length + 1 : length + 2])
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_layout(sequences, block_size):
+    for state in sequences.values():
+        state.set_sampled(state.prompt_length, 77)
+    places = {"text": (10, 20), "image": (0, 5), "video": (34, 1), "two": (66, 1), "short": (0, 2), "block": (16, 1)}
+    work, blocks = [], iter(range(5, 10_000, 3))
+    for name, (start, count) in places.items():
+        sequences[name].add_blocks(0, 0, [next(blocks) for _ in range(-(-(start + count) // block_size))], block_size)
+        work.append((Chunk(name, start, count, [], name not in ("image", "text")), sequences[name]))
+    batch = build_batch(work, block_size)
+
+    contexts = [span.context for span in batch.spans if span.length == 1]
+    assert contexts == sorted(contexts, reverse=True)
+    row = 0
+    for part, span in zip(batch.parts, batch.spans, strict=True):
+        assert (part.first, part.chunk.start, part.chunk.num_tokens) == (row, span.start, span.length)
+        positions = part.sequence.positions(0, 100)
+        for index in range(span.start, part.stop):
+            assert batch.token_ids[row] == part.sequence.tokens.array[index]
+            assert batch.positions[:, row].tolist() == positions[:, index].tolist()
+            block = int(part.sequence.blocks.array[index // block_size])
+            assert batch.slots[row] == block * block_size + index % block_size
+            row += 1
+    assert row == len(batch.token_ids)
+    assert [part.chunk.request_id for part in batch.sampled] == [
+        part.chunk.request_id for part in batch.parts if part.chunk.samples
+    ]
+    last = [part.first + part.chunk.num_tokens - 1 for part in batch.sampled]
+    assert torch.equal(batch.last_rows, torch.tensor(last))
+
+
+def test_blocks_left_unwritten_are_named(sequences):
+    state = sequences["text"]
+    assert state.add_blocks(0, 32, [9, 8, 7], 16) == [7]
+    assert state.add_blocks(32, 8, [], 16) == []
+    assert state.add_blocks(40, 9, [5], 16) == [5]
+    assert state.blocks.array.tolist() == [9, 8, 7, 5]
+    assert state.add_blocks(0, 20, [1, 2], 16) == [2]
+    assert state.blocks.array.tolist() == [1, 2]
+
+
+def test_rows_of_items_within_a_chunk(sequences):
+    state = sequences["two"]
+    video, image = state.media
+    state.embeddings = [torch.arange(item.num_tokens) + 1000 * i for i, item in enumerate(state.media)]
+    whole = {first: rows.tolist() for first, rows in state.embeddings_within(0, state.prompt_length)}
+    assert whole == {video.offset: list(range(54)), image.offset: [1000, 1001, 1002, 1003]}
+    cut = [(first, rows.tolist()) for first, rows in state.embeddings_within(video.offset + 50, image.offset + 1)]
+    assert cut == [(video.offset + 50, [50, 51, 52, 53]), (image.offset, [1000])]
+    assert list(state.embeddings_within(0, video.offset)) == []
+
+
+def test_placeholders_that_fit_no_item_are_refused(config):
+    new = tiny.make_request(tiny.MemoryMedia(), "r", [1, tiny.IMAGE])
+    with pytest.raises(ValueError, match="no item left"):
+        SequenceState(new, config)

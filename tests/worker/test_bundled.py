@@ -1,0 +1,69 @@
+"""The bundled model through the runner: greedy words equal to transformers', in one batch cut into chunks."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from mini_engine.demo import evaluate, videos
+from mini_engine.demo.model import WEIGHTS
+from mini_engine.messages import MediaItem, Modality, NewSequence, SamplingParams
+from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.weights import load_model
+from mini_engine.worker.kv_cache import KVCache
+from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.normalisation import Normalisation
+from tests.worker import script, tiny
+
+SEED = 2_000_000_500  # beyond what training and its evaluation draw from
+COUNT = 24
+NUM_BLOCKS = 512
+
+
+def shown(seed: int) -> list[evaluate.Media]:
+    """A video and an image, other ones for each seed."""
+    clip, picture = videos.render(seed, num_frames=24, fps=12), videos.render_image(seed + 1)
+    video = evaluate.Media(clip.colour, clip.shape, clip.motion, clip.frames, 12.0)
+    return [video, evaluate.Media(picture.colour, picture.shape, None, picture.pixels[None])]
+
+
+def as_request(name: str, inputs: Any, media: tiny.MemoryMedia, normalise: Normalisation) -> NewSequence:
+    """A processor's output, its floats turned back into the bytes that they came from."""
+    tokens = inputs["input_ids"][0].tolist()
+    items: list[MediaItem] = []
+    kinds: list[tuple[Modality, int, str, str]] = [
+        ("image", 1, "pixel_values", "image_grid_thw"),
+        ("video", 2, "pixel_values_videos", "video_grid_thw"),
+    ]
+    mean, std = (torch.tensor(x).view(1, 3, 1) for x in (normalise.mean, normalise.std))
+    for modality, kind, values, grids in kinds:
+        if values in inputs:
+            (grid,) = [tuple(grid) for grid in inputs[grids].tolist()]
+            pixels = (inputs[values].unflatten(1, (3, -1)) * std + mean) / normalise.rescale
+            seconds = float(inputs["second_per_grid_ts"][0]) if modality == "video" else None
+            offset = (inputs["mm_token_type_ids"][0] == kind).nonzero()[0].item()
+            handle = media.put(pixels.round().to(torch.uint8).flatten(1))
+            items.append(MediaItem(modality, int(offset), len(pixels) // 4, grid, seconds, handle))
+    items.sort(key=lambda item: item.offset)
+    return NewSequence(name, tokens, SamplingParams(max_tokens=COUNT, seed=0, temperature=0.0), items)
+
+
+@pytest.mark.parametrize("budget", [16, 1000])
+def test_the_words_are_those_of_transformers(budget):
+    theirs = AutoModelForImageTextToText.from_pretrained(WEIGHTS, dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(WEIGHTS)
+    ours = load_model(WEIGHTS, TensorParallel(), torch.float32, torch.device("cpu"))
+    cache = KVCache.allocate(ours.attention_shape, NUM_BLOCKS, 16, torch.float32, torch.device("cpu"))
+    normalise, media = Normalisation.from_dir(WEIGHTS), tiny.MemoryMedia()
+    requests: list[NewSequence] = []
+    expected: dict[str, list[int]] = {}
+    for i, kind in enumerate((slice(0, 1), slice(1, 2), slice(0, 2), slice(0, 0))):
+        inputs = evaluate.processed(processor, shown(SEED + 10 * i)[kind], "Describe what you see.")
+        requests.append(as_request(str(i), inputs, media, normalise))
+        output = theirs.generate(**inputs, max_new_tokens=COUNT, do_sample=False, top_k=None)
+        expected[str(i)] = output[0, inputs["input_ids"].shape[1] :].tolist()
+    runner = ModelRunner(ours, cache, media, normalise, TensorParallel())
+    tokens = script.run(runner, script.write_steps(requests, COUNT, budget, 16, NUM_BLOCKS))
+    # The script goes on past the end token, `generate` does not.
+    assert {name: ids[: len(expected[name])] for name, ids in tokens.items()} == expected

@@ -1,0 +1,111 @@
+"""The worker's process as the supervisor starts it; this test is supervisor and engine core."""
+
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from mini_engine.child import ChildSpec
+from mini_engine.config import EngineConfig
+from mini_engine.messages import (
+    Chunk,
+    Hello,
+    Init,
+    NewSequence,
+    RankAddress,
+    Ready,
+    SamplingParams,
+    Step,
+    StepResult,
+    WorkerReady,
+)
+from mini_engine.transport import sockets
+from mini_engine.transport.codec import Encoder, decode
+from mini_engine.worker import worker
+
+INCARNATION = 5
+TIMEOUT_MS = 60_000
+
+
+@pytest.fixture
+def links(tmp_path):
+    """ROUTERs of the supervisor and of the core."""
+    context = zmq.Context()
+    bound = [sockets.bind_router(context, f"ipc://{tmp_path}/{name}") for name in ("supervisor", "core")]
+    for socket in bound:
+        socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
+    yield bound
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def process(tmp_path, links):
+    spec = ChildSpec("worker", "0.0", INCARNATION, os.getpid(), f"ipc://{tmp_path}/supervisor", "warning")
+    child = subprocess.Popen(
+        [sys.executable, "-m", "mini_engine.child", msgspec.json.encode(spec).decode()],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+    )
+    yield child
+    child.kill()
+    child.wait()
+    child.stderr.close()
+
+
+def test_from_hello_to_tokens_and_an_end_on_error(tmp_path, links, process, checkpoint, expected):
+    supervisor, core = links
+    encoder = Encoder("supervisor", 0)
+    peer, frame = supervisor.recv_multipart()
+    assert decode(frame).body == Hello("worker", "0.0")
+    rank = RankAddress(0, 0, f"{tmp_path}/tensors", f"ipc://{tmp_path}/tensors-rpc")
+    config = EngineConfig(device="cpu", kv_cache_memory_bytes=1 << 20)
+    init = Init(config, str(checkpoint), str(tmp_path), [], [f"ipc://{tmp_path}/core"], [rank])
+    supervisor.send_multipart([peer, encoder.encode(init)])
+
+    rank_peer, frame = core.recv_multipart()
+    ready = decode(frame)
+    assert (ready.sender, ready.incarnation) == ("worker 0.0", INCARNATION)
+    # Two layers, keys and values, 16 tokens, two heads of 16 in float32.
+    assert ready.body == WorkerReady(0, (1 << 20) // (2 * 2 * 16 * 2 * 16 * 4))
+    assert decode(supervisor.recv_multipart()[1]).body == Ready()
+
+    def execute(step: Step) -> StepResult:
+        core.send_multipart([rank_peer, encoder.encode(step)])
+        return decode(core.recv_multipart()[1]).body
+
+    assert execute(Step(1)) == StepResult(1)
+    new = NewSequence("short", [17], SamplingParams(max_tokens=9, seed=0, temperature=0.0), [])
+    first = execute(Step(2, started=[new], chunks=[Chunk("short", 0, 1, [0], True)]))
+    second = execute(Step(3, chunks=[Chunk("short", 1, 1, [], True)]))
+    assert [result.tokens[0].token_id for result in (first, second)] == expected["short"][:2]
+
+    core.send_multipart([rank_peer, encoder.encode(Step(4, chunks=[Chunk("unknown", 0, 1, [0], True)]))])
+    assert process.wait(timeout=20) == 1
+    assert "KeyError: 'unknown'" in process.stderr.read().decode()
+
+
+@pytest.mark.parametrize(("given", "threads"), [("3", 3), ("", 2), ("0", 2), ("x", 2)])
+def test_threads(given, threads, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(9))
+    assert worker.choose_threads(EngineConfig(tensor_parallel_size=2, data_parallel_size=2)) == threads
+
+
+def test_never_less_than_one_thread(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert worker.choose_threads(EngineConfig(tensor_parallel_size=1000)) == 1
+
+
+def test_more_workers_than_devices_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(RuntimeError, match="worker 0.1 needs CUDA device 1, but there are 1"):
+        worker.choose_device(EngineConfig(device="cuda", tensor_parallel_size=2), 0, 1)
+
+
+def test_dtype():
+    assert worker.choose_dtype(EngineConfig()) is None
+    assert worker.choose_dtype(EngineConfig(dtype="bfloat16")) is torch.bfloat16
