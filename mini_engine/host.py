@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import resource
 import shutil
 import socket
 import subprocess
@@ -74,6 +75,12 @@ def bind_listeners(config: EngineConfig) -> list[socket.socket]:
             f"cannot listen on {config.host} port {config.port}: {error.strerror}; choose another --host or --port"
         ) from None
     return listeners
+
+
+def raise_descriptor_limit() -> None:
+    """Allow this process and its children as many open files as the host lets them have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class runtime_directory:  # noqa: N801 - used as a function

@@ -18,7 +18,7 @@ import zmq
 from mini_engine import log
 from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
-from mini_engine.host import bind_listeners, load_model_config, resolve_model, runtime_directory
+from mini_engine.host import bind_listeners, load_model_config, raise_descriptor_limit, resolve_model, runtime_directory
 from mini_engine.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -69,6 +69,7 @@ class Supervisor:
         """Serve until a signal or a death ends it; returns the exit status."""
         log.setup("supervisor", self.config.log_level)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        raise_descriptor_limit()
         self.model_dir = resolve_model(self.config)
         self.model_config = load_model_config(self.model_dir)
         self.listeners = bind_listeners(self.config)

@@ -111,7 +111,7 @@ class RunningServer:
         while True:
             processes = [pid for pid in family if alive(pid)]
             files = os.listdir(self.tmpdir)
-            names = set(os.listdir("/dev/shm")) - self.shm_before
+            names = {name for name in set(os.listdir("/dev/shm")) - self.shm_before if not in_use(name)}
             if not (processes or files or names):
                 return
             assert time.monotonic() < deadline, f"left behind: {processes} {files} {names}\n{self.log}"
@@ -130,6 +130,17 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except OSError:
         return False
+
+
+def in_use(name: str) -> bool:
+    """Whether a living process maps this name of /dev/shm: then it is another program's."""
+    for entry in os.listdir("/proc"):
+        try:
+            if entry.isdigit() and f"/dev/shm/{name}" in Path(f"/proc/{entry}/maps").read_text():
+                return True
+        except OSError:
+            continue
+    return False
 
 
 def descendants(pid: int) -> list[int]:
