@@ -134,9 +134,32 @@ class EngineConfig:
     max_num_batched_tokens: int = option(
         2048, "Most tokens computed in one step; longer prompts are computed in chunks.", "Scheduling", minimum=1
     )
+    long_prefill_token_threshold: int = option(
+        0, "Most tokens of one prompt computed in one step, so that a long prompt leaves room for short ones; "
+        "0: --max-num-batched-tokens alone.", "Scheduling", minimum=0,
+    )  # fmt: skip
+    max_num_encoder_input_tokens: int | None = option(
+        None, "Most media tokens encoded in one step, and so the largest media item; "
+        "default: --max-num-batched-tokens, and no less than 16384.", "Scheduling", minimum=1,
+    )  # fmt: skip
+    encoder_cache_tokens: int = option(
+        65536, "Most media tokens whose embeddings the workers keep, for running requests and for those to come; "
+        "also the most that one prompt may hold.", "Scheduling", minimum=1,
+    )  # fmt: skip
+    enable_prefix_caching: bool = option(
+        True, "Keep the KV blocks of finished requests, for prompts that begin alike.", "Scheduling"
+    )
     block_size: int = option(16, "Tokens in one block of the KV cache.", "Scheduling", minimum=1)
-    kv_cache_memory_bytes: int = option(
-        1 << 30, "Size of each worker's KV cache, such as 512M or 4G.", "Scheduling", parse=parse_bytes, minimum=1
+    kv_cache_memory_bytes: int | None = option(
+        None, "Size of each worker's KV cache, such as 512M or 4G; default: 1G on the CPU, "
+        "--gpu-memory-utilization on CUDA.", "Scheduling", parse=parse_bytes, minimum=1,
+    )  # fmt: skip
+    gpu_memory_utilization: float = option(
+        0.9, "Share of a CUDA device's memory that weights and KV cache may take together; no effect on the CPU.",
+        "Scheduling", minimum=0.05, maximum=1.0,
+    )  # fmt: skip
+    num_gpu_blocks_override: int | None = option(
+        None, "Number of KV-cache blocks, on any device, whatever the memory.", "Scheduling", minimum=1
     )
 
     async_scheduling: bool = option(

@@ -76,6 +76,9 @@ class MediaItem(msgspec.Struct, frozen=True):
     grid_thw: tuple[int, int, int]  # patches: frames / temporal_patch_size, height / patch_size, width / patch_size
     second_per_grid: float | None  # seconds between temporal patches; None for an image
     patches: Tensor  # uint8 [t * h * w, 3 * temporal_patch_size * patch_size**2], neither rescaled nor normalised
+    # 16 bytes over the media's own bytes, the sampling, the processor's settings and the model: equal hashes, equal
+    # patches. Empty: the item is like no other.
+    media_hash: bytes = b""
 
 
 # --- handshake: supervisor and its children --------------------------------------------------------------------------
@@ -123,6 +126,8 @@ class EngineLimits(msgspec.Struct, frozen=True):
     max_model_len: int  # tokens, prompt and output together
     num_blocks: int
     block_size: int  # tokens
+    max_item_tokens: int  # most tokens of one media item: the vision tower's budget of a step
+    max_prompt_media_tokens: int  # most tokens of all media items of one prompt: the encoder cache's budget
 
 
 class Ready(Message, frozen=True):
@@ -160,8 +165,21 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
+    min_p: float = 0.0  # 0 is off
     repetition_penalty: float = 1.0  # 1 is off; counts tokens of the prompt and of the output
-    stop_token_ids: list[int] = []  # the model's end-of-sequence tokens among them
+    presence_penalty: float = 0.0  # counts tokens of the output, as the next
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: list[int] = []  # the model's end-of-sequence tokens among them, unless they are to be ignored
+    min_tokens: int = 0  # no stop token is sampled before there are this many
+    logprobs: int | None = None  # give the logarithm of each sampled token's probability, and of this many likeliest
+
+
+class Sibling(msgspec.Struct, frozen=True, array_like=True):
+    """A further sample (`n` > 1) of a request: everything is the request's but the id and the seed."""
+
+    request_id: str
+    seed: int
 
 
 class NewRequest(Message, frozen=True):
@@ -171,6 +189,9 @@ class NewRequest(Message, frozen=True):
     prompt_token_ids: list[int]
     sampling: SamplingParams
     media: list[MediaItem] = []
+    priority: int = 0  # lower goes first
+    cache_salt: str = ""  # prefix-cache blocks are shared only within one salt
+    siblings: list[Sibling] = []  # each ends in a finish message of its own
 
 
 class Finish(Message, frozen=True):
@@ -183,6 +204,19 @@ class Finish(Message, frozen=True):
     reason: FinishReason
 
 
+class ResetCaches(Message, frozen=True):
+    """API server -> core: forget every prefix and every encoded item that no running request uses."""
+
+    number: int  # comes back in `CachesReset`
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithm of a token's probability before temperature, penalties and filters."""
+
+    token_id: int
+    logprob: float
+
+
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request. The one with a `finish_reason` is the last, and there is exactly one."""
 
@@ -190,6 +224,10 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     error: str | None = None  # with "error": what a client may read
+    logprobs: list[
+        list[TokenLogprob]
+    ] = []  # one for each of `token_ids` if asked for: the token itself, then the likeliest
+    num_cached_tokens: int = 0  # with the first tokens: how many of the prompt's tokens the prefix cache held
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
@@ -197,15 +235,33 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 
     running: int
     waiting: int
-    kv_blocks_used: int
+    kv_blocks_used: int  # held by requests; cached blocks that nobody holds are free
     kv_blocks_total: int
+    encoder_cache_tokens: int = 0
+
+
+class EngineCounters(msgspec.Struct, frozen=True, array_like=True):
+    """What has happened in an engine core since it last told; each event is told to one API server only."""
+
+    prefix_cache_queries: int = 0  # prompt tokens looked up
+    prefix_cache_hits: int = 0  # prompt tokens found
+    encoder_cache_queries: int = 0  # media items needed
+    encoder_cache_hits: int = 0  # media items found encoded, or on the way to be
+    preemptions: int = 0
 
 
 class Outputs(Message, frozen=True):
-    """Core -> API server: what one retired step brought for its requests, and the engine's gauges."""
+    """Core -> API server: what one retired step brought for its requests, and the engine's figures."""
 
     outputs: list[RequestOutput]
     stats: EngineStats
+    counters: EngineCounters = EngineCounters()
+
+
+class CachesReset(Message, frozen=True):
+    """Core -> API server: `ResetCaches(number)` is done."""
+
+    number: int
 
 
 class Consumed(Message, frozen=True):
@@ -235,12 +291,14 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     start: int
     num_tokens: int
-    block_ids: list[int]  # blocks added to the sequence's table by this step; all of them when start is 0
+    block_ids: list[int]  # blocks added to the sequence's table by this step
     samples: bool  # True when the chunk reaches the last known token: sample the next one
+    restart: bool = False  # the table begins anew, with `block_ids`; tokens before `start` are in them already
 
 
 class EncodeItem(msgspec.Struct, frozen=True, array_like=True):
-    """Run the vision tower on media item `index` of a sequence; its embeddings stay until the sequence ends."""
+    """Run the vision tower on media item `index` of a sequence; its embeddings stay in the rank's encoder cache, under
+    the item's hash and for every sequence that has it, until `Step.evict` names the hash."""
 
     request_id: str
     index: int
@@ -254,6 +312,7 @@ class Step(Message, frozen=True):
 
     number: int
     finished: list[str] = []  # forget these sequences
+    evict: list[bytes] = []  # drop these media hashes from the encoder cache
     started: list[NewSequence] = []
     encode: list[EncodeItem] = []
     chunks: list[Chunk] = []
@@ -264,6 +323,7 @@ class Step(Message, frozen=True):
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     token_id: int
+    logprobs: list[TokenLogprob] = []  # if asked for: the token itself, then the likeliest
 
 
 class StepResult(Message, frozen=True):
@@ -331,7 +391,7 @@ class ProbeResult(Message, frozen=True):
 
 AnyMessage = (
     Hello | Init | Ready | Start | Serving | PeerGone
-    | NewRequest | Finish | Outputs | Consumed
+    | NewRequest | Finish | ResetCaches | Outputs | Consumed | CachesReset
     | Step | StepResult | WorkerReady | MediaReady | MediaFailed
     | TensorMessage | ProbeResult
 )  # fmt: skip

@@ -327,4 +327,4 @@ def engine_limits(config: EngineConfig, model: ModelConfig, blocks: BlockPool) -
             "the KV cache holds %d tokens, so requests are limited to that instead of %d; "
             "raise --kv-cache-memory-bytes for more", capacity, wanted,
         )  # fmt: skip
-    return EngineLimits(min(wanted, capacity), blocks.num_blocks, blocks.block_size)
+    return EngineLimits(min(wanted, capacity), blocks.num_blocks, blocks.block_size, wanted, wanted)

@@ -18,7 +18,7 @@ from PIL import Image
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (225, 30, 35),
-    "green": (30, 170, 45),
+    "green": (35, 190, 55),
     "blue": (30, 60, 225),
     "yellow": (245, 225, 25),
     "orange": (250, 135, 10),
@@ -115,8 +115,8 @@ def make_scene(seed: int, **fixed: object) -> Scene:
     motion = str(rng.choice(MOTIONS))
     short, aspect = int(rng.integers(96, 257)), float(rng.choice(ASPECTS))
     fps, seconds = int(rng.choice(FRAME_RATES)), rng.uniform(1.0, 3.0)
-    size, travel, along, across = rng.uniform(0.28, 0.5), rng.uniform(0.3, 0.6), rng.uniform(), rng.uniform()
-    base = rng.integers(15, 116)
+    size, travel, along, across = rng.uniform(0.32, 0.52), rng.uniform(0.3, 0.6), rng.uniform(), rng.uniform()
+    base = rng.integers(15, 96)
     tints = rng.integers(-14, 15, (2, 3)) + base + np.array([[0], [1]]) * rng.integers(-25, 26)
     drawn: dict[str, object] = {
         "colour": colour,
@@ -129,7 +129,7 @@ def make_scene(seed: int, **fixed: object) -> Scene:
         "size": size,
         "travel": travel,
         "angle": rng.uniform(-0.2, 0.2),
-        "backgrounds": tuple(tuple(int(v) for v in np.clip(t, 0, 140)) for t in tints),
+        "backgrounds": tuple(tuple(int(v) for v in np.clip(t, 0, 120)) for t in tints),
         "noise": float(rng.choice([0.0, rng.uniform(0, 8)])),
         "seed": seed,
     }

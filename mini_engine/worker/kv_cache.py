@@ -77,7 +77,8 @@ def count_blocks(config: EngineConfig, shape: AttentionShape, dtype: torch.dtype
         ValueError: not a single block fits.
     """
     block_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize * config.block_size
-    fit = config.kv_cache_memory_bytes // block_bytes
+    memory = config.kv_cache_memory_bytes or 1 << 30
+    fit = memory // block_bytes
     if not fit:
-        raise ValueError(f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}: one block needs {block_bytes}")
+        raise ValueError(f"--kv-cache-memory-bytes {memory}: one block needs {block_bytes}")
     return min(fit, config.max_num_seqs * -(-longest // config.block_size))
