@@ -1,27 +1,31 @@
 """The engine core's process: receive -> schedule -> dispatch -> retire -> send.
 
-It sees requests as token counts, block ids and handles. It has no tensor, no tokenizer, no CUDA and no torch, and it
-sleeps in one poller until a message comes or a deadline passes.
+It sees requests as tokens, block ids and handles. It has no tensor, no tokenizer, no CUDA and no torch, and it sleeps
+in one poller until a message comes or a deadline passes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections import deque
 
-import zmq
-
 from mini_engine.child import Child
 from mini_engine.config import EngineConfig
 from mini_engine.core.directory import MediaDirectory
+from mini_engine.core.encoder_cache import EncoderCache
 from mini_engine.core.kv_blocks import BlockPool
-from mini_engine.core.request import Request
-from mini_engine.core.scheduler import Scheduler
+from mini_engine.core.limits import budgets, engine_limits
+from mini_engine.core.links import Links
+from mini_engine.core.request import Request, family
+from mini_engine.core.scheduler import Plan, Scheduler, Work
+from mini_engine.core.validation import problem_with
 from mini_engine.messages import (
-    AnyMessage,
+    CachesReset,
     Consumed,
+    EngineCounters,
     EngineLimits,
     EngineStats,
     Envelope,
@@ -34,13 +38,13 @@ from mini_engine.messages import (
     Outputs,
     PeerGone,
     RequestOutput,
+    ResetCaches,
+    SampledToken,
     Step,
     StepResult,
-    WorkerReady,
 )
 from mini_engine.model.config import ModelConfig
 from mini_engine.transport import sockets
-from mini_engine.transport.codec import Encoder, decode
 
 logger = logging.getLogger(__name__)
 
@@ -53,23 +57,31 @@ class InFlight:
     """A dispatched step, until all ranks have reported it."""
 
     step: Step
+    work: list[Work]
+    encoded_hashes: list[bytes]
     reported: int = 0
-    result: StepResult | None = None  # of rank 0
+    tokens: list[SampledToken] = dataclasses.field(default_factory=list)  # from rank 0
 
 
 class EngineCore:
     """One engine: its requests, its scheduler, and the sockets to API servers and ranks."""
 
-    def __init__(self, config: EngineConfig, links: Links, blocks: BlockPool):
+    def __init__(self, config: EngineConfig, model: ModelConfig, limits: EngineLimits, links: Links):
+        self.config = config
+        self.model = model
+        self.limits = limits
         self.links = links
         self.directory = MediaDirectory(config.tensor_parallel_size)
-        self.scheduler = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, self._media_ready)
-        self.num_ranks = config.tensor_parallel_size
+        self.blocks = BlockPool(limits.num_blocks, limits.block_size)
+        self.encoder = EncoderCache(config.encoder_cache_tokens)
+        self.scheduler = Scheduler(self.blocks, self.encoder, budgets(config))
         self.max_in_flight = 2 if config.async_scheduling else 1
         self.requests: dict[str, Request] = {}
-        self.media_deadlines: deque[tuple[float, Request]] = deque()
+        self.arrivals = itertools.count()
+        self.awaiting_media: dict[str, tuple[float, Request]] = {}  # by id, with the deadline, soonest first
+        self.waiters: dict[MessageId, Request] = {}  # of those, by tensor message
         self.in_flight: deque[InFlight] = deque()
-        self.step_number = 0
+        self.step_numbers = itertools.count(1)
         self.gone: set[int] = set()  # dead incarnations: what they sent and still send is void
         # What the next step has to tell the ranks beside its work:
         self.finished: list[str] = []
@@ -82,65 +94,96 @@ class EngineCore:
     def run(self) -> None:
         """Serve for good; ends with the process, or with an exception."""
         while True:
-            self._receive()
-            self._expire_media()
-            while len(self.in_flight) < self.max_in_flight and self._dispatch():
-                pass
-            self._send()
+            self.turn()
+
+    def turn(self) -> None:
+        """Handle what has come, keep the ranks busy, tell the API servers."""
+        self._receive()
+        self._expire_media()
+        while len(self.in_flight) < self.max_in_flight and self._dispatch():
+            pass
+        self._send()
 
     # --- receive -----------------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
         """Wait for messages, then handle all that are there."""
-        timeout = max(0.0, self.media_deadlines[0][0] - time.monotonic()) if self.media_deadlines else None
+        timeout = None
+        if self.awaiting_media:
+            deadline, _ = next(iter(self.awaiting_media.values()))
+            timeout = max(0.0, deadline - time.monotonic())
         for envelope in self.links.receive(timeout):
             if envelope.incarnation not in self.gone:
                 self._handle(envelope)
 
     def _handle(self, envelope: Envelope) -> None:
         match envelope.body:
+            case StepResult() as result:
+                self._on_step_result(result)
             case NewRequest() as new:
-                self._accept(Request(new, envelope.sender, envelope.incarnation))
+                self._accept(new, envelope.sender, envelope.incarnation)
             case Finish(request_id=request_id, reason=reason):
                 if (request := self.requests.get(request_id)) is not None:
                     self._finish(request, reason)
-            case StepResult() as result:
-                self._on_step_result(result)
             case MediaReady(rank=rank, message=message):
                 self.directory.report(message, rank, usable=True)
+                self._start_if_ready(message)
             case MediaFailed(message=message, rank=rank, why=why):
                 logger.error("rank %d cannot use tensor message %d: %s", rank, message.number, why)
                 self.directory.report(message, rank, usable=False)
                 self._fail_media(message)
+            case ResetCaches(number=number):
+                self.blocks.forget_prefixes()
+                self.encoder.forget_unused()
+                self.links.send(sockets.identity(envelope.sender, envelope.incarnation), CachesReset(number))
             case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
                 self._on_api_server_gone(sender, incarnation)
 
-    def _accept(self, request: Request) -> None:
-        self.requests[request.id] = request
-        self.scheduler.add(request)
-        if self.directory.has_failed(request.messages):
-            self._finish(request, "error", MEDIA_LOST)
-        elif request.media:
-            self.media_deadlines.append((time.monotonic() + MEDIA_TIMEOUT_SECONDS, request))
+    # --- accept ------------------------------------------------------------------------------------------------------
 
-    def _media_ready(self, request: Request) -> bool:
-        return request.num_encoded == len(request.media) or self.directory.is_ready(request.messages)
+    def _accept(self, new: NewRequest, sender: str, incarnation: int) -> None:
+        """Take a request and its siblings in: each of them ends exactly once from here on."""
+        lead = family(new, sender, incarnation, self.arrivals, self.config.enable_prefix_caching)
+        members = [lead, *lead.siblings]
+        self.requests.update((request.id, request) for request in members)
+        problem = problem_with(lead.new, self.model, self.limits)
+        if problem is not None or self.directory.has_failed(lead.messages):
+            self._finish_family(lead, problem or MEDIA_LOST)
+        else:
+            self._start(lead)
+
+    def _start(self, request: Request) -> None:
+        """Queue a request, as soon as its media are on all ranks."""
+        if request.released or self.directory.is_ready(request.messages):
+            self.scheduler.add(request)
+            return
+        self.awaiting_media[request.id] = (time.monotonic() + MEDIA_TIMEOUT_SECONDS, request)
+        for message in request.messages:
+            self.waiters[message] = request
+
+    def _start_if_ready(self, message: MessageId) -> None:
+        request = self.waiters.get(message)
+        if request is not None and self.directory.is_ready(request.messages):
+            self._stop_waiting(request)
+            self.scheduler.add(request)
+
+    def _stop_waiting(self, request: Request) -> None:
+        if self.awaiting_media.pop(request.id, None) is not None:
+            for message in request.messages:
+                del self.waiters[message]
 
     def _expire_media(self) -> None:
-        """End the requests whose media did not come in time; requests that got theirs leave the line unharmed."""
-        while self.media_deadlines:
-            deadline, request = self.media_deadlines[0]
-            waiting = self.requests.get(request.id) is request and not self._media_ready(request)
-            if waiting and deadline > time.monotonic():
+        """End the requests whose media did not come in time."""
+        for deadline, request in list(self.awaiting_media.values()):
+            if deadline > time.monotonic():
                 return
-            self.media_deadlines.popleft()
-            if waiting:
-                logger.error("%s: media not on all ranks after %.0f s", request.id, MEDIA_TIMEOUT_SECONDS)
-                self._finish(request, "error", MEDIA_LOST)
+            logger.error("%s: media not on all ranks after %.0f s", request.id, MEDIA_TIMEOUT_SECONDS)
+            self._finish_family(request, MEDIA_LOST)
 
     def _fail_media(self, message: MessageId) -> None:
-        for request in [request for request in self.requests.values() if message in request.messages]:
-            self._finish(request, "error", MEDIA_LOST)
+        request = self.waiters.get(message)
+        if request is not None:
+            self._finish_family(request, MEDIA_LOST)
 
     def _on_api_server_gone(self, sender: str, incarnation: int) -> None:
         """Its requests end without anybody to tell, and the ranks forget its tensors."""
@@ -160,24 +203,35 @@ class EngineCore:
     def _dispatch(self) -> bool:
         """Send the next step to every rank; False when there is nothing to do or to tell."""
         plan = self.scheduler.schedule()
-        if not (plan.chunks or self.finished or self.release or self.drop_senders):
+        self._release_encoded(plan)
+        if not (plan.chunks or self.finished or self.release or self.drop_senders or self.encoder.evicted):
             return False
-        for request in plan.encoded:
-            self.release += request.messages
-        self.step_number += 1
         step = Step(
-            self.step_number,
+            next(self.step_numbers),
             finished=self.finished,
+            evict=self.encoder.evicted,
             started=plan.started,
             encode=plan.encode,
             chunks=plan.chunks,
             release=self.release,
             drop_senders=self.drop_senders,
         )
-        self.finished, self.release, self.drop_senders = [], [], []
+        self.finished, self.release, self.drop_senders, self.encoder.evicted = [], [], [], []
         self.links.send_step(step)
-        self.in_flight.append(InFlight(step))
+        self.in_flight.append(InFlight(step, plan.work, plan.encoded_hashes))
         return True
+
+    def _release_encoded(self, plan: Plan) -> None:
+        """Tensors whose items are all encoded, or are by this step, are of no more use."""
+        for work in plan.work:
+            request = work.request
+            if not request.released and all(self.encoder.holds(value) for value in request.media_tokens):
+                self._release(request)
+
+    def _release(self, request: Request) -> None:
+        if not request.released:
+            request.released = True
+            self.release += request.messages
 
     # --- retire ------------------------------------------------------------------------------------------------------
 
@@ -185,125 +239,124 @@ class EngineCore:
         flight = next(flight for flight in self.in_flight if flight.step.number == result.number)
         flight.reported += 1
         if result.tokens:
-            flight.result = result
-        while self.in_flight and self.in_flight[0].reported == self.num_ranks:
+            flight.tokens = result.tokens
+        while self.in_flight and self.in_flight[0].reported == self.config.tensor_parallel_size:
             self._retire(self.in_flight.popleft())
 
     def _retire(self, flight: InFlight) -> None:
-        """All ranks have run this step: deliver its tokens, and give back the memory that no rank will read again."""
-        tokens = flight.result.tokens if flight.result is not None else []
-        for sampled in tokens:
+        """All ranks have run this step: publish what it computed, deliver its tokens, and give back the memory that no
+        rank will read again."""
+        for value in flight.encoded_hashes:
+            self.encoder.retire(value)
+        for work in flight.work:
+            if work.epoch == work.request.epoch:  # else it has ended, or lost its blocks, while the step ran
+                self._publish(work.request, work.end)
+        for sampled in flight.tokens:
             request = self.requests.get(sampled.request_id)
             if request is not None:  # it may have ended while the step ran: then nobody wants the token
-                self._deliver(request, sampled.token_id)
+                self._deliver(request, sampled)
         for message in flight.step.release:
             self.directory.released(message)
-            self.consumed.setdefault(self._owner(message), []).append(message)
+            owner = self.links.identities.get(message.incarnation)
+            if owner is not None:
+                self.consumed.setdefault(owner, []).append(message)
 
-    def _deliver(self, request: Request, token_id: int) -> None:
-        request.num_delivered += 1
-        sampling = request.new.sampling
-        if token_id in sampling.stop_token_ids:
-            self._finish(request, "stop", token_ids=[token_id])
-        elif request.num_delivered == sampling.max_tokens:
-            self._finish(request, "length", token_ids=[token_id])
-        else:
-            self._output(request, RequestOutput(request.id, [token_id]))
+    def _publish(self, request: Request, end: int) -> None:
+        """Make the blocks that are full up to token `end` findable; start the siblings once the prompt is there."""
+        full = end // self.blocks.block_size
+        if full > request.num_published:
+            hashes = request.block_hashes(self.blocks.block_size)
+            for index in range(request.num_published, min(full, len(hashes))):
+                self.blocks.publish(request.blocks[index], hashes[index])
+            request.num_published = full
+        if request.siblings and end >= request.num_prompt:
+            for sibling in request.siblings:
+                sibling.lead = None
+                self.scheduler.add(sibling)
+            request.siblings = []
+
+    def _deliver(self, request: Request, sampled: SampledToken) -> None:
+        first = not request.num_delivered
+        request.tokens.append(sampled.token_id)
+        reason: FinishReason | None = None
+        if sampled.token_id in request.sampling.stop_token_ids:
+            reason = "stop"
+        elif request.num_delivered == request.sampling.max_tokens:
+            reason = "length"
+        output = RequestOutput(
+            request.id,
+            [sampled.token_id],
+            reason,
+            logprobs=[sampled.logprobs] if sampled.logprobs else [],
+            num_cached_tokens=(request.num_cached or 0) if first else 0,
+        )
+        self._output(request, output)
+        if reason is not None:
+            self._remove(request)
 
     # --- end of a request --------------------------------------------------------------------------------------------
 
-    def _finish(
-        self, request: Request, reason: FinishReason, error: str | None = None, token_ids: list[int] | None = None
-    ) -> None:  # fmt: skip
-        """The one end of a request whose API server lives."""
+    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """End a request for another reason than its tokens."""
         self._remove(request)
-        self._output(request, RequestOutput(request.id, token_ids or [], reason, error))
-        if request.num_encoded < len(request.media):
-            self.release += request.messages
+        self._output(request, RequestOutput(request.id, [], reason, error))
+
+    def _finish_family(self, request: Request, error: str) -> None:
+        for member in [*request.siblings, request]:
+            self._finish(member, "error", error)
 
     def _remove(self, request: Request) -> None:
+        """The one end of a request: nothing of it is left but what dispatched steps still compute."""
         del self.requests[request.id]
+        self._stop_waiting(request)
         self.scheduler.remove(request)
         if request.announced:
             self.finished.append(request.id)
+        if request.lead is not None:
+            request.lead.siblings.remove(request)
+        if request.siblings:
+            self._promote(request)
+        self._release(request)
+
+    def _promote(self, request: Request) -> None:
+        """The first of its siblings takes its place, and its tensors."""
+        heir, *rest = request.siblings
+        heir.siblings, request.siblings, heir.lead = rest, [], None
+        for sibling in rest:
+            sibling.lead = heir
+        heir.released, request.released = request.released, True
+        self._start(heir)
 
     # --- send --------------------------------------------------------------------------------------------------------
 
     def _output(self, request: Request, output: RequestOutput) -> None:
         self.outputs.setdefault(sockets.identity(request.sender, request.incarnation), []).append(output)
 
-    def _owner(self, message: MessageId) -> bytes:
-        return self.links.identities.get(message.incarnation, b"")
-
     def _send(self) -> None:
         """Tell each API server what this turn brought."""
         if self.outputs:
-            stats = self._stats()
+            stats, counters = self._stats(), self._take_counters()
             for peer, outputs in self.outputs.items():
-                self.links.send(peer, Outputs(outputs, stats))
+                self.links.send(peer, Outputs(outputs, stats, counters))
+                counters = EngineCounters()
             self.outputs = {}
         for peer, messages in self.consumed.items():
             self.links.send(peer, Consumed(messages))
         self.consumed = {}
 
     def _stats(self) -> EngineStats:
-        blocks = self.scheduler.blocks
+        running = len(self.scheduler.running)
         return EngineStats(
-            len(self.scheduler.running), len(self.scheduler.waiting), blocks.num_used, blocks.num_blocks
-        )  # fmt: skip
+            running,
+            len(self.requests) - running,
+            self.blocks.num_used,
+            self.blocks.num_blocks,
+            self.encoder.num_tokens,
+        )
 
-
-class Links:
-    """The core's sockets: one to the supervisor, one for API servers, one for its ranks."""
-
-    def __init__(self, child: Child, api_endpoint: str, worker_endpoint: str, num_ranks: int):
-        self.encoder: Encoder = child.encoder
-        self.api = sockets.bind_router(child.context, api_endpoint)
-        self.workers = sockets.bind_router(child.context, worker_endpoint)
-        self.ranks = [b""] * num_ranks  # addresses on `workers`
-        self.identities: dict[int, bytes] = {}  # addresses on `api`, by incarnation
-        self.sockets = (child.supervisor, self.workers, self.api)
-        self.poller = zmq.Poller()
-        for socket in self.sockets:
-            self.poller.register(socket, zmq.POLLIN)
-
-    def receive(self, timeout: float | None) -> list[Envelope]:
-        """All messages that are there; waits at most `timeout` seconds for the first."""
-        self.poller.poll(None if timeout is None else int(timeout * 1000) + 1)
-        envelopes = []
-        for socket in self.sockets:
-            while True:
-                try:
-                    *peer, frame = socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                envelope = decode(frame)
-                if socket is self.api:
-                    self.identities[envelope.incarnation] = peer[0]
-                elif isinstance(envelope.body, WorkerReady):
-                    self.ranks[envelope.body.rank] = peer[0]
-                envelopes.append(envelope)
-        return envelopes
-
-    def wait_for_workers(self) -> list[WorkerReady]:
-        """Block until every rank has loaded."""
-        ready: list[WorkerReady] = []
-        while len(ready) < len(self.ranks):
-            ready += [envelope.body for envelope in self.receive(None) if isinstance(envelope.body, WorkerReady)]
-        return ready
-
-    def send_step(self, step: Step) -> None:
-        """The same step to every rank."""
-        frame = self.encoder.encode(step)
-        for rank in self.ranks:
-            self.workers.send_multipart([rank, frame], zmq.NOBLOCK)
-
-    def send(self, peer: bytes, body: AnyMessage) -> None:
-        """To an API server. One that is gone, or reads nothing any more, is left to the supervisor."""
-        try:
-            self.api.send_multipart([peer, self.encoder.encode(body)], zmq.NOBLOCK)
-        except zmq.ZMQError:
-            logger.debug("%s does not take %s", peer.decode(), type(body).__name__)
+    def _take_counters(self) -> EngineCounters:
+        counters, self.scheduler.counters = self.scheduler.counters, type(self.scheduler.counters)()
+        return EngineCounters(*dataclasses.astuple(counters))
 
 
 def run(child: Child) -> None:
@@ -312,19 +365,8 @@ def run(child: Child) -> None:
     config, engine = init.config, int(child.index)
     model = ModelConfig.from_dir(init.model_dir)
     links = Links(child, init.cores[engine], init.core_workers[engine], config.tensor_parallel_size)
-    blocks = BlockPool(min(ready.num_blocks for ready in links.wait_for_workers()), config.block_size)
-    core = EngineCore(config, links, blocks)
-    child.ready(limits=engine_limits(config, model, blocks))
+    num_blocks = min(ready.num_blocks for ready in links.wait_for_workers())
+    limits = engine_limits(config, model, num_blocks)
+    core = EngineCore(config, model, limits, links)
+    child.ready(limits=limits)
     core.run()
-
-
-def engine_limits(config: EngineConfig, model: ModelConfig, blocks: BlockPool) -> EngineLimits:
-    """What one request may ask for: what the model was made for, or less if the KV cache holds less."""
-    wanted = config.max_model_len or model.text.max_position_embeddings
-    capacity = blocks.num_blocks * blocks.block_size
-    if capacity < wanted:
-        logger.warning(
-            "the KV cache holds %d tokens, so requests are limited to that instead of %d; "
-            "raise --kv-cache-memory-bytes for more", capacity, wanted,
-        )  # fmt: skip
-    return EngineLimits(min(wanted, capacity), blocks.num_blocks, blocks.block_size, wanted, wanted)

@@ -1,8 +1,17 @@
-"""The pool of KV-cache blocks: who holds which. It knows block ids, not tensors."""
+"""The pool of KV-cache blocks: who holds which, and which hold a prefix that can be found again.
+
+It knows block ids and hashes, not tensors. A block is either held (by one sequence or by several that share it) or
+free; a free block may still be cached: then it is taken for something else only when no plain one is left, the one
+unused for longest first.
+
+Copy-on-write is not needed: only full blocks are ever shared, and a sequence writes each slot once, past all of its
+full blocks. A sequence that shares a prefix computes the rest of a block that is not full again, in one of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
@@ -13,28 +22,84 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int):
         self.num_blocks = num_blocks
         self.block_size = block_size
-        # The block freed last goes out first: memory that was never written to stays untouched.
-        self._free = list(reversed(range(num_blocks)))
+        self._holders = [0] * num_blocks
+        # The plain block freed last goes out first: memory that was never written to stays untouched.
+        self._plain = list(reversed(range(num_blocks)))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # free, longest unused first
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that nobody holds, cached ones among them."""
+        return len(self._plain) + len(self._cached)
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks, or None when there are not that many; then nothing was taken."""
-        if count > len(self._free):
+        """`count` blocks without content, or None when there are not that many; then nothing was taken."""
+        if count > self.num_free:
             return None
-        return [self._free.pop() for _ in range(count)]
+        return [self._take() for _ in range(count)]
 
-    def free(self, blocks: Iterable[int]) -> None:
-        """Give blocks back."""
-        self._free.extend(blocks)
-        assert len(self._free) <= self.num_blocks, "a block was freed twice"
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
+        """The cached blocks of the longest prefix of `hashes` that is known; not held yet."""
+        found = []
+        for value in hashes:
+            block = self._block_of.get(value)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Become one more holder of blocks that `find` gave."""
+        for block in blocks:
+            if not self._holders[block]:
+                del self._cached[block]
+            self._holders[block] += 1
+
+    def num_idle(self, blocks: Iterable[int]) -> int:
+        """How many of these nobody holds: `hold` would take that many out of `num_free`."""
+        return sum(not self._holders[block] for block in blocks)
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Stop holding a sequence's blocks. Its last ones are the first to be reused: who shares a prefix needs all
+        that comes before."""
+        for block in reversed(blocks):
+            assert self._holders[block] > 0, f"block {block} is freed more often than held"
+            self._holders[block] -= 1
+            if self._holders[block]:
+                continue
+            if block in self._hash_of:
+                self._cached[block] = None
+            else:
+                self._plain.append(block)
+
+    def publish(self, block: int, value: bytes) -> None:
+        """`block` is full, and what it holds is known under `value`. The first block of a hash stays the one found."""
+        if value not in self._block_of and block not in self._hash_of:
+            self._block_of[value] = block
+            self._hash_of[block] = value
+
+    def forget_prefixes(self) -> None:
+        """No prefix is found any more; held blocks stay held."""
+        self._hash_of.clear()
+        self._block_of.clear()
+        self._plain += self._cached
+        self._cached.clear()
+
+    def _take(self) -> int:
+        if self._plain:
+            block = self._plain.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            del self._block_of[self._hash_of.pop(block)]
+        self._holders[block] = 1
+        return block

@@ -1,37 +1,79 @@
-"""A request as the engine core sees it: token counts, block ids and handles."""
+"""A request as the engine core sees it: tokens, block ids and handles."""
 
 from __future__ import annotations
 
+import array
 import dataclasses
+import hashlib
+import os
+from collections.abc import Iterator
 
-from mini_engine.messages import MediaItem, MessageId, NewRequest
+import msgspec
+
+from mini_engine.messages import MediaItem, MessageId, NewRequest, SamplingParams
+
+HASH_BYTES = 16
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Request:
-    """One accepted request. The ranks hold its tokens; the core only counts them."""
+    """One accepted sample of a request: the ranks compute its tokens, the core counts them.
+
+    Tokens that dispatched steps are going to sample count as known before they are: a step can be scheduled on top of
+    them while the one before it runs.
+    """
 
     new: NewRequest
+    id: str
+    seed: int
     sender: str
     incarnation: int
+    arrival: int  # counts up over the requests of an engine
+    prefix_salt: bytes | None  # what its blocks are shared within; None when they are not
+    siblings: list[Request] = dataclasses.field(default_factory=list)  # they start when its prompt is computed
+    lead: Request | None = None  # whose prompt it waits for
+    tokens: list[int] = dataclasses.field(default_factory=list)  # the prompt and the output reported so far
     num_computed: int = 0  # tokens whose keys and values are in the cache once the dispatched steps have run
     num_sampled: int = 0  # output tokens sampled by dispatched steps, those not reported yet among them
-    num_delivered: int = 0  # output tokens reported and sent on
     blocks: list[int] = dataclasses.field(default_factory=list)
-    num_encoded: int = 0  # media items whose embeddings the ranks hold
+    hashes: list[bytes] = dataclasses.field(default_factory=list)  # of the full blocks of `tokens`
+    num_published: int = 0  # of `blocks`: those that others can find, or that it found itself
+    epoch: int = 0  # raised when it loses its blocks
+    restarts: bool = True  # the ranks' block table for it begins anew with its next chunk
     announced: bool = False  # the ranks know the sequence
+    holds_media: bool = False  # its items are reserved in the encoder cache
+    released: bool = False  # its tensor messages were given back, or are about to be
+    num_cached: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
 
-    @property
-    def id(self) -> str:
-        return self.new.request_id
+    def __post_init__(self) -> None:
+        self.tokens = list(self.new.prompt_token_ids)
 
     @property
     def media(self) -> list[MediaItem]:
         return self.new.media
 
     @property
+    def media_tokens(self) -> dict[bytes, int]:
+        """Its distinct media items: hash -> tokens."""
+        return {item.media_hash: item.num_tokens for item in self.media}
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.new.sampling
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: by priority, then by arrival."""
+        return self.new.priority, self.arrival
+
+    @property
     def num_prompt(self) -> int:
         return len(self.new.prompt_token_ids)
+
+    @property
+    def num_delivered(self) -> int:
+        """Output tokens reported and sent on."""
+        return len(self.tokens) - self.num_prompt
 
     @property
     def num_known(self) -> int:
@@ -41,9 +83,56 @@ class Request:
     @property
     def num_missing(self) -> int:
         """Known tokens that no dispatched step computes; 0 when no further token is wanted."""
-        return 0 if self.num_sampled >= self.new.sampling.max_tokens else self.num_known - self.num_computed
+        return 0 if self.num_sampled >= self.sampling.max_tokens else self.num_known - self.num_computed
 
     @property
     def messages(self) -> list[MessageId]:
         """The tensor messages that carry its media, each once."""
         return list(dict.fromkeys(item.patches.message for item in self.media))
+
+    def block_hashes(self, block_size: int) -> list[bytes]:
+        """A hash for each full block of `tokens`: of its tokens, the media that lie in it, and all before it.
+
+        Chained, so that equal hashes mean equal prefixes; the chain begins with the salt. An item counts in each of
+        its blocks, with the place where it begins: its placeholders alone would look like any other's.
+        """
+        if self.prefix_salt is None:
+            return []
+        while (len(self.hashes) + 1) * block_size <= len(self.tokens):
+            start = len(self.hashes) * block_size
+            end = start + block_size
+            digest = hashlib.blake2b(self.hashes[-1] if self.hashes else self.prefix_salt, digest_size=HASH_BYTES)
+            digest.update(array.array("q", self.tokens[start:end]).tobytes())
+            for item in self.media:
+                if item.offset < end and item.offset + item.num_tokens > start:
+                    digest.update(item.media_hash)
+                    digest.update((item.offset - start).to_bytes(8, "little", signed=True))
+            self.hashes.append(digest.digest())
+        return self.hashes
+
+
+def family(new: NewRequest, sender: str, incarnation: int, arrivals: Iterator[int], share_prefixes: bool) -> Request:
+    """The requests that `new` stands for: the first sample, and the others as its siblings.
+
+    Their blocks are shared with all requests of the same cache salt, or among themselves if prefixes are not shared.
+    """
+    new = _with_identities(new)
+    salt = os.urandom(HASH_BYTES) if new.siblings else None
+    if share_prefixes:
+        salt = hashlib.blake2b(new.cache_salt.encode(), digest_size=HASH_BYTES, person=b"cache salt").digest()
+    lead = Request(new, new.request_id, new.sampling.seed, sender, incarnation, next(arrivals), salt)
+    for sibling in new.siblings:
+        request = Request(new, sibling.request_id, sibling.seed, sender, incarnation, next(arrivals), salt, lead=lead)
+        request.released = True  # the tensors are the lead's matter
+        lead.siblings.append(request)
+    lead.released = not new.media
+    return lead
+
+
+def _with_identities(new: NewRequest) -> NewRequest:
+    """`new`, an item without a hash given one that no other item has."""
+    if all(item.media_hash for item in new.media):
+        return new
+    replace = msgspec.structs.replace
+    media = [item if item.media_hash else replace(item, media_hash=os.urandom(HASH_BYTES)) for item in new.media]
+    return msgspec.structs.replace(new, media=media)

@@ -1,148 +1,262 @@
 """Chooses what the next step computes: which sequences, how many tokens of each, which media to encode.
 
-It counts tokens and blocks; it knows nothing of sockets, of the model, or of what a token says. Tokens that dispatched
-steps are going to sample count as known, so that a step can be scheduled while the one before it still runs.
+It counts tokens and blocks; it knows nothing of sockets, of the model, or of what a token says.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections import deque
-from collections.abc import Callable
 
+import msgspec
+
+from mini_engine.core.encoder_cache import EncoderCache
 from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.request import Request
-from mini_engine.messages import Chunk, EncodeItem, NewSequence
+from mini_engine.messages import Chunk, EncodeItem, NewSequence, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Budgets:
+    """Bounds of one step."""
+
+    max_seqs: int
+    max_tokens: int
+    max_encoder_tokens: int  # a larger item is encoded in a step without others
+    long_prefill: int  # most tokens of one prompt while other prompts wait; 0: no bound of its own
+
+
+@dataclasses.dataclass
+class Work:
+    """A chunk of the plan, and what its retirement publishes."""
+
+    request: Request
+    epoch: int
+    end: int  # tokens of the sequence that are computed once the chunk is
 
 
 @dataclasses.dataclass
 class Plan:
     """The work of one step, in the terms of `messages.Step`."""
 
-    budget: int  # tokens that may still be added
+    tokens_left: int
+    encoder_tokens_left: int
     started: list[NewSequence] = dataclasses.field(default_factory=list)
     encode: list[EncodeItem] = dataclasses.field(default_factory=list)
+    encoded_hashes: list[bytes] = dataclasses.field(default_factory=list)
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
-    encoded: list[Request] = dataclasses.field(default_factory=list)  # whose last media item is encoded by this step
+    work: list[Work] = dataclasses.field(default_factory=list)  # one for each chunk
+    scheduled: set[str] = dataclasses.field(default_factory=set)  # ids of requests with a chunk
+
+
+@dataclasses.dataclass
+class Counters:
+    """What has happened since the counters were last taken; see `messages.EngineCounters`."""
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    encoder_queries: int = 0
+    encoder_hits: int = 0
+    preemptions: int = 0
 
 
 class Scheduler:
-    """Continuous batching, first come first served, with chunked prefill and preemption by recompute.
+    """Continuous batching with chunked prefill and preemption by recompute.
 
-    Args:
-        blocks: the KV-cache blocks of the engine.
-        max_num_seqs: most sequences in a step.
-        max_num_batched_tokens: most tokens in a step.
-        is_ready: whether a waiting request's media lie on all ranks; a request whose media do not is passed over.
+    Decodes go first, then prompts under way, then waiting requests by priority and arrival. A request's media are on
+    all ranks when it is added.
     """
 
-    def __init__(
-        self, blocks: BlockPool, max_num_seqs: int, max_num_batched_tokens: int, is_ready: Callable[[Request], bool]
-    ):
+    def __init__(self, blocks: BlockPool, encoder: EncoderCache, budgets: Budgets):
         self.blocks = blocks
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.is_ready = is_ready
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # in order of admission
+        self.encoder = encoder
+        self.budgets = budgets
+        self.waiting: list[Request] = []  # in order
+        self.running: list[Request] = []  # in order
+        self.counters = Counters()
 
     def add(self, request: Request) -> None:
-        """Queue an accepted request."""
-        self.waiting.append(request)
+        """Queue a request."""
+        bisect.insort(self.waiting, request, key=lambda other: other.order)
 
     def remove(self, request: Request) -> None:
-        """Take a request out, in whatever state it is; its blocks are free."""
+        """Take a request out, in whatever state it is; its blocks and its media's places are free."""
         if request in self.running:
             self.running.remove(request)
-        else:
+        elif request in self.waiting:
             self.waiting.remove(request)
         self._free_blocks(request)
+        if request.holds_media:
+            request.holds_media = False
+            self.encoder.release(request.media_tokens)
 
     def schedule(self) -> Plan:
         """The next step's work; without chunks when there is nothing to compute."""
-        plan = Plan(self.max_num_batched_tokens)
+        plan = Plan(self.budgets.max_tokens, self.budgets.max_encoder_tokens)
         self._continue_running(plan)
         self._admit_waiting(plan)
         return plan
+
+    # --- running -----------------------------------------------------------------------------------------------------
 
     def _continue_running(self, plan: Plan) -> None:
         """Decodes first, so that no prompt delays a sequence that already talks; then prompts under way."""
         unfinished = [request for request in self.running if request.num_missing]
         for request in sorted(unfinished, key=lambda request: request.num_missing > 1):
-            if plan.budget == 0:
+            if plan.tokens_left == 0:
                 return
-            if request in self.running and self._make_room(request, plan):  # it may have been preempted meanwhile
-                self._add_chunk(request, plan)
+            if request.blocks:  # it may have lost them to one before it
+                self._continue(request, plan)
 
-    def _admit_waiting(self, plan: Plan) -> None:
-        for request in list(self.waiting):
-            if plan.budget == 0 or len(self.running) >= self.max_num_seqs:
-                return
-            if not self.is_ready(request):
-                continue
-            if not self._take_blocks(request, self._chunk_length(request, plan)):
-                return  # first come first served: nobody overtakes the one that waits for blocks
-            self.waiting.remove(request)
-            self.running.append(request)
-            self._add_chunk(request, plan)
-
-    def _chunk_length(self, request: Request, plan: Plan) -> int:
-        return min(request.num_missing, plan.budget)
-
-    def _make_room(self, request: Request, plan: Plan) -> bool:
-        """Blocks for the request's next chunk, taken from the last admitted sequences if need be.
-
-        A sequence with a chunk in this plan keeps its blocks, and so does one that only waits for its last token to be
-        reported. The request is itself among the candidates, so none that was admitted before it has to go. False
-        when it was the one.
-        """
-        scheduled = {chunk.request_id for chunk in plan.chunks}
-        while not self._take_blocks(request, self._chunk_length(request, plan)):
-            candidates = (other for other in reversed(self.running) if other.num_missing and other.id not in scheduled)
-            victim = next(candidates)
+    def _continue(self, request: Request, plan: Plan) -> None:
+        length = self._chunk_length(request, plan)
+        while length and not self._extend_blocks(request, length):
+            # The request is itself among the candidates, so none that goes before it has to give way. One that only
+            # waits for its last token to be reported keeps its blocks.
+            candidates = (other for other in reversed(self.running) if other.num_missing)
+            victim = next(other for other in candidates if other.id not in plan.scheduled)
             self._preempt(victim)
             if victim is request:
-                return False
-        return True
-
-    def _take_blocks(self, request: Request, num_tokens: int) -> bool:
-        needed = self.blocks.blocks_for(request.num_computed + num_tokens) - len(request.blocks)
-        taken = self.blocks.allocate(max(0, needed))
-        if taken is None:
-            return False
-        request.blocks += taken
-        return True
+                return
+        if length:
+            self._add_chunk(request, length, plan)
 
     def _preempt(self, request: Request) -> None:
-        """Back to the head of the line; everything is computed again. What the ranks sampled for it stays valid, that
-        of dispatched steps too, and so do its media embeddings."""
+        """Back in line; everything is computed again, but for what the prefix cache still holds. What the ranks sampled
+        for it stays valid, that of dispatched steps too, and so do its media's embeddings."""
         self.running.remove(request)
-        self.waiting.appendleft(request)
         self._free_blocks(request)
-        request.num_computed = 0
+        self.add(request)
+        self.counters.preemptions += 1
 
     def _free_blocks(self, request: Request) -> None:
         self.blocks.free(request.blocks)
         request.blocks = []
+        request.num_computed = request.num_published = 0
+        request.epoch += 1
+        request.restarts = True
 
-    def _add_chunk(self, request: Request, plan: Plan) -> None:
-        if not request.announced:
-            new = request.new
-            plan.started.append(NewSequence(new.request_id, new.prompt_token_ids, new.sampling, new.media))
-            request.announced = True
-        start, length = request.num_computed, self._chunk_length(request, plan)
-        self._encode_media(request, start + length, plan)
-        first_new = self.blocks.blocks_for(start)
-        samples = start + length == request.num_known
-        plan.chunks.append(Chunk(request.id, start, length, request.blocks[first_new:], samples))
-        plan.budget -= length
-        request.num_computed += length
+    # --- waiting -----------------------------------------------------------------------------------------------------
+
+    def _admit_waiting(self, plan: Plan) -> None:
+        """First come first served: nobody overtakes the one that waits for blocks. The one that waits for room in the
+        encoder cache is overtaken: by those that have theirs, since it may be what they will free, and by text."""
+        for request in list(self.waiting):
+            if not plan.tokens_left or len(self.running) >= self.budgets.max_seqs:
+                return
+            if request.media and not request.holds_media and not self._reserve_media(request):
+                continue
+            if not self._admit(request, plan):
+                return
+
+    def _admit(self, request: Request, plan: Plan) -> bool:
+        """False when it has to wait for blocks, and so all behind it."""
+        cached = self._cached_prefix(request)
+        request.num_computed = len(cached) * self.blocks.block_size
+        length = self._chunk_length(request, plan)
+        needed = self.blocks.blocks_for(request.num_computed + length) - len(cached)
+        if not length or needed + self.blocks.num_idle(cached) > self.blocks.num_free:
+            request.num_computed = 0
+            return not length
+        self.blocks.hold(cached)
+        request.num_published = len(cached)
+        request.blocks = cached + (self.blocks.allocate(needed) or [])
+        self.waiting.remove(request)
+        bisect.insort(self.running, request, key=lambda other: other.order)
+        self._count_admission(request)
+        self._add_chunk(request, length, plan)
+        return True
+
+    def _reserve_media(self, request: Request) -> bool:
+        items = request.media_tokens
+        hits = sum(self.encoder.holds(value) for value in items)
+        if not self.encoder.reserve(items, users=1 + len(request.siblings)):
+            return False
+        self.counters.encoder_queries += len(items)
+        self.counters.encoder_hits += hits
+        for member in (request, *request.siblings):
+            member.holds_media = True
+        return True
+
+    def _cached_prefix(self, request: Request) -> list[int]:
+        """Cached blocks that hold the beginning of its tokens; at least one token is left to compute."""
+        hashes = request.block_hashes(self.blocks.block_size)
+        return self.blocks.find(hashes[: (request.num_known - 1) // self.blocks.block_size])
+
+    def _count_admission(self, request: Request) -> None:
+        if request.num_cached is None:
+            request.num_cached = min(request.num_computed, request.num_prompt)
+            if request.prefix_salt is not None:
+                self.counters.prefix_queries += request.num_prompt
+                self.counters.prefix_hits += request.num_cached
+
+    # --- a chunk -----------------------------------------------------------------------------------------------------
+
+    def _chunk_length(self, request: Request, plan: Plan) -> int:
+        """Tokens the request may have in this step; 0 when it has to wait for an item that another step encodes."""
+        length = min(request.num_missing, plan.tokens_left)
+        if self.budgets.long_prefill and length > self.budgets.long_prefill and self._others_wait(request):
+            length = self.budgets.long_prefill
+        return self._until_blocked_item(request, request.num_computed + length, plan) - request.num_computed
+
+    def _others_wait(self, request: Request) -> bool:
+        return any(other is not request for other in self.waiting) or any(
+            other is not request and other.num_missing > 1 for other in self.running
+        )
+
+    def _until_blocked_item(self, request: Request, end: int, plan: Plan) -> int:
+        """Where a chunk that would end at `end` has to stop, so that every item in it is, or can now be, encoded."""
+        left = plan.encoder_tokens_left
+        planned: set[bytes] = set()
+        for item in self._items_between(request, end):
+            entry = self.encoder[item.media_hash]
+            if entry.ready or entry.encoded_by == request.id or item.media_hash in planned:
+                continue
+            alone = not plan.encode and not planned
+            if entry.encoded_by is not None or (item.num_tokens > left and not alone):
+                return max(item.offset, request.num_computed)
+            left = max(0, left - item.num_tokens)
+            planned.add(item.media_hash)
+        return end
+
+    def _items_between(self, request: Request, end: int) -> list:
+        start = request.num_computed
+        return [item for item in request.media if item.offset < end and item.offset + item.num_tokens > start]
+
+    def _extend_blocks(self, request: Request, length: int) -> bool:
+        needed = self.blocks.blocks_for(request.num_computed + length) - len(request.blocks)
+        taken = self.blocks.allocate(max(0, needed))
+        request.blocks += taken or []
+        return taken is not None
+
+    def _add_chunk(self, request: Request, length: int, plan: Plan) -> None:
+        self._announce(request, plan)
+        start, end = request.num_computed, request.num_computed + length
+        self._encode_items(request, end, plan)
+        first_new = 0 if request.restarts else self.blocks.blocks_for(start)
+        samples = end == request.num_known
+        plan.chunks.append(Chunk(request.id, start, length, request.blocks[first_new:], samples, request.restarts))
+        plan.work.append(Work(request, request.epoch, end))
+        plan.scheduled.add(request.id)
+        plan.tokens_left -= length
+        request.restarts = False
+        request.num_computed = end
         request.num_sampled += samples
 
-    def _encode_media(self, request: Request, end: int, plan: Plan) -> None:
-        """Encode the items that a chunk ending at token `end` is the first to touch."""
-        while request.num_encoded < len(request.media) and request.media[request.num_encoded].offset < end:
-            plan.encode.append(EncodeItem(request.id, request.num_encoded))
-            request.num_encoded += 1
-            if request.num_encoded == len(request.media):
-                plan.encoded.append(request)
+    def _announce(self, request: Request, plan: Plan) -> None:
+        if not request.announced:
+            sampling: SamplingParams = request.sampling
+            if request.seed != sampling.seed:
+                sampling = msgspec.structs.replace(sampling, seed=request.seed)
+            plan.started.append(NewSequence(request.id, request.new.prompt_token_ids, sampling, request.media))
+            request.announced = True
+
+    def _encode_items(self, request: Request, end: int, plan: Plan) -> None:
+        """Encode the items that a chunk ending at token `end` is the first to need."""
+        for item in self._items_between(request, end):
+            entry = self.encoder[item.media_hash]
+            if entry.encoded_by is None:
+                entry.encoded_by = request.id
+                plan.encode.append(EncodeItem(request.id, request.media.index(item)))
+                plan.encoded_hashes.append(item.media_hash)
+                plan.encoder_tokens_left = max(0, plan.encoder_tokens_left - item.num_tokens)

@@ -1,7 +1,8 @@
 """Ranks without a model: they run steps in order, keep what a real rank keeps, and check each step against it.
 
-A KV slot holds (request, position), so a block used twice or a token computed against foreign keys is seen at once. The
-token sampled at output index i of a request is a number made from both, so outputs can be compared.
+A KV slot holds the content it stands for: the tokens up to its position and the media among them. So a block used
+twice, a wrong prefix hit, or a token computed against foreign keys is seen at once. The token sampled at output index i
+of a request is a number made from both, so outputs can be compared.
 """
 
 from __future__ import annotations
@@ -9,27 +10,46 @@ from __future__ import annotations
 import zlib
 from collections import deque
 
-from mini_engine.messages import Envelope, MessageId, SampledToken, Step, StepResult
+from mini_engine.messages import Envelope, MessageId, NewSequence, SampledToken, Step, StepResult
 
 
 def token_of(request_id: str, index: int) -> int:
-    return 10 + zlib.crc32(f"{request_id}/{index}".encode()) % 1000
+    return 10 + zlib.crc32(f"{request_id}/{index}".encode()) % 300
+
+
+class Sequence:
+    """What a rank keeps of a sequence; `contents[i]` names the tokens `0 .. i` and the media among them."""
+
+    def __init__(self, new: NewSequence):
+        self.new = new
+        self.table: list[int] = []
+        self.num_sampled = 0
+        self.contents: list[int] = []
+        media = {item.offset + i: (item.media_hash, i) for item in new.media for i in range(item.num_tokens)}
+        for position, token in enumerate(new.prompt_token_ids):
+            self.append(token, media.get(position))
+
+    def append(self, token: int, media: object = None) -> None:
+        self.contents.append(hash((self.contents[-1] if self.contents else None, token, media)))
 
 
 class SimulatedLinks:
-    """Stands where `engine_core.Links` stands: the test decides what arrives and when the ranks run."""
+    """Stands where `links.Links` stands: the test decides what arrives and when the ranks run."""
 
-    def __init__(self, num_ranks: int, block_size: int, max_tokens: int, max_seqs: int):
+    def __init__(self, num_ranks: int, block_size: int, max_tokens: int, max_seqs: int, encoder_budget: int):
         self.num_ranks, self.block_size = num_ranks, block_size
-        self.max_tokens, self.max_seqs = max_tokens, max_seqs
+        self.max_tokens, self.max_seqs, self.encoder_budget = max_tokens, max_seqs, encoder_budget
         self.inbox: list[Envelope] = []
         self.sent: list[tuple[bytes, object]] = []
         self.identities: dict[int, bytes] = {}
         self.steps: deque[Step] = deque()
-        self.slots: dict[int, tuple[str, int]] = {}
-        self.sequences: dict[str, dict] = {}
+        self.slots: dict[int, int] = {}
+        self.sequences: dict[str, Sequence] = {}
+        self.started: dict[str, Sequence] = {}  # the ended ones too
+        self.encoded: dict[bytes, int] = {}  # hash -> tokens
+        self.num_encoded = 0
+        self.num_computed = 0
         self.released: list[MessageId] = []
-        self.tables_seen: dict[str, list[int]] = {}
 
     # --- what EngineCore calls
     def receive(self, timeout):
@@ -54,14 +74,14 @@ class SimulatedLinks:
     def _execute(self, step: Step) -> list[SampledToken]:
         for request_id in step.finished:
             del self.sequences[request_id]
+        for value in step.evict:
+            del self.encoded[value]
         for new in step.started:
             assert new.request_id not in self.sequences
-            self.sequences[new.request_id] = {"new": new, "table": [], "sampled": 0, "encoded": set()}
+            self.sequences[new.request_id] = self.started[new.request_id] = Sequence(new)
         for item in step.encode:
-            sequence = self.sequences[item.request_id]
-            assert item.index not in sequence["encoded"], "encoded twice"
-            assert sequence["new"].media[item.index].patches.message not in self.released, "encoded after its release"
-            sequence["encoded"].add(item.index)
+            self._encode(item)
+        assert sum(self.encoded.values()) <= self.encoder_budget
         assert sum(chunk.num_tokens for chunk in step.chunks) <= self.max_tokens
         assert len(step.chunks) <= self.max_seqs
         assert len({chunk.request_id for chunk in step.chunks}) == len(step.chunks)
@@ -69,24 +89,33 @@ class SimulatedLinks:
         self.released += step.release
         return tokens
 
+    def _encode(self, encode) -> None:
+        item = self.sequences[encode.request_id].new.media[encode.index]
+        assert item.media_hash not in self.encoded, "encoded twice"
+        assert item.patches.message not in self.released, "encoded after its release"
+        self.encoded[item.media_hash] = item.num_tokens
+        self.num_encoded += 1
+
     def _run_chunk(self, chunk) -> list[SampledToken]:
         sequence = self.sequences[chunk.request_id]
-        sequence["table"] = ([] if chunk.start == 0 else sequence["table"]) + chunk.block_ids
-        table, end = sequence["table"], chunk.start + chunk.num_tokens
-        known = len(sequence["new"].prompt_token_ids) + sequence["sampled"]
+        sequence.table = ([] if chunk.restart else sequence.table) + chunk.block_ids
+        end, known = chunk.start + chunk.num_tokens, len(sequence.contents)
         assert chunk.num_tokens > 0 and end <= known, "a token that does not exist yet"
-        assert len(table) == -(-end // self.block_size), "block table does not fit the tokens"
-        for index, item in enumerate(sequence["new"].media):
-            assert item.offset >= end or index in sequence["encoded"], "media needed and not encoded"
+        assert len(sequence.table) == -(-end // self.block_size), "block table does not fit the tokens"
+        for item in sequence.new.media:
+            needed = item.offset < end and item.offset + item.num_tokens > chunk.start
+            assert not needed or item.media_hash in self.encoded, "media needed and not encoded"
         for position in range(chunk.start, end):
-            self.slots[self._slot(table, position)] = (chunk.request_id, position)
+            self.slots[self._slot(sequence.table, position)] = sequence.contents[position]
         for position in range(end):
-            assert self.slots[self._slot(table, position)] == (chunk.request_id, position), "foreign keys"
+            assert self.slots[self._slot(sequence.table, position)] == sequence.contents[position], "foreign keys"
+        self.num_computed += chunk.num_tokens
         assert chunk.samples == (end == known)
         if not chunk.samples:
             return []
-        token = token_of(chunk.request_id, sequence["sampled"])
-        sequence["sampled"] += 1
+        token = token_of(chunk.request_id, sequence.num_sampled)
+        sequence.append(token)
+        sequence.num_sampled += 1
         return [SampledToken(chunk.request_id, token)]
 
     def _slot(self, table: list[int], position: int) -> int:

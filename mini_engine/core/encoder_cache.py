@@ -1,0 +1,102 @@
+"""Which media items have their embeddings in the ranks' encoder cache, by media hash, within a budget in tokens.
+
+It knows hashes and token counts. A request reserves room for all of its items at once, when it is admitted, and keeps
+it until it ends: so requests that wait for room hold none, and a preempted one need not be sent its media again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(slots=True)
+class Entry:
+    """One item. It is encoded at most once, by the step in which the first chunk that needs it is computed."""
+
+    num_tokens: int
+    users: int = 0  # requests that have it reserved
+    encoded_by: str | None = None  # the request whose step encodes it
+    ready: bool = False  # that step has retired: any request may rely on it
+
+
+class EncoderCache:
+    """Entries with users stay; of the others those unused for longest make room.
+
+    `evicted` collects hashes that the ranks are to drop with the next step; who dispatches it empties the list.
+    """
+
+    def __init__(self, budget: int):
+        self.budget = budget
+        self.num_tokens = 0
+        self.evicted: list[bytes] = []
+        self._entries: dict[bytes, Entry] = {}
+        self._idle: OrderedDict[bytes, None] = OrderedDict()  # ready and without users, longest unused first
+        self._idle_tokens = 0
+
+    def __getitem__(self, value: bytes) -> Entry:
+        return self._entries[value]
+
+    def holds(self, value: bytes) -> bool:
+        """Whether the item is encoded, or on the way to be."""
+        return value in self._entries and self._entries[value].encoded_by is not None
+
+    def reserve(self, items: Mapping[bytes, int], users: int) -> bool:
+        """Become that many users of all these items (hash -> tokens), or of none when there is no room for them."""
+        missing = {value: tokens for value, tokens in items.items() if value not in self._entries}
+        wanted_idle = sum(tokens for value, tokens in items.items() if value in self._idle)
+        needed = sum(missing.values())
+        if self.num_tokens - self._idle_tokens + wanted_idle + needed > self.budget:
+            return False
+        for value in items:
+            self._leave_idle(value)
+        while self.num_tokens + needed > self.budget:
+            self._evict(next(iter(self._idle)))
+        for value, tokens in missing.items():
+            self._entries[value] = Entry(tokens)
+            self.num_tokens += tokens
+        for value in items:
+            self._entries[value].users += users
+        return True
+
+    def release(self, items: Mapping[bytes, int]) -> None:
+        """One user has ended. What was never to be encoded is forgotten with its last user."""
+        for value in items:
+            entry = self._entries[value]
+            entry.users -= 1
+            if entry.users:
+                continue
+            if entry.encoded_by is None:
+                self._drop(value)
+            elif entry.ready:
+                self._enter_idle(value)
+
+    def retire(self, value: bytes) -> None:
+        """The step that encodes it has run."""
+        entry = self._entries[value]
+        entry.ready = True
+        if not entry.users:
+            self._enter_idle(value)
+
+    def forget_unused(self) -> None:
+        """Evict every item without users whose embeddings are there."""
+        for value in list(self._idle):
+            self._evict(value)
+
+    def _enter_idle(self, value: bytes) -> None:
+        self._idle[value] = None
+        self._idle_tokens += self._entries[value].num_tokens
+
+    def _leave_idle(self, value: bytes) -> None:
+        if value in self._idle:
+            del self._idle[value]
+            self._idle_tokens -= self._entries[value].num_tokens
+
+    def _evict(self, value: bytes) -> None:
+        self._leave_idle(value)
+        self._drop(value)
+        self.evicted.append(value)
+
+    def _drop(self, value: bytes) -> None:
+        self.num_tokens -= self._entries.pop(value).num_tokens

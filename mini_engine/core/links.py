@@ -1,0 +1,67 @@
+"""The engine core's sockets: to the supervisor, to API servers, to its ranks."""
+
+from __future__ import annotations
+
+import logging
+
+import zmq
+
+from mini_engine.child import Child
+from mini_engine.messages import AnyMessage, Envelope, Step, WorkerReady
+from mini_engine.transport import sockets
+from mini_engine.transport.codec import Encoder, decode
+
+logger = logging.getLogger(__name__)
+
+
+class Links:
+    """All of them, in one poller."""
+
+    def __init__(self, child: Child, api_endpoint: str, worker_endpoint: str, num_ranks: int):
+        self.encoder: Encoder = child.encoder
+        self.api = sockets.bind_router(child.context, api_endpoint)
+        self.workers = sockets.bind_router(child.context, worker_endpoint)
+        self.ranks = [b""] * num_ranks  # addresses on `workers`
+        self.identities: dict[int, bytes] = {}  # addresses on `api`, by incarnation
+        self.sockets = (child.supervisor, self.workers, self.api)
+        self.poller = zmq.Poller()
+        for socket in self.sockets:
+            self.poller.register(socket, zmq.POLLIN)
+
+    def receive(self, timeout: float | None) -> list[Envelope]:
+        """All messages that are there; waits at most `timeout` seconds for the first."""
+        self.poller.poll(None if timeout is None else int(timeout * 1000) + 1)
+        envelopes = []
+        for socket in self.sockets:
+            while True:
+                try:
+                    *peer, frame = socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                envelope = decode(frame)
+                if socket is self.api:
+                    self.identities[envelope.incarnation] = peer[0]
+                elif isinstance(envelope.body, WorkerReady):
+                    self.ranks[envelope.body.rank] = peer[0]
+                envelopes.append(envelope)
+        return envelopes
+
+    def wait_for_workers(self) -> list[WorkerReady]:
+        """Block until every rank has loaded."""
+        ready: list[WorkerReady] = []
+        while len(ready) < len(self.ranks):
+            ready += [envelope.body for envelope in self.receive(None) if isinstance(envelope.body, WorkerReady)]
+        return ready
+
+    def send_step(self, step: Step) -> None:
+        """The same step to every rank."""
+        frame = self.encoder.encode(step)
+        for rank in self.ranks:
+            self.workers.send_multipart([rank, frame], zmq.NOBLOCK)
+
+    def send(self, peer: bytes, body: AnyMessage) -> None:
+        """To an API server. One that is gone, or reads nothing any more, is left to the supervisor."""
+        try:
+            self.api.send_multipart([peer, self.encoder.encode(body)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            logger.debug("%s does not take %s", peer.decode(), type(body).__name__)

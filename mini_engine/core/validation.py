@@ -1,0 +1,57 @@
+"""Whether the ranks can compute a request: checked before any of them hears of it.
+
+A rank that finds out in the middle of a step can only end the engine; here it costs one request. API servers check the
+same for their clients' sake; this is the last door.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mini_engine.messages import EngineLimits, MediaItem, NewRequest
+from mini_engine.model.config import ModelConfig
+
+
+def problem_with(new: NewRequest, model: ModelConfig, limits: EngineLimits) -> str | None:
+    """What is wrong with `new`, in words for a client; None when nothing is."""
+    length = len(new.prompt_token_ids)
+    if not length or new.sampling.max_tokens < 1:
+        return "the prompt and the answer need at least one token each"
+    if length + new.sampling.max_tokens > limits.max_model_len:
+        return f"{length} prompt tokens and {new.sampling.max_tokens} to come exceed {limits.max_model_len}"
+    if min(new.prompt_token_ids) < 0 or max(new.prompt_token_ids) >= model.text.vocab_size:
+        return f"a prompt token is not below the vocabulary size, {model.text.vocab_size}"
+    distinct = {item.media_hash: item.num_tokens for item in new.media}
+    if sum(distinct.values()) > limits.max_prompt_media_tokens:
+        return f"its media need {sum(distinct.values())} tokens, {limits.max_prompt_media_tokens} is the most"
+    end = 0
+    for number, item in enumerate(new.media, 1):
+        problem = _problem_with_item(item, end, new.prompt_token_ids, model, limits)
+        if problem is not None:
+            return f"media item {number} {problem}"
+        end = item.offset + item.num_tokens
+    placeholders = map(new.prompt_token_ids.count, (model.image_token_id, model.video_token_id))
+    if sum(placeholders) != sum(item.num_tokens for item in new.media):
+        return "the prompt has placeholders without media"
+    return None
+
+
+def _problem_with_item(
+    item: MediaItem, earliest: int, tokens: list[int], model: ModelConfig, limits: EngineLimits
+) -> str | None:
+    vision = model.vision
+    _, height, width = item.grid_thw
+    patches = math.prod(item.grid_thw)
+    if min(item.grid_thw) < 1 or height % vision.spatial_merge_size or width % vision.spatial_merge_size:
+        return f"has a grid of patches, {item.grid_thw}, that cannot be merged"
+    if item.num_tokens != patches // vision.merge_unit:
+        return f"has {item.num_tokens} tokens for {patches} patches"
+    if item.patches.shape != (patches, vision.patch_dim) or item.patches.dtype != "uint8":
+        return f"has patches of another shape than its grid, {item.grid_thw}"
+    if item.num_tokens > limits.max_item_tokens:
+        return f"needs {item.num_tokens} tokens, {limits.max_item_tokens} is the most"
+    placeholder = model.image_token_id if item.modality == "image" else model.video_token_id
+    span = tokens[item.offset : item.offset + item.num_tokens]
+    if item.offset < earliest or span.count(placeholder) != item.num_tokens:
+        return "does not lie on its placeholders"
+    return None

@@ -1,0 +1,283 @@
+"""Prefix cache, encoder cache and samples that share a prompt: what is found, what is not, and who waits for whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from mini_engine.core.encoder_cache import EncoderCache
+from mini_engine.messages import CachesReset, Finish, MessageId, ResetCaches, Sibling
+from tests.core.simulated_ranks import token_of
+from tests.core.world import API, World, item
+
+A, B = b"a" * 16, b"b" * 16
+
+
+def message(number):
+    return MessageId(API[1], number)
+
+
+def finish(world, *names):
+    world.run()
+    assert all(world.ends[name] == ["length"] for name in names), world.ends
+
+
+def test_a_prompt_seen_before_is_computed_but_for_its_last_block():
+    world = World()
+    world.request("first", prompt=14, max_tokens=1)
+    finish(world, "first")
+    before = world.links.num_computed
+    world.request("second", prompt=14, max_tokens=1)
+    finish(world, "second")
+    assert world.cached == {"first": 0, "second": 12}
+    assert world.links.num_computed - before == 2
+    assert world.counters["prefix_cache_queries"] == 28 and world.counters["prefix_cache_hits"] == 12
+    world.assert_at_rest()
+
+
+def test_at_least_one_token_is_computed():
+    world = World()
+    for name in ("first", "second"):
+        world.request(name, prompt=12, max_tokens=1)
+        finish(world, name)
+    assert world.cached["second"] == 8
+
+
+def test_the_answer_is_part_of_the_prefix_of_the_next_turn():
+    world = World()
+    world.request("first", prompt=6, max_tokens=7)
+    finish(world, "first")
+    tokens = [20 + i for i in range(6)] + [token_of("first", i) for i in range(6)] + [50, 51]
+    world.request("second", prompt=14, max_tokens=1, tokens=tokens)
+    finish(world, "second")
+    assert world.cached["second"] == 12
+
+
+@pytest.mark.parametrize(
+    ("flags", "more"),
+    [({"enable_prefix_caching": False}, {}), ({}, {"cache_salt": "another"}), ({}, {"first_token": 21})],
+)
+def test_no_hit_without_prefix_caching_or_in_another_salt_or_after_another_beginning(flags, more):
+    world = World(**flags)
+    world.request("first", prompt=14)
+    finish(world, "first")
+    world.request("second", prompt=14, **more)
+    finish(world, "second")
+    assert world.cached["second"] == 0
+
+
+def test_the_same_placeholders_of_other_media_are_no_hit():
+    world = World()
+    for number, (name, value) in enumerate([("first", A), ("same", A), ("other", B)], 1):
+        world.request(name, prompt=14, media=[item(message(number), 2, 8, media_hash=value)])
+        world.media_ready(message(number))
+        finish(world, name)
+    assert world.cached == {"first": 0, "same": 12, "other": 0}
+    assert world.links.num_encoded == 2
+
+
+def test_a_block_is_found_only_once_its_step_has_retired():
+    world = World(max_tokens=40)
+    world.request("first", prompt=12, max_tokens=4)
+    world.turn()
+    world.request("early", prompt=12, max_tokens=1)
+    world.turn()  # both steps in flight are the first's: the early one has to wait for a free step, but not for blocks
+    world.links.run_step()
+    world.turn()
+    finish(world, "first", "early")
+    assert world.cached["early"] == 8
+    world = World(max_tokens=40)
+    world.request("first", prompt=12, max_tokens=4)
+    world.request("early", prompt=12, max_tokens=1)
+    finish(world, "first", "early")
+    assert world.cached["early"] == 0
+
+
+def test_a_step_that_ran_for_an_ended_request_publishes_nothing():
+    world = World(max_tokens=40)
+    world.request("first", prompt=12)
+    world.turn()
+    world.receive(Finish("first", "abort"))
+    world.run()
+    world.request("second", prompt=12, max_tokens=1)
+    finish(world, "second")
+    assert world.cached["second"] == 0
+    world.assert_at_rest()
+
+
+def test_a_video_is_encoded_once_for_all_its_requests():
+    world = World(max_tokens=64)
+    for number in (1, 2, 3):
+        world.request(
+            f"r{number}", prompt=14, media=[item(message(number), 2, 8, media_hash=A)], first_token=20 * number
+        )
+        world.media_ready(message(number))
+    finish(world, "r1", "r2", "r3")
+    assert world.links.num_encoded == 1
+    assert world.counters["encoder_cache_queries"] == 3 and world.counters["encoder_cache_hits"] == 2
+    assert set(world.consumed) == {message(1), message(2), message(3)}
+    world.assert_at_rest()
+
+
+def test_one_prompt_with_the_same_video_twice_encodes_it_once():
+    world = World()
+    media = [item(message(1), 1, 2, media_hash=A), item(message(1), 5, 2, 1, media_hash=A)]
+    world.request("twice", prompt=10, media=media)
+    world.media_ready(message(1))
+    finish(world, "twice")
+    assert world.links.num_encoded == 1
+    world.assert_at_rest()
+
+
+def test_unused_items_make_room_the_longest_unused_first():
+    world = World(encoder_cache_tokens=8, enable_prefix_caching=False)
+    for number, value in enumerate([A, B, b"c" * 16, A, B], 1):
+        world.request(f"r{number}", media=[item(message(number), 1, 4, media_hash=value)], prompt=8)
+        world.media_ready(message(number))
+        finish(world, f"r{number}")
+    assert world.links.num_encoded == 5  # A was gone when it came again, and with it B
+    world.assert_at_rest()
+
+
+def test_a_request_waits_for_room_in_the_encoder_cache_and_text_passes_it():
+    world = World(encoder_cache_tokens=8, max_tokens=64, enable_prefix_caching=False)
+    for number, value in enumerate([A, B], 1):
+        world.request(f"r{number}", media=[item(message(number), 1, 6, media_hash=value)], prompt=9, max_tokens=20)
+        world.media_ready(message(number))
+    world.request("text", max_tokens=2)
+    for _ in range(4):
+        world.turn()
+        world.links.run_step()
+    assert world.ends == {"text": ["length"]} and "r2" not in world.tokens
+    finish(world, "r1", "r2")
+    world.assert_at_rest()
+
+
+def test_the_encoder_budget_of_a_step():
+    world = World(max_tokens=64, max_num_encoder_input_tokens=6, async_scheduling=False)
+    for number in range(1, 4):
+        world.request(f"r{number}", media=[item(message(number), 1, 3)], prompt=8, first_token=20 * number)
+        world.media_ready(message(number))
+    world.turn()
+    assert len(world.links.steps[-1].encode) == 2
+    finish(world, "r1", "r2", "r3")
+
+
+def test_an_item_above_the_default_budget_is_encoded_in_a_step_of_its_own():
+    world = World(max_tokens=4, async_scheduling=False, blocks=64)
+    world.request("large", media=[item(message(1), 1, 10), item(message(1), 11, 2, 1)], prompt=16)
+    world.media_ready(message(1))
+    world.turn()
+    assert len(world.links.steps[-1].encode) == 1
+    finish(world, "large")
+
+
+def test_items_that_never_fit_are_refused_with_the_number():
+    world = World(encoder_cache_tokens=8, max_num_encoder_input_tokens=5)
+    world.request("item", media=[item(message(1), 1, 6)], prompt=9)
+    world.request("sum", media=[item(message(2), 1, 5), item(message(2), 6, 5, 1)], prompt=14)
+    for number in (1, 2):
+        world.media_ready(message(number))
+    world.run()
+    assert world.ends == {"item": ["error"], "sum": ["error"]}
+    assert "6" in world.errors["item"] and "10" in world.errors["sum"]
+    world.assert_at_rest()
+
+
+def test_reset_makes_the_next_request_cold():
+    world = World()
+    for number in (1, 2, 3):
+        world.request(f"r{number}", prompt=14, media=[item(message(number), 2, 8, media_hash=A)])
+        world.media_ready(message(number))
+        finish(world, f"r{number}")
+        if number == 2:
+            world.receive(ResetCaches(5))
+            world.run()
+    assert world.cached == {"r1": 0, "r2": 12, "r3": 0}
+    assert world.links.num_encoded == 2
+    assert CachesReset(5) in world.told
+    world.assert_at_rest()
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_siblings_share_the_prompt_and_its_media(prefix_caching):
+    world = World(enable_prefix_caching=prefix_caching)
+    world.request(
+        "r0", prompt=14, max_tokens=3, media=[item(message(1), 2, 8)], siblings=[Sibling("r1", 5), Sibling("r2", 6)]
+    )
+    world.media_ready(message(1))
+    finish(world, "r0", "r1", "r2")
+    assert world.links.num_encoded == 1
+    assert world.cached == {"r0": 0, "r1": 12, "r2": 12}
+    assert world.links.num_computed < 14 + 2 * 2 + 3 * 3
+    assert {name: len(tokens) for name, tokens in world.tokens.items()} == {"r0": 3, "r1": 3, "r2": 3}
+    assert {name: new.new.sampling.seed for name, new in world.started.items()} == {"r0": 1, "r1": 5, "r2": 6}
+    assert world.consumed == [message(1)]
+    world.assert_at_rest()
+
+
+@pytest.mark.parametrize("ready_first", [True, False])
+@pytest.mark.parametrize("turns", range(4))
+def test_siblings_go_on_when_the_first_sample_is_aborted(turns, ready_first):
+    world = World(max_tokens=4)
+    world.request("r0", prompt=14, media=[item(message(1), 2, 8)], siblings=[Sibling("r1", 5), Sibling("r2", 6)])
+    if ready_first:
+        world.media_ready(message(1))
+    for _ in range(turns):
+        world.turn()
+        if world.links.steps:
+            world.links.run_step()
+    world.receive(Finish("r0", "abort"))
+    world.receive(Finish("r2", "abort"))
+    world.turn()
+    if not ready_first:
+        world.media_ready(message(1))
+    world.run()
+    assert world.ends == {"r0": ["abort"], "r1": ["length"], "r2": ["abort"]}
+    assert world.consumed == [message(1)]
+    world.assert_at_rest()
+
+
+def test_a_preempted_request_needs_no_media_again():
+    world = World(blocks=9, block_size=4, max_tokens=32, enable_prefix_caching=False)
+    world.request("first", prompt=12, max_tokens=14, first_token=40)
+    world.request("video", prompt=12, max_tokens=14, media=[item(message(1), 2, 8)])
+    world.media_ready(message(1))
+    finish(world, "first", "video")
+    assert world.counters["preemptions"] > 0
+    assert world.links.num_encoded == 1
+    assert world.tokens["video"] == [token_of("video", i) for i in range(14)]
+    world.assert_at_rest()
+
+
+def test_priority_goes_before_arrival():
+    world = World(max_seqs=1)
+    world.request("running")
+    world.turn()
+    world.request("late", priority=1)
+    world.request("urgent", priority=-1)
+    finish(world, "running", "late", "urgent")
+    assert list(world.ends) == ["running", "urgent", "late"]
+
+
+def test_a_long_prompt_leaves_room_for_short_ones():
+    world = World(blocks=200, max_tokens=32, long_prefill_token_threshold=8, async_scheduling=False)
+    world.request("long", prompt=300, first_token=20)
+    world.request("short", prompt=7, max_tokens=1, first_token=30)
+    world.turn()
+    assert [(c.request_id, c.num_tokens) for c in world.links.steps[-1].chunks] == [("long", 8), ("short", 7)]
+    world.links.run_step()
+    world.turn()
+    assert [(c.request_id, c.num_tokens) for c in world.links.steps[-1].chunks] == [("long", 32)]
+    finish(world, "long", "short")
+
+
+def test_encoder_cache_reserves_all_or_nothing():
+    cache = EncoderCache(10)
+    assert cache.reserve({A: 6}, users=2)
+    assert not cache.reserve({A: 6, B: 5}, users=1)
+    assert cache.num_tokens == 6 and cache[A].users == 2
+    cache.release({A: 6})
+    cache.release({A: 6})
+    assert cache.num_tokens == 0
+    with pytest.raises(KeyError):
+        cache[A]

@@ -1,0 +1,132 @@
+"""Any load: the invariants hold after every step, and every request ends once with its own tokens.
+
+The simulated ranks check what a step may ask of them (slots, block tables, media, budgets); here stands what the engine
+core owes its clients and itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mini_engine.messages import Finish, MediaReady, MessageId, ResetCaches, Sibling
+from tests.core.simulated_ranks import token_of
+from tests.core.world import API, World, item
+
+
+@dataclasses.dataclass
+class Asked:
+    prompt: int
+    output: int
+    media: list[int]  # number of each item's video
+    first_token: int
+    priority: int
+    siblings: int
+    abort: int | None  # after this many turns
+    stops: bool  # at the third token
+    arrival: int
+
+
+asked = st.builds(
+    Asked,
+    prompt=st.integers(1, 30),
+    output=st.integers(1, 12),
+    media=st.lists(st.integers(0, 3), max_size=2),
+    first_token=st.sampled_from([20, 60]),
+    priority=st.integers(0, 1),
+    siblings=st.integers(0, 2),
+    abort=st.one_of(st.none(), st.integers(0, 25)),
+    stops=st.booleans(),
+    arrival=st.integers(0, 10),
+)
+
+worlds = st.fixed_dictionaries(
+    {
+        "blocks": st.integers(11, 40),
+        "max_seqs": st.integers(1, 8),
+        "max_tokens": st.integers(1, 24),
+        "ranks": st.integers(1, 2),
+        "async_scheduling": st.booleans(),
+        "enable_prefix_caching": st.booleans(),
+        "encoder_cache_tokens": st.integers(6, 14),
+        "max_num_encoder_input_tokens": st.sampled_from([None, 3, 6]),
+        "long_prefill_token_threshold": st.sampled_from([0, 4]),
+    }
+)
+
+
+def send(world: World, number: int, one: Asked) -> set[MessageId]:
+    """Send request `r<number>` and its siblings; returns the tensor message it has, if any."""
+    message = MessageId(API[1], number + 1)
+    media = [
+        item(message, 10 * index, 1 + video % 3, index, b"video %10d" % video)
+        for index, video in enumerate(one.media)
+        if 10 * index + 3 <= one.prompt
+    ]
+    siblings = [Sibling(f"r{number}-{i}", i) for i in range(one.siblings)]
+    world.request(
+        f"r{number}", one.prompt, one.output, media, [token_of(f"r{number}", 2)] if one.stops else [],
+        one.first_token, priority=one.priority, siblings=siblings,
+    )  # fmt: skip
+    return {message} if media else set()
+
+
+def answer(name: str, length: int, stop: int | None) -> list[int]:
+    """The tokens of a request that nobody aborts."""
+    tokens = [token_of(name, index) for index in range(length)]
+    return tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
+
+
+def assert_invariants(world: World) -> None:
+    held = [block for request in world.core.requests.values() for block in request.blocks]
+    assert world.pool.num_used == len(set(held))
+    users = sum(request.holds_media * len(request.media_tokens) for request in world.core.requests.values())
+    assert users == sum(entry.users for entry in world.core.encoder._entries.values())
+    assert world.core.encoder.num_tokens <= world.core.encoder.budget
+    assert len(world.core.scheduler.running) <= world.core.config.max_num_seqs
+    assert len(world.core.in_flight) <= world.core.max_in_flight
+
+
+@settings(max_examples=250, deadline=None)
+@given(requests=st.lists(asked, min_size=1, max_size=10), settings=worlds, timing=st.integers(0, 2**32))
+def test_any_load_ends_every_request_once_with_its_own_tokens(requests, settings, timing):
+    chance = random.Random(timing)
+    world = World(block_size=4, **settings)
+    sent: set[MessageId] = set()
+    pending: list[tuple[int, object]] = []
+    for turn in range(4000):
+        for number, one in enumerate(requests):
+            if one.arrival == turn:
+                messages = send(world, number, one)
+                sent |= messages
+                pending += [
+                    (turn + chance.randint(0, 12), MediaReady(rank, message))
+                    for message in messages
+                    for rank in range(settings["ranks"])
+                ]
+                pending += [(turn + one.abort, Finish(f"r{number}", "abort"))] if one.abort is not None else []
+        for body in [body for when, body in pending if when <= turn]:
+            world.receive(body)
+        pending = [(when, body) for when, body in pending if when > turn]
+        if chance.random() < 0.03:
+            world.receive(ResetCaches(turn))
+        world.turn()
+        assert_invariants(world)
+        if world.links.steps and chance.random() < 0.5:
+            world.links.run_step()
+        if turn > 10 and not pending and not world.links.inbox and not world.core.requests:
+            break
+    world.run()
+    for number, one in enumerate(requests):
+        for name in [f"r{number}", *(f"r{number}-{i}" for i in range(one.siblings))]:
+            expected = answer(name, one.output, token_of(f"r{number}", 2) if one.stops else None)
+            assert len(world.ends[name]) == 1
+            assert world.ends[name] != ["error"]
+            assert world.tokens[name] == expected[: len(world.tokens[name])]
+            if one.abort is None or name != f"r{number}":
+                assert world.tokens[name] == expected
+    assert set(world.consumed) == sent and len(world.consumed) == len(sent)
+    world.assert_at_rest()

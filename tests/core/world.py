@@ -1,0 +1,115 @@
+"""An engine core with simulated ranks, to be driven turn by turn."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from mini_engine.config import BUNDLED_MODEL, EngineConfig
+from mini_engine.core.engine_core import EngineCore
+from mini_engine.core.limits import engine_limits
+from mini_engine.messages import (
+    Consumed,
+    Envelope,
+    MediaItem,
+    MediaReady,
+    MessageId,
+    NewRequest,
+    Outputs,
+    SamplingParams,
+    TensorHandle,
+)
+from mini_engine.model.config import ModelConfig
+from tests.core.simulated_ranks import SimulatedLinks
+
+API = ("api 0", 7)
+
+
+MODEL = ModelConfig.from_dir(BUNDLED_MODEL)
+
+
+class World:
+    """An engine core, its simulated ranks, and one API server that records what it is told."""
+
+    def __init__(self, blocks=64, block_size=4, max_seqs=8, max_tokens=16, ranks=1, **more):
+        config = EngineConfig(
+            tensor_parallel_size=ranks, max_num_seqs=max_seqs, max_num_batched_tokens=max_tokens,
+            block_size=block_size, max_model_len=blocks * block_size, **more,
+        )  # fmt: skip
+        self.links = SimulatedLinks(ranks, block_size, max_tokens, max_seqs, config.encoder_cache_tokens)
+        self.links.identities[API[1]] = b"api 0:7"
+        self.core = EngineCore(config, MODEL, engine_limits(config, MODEL, blocks), self.links)
+        self.pool = self.core.blocks
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, list[str]] = {}
+        self.errors: dict[str, str] = {}
+        self.cached: dict[str, int] = {}
+        self.counters = Counter()
+        self.consumed: list[MessageId] = []
+        self.told: list[object] = []  # everything else
+
+    def receive(self, body, sender=API):
+        self.links.inbox.append(Envelope(*sender, body))
+
+    def request(self, request_id, prompt=5, max_tokens=4, media=(), stop=(), first_token=20, tokens=None, **more):
+        """A request whose prompt counts up from `first_token`, but for the placeholders of its media."""
+        tokens = tokens or [first_token + i for i in range(prompt)]
+        for one in media:
+            tokens[one.offset : one.offset + one.num_tokens] = [MODEL.video_token_id] * one.num_tokens
+        sampling = SamplingParams(max_tokens, 1, stop_token_ids=list(stop))
+        self.receive(NewRequest(request_id, tokens, sampling, list(media), **more))
+
+    def media_ready(self, message, rank=0):
+        self.receive(MediaReady(rank, message), ("worker 0.0 media", 100))
+
+    def turn(self):
+        """One turn of the core's loop, and what it told the API server."""
+        self.core.turn()
+        for _, body in self.links.sent:
+            if isinstance(body, Outputs):
+                self.counters.update(msgspec.structs.asdict(body.counters))
+                for output in body.outputs:
+                    self._take(output)
+            elif isinstance(body, Consumed):
+                self.consumed += body.messages
+            else:
+                self.told.append(body)
+        self.links.sent.clear()
+
+    def _take(self, output):
+        assert output.request_id not in self.ends, "told something after its end"
+        self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        self.cached[output.request_id] = self.cached.get(output.request_id, 0) + output.num_cached_tokens
+        if output.finish_reason:
+            self.ends.setdefault(output.request_id, []).append(output.finish_reason)
+            self.errors[output.request_id] = output.error
+
+    @property
+    def started(self):
+        """What the ranks were told of each sequence."""
+        return self.links.started
+
+    def run(self, turns=2000):
+        for _ in range(turns):
+            self.turn()
+            if not self.links.steps and not self.links.inbox:
+                return
+            if self.links.steps:
+                self.links.run_step()
+        raise AssertionError("the core does not come to rest")
+
+    def assert_at_rest(self):
+        assert self.pool.num_used == 0
+        assert not self.core.requests and not self.core.scheduler.running and not self.core.scheduler.waiting
+        assert not self.links.sequences, "the ranks still keep a sequence"
+        assert not self.core.in_flight and not self.core.finished and not self.core.release
+        assert not self.core.awaiting_media and not self.core.waiters
+        assert self.core.encoder.num_tokens == sum(self.links.encoded.values())
+        assert self.core.encoder.num_tokens == self.core.encoder._idle_tokens
+        assert len(self.core.directory) == 0
+
+
+def item(message, offset, num_tokens=2, index=0, media_hash=b""):
+    patches = TensorHandle(message, index, (4 * num_tokens, MODEL.vision.patch_dim), "uint8")
+    return MediaItem("video", offset, num_tokens, (1, 2, 2 * num_tokens), 1.0, patches, media_hash)
