@@ -94,7 +94,7 @@ class Request:
         """A hash for each full block of `tokens`: of its tokens, the media that lie in it, and all before it.
 
         Chained, so that equal hashes mean equal prefixes; the chain begins with the salt. An item counts in each of
-        its blocks, with the place where it begins: its placeholders alone would look like any other's.
+        its blocks: its placeholders alone would look like any other's.
         """
         if self.prefix_salt is None:
             return []
@@ -106,7 +106,6 @@ class Request:
             for item in self.media:
                 if item.offset < end and item.offset + item.num_tokens > start:
                     digest.update(item.media_hash)
-                    digest.update((item.offset - start).to_bytes(8, "little", signed=True))
             self.hashes.append(digest.digest())
         return self.hashes
 

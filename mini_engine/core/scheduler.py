@@ -111,10 +111,8 @@ class Scheduler:
     def _continue(self, request: Request, plan: Plan) -> None:
         length = self._chunk_length(request, plan)
         while length and not self._extend_blocks(request, length):
-            # The request is itself among the candidates, so none that goes before it has to give way. One that only
-            # waits for its last token to be reported keeps its blocks.
-            candidates = (other for other in reversed(self.running) if other.num_missing)
-            victim = next(other for other in candidates if other.id not in plan.scheduled)
+            # The request is itself among the candidates, so none that goes before it has to give way.
+            victim = next(other for other in reversed(self.running) if other.id not in plan.scheduled)
             self._preempt(victim)
             if victim is request:
                 return
@@ -132,7 +130,7 @@ class Scheduler:
     def _free_blocks(self, request: Request) -> None:
         self.blocks.free(request.blocks)
         request.blocks = []
-        request.num_computed = request.num_published = 0
+        request.num_computed = 0
         request.epoch += 1
         request.restarts = True
 

@@ -118,6 +118,40 @@ def test_a_video_is_encoded_once_for_all_its_requests():
     world.assert_at_rest()
 
 
+def test_an_item_is_relied_on_by_others_only_once_its_step_has_retired():
+    world = World(max_tokens=64, enable_prefix_caching=False)
+    for number in (1, 2):
+        media = [item(message(number), 4, 6, media_hash=A)]
+        world.request(f"r{number}", prompt=14, media=media, first_token=20 * number)
+        world.media_ready(message(number))
+    world.turn()
+    reached = {chunk.request_id: chunk.start + chunk.num_tokens for step in world.links.steps for chunk in step.chunks}
+    assert reached["r1"] >= 14 and reached["r2"] == 4
+    finish(world, "r1", "r2")
+    assert world.links.num_encoded == 1
+
+
+def test_a_step_from_before_a_preemption_publishes_nothing():
+    world = World(max_tokens=8)
+    world.core.max_in_flight = 2
+    world.request("first", prompt=16)
+    world.turn()
+    request = world.core.requests["first"]
+    world.core.scheduler._preempt(request)
+    world.core.max_in_flight = 3
+    world.turn()  # the first chunk again, in other blocks
+    hashes = request.block_hashes(4)
+    for _ in range(2):
+        world.links.run_step()
+        world.turn()
+        assert world.pool.find(hashes) == []
+    world.links.run_step()
+    world.turn()
+    assert world.pool.find(hashes) == request.blocks[:2]
+    finish(world, "first")
+    world.assert_at_rest()
+
+
 def test_one_prompt_with_the_same_video_twice_encodes_it_once():
     world = World()
     media = [item(message(1), 1, 2, media_hash=A), item(message(1), 5, 2, 1, media_hash=A)]

@@ -1,0 +1,33 @@
+"""Render one video of the kind that the bundled model knows: `python -m mini_engine.demo --out clip.mp4`."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+
+from mini_engine.demo import videos
+
+CODECS = {"mp4": "h264", "mkv": "h264", "webm": "vp9"}
+
+
+def main() -> None:
+    """Write the file, and print what the right description of it is."""
+    parser = argparse.ArgumentParser(prog="python -m mini_engine.demo", description=__doc__)
+    parser.add_argument("--colour", choices=videos.COLOURS)
+    parser.add_argument("--shape", choices=videos.SHAPES)
+    parser.add_argument("--motion", choices=videos.MOTIONS)
+    parser.add_argument("--seed", type=int, default=None, help="of everything that is not chosen; default: a new one")
+    parser.add_argument("--out", type=Path, default=Path("clip.mp4"), help="ending in .mp4, .mkv or .webm")
+    args = parser.parse_args()
+    container = args.out.suffix.removeprefix(".")
+    if container not in CODECS:
+        parser.error(f"--out: {args.out} does not end in one of .{', .'.join(CODECS)}")
+    chosen = {name: getattr(args, name) for name in ("colour", "shape", "motion") if getattr(args, name)}
+    clip = videos.render(random.randrange(10**9, 2 * 10**9) if args.seed is None else args.seed, **chosen)
+    args.out.write_bytes(videos.encode(clip, container, CODECS[container]))
+    print(f"{args.out}: {clip.colour} {clip.shape}, {clip.motion}")
+
+
+if __name__ == "__main__":
+    main()
