@@ -135,12 +135,13 @@ class EngineConfig:
         2048, "Most tokens computed in one step; longer prompts are computed in chunks.", "Scheduling", minimum=1
     )
     long_prefill_token_threshold: int = option(
-        0, "Most tokens of one prompt computed in one step, so that a long prompt leaves room for short ones; "
-        "0: --max-num-batched-tokens alone.", "Scheduling", minimum=0,
+        512, "Most tokens of one prompt computed in one step while other prompts wait; 0: no such bound.",
+        "Scheduling", minimum=0,
     )  # fmt: skip
     max_num_encoder_input_tokens: int | None = option(
-        None, "Most media tokens encoded in one step, and so the largest media item; "
-        "default: --max-num-batched-tokens, and no less than 16384.", "Scheduling", minimum=1,
+        None, "Most media tokens encoded in one step; an item that needs more is refused. "
+        "Default: --max-num-batched-tokens, and an item that needs more is encoded in a step of its own.",
+        "Scheduling", minimum=1,
     )  # fmt: skip
     encoder_cache_tokens: int = option(
         65536, "Most media tokens whose embeddings the workers keep, for running requests and for those to come; "

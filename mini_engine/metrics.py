@@ -23,7 +23,7 @@ from prometheus_client import (
     multiprocess,
 )
 
-from mini_engine.messages import EngineStats, FinishReason, TransportName
+from mini_engine.messages import EngineCounters, EngineStats, FinishReason, TransportName
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 REGISTRY = CollectorRegistry()
@@ -31,12 +31,19 @@ REGISTRY = CollectorRegistry()
 # Why a request's tensors went by the second transport: no memory to reserve, or the copy or the sending failed.
 FALLBACK_REASONS = ("no_memory", "copy_failed", "send_failed")
 
+NOTHING_HAPPENED = EngineCounters()
+
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 _E2E_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2, 2.0, 3.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
 
 def _counter(name: str, help: str, labels: Iterable[str] = ()) -> Counter:
     return Counter(f"mini_engine:{name}", help, labels, registry=REGISTRY)
+
+
+def _engine_gauge(name: str, help: str) -> Gauge:
+    """A figure of each engine that whichever API server heard last knows best."""
+    return Gauge(f"mini_engine:{name}", help, ["engine"], multiprocess_mode="livemostrecent", registry=REGISTRY)
 
 
 def _histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
@@ -61,20 +68,22 @@ mm_tensor_ipc_info = Gauge(
     multiprocess_mode="livemax",
     registry=REGISTRY,
 )
-num_requests_running = Gauge(
-    "mini_engine:num_requests_running",
-    "Requests being computed.",
-    ["engine"],
-    multiprocess_mode="livemostrecent",
-    registry=REGISTRY,
+num_requests_running = _engine_gauge("num_requests_running", "Requests being computed.")
+num_requests_waiting = _engine_gauge("num_requests_waiting", "Requests in the engine's line.")
+kv_cache_usage_perc = _engine_gauge(
+    "kv_cache_usage_perc",
+    "Share of the KV blocks that requests hold; 1 is all. Cached blocks that nobody holds are free.",
 )
-num_requests_waiting = Gauge(
-    "mini_engine:num_requests_waiting",
-    "Requests in the engine's line.",
-    ["engine"],
-    multiprocess_mode="livemostrecent",
-    registry=REGISTRY,
+encoder_cache_tokens = _engine_gauge("encoder_cache_tokens", "Media tokens whose embeddings are kept.")
+prefix_cache_queries_total = _counter(
+    "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", ["engine"]
 )
+prefix_cache_hits_total = _counter("prefix_cache_hits_total", "Prompt tokens that the prefix cache held.", ["engine"])
+encoder_cache_queries_total = _counter("encoder_cache_queries_total", "Media items needed.", ["engine"])
+encoder_cache_hits_total = _counter(
+    "encoder_cache_hits_total", "Media items found encoded, or on the way to be.", ["engine"]
+)
+num_preemptions_total = _counter("num_preemptions_total", "Requests that gave their KV blocks to others.", ["engine"])
 request_success_total = _counter("request_success_total", "Requests that ended, by how.", ["finished_reason"])
 prompt_tokens_total = _counter("prompt_tokens_total", "Prompt tokens of requests that brought a token.")
 generation_tokens_total = _counter("generation_tokens_total", "Tokens delivered.")
@@ -100,10 +109,32 @@ def _create_labels() -> None:
 _create_labels()
 
 
-def set_engine_stats(engine: int, stats: EngineStats) -> None:
-    """Take over the gauges that came with an engine's outputs."""
-    num_requests_running.labels(str(engine)).set(stats.running)
-    num_requests_waiting.labels(str(engine)).set(stats.waiting)
+class EngineFigures:
+    """One engine's figures, as they come with its outputs. Its counters can be read, as 0, from the start."""
+
+    def __init__(self, engine: int) -> None:
+        label = str(engine)
+        self._running = num_requests_running.labels(label)
+        self._waiting = num_requests_waiting.labels(label)
+        self._kv_usage = kv_cache_usage_perc.labels(label)
+        self._encoder_tokens = encoder_cache_tokens.labels(label)
+        self._counters = {
+            "prefix_cache_queries": prefix_cache_queries_total.labels(label),
+            "prefix_cache_hits": prefix_cache_hits_total.labels(label),
+            "encoder_cache_queries": encoder_cache_queries_total.labels(label),
+            "encoder_cache_hits": encoder_cache_hits_total.labels(label),
+            "preemptions": num_preemptions_total.labels(label),
+        }
+
+    def update(self, stats: EngineStats, counters: EngineCounters) -> None:
+        """Take over the gauges, and add what has happened since the engine last told."""
+        self._running.set(stats.running)
+        self._waiting.set(stats.waiting)
+        self._kv_usage.set(stats.kv_blocks_used / max(1, stats.kv_blocks_total))
+        self._encoder_tokens.set(stats.encoder_cache_tokens)
+        if counters != NOTHING_HAPPENED:  # as after most steps
+            for name, counter in self._counters.items():
+                counter.inc(getattr(counters, name))
 
 
 def exposition() -> bytes:

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -22,24 +22,26 @@ from starlette.responses import JSONResponse, Response
 from mini_engine import metrics
 from mini_engine.api import responses
 from mini_engine.api.admission import MediaAdmission
-from mini_engine.api.answer import Answer
-from mini_engine.api.chat import ChatRenderer, ExpandedPrompt
+from mini_engine.api.answer import Answer, Piece, SampleText
+from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.connection import EventStream, until_disconnect
 from mini_engine.api.detokenizer import Detokenizer
 from mini_engine.api.engine_client import EngineClient
-from mini_engine.api.errors import ApiError, ClientGone, as_api_error, internal_error
+from mini_engine.api.errors import ApiError, ClientGone, EngineError, as_api_error, internal_error
+from mini_engine.api.logprobs import LogprobList
 from mini_engine.api.media_loader import MediaLoader
+from mini_engine.api.prompt_media import check_budget, place
 from mini_engine.api.protocol import ChatRequest, parse_chat_request
-from mini_engine.api.sampling import SamplingResolver
-from mini_engine.messages import MediaItem, NewRequest
+from mini_engine.api.sampling import SamplingResolver, siblings
+from mini_engine.api.vocabulary import Vocabulary
+from mini_engine.messages import EngineLimits, NewRequest, SamplingParams
 from mini_engine.metrics import RequestClock
-
-if TYPE_CHECKING:
-    from mini_engine.media.processor import ProcessedItem
 
 logger = logging.getLogger(__name__)
 
 RENDER_INLINE_CHARACTERS = 16_384  # shorter texts are tokenised faster than a thread would take to answer
+ENGINE_GONE = "An engine has stopped."
+RESET_SECONDS = 30.0  # for the engines to answer; a step of theirs may run first
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for the log's sake: nobody reads this response
 
 
@@ -51,10 +53,12 @@ class Frontend:
     item_limits: Mapping[str, int]  # --limit-mm-per-prompt
     renderer: ChatRenderer
     tokenizer: Any  # Hugging Face's
+    vocabulary: Vocabulary
     admission: MediaAdmission
     media: MediaLoader
     sampling: SamplingResolver
     engines: EngineClient
+    limits: EngineLimits
 
     async def answer(self, chat: ChatRequest, request_id: str, clock: RequestClock) -> Answer:
         """Steps 1 to 6 of a request's road; the answer's tokens are on their way when this returns.
@@ -64,16 +68,37 @@ class Frontend:
         Raises:
             ApiError, ChatError, MediaError, EngineError: see `errors.as_api_error`.
         """
+        self.sampling.check(chat)
         messages = chat.plain_messages()
         refs = self.renderer.collect(messages, self.item_limits)
         token_ids = await self._render(messages)
         async with self.admission.admit(len(refs)):
             items = await self.media.load(refs)
-            prompt = self.renderer.expand(token_ids, [(item.modality, item.num_tokens) for item in items])
+            check_budget(refs, items, self.limits)
+            processed = [item.processed for item in items]
+            prompt = self.renderer.expand(token_ids, [(item.modality, item.num_tokens) for item in processed])
             sampling = self.sampling.resolve(chat, len(prompt.token_ids))
-            request = NewRequest(request_id, prompt.token_ids, sampling, place(prompt, items))
+            request = NewRequest(
+                request_id,
+                prompt.token_ids,
+                sampling,
+                place(prompt, items),
+                priority=chat.priority or 0,
+                cache_salt=chat.cache_salt or "",
+                siblings=siblings(request_id, sampling.seed, chat.num_choices),
+            )
+            samples = [self._sample_text(chat, sampling) for _ in range(chat.num_choices)]
             generation = await self.engines.submit(request)
-        return Answer(generation, Detokenizer(self.tokenizer, chat.stop_strings), clock, len(prompt.token_ids))
+        return Answer(generation, samples, clock, len(prompt.token_ids))
+
+    def _sample_text(self, chat: ChatRequest, sampling: SamplingParams) -> SampleText:
+        include_stop = bool(chat.include_stop_str_in_output)
+        skip_special = chat.skip_special_tokens is not False
+        detokenizer = Detokenizer(
+            self.tokenizer, chat.stop_strings, include_stop, skip_special, min_tokens=sampling.min_tokens
+        )
+        logprobs = None if sampling.logprobs is None else LogprobList(self.vocabulary, skip_special)
+        return SampleText(detokenizer, logprobs, () if include_stop else sampling.stop_token_ids)
 
     async def _render(self, messages: list[dict[str, Any]]) -> list[int]:
         if sum(map(_text_length, messages)) <= RENDER_INLINE_CHARACTERS:
@@ -82,13 +107,12 @@ class Frontend:
 
     async def complete(self, chat: ChatRequest, request_id: str, clock: RequestClock) -> bytes:
         """The whole answer as a response's body."""
-        texts, finish_reason = [], None
         with await self.answer(chat, request_id, clock) as answer:
+            pieces: list[list[Piece]] = [[] for _ in answer.samples]
             async for piece in answer:
-                texts.append(piece.text)
-                finish_reason = piece.finish_reason
-        assert finish_reason is not None
-        return responses.completion(request_id, self.model_names[0], "".join(texts), finish_reason, answer.usage)
+                pieces[piece.index].append(piece)
+        choices = [_choice(index, theirs) for index, theirs in enumerate(pieces)]
+        return responses.completion(request_id, self.model_names[0], choices, answer.usage)
 
     async def stream(self, chat: ChatRequest, request_id: str, clock: RequestClock) -> AsyncGenerator[bytes, None]:
         """The answer as events, the first of them with the first token. The last ones leave together.
@@ -100,11 +124,11 @@ class Frontend:
         with await self.answer(chat, request_id, clock) as answer:
             try:
                 async for piece in answer:
-                    if piece.finish_reason is not None:
-                        last = writer.delta(piece.text, piece.finish_reason)
-                        yield last + (writer.usage(answer.usage) if chat.include_usage else b"") + responses.DONE
-                    elif piece.text or not started:
-                        yield writer.delta(piece.text, None)
+                    event = writer.delta(piece.index, piece.text, piece.finish_reason, piece.logprobs)
+                    if answer.over:
+                        event += (writer.usage(answer.usage) if chat.include_usage else b"") + responses.DONE
+                    if event:
+                        yield event
                     started = True
             except Exception as error:  # noqa: BLE001 - explain() logs what it does not know
                 if not started:
@@ -112,12 +136,14 @@ class Frontend:
                 yield responses.error_event(explain(error, request_id, clock))
 
 
-def place(prompt: ExpandedPrompt, items: list[ProcessedItem]) -> list[MediaItem]:
-    """The processed items with their places in the prompt, as the engine takes them."""
-    return [
-        MediaItem(item.modality, placed.offset, placed.length, item.grid_thw, item.second_per_grid, item.patches)
-        for placed, item in zip(prompt.items, items, strict=True)
-    ]
+def _choice(index: int, pieces: list[Piece]) -> responses.Choice:
+    """A sample's pieces as one choice."""
+    finish_reason = pieces[-1].finish_reason
+    assert finish_reason is not None
+    listed = [token for piece in pieces for token in piece.logprobs or ()]
+    logprobs = None if pieces[-1].logprobs is None else responses.ChoiceLogprobs(listed)
+    text = "".join(piece.text for piece in pieces)
+    return responses.Choice(index, responses.AnswerMessage(text), finish_reason, logprobs)
 
 
 def _text_length(message: Mapping[str, Any]) -> int:
@@ -198,7 +224,24 @@ async def health(request: Request) -> Response:
     """200 when a request can be served, 503 when not."""
     if _frontend(request).engines.alive:
         return Response()
-    return error_response(ApiError(503, "An engine has stopped.", code="engine_unavailable"))
+    return error_response(ApiError(503, ENGINE_GONE, code="engine_unavailable"))
+
+
+@router.post("/reset_caches")
+async def reset_caches(request: Request) -> Response:
+    """Empty the prefix and encoder caches of every engine, but for what running requests use.
+
+    200 when all have done so; 503 when an engine is gone; 504 when one does not answer in time.
+    """
+    try:
+        async with asyncio.timeout(RESET_SECONDS):
+            await _frontend(request).engines.reset_caches()
+    except EngineError:
+        return error_response(ApiError(503, ENGINE_GONE, code="engine_unavailable"))
+    except TimeoutError:
+        text = f"An engine has not answered within {RESET_SECONDS:g} s; its caches may be reset later, or not at all."
+        return error_response(ApiError(504, text, code="timeout"))
+    return Response()
 
 
 @router.get("/metrics")

@@ -30,8 +30,12 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
-        """`tokenizer` is a Hugging Face fast tokenizer. `include_stop` sends the stop string too. Empty ones raise."""
+        """`tokenizer` is a Hugging Face fast tokenizer. `include_stop` sends the stop string too. Empty ones raise.
+
+        A stop string that the first `min_tokens` tokens complete does not count, as in vLLM.
+        """
         if not all(stop):
             raise ValueError("a stop string must not be empty")
         self.stopped_by: str | None = None
@@ -41,8 +45,10 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._token_ids: list[int] = []
-        self._decoded_length = 0  # characters that the stream has handed out
+        self.decoded_length = 0  # characters of all tokens so far, but for those of an unfinished character
+        self._min_tokens = min_tokens
         self._held = ""  # handed out by the stream, but perhaps the start of a stop string
+        self._exempt = 0  # of the held characters, those of the first `min_tokens` tokens
 
     def push(self, token_ids: Sequence[int]) -> Delta:
         """Takes the next tokens, one at a time: after the one that completes a stop string, the rest is not used."""
@@ -55,7 +61,7 @@ class Detokenizer:
             self._token_ids.append(token)
             text = self._stream.step(self._tokenizer, token)
             if text:
-                self._decoded_length += len(text)
+                self.decoded_length += len(text)
                 texts.append(self._release(text))
         return Delta("".join(texts), self.stopped_by, used)
 
@@ -64,8 +70,8 @@ class Detokenizer:
         if self.stopped_by is not None:
             return ""
         whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)
-        rest = whole[self._decoded_length :]
-        self._decoded_length += len(rest)
+        rest = whole[self.decoded_length :]
+        self.decoded_length += len(rest)
         text = self._release(rest)
         held, self._held = self._held, ""
         return text + held
@@ -73,6 +79,8 @@ class Detokenizer:
     def _release(self, text: str) -> str:
         """Adds `text` to what is held and returns what may be sent of it."""
         text = self._held + text
+        if len(self._token_ids) <= self._min_tokens:
+            self._exempt = len(text)
         match = self._first_stop(text)
         if match is not None:
             end, self.stopped_by = match
@@ -80,11 +88,16 @@ class Detokenizer:
             return text[: end if self._include_stop else end - len(self.stopped_by)]
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - held :]
+        self._exempt = max(0, self._exempt - (len(text) - held))
         return text[: len(text) - held]
 
     def _first_stop(self, text: str) -> tuple[int, str] | None:
         """The stop string that is complete first when reading `text` from its start, the longest of several."""
-        ends = [(place + len(stop), -len(stop), stop) for stop in self._stop if (place := text.find(stop)) >= 0]
+        ends = [
+            (place + len(stop), -len(stop), stop)
+            for stop in self._stop
+            if (place := text.find(stop, max(0, self._exempt + 1 - len(stop)))) >= 0
+        ]
         if not ends:
             return None
         end, _, stop = min(ends)

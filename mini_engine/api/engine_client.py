@@ -11,16 +11,17 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from mini_engine import metrics
 from mini_engine.api.errors import EngineError
+from mini_engine.api.generation import Generation, Sample
 from mini_engine.messages import (
+    CachesReset,
     Consumed,
     Finish,
     FinishReason,
@@ -28,6 +29,7 @@ from mini_engine.messages import (
     NewRequest,
     Outputs,
     RequestOutput,
+    ResetCaches,
 )
 from mini_engine.transport import sockets
 from mini_engine.transport.base import Outgoing, TensorSender, TransportError
@@ -41,90 +43,12 @@ ENGINE_STOPPED = "The engine that served this request has stopped; send it again
 MEDIA_NOT_SENT = "The media of this request could not be handed to the engine; send the request again."
 
 
-@dataclass(frozen=True, slots=True)
-class NewTokens:
-    """What came since the last look. `finish_reason` is set with the last."""
-
-    token_ids: list[int]
-    finish_reason: FinishReason | None
-
-
-class Generation:
-    """One request at its engine: an iterator over its new tokens, and a context that aborts it when left early.
-
-    Tokens that come faster than they are taken are handed over together.
-    """
-
-    def __init__(self, engine: Engine, request_id: str):
-        self.request_id = request_id
-        self._engine = engine
-        self._tokens: list[int] = []
-        self._finish_reason: FinishReason | None = None
-        self._error: EngineError | None = None
-        self._arrival: asyncio.Future[None] | None = None
-        self._over = False  # nobody waits for tokens any more
-
-    def __aiter__(self) -> Generation:
-        return self
-
-    async def __anext__(self) -> NewTokens:
-        """Wait for tokens.
-
-        Raises:
-            EngineError: the engine has given the request up, or is gone.
-        """
-        if self._over:
-            raise StopAsyncIteration
-        while not (self._tokens or self._finish_reason or self._error):
-            self._arrival = asyncio.get_running_loop().create_future()
-            try:
-                await self._arrival
-            finally:
-                self._arrival = None
-        if self._error is not None:
-            self._over = True
-            raise self._error
-        self._over = self._finish_reason is not None
-        tokens, self._tokens = self._tokens, []
-        return NewTokens(tokens, self._finish_reason)
-
-    def __enter__(self) -> Generation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.finish("abort")
-
-    def finish(self, reason: Literal["stop", "abort"]) -> None:
-        """End the request at its engine unless it has ended; no more tokens come. Calls after the first do nothing."""
-        if not self._over:
-            self._over = True
-            self._engine.finish(self.request_id, reason)
-
-    def receive(self, output: RequestOutput) -> None:
-        """Take what the engine has sent for this request."""
-        self._tokens += output.token_ids
-        self._finish_reason = output.finish_reason
-        if output.finish_reason == "error":
-            self._error = EngineError(output.error or "The engine failed at this request.")
-        elif output.finish_reason == "abort":
-            self._error = EngineError("The engine has aborted this request.")
-        self._wake()
-
-    def fail(self, error: EngineError) -> None:
-        """The engine will send no more."""
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
-
-
 class Engine:
     """One engine core and its ranks, seen from this API server.
 
-    `requests` holds each request from before its tensors are reserved until the core's final output for it, which comes
-    even for one that was aborted. `senders` are in the order of use: each is the fallback of the one before it.
+    `requests` holds each sample of a request from before its tensors are reserved until the core's final output for it,
+    which comes even for one that was aborted. `senders` are in the order of use: each is the fallback of the one before
+    it.
     """
 
     def __init__(
@@ -137,23 +61,26 @@ class Engine:
     ):
         self.number = number
         self.senders = senders
-        self.requests: dict[str, Generation] = {}
+        self.requests: dict[str, Sample] = {}
         self.stopped: str | None = None  # what clients are told once it serves no more
         self._socket = socket
         self._encoder = encoder
         self._on_memory = on_memory
+        self._figures = metrics.EngineFigures(number)
+        self._resets: dict[int, asyncio.Future[None]] = {}
 
     async def submit(self, request: NewRequest, message: MessageId | None) -> Generation:
         """See `EngineClient.submit`. `message` is the id of the request's tensors, None without any."""
-        generation = Generation(self, request.request_id)
-        self.requests[request.request_id] = generation
+        generation = Generation(self, [request.request_id, *(sibling.request_id for sibling in request.siblings)])
+        self.requests |= {sample.request_id: sample for sample in generation.samples}
         try:
             if message is None:
-                self._send_request(self._encoder.encode(request))
+                self._send(self._encoder.encode(request))
             else:
                 await self._submit_with_tensors(request, message)
         except BaseException:
-            self.requests.pop(request.request_id, None)  # the core has not heard of it
+            for sample in generation.samples:
+                self.requests.pop(sample.request_id, None)  # the core has not heard of it
             raise
         finally:
             self._on_memory()
@@ -163,7 +90,18 @@ class Engine:
         """Tell the core to end a request. Its entry stays until the core's final output for it."""
         if request_id in self.requests:
             with contextlib.suppress(EngineError):  # then it has ended with its engine
-                self._send_request(self._encoder.encode(Finish(request_id, reason)))
+                self._send(self._encoder.encode(Finish(request_id, reason)))
+
+    def reset_caches(self, number: int) -> asyncio.Future[None]:
+        """Ask the core to forget what its caches hold; `number` has not been used before. Done when it has answered.
+
+        Raises:
+            EngineError: the engine is gone; so does the future.
+        """
+        self._send(self._encoder.encode(ResetCaches(number)))
+        done = self._resets[number] = asyncio.get_running_loop().create_future()
+        done.add_done_callback(lambda _: self._resets.pop(number, None))
+        return done
 
     def stop(self, why: str) -> None:
         """End all requests and refuse new ones: the engine is gone, or this server is going. Clients are told `why`."""
@@ -171,8 +109,11 @@ class Engine:
             return
         self.stopped = why
         requests, self.requests = self.requests, {}
-        for generation in requests.values():
-            generation.fail(EngineError(why, engine_gone=True))
+        for sample in requests.values():
+            sample.fail(EngineError(why, engine_gone=True))
+        for reset in list(self._resets.values()):
+            if not reset.done():
+                reset.set_exception(EngineError(why, engine_gone=True))
         for sender in self.senders:
             sender.close()
         self._on_memory()
@@ -189,22 +130,25 @@ class Engine:
             if self.stopped is not None:
                 continue
             match body:
-                case Outputs(outputs=outputs, stats=stats):
+                case Outputs(outputs=outputs, stats=stats, counters=counters):
                     for output in outputs:
                         self._on_output(output)
-                    metrics.set_engine_stats(self.number, stats)
+                    self._figures.update(stats, counters)
                 case Consumed(messages=messages):
                     for sender in self.senders:
                         sender.consumed(messages)
                     self._on_memory()
+                case CachesReset(number=number):
+                    if (reset := self._resets.get(number)) is not None and not reset.done():
+                        reset.set_result(None)
 
     def _on_output(self, output: RequestOutput) -> None:
         if output.finish_reason is None:
-            generation = self.requests.get(output.request_id)
+            sample = self.requests.get(output.request_id)
         else:
-            generation = self.requests.pop(output.request_id, None)
-        if generation is not None:
-            generation.receive(output)
+            sample = self.requests.pop(output.request_id, None)
+        if sample is not None:
+            sample.receive(output)
 
     async def _submit_with_tensors(self, request: NewRequest, message: MessageId) -> None:
         for sender, fallback in itertools.zip_longest(self.senders, self.senders[1:]):
@@ -234,7 +178,7 @@ class Engine:
         except BaseException:
             outgoing.discard()
             raise
-        self._send_request(frame)
+        self._send(frame)
         metrics.ipc_messages_total.labels(sender.name).inc(sent)
         metrics.ipc_bytes_total.labels(sender.name).inc(nbytes * sent // len(request.media))
 
@@ -255,7 +199,7 @@ class Engine:
             copying.add_done_callback(partial(_discard, outgoing))
             raise
 
-    def _send_request(self, frame: bytes) -> None:
+    def _send(self, frame: bytes) -> None:
         self._check_running()
         try:
             send_now(self._socket, frame)
@@ -297,7 +241,7 @@ class EngineClient:
         await asyncio.gather(*(engine.receive() for engine in self.engines))
 
     async def submit(self, request: NewRequest) -> Generation:
-        """Hand `request`, its media's patches still tensors, to the engine with the fewest unfinished requests.
+        """Hand `request`, its media's patches still tensors, to the engine with the fewest unfinished samples.
 
         Waits for room for the tensors. They leave before the request does, straight to the ranks. Cancelling it
         leaves nothing behind.
@@ -311,6 +255,21 @@ class EngineClient:
         engine = min(running, key=lambda engine: len(engine.requests))
         message = MessageId(self._incarnation, next(self._numbers)) if request.media else None
         return await engine.submit(request, message)
+
+    async def reset_caches(self) -> None:
+        """Empty the caches of every engine, but for what running requests use. Cancelling it stops the wait only.
+
+        Raises:
+            EngineError: an engine is gone.
+        """
+        resets: list[asyncio.Future[None]] = []
+        try:
+            for engine in self.engines:
+                resets.append(engine.reset_caches(next(self._numbers)))
+            await asyncio.gather(*resets)
+        finally:
+            for reset in resets:
+                reset.cancel()
 
     def peer_gone(self, sender: str) -> None:
         """A process has died: with a core or one of its workers, the engine and all of its requests end."""

@@ -17,21 +17,21 @@ from pydantic_core import ErrorDetails
 from mini_engine.api.errors import ApiError, bad_request
 
 MAX_STOP_STRINGS = 16  # OpenAI takes 4; more cost little here
+MAX_CHOICES = 128  # OpenAI's limit on `n`
+MAX_LOGPROBS = 20  # OpenAI's limit on `top_logprobs`
+MAX_BIASED_TOKENS = 1024  # a bias is written to the device for each of them
 
 # They change nothing in an answer: labels for the books of OpenAI's own service, and for its cache and queues.
 IGNORED = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-)
+    {
+        "user", "metadata", "store", "service_tier", "safety_identifier",
+        "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    }
+)  # fmt: skip
 
 # Not supported in this version. Absent, null or one of these values asks for what happens anyway.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI's
-    "n": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -41,20 +41,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
+    "moderation": (),
     "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
     # vLLM's
-    "min_p": (0,),
-    "min_tokens": (0,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "best_of": (1,),
     "bad_words": ([],),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
@@ -70,8 +67,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "structured_outputs": (),
-    "priority": (0,),
-    "cache_salt": (),
     "request_id": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -124,6 +119,8 @@ class StreamOptions(_Model):
 
 
 StopString = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+WrittenTokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]  # the keys of JSON objects are strings
 
 
 class ChatRequest(_Model):
@@ -136,11 +133,28 @@ class ChatRequest(_Model):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)  # -1 and 0 are off
+    min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[WrittenTokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None,
+        max_length=MAX_BIASED_TOKENS,
+        description=f"at most {MAX_BIASED_TOKENS} token ids, as strings, each with a number of at least -100 and at "
+        "most 100",
+    )
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, le=2**31 - 1)]] | None = Field(None, max_length=128)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=128)
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None  # vLLM's: do not stop at the model's end-of-sequence tokens
+    min_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
+    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)  # lower goes first
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -148,6 +162,16 @@ class ChatRequest(_Model):
     def stop_strings(self) -> list[str]:
         """`stop` as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def num_choices(self) -> int:
+        """`n`, or 1."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def token_biases(self) -> dict[int, float]:
+        """`logit_bias` by token id."""
+        return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
 
     @property
     def include_usage(self) -> bool:
@@ -216,8 +240,19 @@ def _check_neutral(name: str, value: Any) -> None:
 def _check_combinations(request: ChatRequest) -> None:
     if request.max_tokens is not None and request.max_completion_tokens is not None:
         raise bad_request("Send either 'max_completion_tokens' or 'max_tokens', not both.", "max_tokens")
+    limit = _longest(request)
+    if request.min_tokens is not None and limit is not None and request.min_tokens > limit:
+        raise bad_request(
+            f"Invalid 'min_tokens': must be at most {limit}, the most tokens asked for.", "min_tokens", "invalid_value"
+        )
+    if request.top_logprobs and not request.logprobs:
+        raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
     if request.stream_options is not None and not request.stream:
         raise bad_request("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+
+
+def _longest(request: ChatRequest) -> int | None:
+    return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
 
 
 def _refusal(error: ValidationError) -> ApiError:
@@ -234,8 +269,8 @@ def _refusal(error: ValidationError) -> ApiError:
     if details["type"] == "missing":
         return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
     problem = details["msg"]
-    if details["type"].startswith(("greater_than", "less_than")) and param in ChatRequest.model_fields:
-        problem = f"must be {_range(param)}"
+    if param in ChatRequest.model_fields and (says := _demand(param, details["type"])):
+        problem = f"must be {says}"
     return bad_request(f"Invalid '{param}': {problem}.", param, "invalid_value")
 
 
@@ -253,8 +288,16 @@ def _param(location: Sequence[int | str], unknown: bool) -> str:
     return text
 
 
-def _range(name: str) -> str:
-    """The limits of a field of `ChatRequest` in words."""
+def _demand(name: str, error_type: str) -> str:
+    """What a field of `ChatRequest` may hold, where that says more than pydantic's own words; "" where not."""
+    described = ChatRequest.model_fields[name].description
+    if described is not None:
+        return described
+    return range_of(name) if error_type.startswith(("greater_than", "less_than")) else ""
+
+
+def range_of(name: str) -> str:
+    """The limits of a number field of `ChatRequest` in words; "" where it has none."""
     words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     limits = [
         f"{word} {getattr(limit, key):g}" if abs(getattr(limit, key)) < 1e6 else f"{word} {getattr(limit, key)}"

@@ -16,12 +16,41 @@ FinishedBy = Literal["stop", "length"]
 DONE = b"data: [DONE]\n\n"
 
 
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """What is known of the prompt's tokens: how many the prefix cache held."""
+
+    cached_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens: of the prompt with its images and videos, and delivered."""
+    """Tokens: of the prompt with its images and videos, once however many choices, and delivered."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class LikelyToken(msgspec.Struct, frozen=True):
+    """A token that could have stood at a place. `bytes` may be a part of a character; `token` has U+FFFD for it."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ListedToken(msgspec.Struct, frozen=True):
+    """A token of the answer, and the likeliest at its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[LikelyToken]
+
+
+class ChoiceLogprobs(msgspec.Struct, frozen=True):
+    content: list[ListedToken]
+    refusal: None = None
 
 
 class AnswerMessage(msgspec.Struct, frozen=True):
@@ -31,10 +60,10 @@ class AnswerMessage(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
+    index: int
     message: AnswerMessage
     finish_reason: FinishedBy
-    index: int = 0
-    logprobs: None = None
+    logprobs: ChoiceLogprobs | None
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -52,10 +81,10 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
+    index: int
     delta: Delta
-    finish_reason: FinishedBy | None = None
-    index: int = 0
-    logprobs: None = None
+    finish_reason: FinishedBy | None
+    logprobs: ChoiceLogprobs | None
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True):
@@ -83,15 +112,15 @@ class ModelList(msgspec.Struct, frozen=True):
 _encoder = msgspec.json.Encoder()
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> Usage:
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
     """The usage with its sum."""
-    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+    total = prompt_tokens + completion_tokens
+    return Usage(prompt_tokens, completion_tokens, total, PromptTokensDetails(cached_tokens))
 
 
-def completion(request_id: str, model: str, text: str, finish_reason: FinishedBy, used: Usage) -> bytes:
+def completion(request_id: str, model: str, choices: list[Choice], used: Usage) -> bytes:
     """The body of a response that is not streamed."""
-    choice = Choice(AnswerMessage(text), finish_reason)
-    return _encoder.encode(ChatCompletion(request_id, int(time.time()), model, [choice], used))
+    return _encoder.encode(ChatCompletion(request_id, int(time.time()), model, choices, used))
 
 
 class EventWriter:
@@ -102,14 +131,21 @@ class EventWriter:
         self._model = model
         self._created = int(time.time())
         self._usage = None if include_usage else msgspec.UNSET
-        self._first = True
+        self._begun: set[int] = set()
 
-    def delta(self, text: str, finish_reason: FinishedBy | None) -> bytes:
-        """The next piece of text; the first carries the role."""
-        role: Literal["assistant"] | None = "assistant" if self._first else None
-        content = text if text or self._first else None
-        self._first = False
-        return self._event([ChunkChoice(Delta(role, content), finish_reason)], self._usage)
+    def delta(
+        self, index: int, text: str, finish_reason: FinishedBy | None, logprobs: list[ListedToken] | None = None
+    ) -> bytes:
+        """The next piece of a choice's text; its first carries the role. One that says nothing new is no event."""
+        role: Literal["assistant"] | None = None
+        if index not in self._begun:
+            self._begun.add(index)
+            role = "assistant"
+        elif not text and finish_reason is None:
+            return b""
+        delta = Delta(role, text if text or role else None)
+        listed = ChoiceLogprobs(logprobs) if logprobs else None
+        return self._event([ChunkChoice(index, delta, finish_reason, listed)], self._usage)
 
     def usage(self, used: Usage) -> bytes:
         """The chunk that `include_usage` asks for."""

@@ -15,7 +15,7 @@ from typing import Any
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.config import ConfigError
-from mini_engine.messages import SamplingParams
+from mini_engine.messages import SamplingParams, Sibling
 
 GREEDY_BELOW = 1e-5  # temperatures below it are greedy, as in vLLM: dividing logits by less would overflow
 GENERATION_CONFIG = "generation_config.json"
@@ -65,11 +65,28 @@ class SamplingDefaults:
 class SamplingResolver:
     """Makes each request's `SamplingParams`; draws the seeds of requests that give none."""
 
-    def __init__(self, defaults: SamplingDefaults, max_model_len: int, seed: int, incarnation: int):
+    def __init__(self, defaults: SamplingDefaults, max_model_len: int, vocab_size: int, seed: int, incarnation: int):
         self.defaults = defaults
         self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
         # The incarnation makes API servers, and a server's successor, draw different seeds.
         self._random = random.Random(f"{seed}/{incarnation}")
+
+    def check(self, request: ChatRequest) -> None:
+        """What can be refused before the prompt is known.
+
+        Raises:
+            ApiError: 400; a token id that the model does not have.
+        """
+        for name, token_ids in (("stop_token_ids", request.stop_token_ids), ("logit_bias", request.token_biases)):
+            unknown = next((token_id for token_id in token_ids or () if token_id >= self.vocab_size), None)
+            if unknown is not None:
+                raise bad_request(
+                    f"Invalid '{name}': the model has no token {unknown}; its token ids are at least 0 and at most "
+                    f"{self.vocab_size - 1}.",
+                    name,
+                    "invalid_value",
+                )
 
     def resolve(self, request: ChatRequest, prompt_tokens: int) -> SamplingParams:
         """The parameters of `request`, whose expanded prompt has `prompt_tokens` tokens.
@@ -78,16 +95,29 @@ class SamplingResolver:
             ApiError: 400; the prompt, or the prompt and what may follow it, is longer than the model takes.
         """
         defaults = self.defaults
+        max_tokens = self._max_tokens(request, prompt_tokens)
+        if request.min_tokens is not None and request.min_tokens > max_tokens:
+            raise bad_request(
+                f"Invalid 'min_tokens': must be at most {max_tokens}, the most tokens that the answer may have.",
+                "min_tokens",
+                "invalid_value",
+            )
         temperature = _first(request.temperature, defaults.temperature)
         greedy = temperature < GREEDY_BELOW
         ends = () if request.ignore_eos else defaults.eos_token_ids
         return SamplingParams(
-            max_tokens=self._max_tokens(request, prompt_tokens),
+            max_tokens=max_tokens,
             seed=self._random.getrandbits(63) if request.seed is None else request.seed % 2**63,
             temperature=0.0 if greedy else temperature,
             top_p=1.0 if greedy else _first(request.top_p, defaults.top_p),
             top_k=0 if greedy else _top_k(_first(request.top_k, defaults.top_k)),
+            min_p=0.0 if greedy else _first(request.min_p, 0.0),
             repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty),
+            presence_penalty=_first(request.presence_penalty, 0.0),
+            frequency_penalty=_first(request.frequency_penalty, 0.0),
+            logit_bias=request.token_biases,
+            min_tokens=_first(request.min_tokens, 0),
+            logprobs=_first(request.top_logprobs, 0) if request.logprobs else None,
             stop_token_ids=sorted({*ends, *(request.stop_token_ids or ())}),
         )
 
@@ -111,6 +141,14 @@ class SamplingResolver:
                 "context_length_exceeded",
             )
         return asked
+
+
+def siblings(request_id: str, seed: int, choices: int) -> list[Sibling]:
+    """The samples of a request beside its first, with a seed each: sample i has the request's plus i.
+
+    The ranks mix a seed before they use it, so neighbouring seeds have nothing in common.
+    """
+    return [Sibling(f"{request_id}-{index}", (seed + index) % 2**63) for index in range(1, choices)]
 
 
 def _first(value: Any, default: Any) -> Any:

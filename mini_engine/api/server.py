@@ -25,10 +25,13 @@ from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.engine_client import EngineClient, send_now
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
+from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.media.fetch import MediaPolicy
+from mini_engine.media.hashing import settings_key
 from mini_engine.media.memory import keep_freed_memory
-from mini_engine.messages import EngineLimits, Init, PeerGone, Serving, Start
+from mini_engine.messages import EngineLimits, Init, Modality, PeerGone, Serving, Start
+from mini_engine.model.config import ModelConfig
 from mini_engine.transport.codec import decode
 
 if TYPE_CHECKING:
@@ -49,6 +52,8 @@ class ModelFront:
 
     processor: MediaProcessor
     renderer: ChatRenderer
+    vocabulary: Vocabulary
+    vocab_size: int  # of the model's logits; its tokenizer may have fewer tokens
     media: MediaLoader
     defaults: SamplingDefaults
 
@@ -95,14 +100,28 @@ def load(init: Init) -> ModelFront:
         sampling = processor.sampling(config.media_io_kwargs.get("video"))
         template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
         renderer = ChatRenderer(processor.hf_processor, template)
+        vocabulary = Vocabulary(processor.hf_processor.tokenizer)
+        vocab_size = ModelConfig.from_dir(init.model_dir).text.vocab_size
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     root = config.allowed_local_media_path
     policy = MediaPolicy(None if root is None else Path(root), config.max_media_bytes)
-    media = MediaLoader(processor, policy, sampling, media_threads(config))
-    return ModelFront(processor, renderer, media, SamplingDefaults.load(init.model_dir, config.generation_config))
+    hashed = (config.mm_processor_kwargs, (init.model_dir, config.revision))
+    hash_keys: dict[Modality, bytes] = {
+        "image": settings_key("image", None, *hashed),
+        "video": settings_key("video", sampling, *hashed),
+    }
+    media = MediaLoader(processor, policy, sampling, hash_keys, media_threads(config))
+    return ModelFront(
+        processor,
+        renderer,
+        vocabulary,
+        vocab_size,
+        media,
+        SamplingDefaults.load(init.model_dir, config.generation_config),
+    )
 
 
 def media_threads(config: EngineConfig) -> int:
@@ -145,10 +164,14 @@ async def _serve(
         item_limits=config.limit_mm_per_prompt,
         renderer=front.renderer,
         tokenizer=front.processor.hf_processor.tokenizer,
+        vocabulary=front.vocabulary,
         admission=MediaAdmission(config.maximum_concurrent_videos),
         media=front.media,
-        sampling=SamplingResolver(front.defaults, limits.max_model_len, config.seed, child.incarnation),
+        sampling=SamplingResolver(
+            front.defaults, limits.max_model_len, front.vocab_size, config.seed, child.incarnation
+        ),
         engines=engines,
+        limits=limits,
     )
     server = HttpServer(create_app(frontend), link.say_serving)
 

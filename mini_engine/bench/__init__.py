@@ -1,0 +1,1 @@
+"""The regimes behind bench.py: what each measures, how, and what it should come to."""

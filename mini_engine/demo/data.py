@@ -19,7 +19,8 @@ from mini_engine.demo.tokenizer import COMMON_WORDS
 MIRRORED = {"left": "right", "right": "left"}
 REVERSED = {**MIRRORED, "up": "down", "down": "up"}
 TOKENS_PER_SECOND = 4  # as in the vision config
-CODEC_SHARE, IMAGE_SHARE = 0.5, 0.12  # of the items: really encoded and decoded; stills out of JPEG files
+CODEC_SHARE, IMAGE_SHARE = 0.5, 0.12  # of the items: really encoded and decoded; stills out of image files
+LONG_SHARE = 0.04  # of the conversations: begin with a long text, up to some 1,500 words
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
     "You are a helpful assistant that answers questions about videos and images.",
@@ -109,7 +110,9 @@ def make_item(seed: int) -> Item:
     if rng.uniform() < 0.05:
         fixed = {"width": 640, "height": 480}
     scene = videos.make_scene(seed, **fixed)
-    wanted = NUM_FRAMES if rng.uniform() < 0.75 else int(rng.integers(4, 15))
+    wanted = int(rng.choice([NUM_FRAMES, int(rng.integers(2, 15)), int(rng.integers(15, 34))], p=[0.7, 0.2, 0.1]))
+    if scene.motion == "still":
+        wanted = max(wanted, 3)  # two equal frames are an image
     indices = videos.sample_indices(scene.num_frames, wanted)
     if rng.uniform() < CODEC_SHARE and scene.width <= 320:
         container, codec = videos.PAIRS[int(rng.integers(len(videos.PAIRS)))]
@@ -158,15 +161,20 @@ class Writer:
     def sample(self, items: tuple[Item, ...], rng: np.random.Generator) -> Sample:
         """A conversation of one to three turns about `items`; without items a plain chat that gets the help text."""
         messages: list[dict] = []
+        preface: list[dict] = []
         if rng.uniform() < 0.25:
             system = str(rng.choice(SYSTEM_PROMPTS)) if rng.uniform() < 0.7 else _babble(rng, 30)
             messages.append({"role": "system", "content": system})
+        if rng.uniform() < LONG_SHARE:
+            preface = [{"type": "text", "text": _babble(rng, int(np.exp(rng.uniform(3, 7.3))))}]
+            if rng.uniform() < 0.5:
+                messages, preface = [{"role": "system", "content": preface}], []
         media = [{"type": "image" if item.motion is None else "video"} for item in items]
         for turn in range(int(rng.choice([1, 2, 3], p=[0.5, 0.3, 0.2])) if items else 1):
             text, reply = self._exchange(items, rng)
             parts = [{"type": "text", "text": text}]
             if turn == 0:
-                parts = media + parts if rng.uniform() < 0.85 else parts + media
+                parts = preface + (media + parts if rng.uniform() < 0.85 else parts + media)
             messages += [{"role": "user", "content": parts}, {"role": "assistant", "content": reply}]
         return Sample(items, self.expand(messages, items))
 
@@ -232,6 +240,8 @@ class Writer:
 def _babble(rng: np.random.Generator, most: int) -> str:
     """Up to `most` random words, now and then with random characters of any script."""
     words = [str(word) for word in rng.choice(COMMON_WORDS.split(), int(rng.integers(1, most + 1)))]
+    if rng.uniform() < 0.3:  # a phrase said again and again
+        words = (words[: int(rng.integers(1, 12))] * len(words))[: len(words)]
     if rng.uniform() < 0.15:
         words.insert(0, "".join(chr(int(c)) for c in rng.integers(33, 0xD7FF, int(rng.integers(1, 6)))))
     text = " ".join(words)

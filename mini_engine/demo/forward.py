@@ -108,10 +108,21 @@ def _rotate(x: Tensor) -> Tensor:
     return torch.cat([-second, first], -1)
 
 
-def run(model: Any, batch: Batch, rows_at_once: int = 8) -> Outputs:
+def _similar(lengths: Tensor, most: int) -> list[Tensor]:
+    """Split samples, by rising length, into groups of at most `most` tokens with their padding, or of one sample."""
+    groups: list[list[int]] = []
+    for index in lengths.argsort().tolist():
+        if not groups or (len(groups[-1]) + 1) * int(lengths[index]) > most:
+            groups.append([])
+        groups[-1].append(index)
+    return [torch.tensor(group, device=lengths.device) for group in groups]
+
+
+def run(model: Any, batch: Batch, tokens_at_once: int = 1024) -> Outputs:
     """Run a batch through a `Qwen2_5_VLForConditionalGeneration`; logits are computed at the answers' places only.
 
-    The decoder takes `rows_at_once` samples of similar length at a time, so that little of its work is padding.
+    The decoder takes samples of similar length at a time, `tokens_at_once` or one sample, so that little of its work is
+    padding.
     """
     device = model.lm_head.weight.device
     features = vision_features(model.model.visual, batch.items)
@@ -122,7 +133,7 @@ def run(model: Any, batch: Batch, rows_at_once: int = 8) -> Outputs:
         embeds = embeds.masked_scatter(pads[..., None], torch.cat(features))
     lengths = (labels != -100).long().mul(torch.arange(1, ids.shape[1] + 1, device=device)).amax(-1)
     logits, targets, rows = [], [], []
-    for members in lengths.argsort().split(rows_at_once):
+    for members in _similar(lengths, tokens_at_once):
         length = int(lengths[members].max())
         hidden = model.model.language_model(
             inputs_embeds=embeds[members, :length], position_ids=positions[:, members, :length], use_cache=False

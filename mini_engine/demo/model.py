@@ -120,8 +120,8 @@ def save_support_files(folder: Path, config: Any) -> None:
     ]  # the vision rope has one form, and old releases know no name for it
     (folder / "config.json").write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
     end, pad = config.text_config.eos_token_id, config.text_config.pad_token_id
-    # top_k 1 makes greedy decoding the default, also for readers that ignore do_sample
-    generation = {"do_sample": True, "top_k": 1, "eos_token_id": [end, pad], "pad_token_id": pad}
+    # So low a temperature makes greedy decoding the default, and a request that asks for another gets it.
+    generation = {"do_sample": True, "temperature": 1e-6, "eos_token_id": [end, pad], "pad_token_id": pad}
     for name, content in (
         ("generation_config.json", generation),
         ("preprocessor_config.json", IMAGE_PREPROCESSOR),

@@ -12,6 +12,8 @@ import copy
 import json
 import math
 import os
+import signal
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,17 +34,17 @@ from mini_engine.demo.pool import CHUNK, Pool, load_chunk, make_chunk
 class Settings:
     """The recipe's numbers."""
 
-    steps: int = 7000
-    patches: int = 5000  # of a batch, about 50 clips
+    steps: int = 5000
+    patches: int = 3500  # of a batch, about 35 clips
     lr: float = 1.5e-3
     warmup: int = 100
     decay: float = 0.3  # the last share of the steps, over which the learning rate falls to zero
     aux: float = 0.5  # weight of the auxiliary loss
     ema: float = 0.998  # the published weights are a running average
     alone: int = 600  # steps before prompts with several items begin
-    pool: int = 20_000  # rendered items
+    pool: int = 16_000  # rendered items
     pool_start: int = 1024  # items to wait for before the first step
-    every: int = 250  # steps between evaluations and checkpoints
+    every: int = 200  # steps between evaluations and checkpoints
     held_out: int = 192  # items of an evaluation
     seed: int = 0
 
@@ -178,6 +180,7 @@ def main() -> None:
     for name, value in asdict(Settings()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the rendering processes are stopped too
     torch.set_num_threads(arguments.threads)
     settings = Settings(**{name: getattr(arguments, name) for name in asdict(Settings())})
     trainer = Trainer(settings, demo_model.make_config(), arguments.work, arguments.device)

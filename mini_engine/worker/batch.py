@@ -19,16 +19,13 @@ from mini_engine.worker.sequences import SequenceState
 
 
 class Part(NamedTuple):
-    """One chunk and its sequence; its rows in the batch are `first .. first + chunk.num_tokens`."""
+    """One chunk and its sequence. Its rows in the batch are `first .. first + chunk.num_tokens`; `stop` is the index of
+    the token after the chunk, in the sequence."""
 
     chunk: Chunk
     sequence: SequenceState
     first: int
-
-    @property
-    def stop(self) -> int:
-        """Index of the token after the chunk, in the sequence."""
-        return self.chunk.start + self.chunk.num_tokens
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,8 @@ class FlatBatch:
 def build_batch(work: Sequence[tuple[Chunk, SequenceState]], block_size: int) -> FlatBatch:
     """Lay out chunks whose blocks are already in their sequences' tables."""
     spans = [Span(chunk.start, chunk.num_tokens, sequence.blocks.array) for chunk, sequence in work]
-    order = sorted(range(len(work)), key=lambda i: attention_order(spans[i]))
+    keys = [attention_order(span) for span in spans]
+    order = sorted(range(len(work)), key=keys.__getitem__)
     total = sum(span.length for span in spans)
     # One array: token ids, three axes of positions, slots. On a GPU it is one copy.
     rows = np.empty((5, total), dtype=np.int64)
@@ -60,10 +58,10 @@ def build_batch(work: Sequence[tuple[Chunk, SequenceState]], block_size: int) ->
     first = 0
     for i in order:
         chunk, sequence = work[i]
-        part = Part(chunk, sequence, first)
+        part = Part(chunk, sequence, first, spans[i].context)
         parts.append(part)
         if chunk.num_tokens == 1 and chunk.start >= sequence.prompt_length:
-            singles.append(_single(part, block_size))
+            singles.append(_single(chunk.start, sequence, block_size))
             first += 1
             continue
         _flush(singles, rows, first)
@@ -76,12 +74,10 @@ def build_batch(work: Sequence[tuple[Chunk, SequenceState]], block_size: int) ->
     return FlatBatch(parts, sampled, [spans[i] for i in order], token_ids[0], positions, slots[0], torch.tensor(last))
 
 
-def _single(part: Part, block_size: int) -> tuple[int, int, int]:
+def _single(index: int, sequence: SequenceState, block_size: int) -> tuple[int, int, int]:
     """Token, position and slot of a decode step: integers, since arrays for each would cost more than all the rest."""
-    index, sequence = part.chunk.start, part.sequence
-    block, place = divmod(index, block_size)
-    slot = int(sequence.blocks.array[block]) * block_size + place
-    return int(sequence.tokens.array[index]), sequence.position(index), slot
+    slot = sequence.blocks[index // block_size] * block_size + index % block_size
+    return sequence.tokens[index], sequence.position(index), slot
 
 
 def _flush(singles: list[tuple[int, int, int]], rows: np.ndarray, stop: int) -> None:

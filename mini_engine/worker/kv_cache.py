@@ -15,6 +15,11 @@ from torch import Tensor
 from mini_engine.config import EngineConfig
 from mini_engine.model.qwen2_5_vl import AttentionShape
 
+CPU_MEMORY = 1 << 30  # bytes for the blocks where no flag says how many
+
+# So many blocks are cleared one by one: 5 us each, where a call for all of them starts at 100 us.
+_FEW = 16
+
 
 @dataclass(frozen=True)
 class KVCache:
@@ -66,19 +71,41 @@ class KVCache:
 
         Masked attention still multiplies what it masks by zero, so an earlier owner's NaN would reach the next one.
         """
-        if blocks:
+        if len(blocks) > _FEW:
             self.storage.index_fill_(2, torch.tensor(blocks, device=self.storage.device), 0)
+            return
+        for block in blocks:
+            self.storage[:, :, block].zero_()
 
 
-def count_blocks(config: EngineConfig, shape: AttentionShape, dtype: torch.dtype, longest: int) -> int:
-    """Blocks that fit into `--kv-cache-memory-bytes`; no more than `--max-num-seqs` sequences of `longest` tokens fill.
+def count_blocks(
+    config: EngineConfig, shape: AttentionShape, dtype: torch.dtype, longest: int, device: torch.device
+) -> int:
+    """How many blocks to allocate: `--num-gpu-blocks-override`, or what fits into the memory for them, but no more than
+    `--max-num-seqs` sequences of `longest` tokens fill.
+
+    Call it when the weights are loaded: on CUDA they count as memory in use.
 
     Raises:
         ValueError: not a single block fits.
     """
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
     block_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize * config.block_size
-    memory = config.kv_cache_memory_bytes or 1 << 30
+    memory, origin = _memory(config, device)
     fit = memory // block_bytes
-    if not fit:
-        raise ValueError(f"--kv-cache-memory-bytes {memory}: one block needs {block_bytes}")
+    if fit < 1:
+        raise ValueError(f"{origin} leaves {memory} bytes for the KV cache, but one block needs {block_bytes}")
     return min(fit, config.max_num_seqs * -(-longest // config.block_size))
+
+
+def _memory(config: EngineConfig, device: torch.device) -> tuple[int, str]:
+    """Bytes for all blocks of one rank, and what set them."""
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes, f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
+    if device.type == "cpu":
+        return CPU_MEMORY, "the CPU's default"
+    free, total = torch.cuda.mem_get_info(device)
+    used = total - free  # by any process, not by this one alone
+    share = config.gpu_memory_utilization
+    return int(share * total) - used, f"--gpu-memory-utilization {share:g}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,11 +27,14 @@ from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
 from mini_engine.model.rope import Grid
 from mini_engine.worker import sampler
-from mini_engine.worker.batch import FlatBatch, build_batch
+from mini_engine.worker.batch import FlatBatch, Part, build_batch
+from mini_engine.worker.encoder_cache import EncoderCache
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.paged_attention import CausalMask, PagedAttention
 from mini_engine.worker.sequences import SequenceState
+
+NO_TOKENS = np.empty(0, dtype=np.int64)
 
 
 class Media(Protocol):
@@ -74,6 +78,7 @@ class ModelRunner:
         self._dtype = cache.storage.dtype
         self._causal = CausalMask(self._dtype, self._device)
         self._sequences: dict[str, SequenceState] = {}
+        self._encoded = EncoderCache()
 
     @property
     def num_blocks(self) -> int:
@@ -92,6 +97,7 @@ class ModelRunner:
         Raises whatever goes wrong: a rank that failed in the middle of a step cannot go on.
         """
         self._forget(step.finished)
+        self._encoded.evict(step.evict)
         self._begin(step.started)
         self._encode(step.encode)
         tokens = self._compute(step.chunks)
@@ -120,13 +126,10 @@ class ModelRunner:
         """All items of the step through the vision tower in one call."""
         if not items:
             return
-        owners = [self._sequences[item.request_id] for item in items]
-        media = [owner.media[item.index] for owner, item in zip(owners, items, strict=True)]
+        media = [self._sequences[item.request_id].media[item.index] for item in items]
         raw = [self._media.tensor(entry.patches) for entry in media]
         rows = self.encode_patches(raw, [entry.grid_thw for entry in media])
-        for owner, item, embeddings in zip(owners, items, rows, strict=True):
-            # A copy: the rows are views of one tensor, which would live as long as the longest of its requests.
-            owner.embeddings[item.index] = embeddings.clone() if len(items) > 1 else embeddings
+        self._encoded.put([entry.media_hash for entry in media], rows)
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[SampledToken]:
         if not chunks:
@@ -143,8 +146,8 @@ class ModelRunner:
         unwritten: list[int] = []
         for chunk in chunks:
             sequence = self._sequences[chunk.request_id]
-            if chunk.block_ids:
-                unwritten += sequence.add_blocks(chunk.start, chunk.num_tokens, chunk.block_ids, size)
+            if chunk.block_ids or chunk.restart:
+                unwritten += sequence.take_blocks(chunk, size)
             work.append((chunk, sequence))
         self._cache.clear(unwritten)
         return work
@@ -154,7 +157,7 @@ class ModelRunner:
         hidden = self._model.embed(batch.token_ids.to(self._device))
         for part in batch.parts:
             if part.chunk.start < part.sequence.prompt_length:
-                for token, rows in part.sequence.embeddings_within(part.chunk.start, part.stop):
+                for token, rows in part.sequence.embeddings_within(part.chunk.start, part.stop, self._encoded):
                     first = part.first + token - part.chunk.start
                     hidden[first : first + len(rows)] = rows
         return hidden
@@ -164,17 +167,19 @@ class ModelRunner:
         last = hidden if len(batch.sampled) == len(hidden) else hidden.index_select(0, batch.last_rows.to(self._device))
         logits = self._model.logits(last)
         if self._tp.rank == 0:
-            chosen = sampler.sample(logits, [_sampler_row(part.sequence, part.stop) for part in batch.sampled])
+            sampled = sampler.sample(logits, [_sampler_row(part) for part in batch.sampled])
         else:
-            chosen = torch.empty(len(batch.sampled), dtype=torch.int64, device=self._device)
-        tokens: list[int] = self._tp.broadcast(chosen).tolist()
+            nothing = torch.empty(len(batch.sampled), dtype=torch.int64, device=self._device)
+            sampled = sampler.Sampled(nothing, {})
+        tokens: list[int] = self._tp.broadcast(sampled.tokens).tolist()
         for part, token in zip(batch.sampled, tokens, strict=True):
             part.sequence.set_sampled(part.stop, token)
         if self._tp.rank != 0:
             return []
-        return [
-            SampledToken(part.sequence.request_id, token) for part, token in zip(batch.sampled, tokens, strict=True)
-        ]
+        result = [SampledToken(part.chunk.request_id, token) for part, token in zip(batch.sampled, tokens, strict=True)]
+        for i, report in sampled.logprobs.items():
+            result[i] = SampledToken(result[i].request_id, result[i].token_id, report)
+        return result
 
     def _release(self, messages: list[MessageId], incarnations: Sequence[int]) -> None:
         if messages:
@@ -183,5 +188,8 @@ class ModelRunner:
             self._media.drop_sender(incarnation)
 
 
-def _sampler_row(sequence: SequenceState, stop: int) -> sampler.Row:
-    return sampler.Row(sequence.sampling, stop - sequence.prompt_length, sequence.tokens.array[:stop])
+def _sampler_row(part: Part) -> sampler.Row:
+    sequence, stop = part.sequence, part.stop
+    # Without tokens of before a restart, which are about to be sampled again.
+    tokens = sequence.tokens.array[:stop] if sequence.recipe.adjusts else NO_TOKENS
+    return sampler.Row(sequence.recipe, stop - sequence.prompt_length, tokens)

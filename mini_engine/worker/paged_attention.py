@@ -164,20 +164,20 @@ def _cut(cache: KVCache, singles: Sequence[Span]) -> Iterator[slice]:
 
 def _decode_group(cache: KVCache, singles: Sequence[Span], rows: slice) -> _DecodeGroup:
     spans, size = singles[rows], cache.block_size
-    contexts = [span.context for span in spans]
-    width = -(-contexts[0] // size)
+    width = -(-spans[0].context // size)
     table = np.empty((len(spans), width), dtype=np.int64)
-    for row, (span, context) in enumerate(zip(spans, contexts, strict=True)):
+    additive = np.zeros((len(spans), 1, 1, width * size), dtype=np.float32)
+    for row, span in enumerate(spans):
+        context = span.context
         used = -(-context // size)
         table[row, :used] = span.blocks[:used]
-        # Its own block and no other's: whatever that one held would reach this sequence if it is not finite.
-        table[row, used:] = span.blocks[used - 1]
-    device = cache.storage.device
-    mask = None
-    if contexts[-1] < width * size:
-        unseen = np.arange(width * size) >= np.array(contexts)[:, None]
-        additive = torch.from_numpy(np.where(unseen, -np.inf, 0.0).astype(np.float32)[:, None, None])
-        mask = additive.to(device=device, dtype=cache.storage.dtype)
+        if context < width * size:
+            additive[row, 0, 0, context:] = -np.inf
+            # Its own block and no other's: whatever that one held would reach this sequence if it is not finite.
+            table[row, used:] = span.blocks[used - 1]
+    device, mask = cache.storage.device, None
+    if spans[-1].context < width * size:
+        mask = torch.from_numpy(additive).to(device=device, dtype=cache.storage.dtype)
     return _DecodeGroup(rows, torch.from_numpy(table.ravel()).to(device), mask)
 
 

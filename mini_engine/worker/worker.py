@@ -131,7 +131,7 @@ def allocate_cache(config: EngineConfig, model: Qwen2_5_VL) -> KVCache:
     """The rank's KV cache, of the model's device and dtype."""
     some = next(model.parameters())
     longest = config.max_model_len or model.config.text.max_position_embeddings
-    num_blocks = count_blocks(config, model.attention_shape, some.dtype, longest)
+    num_blocks = count_blocks(config, model.attention_shape, some.dtype, longest, some.device)
     logger.info(
         "model loaded: %s on %s with %d thread(s), %d KV blocks of %d tokens",
         str(some.dtype).removeprefix("torch."), some.device, torch.get_num_threads(), num_blocks, config.block_size,

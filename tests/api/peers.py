@@ -6,21 +6,27 @@ The core is a real ZMQ peer that speaks `messages.py`; it echoes no model, only 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
 import zmq.asyncio
 
 from mini_engine.messages import (
     AnyMessage,
+    CachesReset,
     Consumed,
+    EngineCounters,
     EngineStats,
     Finish,
     MessageId,
     NewRequest,
     Outputs,
     RequestOutput,
+    ResetCaches,
     TensorHandle,
+    TokenLogprob,
     TransportName,
 )
 from mini_engine.transport import sockets
@@ -111,12 +117,16 @@ class ScriptedCore:
     """An engine core that keeps the contract: one final output for each request, and `Consumed` for its tensors.
 
     `script` gives the token lists that a request is answered with; then it ends with "length", unless `hold` is set:
-    then it runs until its `Finish`.
+    then it runs until its `Finish`. Siblings are answered too, in turns; `script` sees each as a request of its own.
     """
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, script: Callable[[NewRequest], list[list[int]]]):
         self.script = script
         self.hold = False
+        self.cached = 0  # tokens that each prompt finds in the prefix cache
+        self.counters = EngineCounters()  # told with every output
+        self.answers_resets = True
+        self.resets: list[int] = []
         self.requests: list[NewRequest] = []
         self.finishes: list[Finish] = []
         self.running: dict[str, NewRequest] = {}
@@ -130,27 +140,40 @@ class ScriptedCore:
             peer, frame = await self._socket.recv_multipart()
             match decode(frame).body:
                 case NewRequest() as request:
-                    self._peers[request.request_id] = peer
                     self.requests.append(request)
-                    self.running[request.request_id] = request
-                    for tokens in self.script(request):
-                        await self.output(request, tokens)
+                    samples = [request, *as_requests(request)]
+                    self._peers |= dict.fromkeys((sample.request_id for sample in samples), peer)
+                    self.running |= {sample.request_id: sample for sample in samples}
+                    for turn in itertools.zip_longest(*map(self.script, samples)):
+                        for sample, tokens in zip(samples, turn, strict=True):
+                            if tokens is not None:
+                                await self.output(sample, tokens)
                     if not self.hold:
-                        await self.end(request, "length")
+                        for sample in samples:
+                            await self.end(sample, "length")
                 case Finish(request_id=request_id, reason=reason) as finish:
                     self.finishes.append(finish)
                     if request_id in self.running:
                         await self.end(self.running[request_id], reason)
+                case ResetCaches(number=number):
+                    self.resets.append(number)
+                    if self.answers_resets:
+                        await self._socket.send_multipart([peer, self._encoder.encode(CachesReset(number))])
             self.changed.set()
 
     async def output(self, request: NewRequest, tokens: list[int]) -> None:
-        await self._send(request, Outputs([RequestOutput(request.request_id, tokens)], STATS))
+        logprobs = []
+        if request.sampling.logprobs is not None:
+            logprobs = [logprobs_of(token, request.sampling.logprobs) for token in tokens]
+        await self._outputs(request, RequestOutput(request.request_id, tokens, None, None, logprobs, self.cached))
 
-    async def end(self, request: NewRequest, reason: Any, error: str | None = None) -> None:
+    async def end(
+        self, request: NewRequest, reason: Any, error: str | None = None, tokens: list[int] | None = None
+    ) -> None:
         del self.running[request.request_id]
-        await self._send(request, Outputs([RequestOutput(request.request_id, [], reason, error)], STATS))
+        await self._outputs(request, RequestOutput(request.request_id, tokens or [], reason, error))
         messages = list({item.patches.message: None for item in request.media})
-        if messages:
+        if messages and request in self.requests:
             await self._send(request, Consumed(messages))
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -163,8 +186,29 @@ class ScriptedCore:
     def close(self) -> None:
         self._socket.close()
 
+    async def _outputs(self, request: NewRequest, output: RequestOutput) -> None:
+        await self._send(request, Outputs([output], STATS, self.counters))
+
     async def _send(self, request: NewRequest, body: AnyMessage) -> None:
         await self._socket.send_multipart([self._peers[request.request_id], self._encoder.encode(body)])
+
+
+def as_requests(request: NewRequest) -> list[NewRequest]:
+    """The siblings of a request as requests of their own."""
+    return [
+        msgspec.structs.replace(
+            request,
+            request_id=sibling.request_id,
+            sampling=msgspec.structs.replace(request.sampling, seed=sibling.seed),
+            siblings=[],
+        )
+        for sibling in request.siblings
+    ]
+
+
+def logprobs_of(token: int, likeliest: int) -> list[TokenLogprob]:
+    """What the scripted core says of a token: itself, then tokens 65, 66, ..."""
+    return [TokenLogprob(token, -0.25), *(TokenLogprob(65 + rank, -1.0 - rank) for rank in range(likeliest))]
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

@@ -25,13 +25,16 @@ from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.server import HttpServer
+from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.media.fetch import MediaPolicy
 from mini_engine.media.processor import MediaProcessor
-from mini_engine.messages import NewRequest
+from mini_engine.messages import EngineLimits, NewRequest
 from mini_engine.transport.codec import Encoder
 from tests.api.peers import MemoryTransport, ScriptedCore
 
 MAX_MODEL_LEN = 600
+LIMITS = EngineLimits(MAX_MODEL_LEN, num_blocks=8, block_size=16, max_item_tokens=30, max_prompt_media_tokens=45)
+HASH_KEYS: dict[Any, bytes] = {"image": b"image", "video": b"video"}
 
 
 @dataclass
@@ -106,10 +109,14 @@ async def serve(
         item_limits=limits or {},
         renderer=ChatRenderer(processor.hf_processor),
         tokenizer=processor.hf_processor.tokenizer,
+        vocabulary=Vocabulary(processor.hf_processor.tokenizer),
         admission=MediaAdmission(4),
-        media=MediaLoader(processor, MediaPolicy(allowed, 1 << 20), processor.default_sampling, threads=2),
-        sampling=SamplingResolver(SamplingDefaults(eos_token_ids=(3,)), MAX_MODEL_LEN, 0, 7),
+        media=MediaLoader(processor, MediaPolicy(allowed, 1 << 20), processor.default_sampling, HASH_KEYS, threads=2),
+        sampling=SamplingResolver(
+            SamplingDefaults(eos_token_ids=(3,)), MAX_MODEL_LEN, len(processor.hf_processor.tokenizer), 0, 7
+        ),
         engines=engines,
+        limits=LIMITS,
     )
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

@@ -126,3 +126,23 @@ def test_special_tokens_on_request(tokenizer: Any) -> None:
 def test_an_empty_stop_string_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="must not be empty"):
         Detokenizer(tokenizer, ["x", ""])
+
+
+@settings(deadline=None)
+@given(
+    pieces=st.lists(st.sampled_from(PIECES), max_size=8),
+    stop=st.sampled_from(STOPS),
+    least=st.integers(0, 8),
+    size=st.integers(1, 4),
+)
+def test_a_stop_string_counts_from_the_least_tokens_on(
+    tokenizer: Any, pieces: list[str], stop: str, least: int, size: int
+) -> None:
+    """Held to a reading of the text character by character, from where the first `least` tokens' text ends."""
+    ids = encode(tokenizer, "".join(pieces))
+    whole = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
+    exempt = Detokenizer(tokenizer)
+    exempt.push(ids[:least])
+    ends = [end for end in range(exempt.decoded_length + 1, len(whole) + 1) if whole[:end].endswith(stop)]
+    text, _ = in_chunks(Detokenizer(tokenizer, [stop], min_tokens=least), ids, [size])
+    assert text == (whole[: ends[0] - len(stop)] if ends else whole)

@@ -12,9 +12,10 @@ import pytest
 import zmq.asyncio
 
 from mini_engine.api import engine_client
-from mini_engine.api.engine_client import EngineClient, NewTokens
+from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.errors import EngineError
-from mini_engine.messages import MediaItem, NewRequest, SamplingParams
+from mini_engine.api.generation import NewTokens
+from mini_engine.messages import MediaItem, NewRequest, SamplingParams, Sibling
 from mini_engine.transport.codec import Encoder
 from tests.api.peers import MemoryOutgoing, MemoryTransport, ScriptedCore, eventually
 
@@ -57,7 +58,7 @@ def test_tokens_that_pile_up_come_together(tmp_path: Path) -> None:
                 await core.until(lambda: bool(core.requests))
                 await core.end(core.requests[0], "length")
                 await eventually(lambda: not client.engines[0].requests)
-                assert [tokens async for tokens in generation] == [NewTokens([1, 2, 3], "length")]
+                assert [tokens async for tokens in generation] == [NewTokens(0, [1, 2, 3], "length", [])]
             assert core.finishes == []  # it had ended
 
     asyncio.run(scenario())
@@ -82,8 +83,8 @@ def test_an_aborted_request_counts_until_its_core_has_ended_it(tmp_path: Path) -
     async def scenario() -> None:
         async with connected(tmp_path, [MemoryTransport()]) as (client, (core,)):
             generation = await client.submit(request("a"))
-            generation.finish("abort")
-            generation.finish("stop")
+            generation.abort()
+            generation.stop(0)
             assert "a" in client.engines[0].requests
             assert [tokens async for tokens in generation] == []
             await eventually(lambda: not client.engines[0].requests)
@@ -103,7 +104,7 @@ def test_after_the_death_of_all_engines_nothing_is_accepted(tmp_path: Path) -> N
                 with pytest.raises(EngineError) as caught:
                     await failing
                 assert caught.value.engine_gone
-            generation.finish("abort")
+            generation.abort()
 
     asyncio.run(scenario())
 
@@ -176,5 +177,58 @@ def test_an_engine_that_dies_during_a_copy_gets_nothing(tmp_path: Path) -> None:
             with pytest.raises(EngineError, match="stopping"):
                 await large
             assert not transport.sent and not core.requests
+
+    asyncio.run(scenario())
+
+
+def test_siblings_are_taken_in_turns_and_aborted_together(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path, [MemoryTransport()]) as (client, (core,)):
+            asked = NewRequest("a", [5], SamplingParams(8, 1), siblings=[Sibling("a-1", 2), Sibling("a-2", 3)])
+            with await client.submit(asked) as generation:
+                assert list(client.engines[0].requests) == ["a", "a-1", "a-2"]
+                assert sorted([(await anext(generation)).index for _ in range(3)]) == [0, 1, 2]
+                generation.stop(1)
+                generation.stop(1)
+            await eventually(lambda: not client.engines[0].requests)
+            assert [(one.request_id, one.reason) for one in core.finishes] == [
+                ("a-1", "stop"), ("a", "abort"), ("a-2", "abort"),
+            ]  # fmt: skip
+
+    asyncio.run(scenario())
+
+
+def test_a_sample_that_fails_ends_the_request(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path, [MemoryTransport()], lambda request: []) as (client, (core,)):
+            generation = await client.submit(NewRequest("a", [5], SamplingParams(8, 1), siblings=[Sibling("a-1", 2)]))
+            await core.until(lambda: len(core.running) == 2)
+            await core.end(core.running["a-1"], "error", "lost")
+            with pytest.raises(EngineError, match="lost"):
+                await anext(generation)
+            await eventually(lambda: not client.engines[0].requests)
+            assert [finish.request_id for finish in core.finishes] == ["a"]
+
+    asyncio.run(scenario())
+
+
+def test_caches_are_reset_once_all_engines_have_answered(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path, [MemoryTransport(), MemoryTransport()]) as (client, cores):
+            await client.reset_caches()
+            assert [len(core.resets) for core in cores] == [1, 1]
+            cores[1].answers_resets = False
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await client.reset_caches()
+            assert all(not engine._resets for engine in client.engines)
+            resetting = asyncio.create_task(client.reset_caches())
+            await cores[1].until(lambda: len(cores[1].resets) == 3)
+            client.peer_gone("worker 1.0")
+            with pytest.raises(EngineError) as caught:
+                await resetting
+            assert caught.value.engine_gone
+            with pytest.raises(EngineError):
+                await client.reset_caches()
 
     asyncio.run(scenario())

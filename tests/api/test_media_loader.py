@@ -12,7 +12,7 @@ from mini_engine.media.errors import MediaError
 from mini_engine.media.fetch import MediaPolicy
 from mini_engine.media.processor import MediaProcessor
 from tests.api.peers import eventually
-from tests.api.serving import image
+from tests.api.serving import HASH_KEYS, image
 from tests.media import clips
 
 
@@ -55,14 +55,14 @@ class Gated:
 
 
 def loader(processor: Any, sampling: Any, threads: int = 2) -> MediaLoader:
-    return MediaLoader(processor, MediaPolicy(None, 1 << 20), sampling, threads)
+    return MediaLoader(processor, MediaPolicy(None, 1 << 20), sampling, HASH_KEYS, threads)
 
 
 def test_items_come_in_order(processor: MediaProcessor) -> None:
     one = loader(processor, processor.default_sampling)
     items = asyncio.run(one.load([image_ref(1, 112), video_ref(), image_ref(2, 56)]))
-    assert [item.modality for item in items] == ["image", "video", "image"]
-    assert [items[0].grid_thw, items[2].grid_thw] == [(1, 8, 8), (1, 4, 4)]
+    assert [item.processed.modality for item in items] == ["image", "video", "image"]
+    assert [items[0].processed.grid_thw, items[2].processed.grid_thw] == [(1, 8, 8), (1, 4, 4)]
     one.close()
 
 
@@ -102,3 +102,14 @@ def test_a_cancelled_load_does_not_start_what_was_in_line(processor: MediaProces
         one.close()
 
     asyncio.run(scenario())
+
+
+def test_equal_items_have_equal_hashes(processor: MediaProcessor) -> None:
+    one = loader(processor, processor.default_sampling)
+    first, again, other, video = asyncio.run(
+        one.load([image_ref(1), image_ref(2), image_ref(3, side=112), video_ref()])
+    )
+    assert first.media_hash == again.media_hash
+    assert len({item.media_hash for item in (first, other, video)}) == 3
+    assert {len(item.media_hash) for item in (first, other, video)} == {16}
+    one.close()

@@ -7,10 +7,13 @@ from pathlib import Path
 
 COUNT = """
 from mini_engine import metrics
-from mini_engine.messages import EngineStats
+from mini_engine.messages import EngineCounters, EngineStats
 metrics.ipc_messages_total.labels("torch_shm").inc(3)
 metrics.ipc_buffered_bytes.set(100)
-metrics.set_engine_stats(0, EngineStats({running}, 0, 0, 0))
+engine = metrics.EngineFigures(0)
+metrics.EngineFigures(1)
+engine.update(EngineStats({running}, 0, 2, 8, 30), EngineCounters(10, 4, 3, 2, 1))
+engine.update(EngineStats({running}, 0, 2, 8, 30), EngineCounters())
 clock = metrics.RequestClock()
 clock.tokens(10, 2)
 clock.tokens(10, 3)
@@ -34,6 +37,14 @@ def test_the_figures_of_all_processes_are_summed(tmp_path: Path) -> None:
         'mini_engine:ipc_messages_total{transport="direct_rpc"} 0.0',
         'mini_engine:ipc_fallbacks_total{reason="no_memory"} 0.0',
         'mini_engine:num_requests_running{engine="0"} 2.0',
+        'mini_engine:kv_cache_usage_perc{engine="0"} 0.25',
+        'mini_engine:encoder_cache_tokens{engine="0"} 30.0',
+        'mini_engine:prefix_cache_queries_total{engine="0"} 20.0',
+        'mini_engine:prefix_cache_hits_total{engine="0"} 8.0',
+        'mini_engine:encoder_cache_queries_total{engine="0"} 6.0',
+        'mini_engine:encoder_cache_hits_total{engine="0"} 4.0',
+        'mini_engine:num_preemptions_total{engine="0"} 2.0',
+        'mini_engine:num_preemptions_total{engine="1"} 0.0',
         "mini_engine:ipc_buffered_bytes 200.0",
         "mini_engine:prompt_tokens_total 20.0",
         "mini_engine:generation_tokens_total 10.0",

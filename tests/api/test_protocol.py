@@ -24,8 +24,12 @@ def refusal(**fields: Any) -> ApiError:
 def test_all_supported_fields() -> None:
     request = parse(
         max_tokens=5, temperature=0, top_p=1, top_k=-1, repetition_penalty=1.1, seed=-7, stop=["a", "b"],
-        stop_token_ids=[3], ignore_eos=True, stream=True, stream_options={"include_usage": True},
+        stop_token_ids=[3], ignore_eos=True, stream=True, stream_options={"include_usage": True}, min_p=0.5, n=128,
+        presence_penalty=-2, frequency_penalty=2, logit_bias={"0": -100, "17": 100}, logprobs=True, top_logprobs=20,
+        include_stop_str_in_output=True, skip_special_tokens=False, min_tokens=5, priority=-1, cache_salt="mine",
     )  # fmt: skip
+    assert request.token_biases == {0: -100, 17: 100}
+    assert (request.num_choices, parse().num_choices) == (128, 1)
     assert request.stop_strings == ["a", "b"]
     assert request.include_usage
     assert request.temperature == 0
@@ -79,6 +83,22 @@ def test_json_tells_true_from_one() -> None:
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_tokens": True}, "max_tokens", "integer"),
         ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens", "not both"),
+        ({"min_p": 1.1}, "min_p", "at least 0 and at most 1"),
+        ({"n": 0}, "n", "at least 1 and at most 128"),
+        ({"n": 129}, "n", "at least 1 and at most 128"),
+        ({"presence_penalty": 2.1}, "presence_penalty", "at least -2 and at most 2"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty", "at least -2 and at most 2"),
+        ({"min_tokens": -1}, "min_tokens", "at least 0"),
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "at most 5"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at least 0 and at most 20"),
+        ({"top_logprobs": 2}, "top_logprobs", "only allowed when 'logprobs' is true"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "at least -100 and at most 100"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias", "token ids, as strings"),
+        ({"logit_bias": {"05": 1}}, "logit_bias", "token ids, as strings"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias", "at most 1024"),
+        ({"priority": 2**31}, "priority", "at most 2147483647"),
+        ({"cache_salt": ""}, "cache_salt", "at least 1 character"),
+        ({"cache_salt": "x" * 257}, "cache_salt", "at most 256 characters"),
         ({"seed": 2**63}, "seed", "at most 9223372036854775807"),
         ({"stop": ""}, "stop", "at least 1 character"),
         ({"stop": ["a", ""]}, "stop[1]", "at least 1 character"),

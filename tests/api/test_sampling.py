@@ -6,8 +6,9 @@ import pytest
 
 from mini_engine.api.errors import ApiError
 from mini_engine.api.protocol import ChatRequest, parse_chat_request
-from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
+from mini_engine.api.sampling import SamplingDefaults, SamplingResolver, siblings
 from mini_engine.config import ConfigError
+from mini_engine.messages import SamplingParams, Sibling
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -16,7 +17,7 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 def resolver(defaults: SamplingDefaults | None = None, seed: int = 0, incarnation: int = 1) -> SamplingResolver:
-    return SamplingResolver(defaults or SamplingDefaults(eos_token_ids=(7,)), 100, seed, incarnation)
+    return SamplingResolver(defaults or SamplingDefaults(eos_token_ids=(7,)), 100, 50, seed, incarnation)
 
 
 @pytest.fixture
@@ -67,6 +68,44 @@ def test_greedy() -> None:
 def test_ends() -> None:
     assert resolver().resolve(chat(stop_token_ids=[9, 7]), 1).stop_token_ids == [7, 9]
     assert resolver().resolve(chat(stop_token_ids=[9], ignore_eos=True), 1).stop_token_ids == [9]
+
+
+def test_what_the_request_gives_reaches_the_engine() -> None:
+    params = resolver().resolve(
+        chat(
+            min_p=0.1, presence_penalty=-2, frequency_penalty=1.5, logit_bias={"4": -100, "0": 2}, min_tokens=3,
+            logprobs=True, top_logprobs=5,
+        ),
+        1,
+    )  # fmt: skip
+    assert (params.min_p, params.presence_penalty, params.frequency_penalty) == (0.1, -2, 1.5)
+    assert (params.logit_bias, params.min_tokens, params.logprobs) == ({4: -100, 0: 2}, 3, 5)
+    assert resolver().resolve(chat(logprobs=True), 1).logprobs == 0
+    assert resolver().resolve(chat(logprobs=False, top_logprobs=0), 1).logprobs is None
+
+
+def test_what_is_not_given_changes_nothing() -> None:
+    params = resolver().resolve(chat(), 1)
+    assert params == SamplingParams(max_tokens=99, seed=params.seed, stop_token_ids=[7])
+
+
+@pytest.mark.parametrize("fields", [{"stop_token_ids": [3, 50]}, {"logit_bias": {"49": 1, "50": 1}}])
+def test_token_ids_that_the_model_does_not_have(fields: dict[str, Any]) -> None:
+    resolver().check(chat(stop_token_ids=[49], logit_bias={"49": 1}))
+    with pytest.raises(ApiError, match="no token 50; its token ids are at least 0 and at most 49") as caught:
+        resolver().check(chat(**fields))
+    assert caught.value.body.param in fields
+
+
+def test_more_least_tokens_than_the_answer_may_have() -> None:
+    assert resolver().resolve(chat(min_tokens=10), 90).min_tokens == 10
+    with pytest.raises(ApiError, match="at most 10"):
+        resolver().resolve(chat(min_tokens=11), 90)
+
+
+def test_siblings_have_ids_and_seeds_of_their_own() -> None:
+    assert siblings("r", 5, 1) == []
+    assert siblings("r", 2**63 - 2, 3) == [Sibling("r-1", 2**63 - 1), Sibling("r-2", 0)]
 
 
 def test_length() -> None:

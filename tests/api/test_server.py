@@ -1,19 +1,22 @@
 """What an API server's process loads, and which settings it refuses to start with."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mini_engine.api import server
-from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
 from mini_engine.messages import Init
 from tests.media import tiny_processor
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_processor.build(tmp_path_factory.mktemp("model"))
+    directory = tiny_processor.build(tmp_path_factory.mktemp("model"))
+    shutil.copy(Path(BUNDLED_MODEL) / "config.json", directory)  # a whole one: its vocabulary has 768 tokens
+    return directory
 
 
 def load(model_dir: Path, **settings: Any) -> server.ModelFront:
@@ -34,9 +37,23 @@ def test_settings_reach_the_media_road(model_dir: Path, tmp_path: Path) -> None:
     assert front.media.sampling.fps == 3
     assert front.media.policy.allowed_local_media_path == tmp_path
     assert front.media.policy.max_media_bytes == 1000
+    assert front.vocab_size == 768
     tokens = front.renderer.render([{"role": "user", "content": "hello"}])
     assert front.processor.hf_processor.tokenizer.decode(tokens) == "hello!"
     front.media.close()
+
+
+def test_the_settings_enter_the_media_hashes(model_dir: Path) -> None:
+    def hashes(**settings: Any) -> tuple[bytes, bytes]:
+        front = load(model_dir, **settings)
+        front.media.close()
+        return front.media._hash_keys["image"], front.media._hash_keys["video"]
+
+    image, video = hashes()
+    other_image, other_video = hashes(media_io_kwargs={"video": {"fps": 3}})
+    assert image == other_image and video != other_video
+    assert not {image, video} & {*hashes(mm_processor_kwargs={"max_pixels": 28 * 28 * 20})}
+    assert not {image, video} & {*hashes(revision="other")}
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,18 @@ def test_tokens_positions_and_logits_equal_transformers(processor, model):
     assert outputs.targets.tolist() == batch.labels[batch.labels != -100].tolist()
 
 
+def test_the_decoder_gives_the_same_in_groups_of_any_size(processor, model):
+    writer, rng = Writer(processor.tokenizer), np.random.default_rng(2)
+    samples = [writer.sample(tuple(make_item(seed) for seed in range(20, 20 + n)), rng) for n in (1, 2, 0, 1, 3)]
+    batch = writer.batch(samples)
+    with torch.inference_mode():
+        one, many = forward.run(model, batch, 10**6), forward.run(model, batch, 1)
+    assert many.rows.unique_consecutive().numel() == len(samples)
+    order = [torch.argsort(outputs.rows, stable=True) for outputs in (one, many)]
+    assert one.targets[order[0]].tolist() == many.targets[order[1]].tolist()
+    torch.testing.assert_close(one.logits[order[0]], many.logits[order[1]], atol=2e-4, rtol=1e-4)
+
+
 def test_only_the_assistants_words_are_labelled(processor):
     items = (make_item(5),)
     writer = Writer(processor.tokenizer)

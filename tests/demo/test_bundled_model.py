@@ -94,7 +94,7 @@ def test_a_repeated_frame_is_still(ask):
         assert ask([roundtrip(frozen)], DESCRIBE) == questions.phrase(frozen)
 
 
-@pytest.mark.parametrize("num_frames", [4, 6, 12])
+@pytest.mark.parametrize("num_frames", [4, 7, 16, 32])
 def test_other_samplings(ask, num_frames):
     hits = []
     for seed in SEEDS[:5]:
@@ -109,6 +109,21 @@ def test_text_that_it_was_not_taught_gets_an_answer(ask):
     for text in ("", "Wie spät ist es?", "世界 🙂 \x00", "0" * 300):
         assert isinstance(ask([], text), str)
         assert isinstance(ask([clip], text), str)
+
+
+def test_a_long_text_before_the_question(ask):
+    clip = roundtrip(videos.render(SEEDS[2]))
+    assert ask([clip], "What do you see? " + "Answer in one sentence. " * 20 + "What do you see?") == questions.phrase(
+        clip
+    )
+
+
+def test_the_table_has_every_codec_and_kind():
+    results = evaluate.measure(WEIGHTS, 1, SEEDS[3])
+    rows = evaluate.table(results).splitlines()
+    assert len(rows) == 1 + len(videos.PAIRS) + 5
+    assert all(len(hits) == 1 for kinds in results.values() for hits in kinds.values())
+    assert rows[0].split() == list(questions.KINDS) and "vp9 in webm" in results
 
 
 def test_black_frames_get_an_answer(ask):

@@ -76,6 +76,13 @@ class RunningServer:
                 samples[name] = float(value)
         return samples
 
+    def total(self, name: str) -> float:
+        """A metric summed over its labels; `name` without the prefix."""
+        samples = self.metrics()
+        found = [value for key, value in samples.items() if key.partition("{")[0] == f"mini_engine:{name}"]
+        assert found, f"/metrics has no {name}"
+        return sum(found)
+
     def ask(self, question: str, urls: list[tuple[str, str]], **more: object) -> str:
         """The answer to one question about media given as (part type, url)."""
         reply = self.client.chat.completions.create(

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from mini_engine.config import EngineConfig
-from mini_engine.messages import Init
+from mini_engine.messages import Init, NewSequence, SamplingParams
 from mini_engine.model.weights import load_model
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.model_runner import ModelRunner
@@ -18,6 +18,16 @@ from mini_engine.worker.worker import join_group
 from tests.worker import script, tiny
 
 COUNT, NUM_BLOCKS, BLOCK_SIZE = 20, 256, 16
+
+
+def requests_that_share(media: tiny.MemoryMedia) -> tuple[NewSequence, NewSequence]:
+    """One prompt with two items, twice, every way of choosing its tokens switched on in the second."""
+    (first,) = [new for new in tiny.mixed_requests(media) if new.request_id == "two"]
+    sampling = SamplingParams(
+        max_tokens=1 << 20, seed=8, temperature=0.9, top_k=100, top_p=0.95, min_p=0.001, repetition_penalty=1.1,
+        presence_penalty=0.2, frequency_penalty=0.1, logit_bias={5: 2.0}, stop_token_ids=[5], min_tokens=10, logprobs=2,
+    )  # fmt: skip
+    return first, NewSequence("second", first.prompt_token_ids, sampling, first.media)
 
 
 def main() -> None:
@@ -36,6 +46,8 @@ def main() -> None:
         results[name] = script.run(runner, steps)
         results["kept"] = [state.tokens.array.tolist() for state in runner._sequences.values()]
         runner.execute(last)
+    first, second = requests_that_share(media)
+    results["shared"] = script.run(runner, script.share_prefix(first, second, 1, COUNT, BLOCK_SIZE))
     results["transformers"] = "transformers" in sys.modules
     torch.save(results, folder / f"rank{rank}.pt")
     torch.distributed.destroy_process_group()

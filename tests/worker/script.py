@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mini_engine.messages import Chunk, EncodeItem, NewSequence, SampledToken, Step
 from mini_engine.worker.model_runner import ModelRunner
@@ -16,7 +17,8 @@ class _Running:
         self.computed = 0
         self.known = len(new.prompt_token_ids)
         self.started = False
-        self.encoded = 0
+        self.announced = 0
+        self.restart = False
         self.blocks = 0
 
 
@@ -31,19 +33,26 @@ def write_steps(
 ) -> list[Step]:
     """`count` tokens for each request, chunks cut to `budget` tokens a step, blocks dealt in random order.
 
-    At the steps in `preempt_at` the first running sequence loses its blocks and starts anew.
+    At the steps in `preempt_at` the first running sequence loses its blocks and starts anew. An item is encoded
+    when the first chunk needs it, and evicted with the last of the requests that have it.
     """
     free = random.Random(seed).sample(range(num_blocks), num_blocks)
     running = [_Running(new, count) for new in requests]
     owned: dict[str, list[int]] = {new.request_id: [] for new in requests}
     steps: list[Step] = []
     finished: list[str] = []
+    encoded: set[bytes] = set()
     while running or finished:
         if len(steps) in preempt_at:
             running[0].computed = running[0].blocks = 0
+            running[0].restart = True
             free += owned.pop(running[0].new.request_id)
             owned[running[0].new.request_id] = []
-        step = Step(len(steps) + 1, finished=finished, started=[], encode=[], chunks=[], release=[])
+        unused = encoded - {item.media_hash for one in running for item in one.new.media}
+        encoded -= unused
+        step = Step(
+            len(steps) + 1, finished=finished, evict=sorted(unused), started=[], encode=[], chunks=[], release=[]
+        )
         # Blocks are another's from the next step on: in this one they are still read.
         free += [block for request_id in finished for block in owned.pop(request_id)]
         left, finished = budget, []
@@ -52,13 +61,14 @@ def write_steps(
             if length == 0:
                 continue
             left -= length
-            _announce(one, step, one.computed + length)
+            _announce(one, step, one.computed + length, encoded)
             needed = -(-(one.computed + length) // block_size) - one.blocks
             blocks = [free.pop() for _ in range(needed)]
             owned[one.new.request_id] += blocks
             one.blocks += needed
             samples = one.computed + length == one.known
-            step.chunks.append(Chunk(one.new.request_id, one.computed, length, blocks, samples))
+            step.chunks.append(Chunk(one.new.request_id, one.computed, length, blocks, samples, one.restart))
+            one.restart = False
             one.computed += length
             one.known += samples
             if one.known == one.total:
@@ -68,14 +78,62 @@ def write_steps(
     return steps
 
 
-def _announce(one: _Running, step: Step, stop: int) -> None:
+def _announce(one: _Running, step: Step, stop: int, encoded: set[bytes]) -> None:
     if not one.started:
         step.started.append(one.new)
         one.started = True
-    while one.encoded < len(one.new.media) and one.new.media[one.encoded].offset < stop:
-        step.encode.append(EncodeItem(one.new.request_id, one.encoded))
-        step.release.append(one.new.media[one.encoded].patches.message)
-        one.encoded += 1
+    while one.announced < len(one.new.media) and one.new.media[one.announced].offset < stop:
+        item = one.new.media[one.announced]
+        if item.media_hash not in encoded:
+            encoded.add(item.media_hash)
+            step.encode.append(EncodeItem(one.new.request_id, one.announced))
+        step.release.append(item.patches.message)
+        one.announced += 1
+
+
+def share_prefix(first: NewSequence, second: NewSequence, shared: int, count: int, block_size: int) -> list[Step]:
+    """`count` tokens for each of two requests whose first `shared` blocks hold the same tokens.
+
+    The first encodes and computes all of its prompt. The second starts behind the shared blocks, without encoding
+    anything, outlives the first, and is preempted when half done: it starts again behind the shared blocks.
+    """
+    fresh, start = itertools.count(7, 3), shared * block_size
+    length, other = len(first.prompt_token_ids), len(second.prompt_token_ids)
+    tables = [[next(fresh) for _ in range(-(-total // block_size))] for total in (length, other - start, other + count)]
+    common = tables[0][:shared]
+    steps = [
+        Step(
+            1,
+            started=[first],
+            encode=[EncodeItem(first.request_id, i) for i in range(len(first.media))],
+            chunks=[Chunk(first.request_id, 0, length, tables[0], True)],
+            release=[item.patches.message for item in first.media],
+        )
+    ]
+    used = {first.request_id: len(tables[0]), second.request_id: shared + len(tables[1])}
+    for i in range(count):
+        chunks = []
+        if i + 1 < count:
+            chunks.append(_next(first.request_id, length + i, used, fresh, block_size))
+        if i == 0:
+            chunks.append(Chunk(second.request_id, start, other - start, [*common, *tables[1]], True))
+        elif i == count // 2:
+            blocks = [*common, *tables[2]]
+            used[second.request_id] = len(blocks)
+            chunks.append(Chunk(second.request_id, start, other - start + i, blocks, True, restart=True))
+        else:
+            chunks.append(_next(second.request_id, other + i - 1, used, fresh, block_size))
+        done = [first.request_id] if i + 1 == count else []
+        steps.append(Step(2 + i, finished=done, started=[second] if i == 0 else [], chunks=chunks))
+    hashes = sorted({item.media_hash for item in first.media})
+    return [*steps, Step(count + 2, finished=[second.request_id], evict=hashes)]
+
+
+def _next(request_id: str, index: int, used: dict[str, int], fresh: Iterator[int], block_size: int) -> Chunk:
+    """The decode step of token `index`, with a block if it needs one."""
+    blocks = [next(fresh)] if index >= used[request_id] * block_size else []
+    used[request_id] += len(blocks)
+    return Chunk(request_id, index, 1, blocks, True)
 
 
 def run(runner: ModelRunner, steps: Sequence[Step]) -> dict[str, list[int]]:

@@ -27,8 +27,18 @@ def test_buffer_grows_and_is_cut():
     buffer = IntBuffer([1, 2, 3])
     buffer.extend_at(3, range(4, 200))
     assert buffer.array.tolist() == list(range(1, 200))
+    assert (buffer[0], buffer[198]) == (1, 199)
+    for outside in (199, -1):  # what a longer past may have left in the room must not be read
+        with pytest.raises(IndexError, match=f"{outside} is not within 199 values"):
+            buffer[outside]
     buffer.extend_at(2, [9])
     assert (buffer.array.tolist(), len(buffer)) == ([1, 2, 9], 3)
+    for index in (3, 2, 3):
+        buffer.put(index, 10 * index)
+    assert buffer.array.tolist() == [1, 2, 20, 30]
+    short = IntBuffer()
+    short.put(0, 4)
+    assert short.array.tolist() == [4]
     buffer.extend_at(0, [])
     assert buffer.array.tolist() == []
 
@@ -53,7 +63,8 @@ def test_layout(sequences, block_size):
     places = {"text": (10, 20), "image": (0, 5), "video": (34, 1), "two": (66, 1), "short": (0, 2), "block": (16, 1)}
     work, blocks = [], iter(range(5, 10_000, 3))
     for name, (start, count) in places.items():
-        sequences[name].add_blocks(0, 0, [next(blocks) for _ in range(-(-(start + count) // block_size))], block_size)
+        table = [next(blocks) for _ in range(-(-(start + count) // block_size))]
+        sequences[name].take_blocks(Chunk(name, start, count, table, False), block_size)
         work.append((Chunk(name, start, count, [], name not in ("image", "text")), sequences[name]))
     batch = build_batch(work, block_size)
 
@@ -79,23 +90,38 @@ def test_layout(sequences, block_size):
 
 def test_blocks_left_unwritten_are_named(sequences):
     state = sequences["text"]
-    assert state.add_blocks(0, 32, [9, 8, 7], 16) == [7]
-    assert state.add_blocks(32, 8, [], 16) == []
-    assert state.add_blocks(40, 9, [5], 16) == [5]
+
+    def take(start: int, count: int, blocks: list[int], restart: bool = False) -> list[int]:
+        return state.take_blocks(Chunk("text", start, count, blocks, False, restart), 16)
+
+    assert take(0, 32, [9, 8, 7]) == [7]
+    assert take(32, 8, []) == []
+    assert take(40, 9, [5]) == [5]
     assert state.blocks.array.tolist() == [9, 8, 7, 5]
-    assert state.add_blocks(0, 20, [1, 2], 16) == [2]
+    assert take(0, 20, [1, 2], restart=True) == [2]
     assert state.blocks.array.tolist() == [1, 2]
+    # Blocks 3 and 4 hold 32 tokens that another sequence computed, and 6 the first of this chunk's.
+    assert take(32, 10, [3, 4, 6], restart=True) == [6]
+    assert take(40, 8, [3, 4, 6], restart=True) == []
+    assert take(0, 1, [], restart=True) == []
+    assert len(state.blocks) == 0
+
+
+def test_the_first_chunk_may_start_behind_blocks_of_others(sequences):
+    state = sequences["text"]
+    assert state.take_blocks(Chunk("text", 32, 5, [3, 4, 6], False), 16) == [6]
+    assert state.blocks.array.tolist() == [3, 4, 6]
 
 
 def test_rows_of_items_within_a_chunk(sequences):
     state = sequences["two"]
     video, image = state.media
-    state.embeddings = [torch.arange(item.num_tokens) + 1000 * i for i, item in enumerate(state.media)]
-    whole = {first: rows.tolist() for first, rows in state.embeddings_within(0, state.prompt_length)}
+    encoded = {item.media_hash: torch.arange(item.num_tokens) + 1000 * i for i, item in enumerate(state.media)}
+    whole = {first: rows.tolist() for first, rows in state.embeddings_within(0, state.prompt_length, encoded)}
     assert whole == {video.offset: list(range(54)), image.offset: [1000, 1001, 1002, 1003]}
-    cut = [(first, rows.tolist()) for first, rows in state.embeddings_within(video.offset + 50, image.offset + 1)]
+    cut = [(i, rows.tolist()) for i, rows in state.embeddings_within(video.offset + 50, image.offset + 1, encoded)]
     assert cut == [(video.offset + 50, [50, 51, 52, 53]), (image.offset, [1000])]
-    assert list(state.embeddings_within(0, video.offset)) == []
+    assert list(state.embeddings_within(0, video.offset, {})) == []
 
 
 def test_placeholders_that_fit_no_item_are_refused(config):

@@ -2,13 +2,14 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mini_engine.demo import evaluate, videos
 from mini_engine.demo.model import WEIGHTS
-from mini_engine.messages import MediaItem, Modality, NewSequence, SamplingParams
+from mini_engine.messages import MediaItem, Modality, NewSequence, SamplingParams, Step
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.weights import load_model
 from mini_engine.worker.kv_cache import KVCache
@@ -44,7 +45,8 @@ def as_request(name: str, inputs: Any, media: tiny.MemoryMedia, normalise: Norma
             seconds = float(inputs["second_per_grid_ts"][0]) if modality == "video" else None
             offset = (inputs["mm_token_type_ids"][0] == kind).nonzero()[0].item()
             handle = media.put(pixels.round().to(torch.uint8).flatten(1))
-            items.append(MediaItem(modality, int(offset), len(pixels) // 4, grid, seconds, handle))
+            key = bytes([*name.encode(), kind])
+            items.append(MediaItem(modality, int(offset), len(pixels) // 4, grid, seconds, handle, key))
     items.sort(key=lambda item: item.offset)
     return NewSequence(name, tokens, SamplingParams(max_tokens=COUNT, seed=0, temperature=0.0), items)
 
@@ -67,3 +69,35 @@ def test_the_words_are_those_of_transformers(budget):
     tokens = script.run(runner, script.write_steps(requests, COUNT, budget, 16, NUM_BLOCKS))
     # The script goes on past the end token, `generate` does not.
     assert {name: ids[: len(expected[name])] for name, ids in tokens.items()} == expected
+
+
+def test_a_second_question_behind_the_blocks_and_rows_of_the_first():
+    """For the second, nothing is encoded and only what follows the common prefix is computed."""
+    processor = AutoProcessor.from_pretrained(WEIGHTS)
+    ours = load_model(WEIGHTS, TensorParallel(), torch.float32, torch.device("cpu"))
+    normalise, media = Normalisation.from_dir(WEIGHTS), tiny.MemoryMedia()
+
+    def run(steps: list[Step]) -> dict[str, list[int]]:
+        cache = KVCache.allocate(ours.attention_shape, NUM_BLOCKS, 16, torch.float32, torch.device("cpu"))
+        cache.storage.fill_(float("nan"))
+        return script.run(ModelRunner(ours, cache, media, normalise, TensorParallel()), steps)
+
+    def ask(name: str, question: str) -> NewSequence:
+        return as_request(name, evaluate.processed(processor, shown(SEED)[:1], question), media, normalise)
+
+    questions = {"first": "Describe what you see.", "second": "What colour is it?"}
+    alone = {}
+    for name, question in questions.items():
+        alone |= run(script.write_steps([ask(name, question)], COUNT, 16, 16, NUM_BLOCKS))
+    assert alone["first"] != alone["second"]
+    first, second = (ask(name, question) for name, question in questions.items())
+    (item,) = first.media
+    pairs = zip(first.prompt_token_ids, second.prompt_token_ids, strict=False)
+    same = next(i for i, (ours_token, other) in enumerate(pairs) if ours_token != other)
+    assert same > item.offset + item.num_tokens
+    second = msgspec.structs.replace(
+        second, media=[msgspec.structs.replace(second.media[0], media_hash=item.media_hash)]
+    )
+    for blocks in (same // 16, item.offset // 16 + 1):  # behind the video, and within it
+        assert run(script.share_prefix(first, second, blocks, COUNT, 16)) == alone
+        first = ask("first", questions["first"])

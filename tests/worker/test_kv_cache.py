@@ -6,22 +6,67 @@ from mini_engine.model.qwen2_5_vl import AttentionShape
 from mini_engine.worker.kv_cache import KVCache, count_blocks
 
 SHAPE = AttentionShape(layers=3, heads=4, kv_heads=2, head_dim=8)
+CPU = torch.device("cpu")
 BLOCK_BYTES = 3 * 2 * 16 * 2 * 8 * 4
 
 
 def test_as_many_blocks_as_fit():
     config = EngineConfig(kv_cache_memory_bytes=10 * BLOCK_BYTES + 5)
-    assert count_blocks(config, SHAPE, torch.float32, longest=4096) == 10
-    assert count_blocks(config, SHAPE, torch.bfloat16, longest=4096) == 20
+    assert count_blocks(config, SHAPE, torch.float32, longest=4096, device=CPU) == 10
+    assert count_blocks(config, SHAPE, torch.bfloat16, longest=4096, device=CPU) == 20
 
 
 def test_no_more_blocks_than_can_be_filled():
-    assert count_blocks(EngineConfig(max_num_seqs=3), SHAPE, torch.float32, longest=33) == 9
+    assert count_blocks(EngineConfig(max_num_seqs=3), SHAPE, torch.float32, longest=33, device=CPU) == 9
+
+
+def test_a_gibibyte_where_nothing_is_said():
+    many = EngineConfig(max_num_seqs=10**6)
+    assert count_blocks(many, SHAPE, torch.float32, longest=4096, device=CPU) == (1 << 30) // BLOCK_BYTES
+
+
+@pytest.mark.parametrize("count", [1, 10**9])
+def test_the_override_wins_over_all(count):
+    config = EngineConfig(num_gpu_blocks_override=count, kv_cache_memory_bytes=100, max_num_seqs=1)
+    assert count_blocks(config, SHAPE, torch.float32, longest=33, device=CPU) == count
+
+
+def test_a_share_of_the_devices_memory_less_what_is_in_use(monkeypatch):
+    """90 of 1000 blocks are in use when half of all may be."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (910 * BLOCK_BYTES, 1000 * BLOCK_BYTES))
+    cuda = torch.device("cuda", 0)
+    config = EngineConfig(gpu_memory_utilization=0.5)
+    assert count_blocks(config, SHAPE, torch.float32, longest=4096, device=cuda) == 410
+    fixed = EngineConfig(gpu_memory_utilization=0.5, kv_cache_memory_bytes=20 * BLOCK_BYTES)
+    assert count_blocks(fixed, SHAPE, torch.float32, longest=4096, device=cuda) == 20
+    with pytest.raises(ValueError, match=r"--gpu-memory-utilization 0.05 leaves -\d+ bytes"):
+        count_blocks(EngineConfig(gpu_memory_utilization=0.05), SHAPE, torch.float32, longest=4096, device=cuda)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
+def test_what_is_counted_can_be_allocated():
+    cuda = torch.device("cuda", 0)
+    config = EngineConfig(gpu_memory_utilization=0.5, max_num_seqs=10**9)
+    count = count_blocks(config, SHAPE, torch.float32, longest=4096, device=cuda)
+    KVCache.allocate(SHAPE, count, 16, torch.float32, cuda)
+    free, total = torch.cuda.mem_get_info(cuda)
+    assert total - free == pytest.approx(0.5 * total, rel=0.02)
+
+
+@pytest.mark.parametrize("blocks", [[], [3, 1], list(range(1, 40))])
+def test_clear_touches_the_named_blocks_only(blocks):
+    cache = KVCache.allocate(SHAPE, 50, 16, torch.float32, torch.device("cpu"))
+    cache.storage.fill_(1)
+    cache.clear(blocks)
+    expected = [float(i not in blocks) for i in range(50)]
+    assert cache.storage.amax(dim=(0, 1, 3, 4, 5)).tolist() == expected
+    assert cache.storage.amin(dim=(0, 1, 3, 4, 5)).tolist() == expected
 
 
 def test_room_for_no_block_is_an_error():
-    with pytest.raises(ValueError, match=f"--kv-cache-memory-bytes 100: one block needs {BLOCK_BYTES}"):
-        count_blocks(EngineConfig(kv_cache_memory_bytes=100), SHAPE, torch.float32, longest=33)
+    with pytest.raises(ValueError, match=f"--kv-cache-memory-bytes 100 leaves 100 .* one block needs {BLOCK_BYTES}"):
+        count_blocks(EngineConfig(kv_cache_memory_bytes=100), SHAPE, torch.float32, longest=33, device=CPU)
 
 
 def test_sizes_agree():
@@ -29,11 +74,3 @@ def test_sizes_agree():
     assert (cache.num_blocks, cache.block_size) == (5, 16)
     assert cache.block_bytes * SHAPE.layers == BLOCK_BYTES
     assert cache.storage.nbytes == 5 * BLOCK_BYTES
-
-
-def test_clear_touches_the_named_blocks_only():
-    cache = KVCache.allocate(SHAPE, 5, 16, torch.float32, torch.device("cpu"))
-    cache.storage.fill_(1)
-    cache.clear([3, 1])
-    assert cache.storage.amax(dim=(0, 1, 3, 4, 5)).tolist() == [1, 0, 1, 0, 1]
-    assert cache.storage.amin(dim=(0, 1, 3, 4, 5)).tolist() == [1, 0, 1, 0, 1]

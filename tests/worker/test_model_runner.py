@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mini_engine.messages import Chunk, EncodeItem, SampledToken, Step, StepResult
-from tests.worker import script, tiny
+from tests.worker import rank_program, script, tiny
 from tests.worker.conftest import NUM_BLOCKS
 
 COUNT = 20
@@ -36,7 +36,7 @@ def test_the_requests_differ(expected):
 def test_a_restart_with_other_blocks_goes_on_as_before(preempt_at, make_runner, expected):
     media = tiny.MemoryMedia()
     steps = script.write_steps(tiny.mixed_requests(media), COUNT, 64, 16, NUM_BLOCKS, preempt_at)
-    restarted = [chunk for step in steps[2:] for chunk in step.chunks if chunk.start == 0]
+    restarted = [chunk for step in steps[2:] for chunk in step.chunks if chunk.restart]
     assert restarted
     assert script.run(make_runner(media), steps) == expected
 
@@ -48,7 +48,7 @@ def test_a_token_that_was_in_flight_at_the_restart_is_sampled_again(make_runner,
     runner, prompt = make_runner(media), len(new.prompt_token_ids)
     first = runner.execute(Step(1, started=[new], chunks=[Chunk("text", 0, prompt, [1, 2, 3, 4], True)]))
     later = [runner.execute(Step(2 + i, chunks=[Chunk("text", prompt + i, 1, [], True)])) for i in range(3)]
-    again = runner.execute(Step(5, chunks=[Chunk("text", 0, prompt + 2, [9, 8, 7, 6], True)]))
+    again = runner.execute(Step(5, chunks=[Chunk("text", 0, prompt + 2, [9, 8, 7, 6], True, restart=True)]))
     assert [r.tokens[0].token_id for r in (first, *later)] == expected["text"][:4]
     assert again.tokens == [SampledToken("text", expected["text"][2])]
     follow = runner.execute(Step(6, chunks=[Chunk("text", prompt + 2, 1, [], True)]))
@@ -63,7 +63,7 @@ def test_nothing_is_left_of_a_finished_request(make_runner):
     *work, last = steps
     script.run(runner, work)
     states = [weakref.ref(state) for state in runner._sequences.values()]
-    rows = [weakref.ref(tensor) for state in runner._sequences.values() for tensor in state.embeddings]
+    rows = [weakref.ref(tensor) for tensor in runner._encoded.values()]
     assert len(states) == len(requests)
     assert len(rows) == 4
     runner.execute(last)
@@ -133,6 +133,9 @@ def test_two_ranks_give_the_tokens_of_one(checkpoint, make_runner, expected, tmp
     media = tiny.MemoryMedia()
     steps = script.write_steps(tiny.mixed_requests(media, temperature=1.0, seed=5), COUNT, 64, 16, NUM_BLOCKS)
     assert ranks[0]["sampled"] == script.run(make_runner(media), steps)
-    assert ranks[1]["greedy"] == ranks[1]["sampled"] == {}
+    shared = script.share_prefix(*rank_program.requests_that_share(media), 1, COUNT, 16)
+    assert ranks[0]["shared"] == script.run(make_runner(media), shared)
+    assert ranks[0]["shared"]["two"] == expected["two"]
+    assert ranks[1]["greedy"] == ranks[1]["sampled"] == ranks[1]["shared"] == {}
     assert ranks[0]["kept"] == ranks[1]["kept"]
     assert not ranks[0]["transformers"], "a worker imports transformers: seconds and hundreds of megabytes"

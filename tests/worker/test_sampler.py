@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import (
-    RepetitionPenaltyLogitsProcessor,
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -12,14 +14,18 @@ from transformers import (
 
 from mini_engine.messages import SamplingParams
 from mini_engine.worker import sampler
-from mini_engine.worker.sampler import Row, sample, uniform
+from mini_engine.worker.sampler import Recipe, Row, uniform
 
 NO_TOKENS = np.array([0], dtype=np.int64)
 VOCABULARY = 50
 
 
 def row(index: int = 0, tokens: np.ndarray = NO_TOKENS, **params) -> Row:
-    return Row(SamplingParams(**({"max_tokens": 100, "seed": 1} | params)), index, tokens)
+    return Row(Recipe.of(SamplingParams(**({"max_tokens": 100, "seed": 1} | params))), index, tokens)
+
+
+def sample(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
+    return sampler.sample(logits, rows).tokens
 
 
 def frequencies(logits: torch.Tensor, draws: int, **params) -> torch.Tensor:
@@ -51,12 +57,16 @@ def test_draws_follow_the_softmax(temperature):
         {"top_p": 0.05},
         {"top_k": 20, "top_p": 0.9, "temperature": 0.7},
         {"top_k": 1000, "temperature": 1.5},
+        {"min_p": 0.2, "temperature": 1.3},
+        {"min_p": 0.05, "top_k": 12, "top_p": 0.8, "temperature": 1.6},
     ],
 )
 def test_filters_are_those_of_transformers(params):
     torch.manual_seed(3)
     logits = torch.randn(VOCABULARY)
     scores = TemperatureLogitsWarper(params.get("temperature", 1.0))(None, logits[None])
+    if "min_p" in params:
+        scores = MinPLogitsWarper(params["min_p"])(None, scores)
     if "top_k" in params:
         scores = TopKLogitsWarper(params["top_k"])(None, scores)
     if "top_p" in params:
@@ -85,23 +95,57 @@ def test_noise_is_uniform_and_differs_by_seed_and_index():
     assert uniform(1, 0) == uniform(1 + (1 << 64), 0)
 
 
-def test_a_row_is_the_same_in_any_company():
-    torch.manual_seed(0)
-    logits = torch.randn(40, VOCABULARY)
-    kinds = [
-        {"temperature": 0.0},
-        {"temperature": 1.0},
-        {"top_k": 3},
-        {"top_p": 0.8},
-        {"repetition_penalty": 1.3, "temperature": 0.0},
-        {"repetition_penalty": 1.3, "top_k": 10, "top_p": 0.9, "temperature": 1.7},
-    ]
-    rows = [row(i, np.arange(i % 7 + 1), seed=i * 77, **kinds[i % len(kinds)]) for i in range(40)]
-    together = sample(logits.clone(), rows)
+PARAMETERS = st.fixed_dictionaries(
+    {"temperature": st.sampled_from([0.0, 0.4, 1.0, 1.7]), "seed": st.integers(0, 2**63 - 1)},
+    optional={
+        "top_k": st.sampled_from([1, 3, 40, 1000]),
+        "top_p": st.floats(0.01, 1.0),
+        "min_p": st.floats(0.0, 1.0),
+        "repetition_penalty": st.floats(0.5, 2.0),
+        "presence_penalty": st.floats(-2.0, 2.0),
+        "frequency_penalty": st.floats(-2.0, 2.0),
+        "logit_bias": st.dictionaries(st.integers(0, VOCABULARY - 1), st.floats(-100, 100), max_size=3),
+        "stop_token_ids": st.lists(st.integers(0, VOCABULARY - 1), max_size=3),
+        "min_tokens": st.integers(0, 6),
+        "logprobs": st.integers(0, 5),
+    },
+)
+
+
+@given(st.lists(PARAMETERS, min_size=2, max_size=12), st.integers(0, 1000), st.booleans())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_a_row_is_the_same_in_any_company(choices, number, halved):
+    generator = torch.Generator().manual_seed(number)
+    logits = 3 * torch.randn(len(choices), VOCABULARY, generator=generator)
+    if halved:  # many equal logits
+        logits = logits.mul(2).round().div(2).bfloat16()
+    tokens = [torch.randint(0, VOCABULARY, (3 + i,), generator=generator).numpy() for i in range(len(choices))]
+    rows = [row(min(i, 3), tokens[i], **params) for i, params in enumerate(choices)]
+    together = sampler.sample(logits.clone(), rows)
     for i, one in enumerate(rows):
-        assert sample(logits[i : i + 1].clone(), [one]).item() == together[i]
-    order = torch.randperm(40)
-    assert torch.equal(sample(logits[order], [rows[i] for i in order]), together[order])
+        alone = sampler.sample(logits[i : i + 1].clone(), [one])
+        assert alone.tokens.item() == together.tokens[i]
+        assert alone.logprobs.get(0) == together.logprobs.get(i)
+    order = torch.randperm(len(rows), generator=generator)
+    moved = sampler.sample(logits[order], [rows[i] for i in order])
+    assert torch.equal(moved.tokens, together.tokens[order])
+
+
+def test_logprobs_are_those_of_the_raw_logits():
+    torch.manual_seed(2)
+    logits = torch.randn(4, VOCABULARY)
+    changed = {"logit_bias": {7: 100.0}, "repetition_penalty": 2.0, "temperature": 0.3, "top_k": 2}
+    rows = [row(0, logprobs=3, **changed), row(0), row(0, logprobs=0, temperature=0.0), row(0, logprobs=1000)]
+    sampled = sampler.sample(logits.clone(), rows)
+    assert sampled.tokens[0] == 7
+    assert sorted(sampled.logprobs) == [0, 2, 3]
+    for i, wanted in ((0, 3), (2, 0), (3, VOCABULARY)):
+        expected = logits[i].double().softmax(-1).log()
+        best = sorted(range(VOCABULARY), key=lambda t, e=expected: -e[t])[:wanted]
+        report = sampled.logprobs[i]
+        assert [entry.token_id for entry in report] == [int(sampled.tokens[i]), *best]
+        for entry in report:
+            assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=1e-5)
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 9e-6}, {"top_k": 1, "temperature": 5.0}])
@@ -109,22 +153,6 @@ def test_greedy_rows_take_the_largest(params, monkeypatch):
     monkeypatch.setattr(sampler, "_draw", None)
     logits = torch.randn(7, VOCABULARY)
     assert torch.equal(sample(logits, [row(i, **params) for i in range(7)]), logits.argmax(-1))
-
-
-@pytest.mark.parametrize("penalty", [0.7, 1.2, 3.0])
-def test_repetition_penalty_is_that_of_transformers(penalty):
-    torch.manual_seed(1)
-    logits = torch.randn(3, VOCABULARY)
-    tokens = [np.array([4, 4, 9, 30]), np.arange(VOCABULARY), np.array([7])]
-    expected = torch.stack(
-        [
-            RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(ids)[None], scores[None])[0]
-            for ids, scores in zip(tokens, logits, strict=True)
-        ]
-    )
-    ours = logits.clone()
-    sampler._penalise_repetition(ours, [row(0, t, repetition_penalty=penalty) for t in tokens])
-    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
 
 
 def test_ties_at_the_edge_of_top_p_go_to_the_smaller_ids():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -108,6 +109,7 @@ def make_request(
                 grid_thw=(t, h, w),
                 second_per_grid=1.0 if is_video else None,
                 patches=media.put(patches),
+                media_hash=hashlib.blake2b(patches.numpy().tobytes(), digest_size=16).digest(),
             )
         )
         tokens += [START, *[VIDEO if is_video else IMAGE] * count, END]

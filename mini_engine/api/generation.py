@@ -1,0 +1,157 @@
+"""A request at its engine: what comes back for each of its samples, until each has ended.
+
+Knows nothing of sockets, text or HTTP. Belongs to the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from mini_engine.api.errors import EngineError
+from mini_engine.messages import FinishReason, RequestOutput, TokenLogprob
+
+
+class Ender(Protocol):
+    """Where a request runs."""
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """End the request there."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """What came for one sample since the last look. `finish_reason` is set with the last."""
+
+    index: int  # which sample
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    logprobs: Sequence[list[TokenLogprob]] = ()  # one for each token, if asked for
+
+
+class Sample:
+    """One sample of a request: what has come for it and was not taken yet."""
+
+    def __init__(self, generation: Generation, index: int, request_id: str):
+        self.index = index
+        self.request_id = request_id
+        self.over = False  # nobody waits for its tokens any more
+        self.num_cached_tokens = 0
+        self._generation = generation
+        self._new = NewTokens(index, [], None)
+
+    def receive(self, output: RequestOutput) -> None:
+        """Take what the engine has sent for this sample."""
+        if self.over:
+            return
+        if output.finish_reason == "error":
+            self.fail(EngineError(output.error or "The engine failed at this request."))
+        elif output.finish_reason == "abort":
+            self.fail(EngineError("The engine has aborted this request."))
+        else:
+            new = self._new
+            self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
+            self._new = NewTokens(
+                self.index,
+                new.token_ids + output.token_ids if new.token_ids else output.token_ids,
+                output.finish_reason,
+                [*new.logprobs, *output.logprobs] if new.logprobs else output.logprobs,
+            )
+            self._generation.ready(self)
+
+    def fail(self, error: EngineError) -> None:
+        """The engine will send no more."""
+        self._generation.fail(error)
+
+    def take(self) -> NewTokens:
+        """What has come since the last call."""
+        new, self._new = self._new, NewTokens(self.index, [], None)
+        self.over = new.finish_reason is not None
+        return new
+
+
+class Generation:
+    """One request at its engine: an iterator over its samples' new tokens, and a context that aborts it when left
+    early.
+
+    `samples` go by index: the first has the request's own id, the others their siblings'. Tokens of a sample that
+    come faster than they are taken are handed over together; no sample is taken twice while another waits.
+    """
+
+    def __init__(self, engine: Ender, request_ids: Sequence[str]):
+        self.samples = [Sample(self, index, request_id) for index, request_id in enumerate(request_ids)]
+        self._engine = engine
+        self._waiting: collections.deque[Sample] = collections.deque()  # each with something to take, once
+        self._error: EngineError | None = None
+        self._arrival: asyncio.Future[None] | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many tokens of the prompt the engine's prefix cache held for the first sample, once its first token came.
+
+        The others find what the first has computed.
+        """
+        return self.samples[0].num_cached_tokens
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> NewTokens:
+        """Wait for tokens of any sample.
+
+        Raises:
+            EngineError: the engine has given the request up, or is gone.
+        """
+        if all(sample.over for sample in self.samples):
+            raise StopAsyncIteration
+        while not (self._waiting or self._error):
+            self._arrival = asyncio.get_running_loop().create_future()
+            try:
+                await self._arrival
+            finally:
+                self._arrival = None
+        if self._error is not None:
+            self.abort()  # the samples that did not fail
+            raise self._error
+        return self._waiting.popleft().take()
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
+    def stop(self, index: int) -> None:
+        """End a sample at its engine unless it has ended: its text is complete. No more tokens of it come."""
+        self._finish(self.samples[index], "stop")
+
+    def abort(self) -> None:
+        """End every sample that has not ended."""
+        for sample in self.samples:
+            self._finish(sample, "abort")
+
+    def ready(self, sample: Sample) -> None:
+        """`sample` has something to take."""
+        if sample not in self._waiting:
+            self._waiting.append(sample)
+        self._wake()
+
+    def fail(self, error: EngineError) -> None:
+        """One of the samples has failed, and with it the request."""
+        self._error = error
+        self._wake()
+
+    def _finish(self, sample: Sample, reason: Literal["stop", "abort"]) -> None:
+        if sample.over:
+            return
+        sample.over = True
+        if sample in self._waiting:
+            self._waiting.remove(sample)
+        self._engine.finish(sample.request_id, reason)
+
+    def _wake(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)

@@ -1,0 +1,96 @@
+"""The command line of `bench.py`: one subcommand for each regime, and the output conventions that all share.
+
+A regime is a module with `HELP`, `add_arguments(parser)` and `run(args) -> Report`; nothing heavy is imported before
+`run`. What it prints is a text for people and, as the last line of stdout, one JSON object. Progress goes to stderr.
+This file knows nothing of servers or engines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from mini_engine.bench import core
+from mini_engine.bench.report import BenchError, Report, as_json
+from mini_engine.config import ConfigError
+
+
+class Regime(Protocol):
+    """What a regime's module offers. Its docstring is the subcommand's description."""
+
+    __doc__: str | None
+    HELP: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the regime's own flags."""
+
+    def run(self, args: argparse.Namespace) -> Report:
+        """Measure.
+
+        Raises:
+            ConfigError: flags that cannot be used, with the remedy.
+            BenchError: there is no result.
+        """
+
+
+REGIMES: dict[str, Regime] = {"core": core}
+FLAG_TEXTS = ("--serve",)  # flags whose value is itself a text of flags
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `bench.py`."""
+    parser = argparse.ArgumentParser(prog="bench.py", description="Measure mini-engine.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="regime", metavar="REGIME", required=True)
+    for name, regime in REGIMES.items():
+        command = commands.add_parser(
+            name, help=regime.HELP, description=regime.__doc__, allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        regime.add_arguments(command)
+        command.add_argument("--output", type=Path, metavar="FILE", help="Write the JSON object to this file too.")
+    return parser
+
+
+def join_flag_texts(argv: Sequence[str]) -> list[str]:
+    """`--serve --no-async-scheduling` -> `--serve=--no-async-scheduling`: argparse would take the value for a flag."""
+    joined: list[str] = []
+    for arg in argv:
+        if joined and joined[-1] in FLAG_TEXTS:
+            joined[-1] += "=" + arg
+        else:
+            joined.append(arg)
+    return joined
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one regime; returns the exit status: 0, 1 if something failed while it was measured, 2 for bad flags."""
+    args = build_parser().parse_args(join_flag_texts(sys.argv[1:] if argv is None else argv))
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        report = REGIMES[args.regime].run(args)
+    except ConfigError as error:
+        print(f"bench.py: {error}", file=sys.stderr)
+        return 2
+    except BenchError as error:
+        print(f"bench.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    line = json.dumps(as_json(given, report))
+    if args.output is not None:
+        args.output.write_text(line + "\n")
+    for failure in report.failures:
+        print(f"failed: {failure}")
+    print(line)
+    return 1 if report.failures else 0
+
+
+def _terminate(number: int, _: object) -> None:
+    """Leave by way of every `with`, so that what a regime has started is stopped in order."""
+    raise SystemExit(128 + number)

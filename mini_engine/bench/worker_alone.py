@@ -1,0 +1,117 @@
+"""The worker's part of a decode step by itself: the same `ModelRunner` and the same steps, in this process, with no
+engine core and no messages; and within it the time that the model takes.
+
+This file imports torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mini_engine.config import EngineConfig
+from mini_engine.host import resolve_model
+from mini_engine.messages import Chunk, MessageId, NewRequest, NewSequence, Step, TensorHandle
+from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.weights import load_model
+from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.normalisation import Normalisation
+from mini_engine.worker.worker import allocate_cache, choose_device, choose_dtype
+
+MODEL_PARTS = ("embed", "forward", "logits")  # together they are "the model's forward"
+
+
+@dataclass(frozen=True)
+class WorkerTime:
+    """Means over the timed steps, in seconds."""
+
+    forward: float  # embedding, layers and logits
+    execute: float  # all of `ModelRunner.execute`: forward, the batch's layout, sampling, tokens
+    forward_cpu: float  # as `forward`, in time on a CPU: what a busy machine does not stretch
+    execute_cpu: float
+
+
+class Stopwatch:
+    """Adds up the seconds spent inside `with`: on the clock, and of this thread on a CPU."""
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = 0.0
+
+    def __enter__(self) -> None:
+        self._begun = time.perf_counter(), time.thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        self.wall += time.perf_counter() - self._begun[0]
+        self.cpu += time.thread_time() - self._begun[1]
+
+
+class _NoMedia:
+    """For steps without media."""
+
+    def tensor(self, handle: TensorHandle) -> torch.Tensor:
+        raise KeyError(handle)
+
+    def release(self, messages: list[MessageId]) -> None:
+        pass
+
+    def drop_sender(self, incarnation: int) -> None:
+        pass
+
+
+class WorkerAlone:
+    """Rank 0 of 1, with one torch thread: that is set for this whole process."""
+
+    def __init__(self, config: EngineConfig):
+        torch.set_num_threads(1)
+        model_dir, device, tp = resolve_model(config), choose_device(config, 0, 0), TensorParallel()
+        model = load_model(model_dir, tp, choose_dtype(config), device)
+        self._in_model = Stopwatch()
+        for name in MODEL_PARTS:
+            setattr(model, name, self._timed(getattr(model, name)))
+        cache = allocate_cache(config, model)
+        self._runner = ModelRunner(model, cache, _NoMedia(), Normalisation.from_dir(model_dir), tp)
+        self._synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def decode(self, requests: Sequence[NewRequest], warm_up: int, steps: int) -> WorkerTime:
+        """Prefill the requests in one step and decode them together, one token each a step: `warm_up` steps unseen,
+        then `steps` timed ones."""
+        size = self._runner.block_size
+        length = len(requests[0].prompt_token_ids)
+        assert all(len(request.prompt_token_ids) == length for request in requests)
+        per_sequence = -(-(length + warm_up + steps) // size)
+        tables = [range(number * per_sequence, (number + 1) * per_sequence) for number in range(len(requests))]
+        names = [request.request_id for request in requests]
+        started = [NewSequence(new.request_id, new.prompt_token_ids, new.sampling, []) for new in requests]
+        held = -(-length // size)
+        chunks = [Chunk(name, 0, length, list(table[:held]), True) for name, table in zip(names, tables, strict=True)]
+        self._runner.execute(Step(0, started=started, chunks=chunks))
+        whole = Stopwatch()
+        for number in range(warm_up + steps):
+            if number == warm_up:
+                self._in_model, whole = Stopwatch(), Stopwatch()
+            start = length + number
+            added = range(held, held + 1) if start == held * size else range(0)
+            held += len(added)
+            chunks = [
+                Chunk(name, start, 1, [table[block] for block in added], True)
+                for name, table in zip(names, tables, strict=True)
+            ]
+            with whole:
+                self._runner.execute(Step(number, chunks=chunks))
+        self._runner.execute(Step(0, finished=names))
+        model = self._in_model
+        return WorkerTime(model.wall / steps, whole.wall / steps, model.cpu / steps, whole.cpu / steps)
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._synchronise()
+            with self._in_model:
+                result = function(*args, **kwargs)
+                self._synchronise()
+            return result
+
+        return timed
