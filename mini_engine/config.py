@@ -131,17 +131,17 @@ class EngineConfig:
 
     # --- scheduling
     max_num_seqs: int = option(64, "Most sequences computed in one step.", "Scheduling", minimum=1)
-    max_num_batched_tokens: int = option(
-        2048, "Most tokens computed in one step; longer prompts are computed in chunks.", "Scheduling", minimum=1
-    )
-    long_prefill_token_threshold: int = option(
-        512, "Most tokens of one prompt computed in one step while other prompts wait; 0: no such bound.",
-        "Scheduling", minimum=0,
+    max_num_batched_tokens: int | None = option(
+        None, "Most tokens computed in one step, media tokens in the vision tower among them; longer prompts are "
+        "computed in chunks. Default: 512 on the CPU, 2048 on CUDA.", "Scheduling", minimum=1,
+    )  # fmt: skip
+    long_prefill_token_threshold: int | None = option(
+        None, "Most tokens of one prompt computed in one step while other prompts wait; 0: no such bound. "
+        "Default: half of --max-num-batched-tokens.", "Scheduling", minimum=0,
     )  # fmt: skip
     max_num_encoder_input_tokens: int | None = option(
-        None, "Most media tokens encoded in one step; an item that needs more is refused. "
-        "Default: --max-num-batched-tokens, and an item that needs more is encoded in a step of its own.",
-        "Scheduling", minimum=1,
+        None, "Most media tokens encoded in one step; a longer video is encoded over several steps. "
+        "Default: --max-num-batched-tokens.", "Scheduling", minimum=1,
     )  # fmt: skip
     encoder_cache_tokens: int = option(
         65536, "Most media tokens whose embeddings the workers keep, for running requests and for those to come; "

@@ -5,9 +5,8 @@ The road of a request in messages:
     API server --NewRequest--> engine core --Step--> workers --StepResult--> engine core --Outputs--> API server
     API server ===tensors=====================> workers --MediaReady--> engine core --Consumed--> API server
 
-This file knows nothing of sockets, tensors or torch: a tensor field travels as a `TensorHandle`
-(`transport/codec.py` makes the exchange) and the bytes take another road (`transport/tensor_ipc.py`,
-`transport/direct_rpc.py`). All structs are immutable; whoever receives one owns it.
+This file knows nothing of sockets, tensors or torch: a tensor field travels as a `TensorHandle` (the codec makes the
+exchange), its bytes take another road. All structs are immutable; whoever receives one owns it.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class Hello(Message, frozen=True):
 
 
 class RankAddress(msgspec.Struct, frozen=True):
-    """Where one worker rank receives tensors. Both are unix sockets inside the runtime directory."""
+    """Where one worker rank receives tensors: two unix sockets in the runtime directory."""
 
     engine: int
     rank: int
@@ -113,7 +112,7 @@ class Init(Message, frozen=True):
 
 
 class TransportChoice(msgspec.Struct, frozen=True):
-    """Which transport an API server uses towards one engine, and why the ones before it in line were passed over."""
+    """Which transport an API server uses towards one engine, and why."""
 
     engine: int
     transport: TransportName
@@ -126,7 +125,6 @@ class EngineLimits(msgspec.Struct, frozen=True):
     max_model_len: int  # tokens, prompt and output together
     num_blocks: int
     block_size: int  # tokens
-    max_item_tokens: int  # most tokens of one media item: the vision tower's budget of a step
     max_prompt_media_tokens: int  # most tokens of all media items of one prompt: the encoder cache's budget
 
 
@@ -144,7 +142,7 @@ class Start(Message, frozen=True):
 
 
 class Serving(Message, frozen=True):
-    """API server -> supervisor: my listening socket accepts connections."""
+    """API server -> supervisor: my socket accepts connections."""
 
 
 class PeerGone(Message, frozen=True):
@@ -297,11 +295,16 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EncodeItem(msgspec.Struct, frozen=True, array_like=True):
-    """Run the vision tower on media item `index` of a sequence; its embeddings stay in the rank's encoder cache, under
-    the item's hash and for every sequence that has it, until `Step.evict` names the hash."""
+    """Run the vision tower on temporal grids `first .. first + count` of media item `index` of a sequence.
+
+    No attention crosses temporal grids, so a long video may be encoded over several steps: in order, each grid once.
+    The embeddings stay in the rank's encoder cache, for every sequence with an item of that hash, until `Step.evict`.
+    """
 
     request_id: str
     index: int
+    first: int
+    count: int
 
 
 class Step(Message, frozen=True):
@@ -338,11 +341,11 @@ class WorkerReady(Message, frozen=True):
 
     rank: int
     num_blocks: int
+    device: str  # "cpu" or "cuda"
 
 
 class MediaReady(Message, frozen=True):
-    """Rank -> core, from its receiver thread: all tensors of this message lie on the rank's device or are on the way
-    there in stream order."""
+    """Rank -> core, from its receiver thread: this message lies on the rank's device, or is on its way there."""
 
     rank: int
     message: MessageId

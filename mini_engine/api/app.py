@@ -74,7 +74,7 @@ class Frontend:
         token_ids = await self._render(messages)
         async with self.admission.admit(len(refs)):
             items = await self.media.load(refs)
-            check_budget(refs, items, self.limits)
+            check_budget(items, self.limits)
             processed = [item.processed for item in items]
             prompt = self.renderer.expand(token_ids, [(item.modality, item.num_tokens) for item in processed])
             sampling = self.sampling.resolve(chat, len(prompt.token_ids))

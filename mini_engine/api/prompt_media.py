@@ -5,27 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mini_engine.api.chat import ExpandedPrompt, MediaRef
+from mini_engine.api.chat import ExpandedPrompt
 from mini_engine.api.errors import bad_request
 from mini_engine.api.media_loader import LoadedItem
 from mini_engine.messages import EngineLimits, MediaItem
 
 
-def check_budget(refs: Sequence[MediaRef], items: Sequence[LoadedItem], limits: EngineLimits) -> None:
-    """Refuse what no step could ever encode, or no encoder cache hold. An item that comes twice counts once.
+def check_budget(items: Sequence[LoadedItem], limits: EngineLimits) -> None:
+    """Refuse what no encoder cache could hold. An item that comes twice counts once.
 
     Raises:
         ApiError: 400 that says how much would be needed, and which flag raises the limit.
     """
-    for ref, item in zip(refs, items, strict=True):
-        needed = item.processed.num_tokens
-        if needed > limits.max_item_tokens:
-            raise bad_request(
-                f"{ref.name} has {needed} tokens; this server takes items of at most {limits.max_item_tokens}. Send "
-                f"a smaller one, or start the server with --max-num-encoder-input-tokens {needed}.",
-                "messages",
-                "media_too_large",
-            )
     needed = sum({item.media_hash: item.processed.num_tokens for item in items}.values())
     if needed > limits.max_prompt_media_tokens:
         raise bad_request(

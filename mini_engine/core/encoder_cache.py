@@ -13,11 +13,12 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(slots=True)
 class Entry:
-    """One item. It is encoded at most once, by the step in which the first chunk that needs it is computed."""
+    """One item. Each of its temporal grids is encoded at most once, when a chunk needs the item."""
 
     num_tokens: int
     users: int = 0  # requests that have it reserved
-    encoded_by: str | None = None  # the request whose step encodes it
+    num_grids: int = 0  # temporal grids that dispatched steps encode
+    encoded_by: str | None = None  # the request for which the last of them was dispatched
     ready: bool = False  # that step has retired: any request may rely on it
 
 
@@ -39,7 +40,7 @@ class EncoderCache:
         return self._entries[value]
 
     def holds(self, value: bytes) -> bool:
-        """Whether the item is encoded, or on the way to be."""
+        """Whether all of the item is encoded, or on the way to be."""
         return value in self._entries and self._entries[value].encoded_by is not None
 
     def reserve(self, items: Mapping[bytes, int], users: int) -> bool:
@@ -61,7 +62,7 @@ class EncoderCache:
         return True
 
     def release(self, items: Mapping[bytes, int]) -> None:
-        """One user has ended. What was never to be encoded is forgotten with its last user."""
+        """One user has ended. What was not encoded to its end is forgotten with its last user."""
         for value in items:
             entry = self._entries[value]
             entry.users -= 1
@@ -69,11 +70,12 @@ class EncoderCache:
                 continue
             if entry.encoded_by is None:
                 self._drop(value)
+                self.evicted += [value] if entry.num_grids else []
             elif entry.ready:
                 self._enter_idle(value)
 
     def retire(self, value: bytes) -> None:
-        """The step that encodes it has run."""
+        """The step that encodes the last of it has run."""
         entry = self._entries[value]
         entry.ready = True
         if not entry.users:

@@ -20,7 +20,7 @@ from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.limits import budgets, engine_limits
 from mini_engine.core.links import Links
 from mini_engine.core.request import Request, family
-from mini_engine.core.scheduler import Plan, Scheduler, Work
+from mini_engine.core.scheduler import Budgets, Plan, Scheduler, Work
 from mini_engine.core.validation import problem_with
 from mini_engine.messages import (
     CachesReset,
@@ -59,6 +59,7 @@ class InFlight:
     step: Step
     work: list[Work]
     encoded_hashes: list[bytes]
+    heavy: bool
     reported: int = 0
     tokens: list[SampledToken] = dataclasses.field(default_factory=list)  # from rank 0
 
@@ -66,7 +67,9 @@ class InFlight:
 class EngineCore:
     """One engine: its requests, its scheduler, and the sockets to API servers and ranks."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, limits: EngineLimits, links: Links):
+    def __init__(
+        self, config: EngineConfig, model: ModelConfig, limits: EngineLimits, bounds: Budgets, links: Links
+    ):  # fmt: skip
         self.config = config
         self.model = model
         self.limits = limits
@@ -74,7 +77,7 @@ class EngineCore:
         self.directory = MediaDirectory(config.tensor_parallel_size)
         self.blocks = BlockPool(limits.num_blocks, limits.block_size)
         self.encoder = EncoderCache(config.encoder_cache_tokens)
-        self.scheduler = Scheduler(self.blocks, self.encoder, budgets(config))
+        self.scheduler = Scheduler(self.blocks, self.encoder, bounds)
         self.max_in_flight = 2 if config.async_scheduling else 1
         self.requests: dict[str, Request] = {}
         self.arrivals = itertools.count()
@@ -202,9 +205,9 @@ class EngineCore:
 
     def _dispatch(self) -> bool:
         """Send the next step to every rank; False when there is nothing to do or to tell."""
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(heavy_in_flight=any(flight.heavy for flight in self.in_flight))
         self._release_encoded(plan)
-        if not (plan.chunks or self.finished or self.release or self.drop_senders or self.encoder.evicted):
+        if not (plan.requests or self.finished or self.release or self.drop_senders or self.encoder.evicted):
             return False
         step = Step(
             next(self.step_numbers),
@@ -218,13 +221,12 @@ class EngineCore:
         )
         self.finished, self.release, self.drop_senders, self.encoder.evicted = [], [], [], []
         self.links.send_step(step)
-        self.in_flight.append(InFlight(step, plan.work, plan.encoded_hashes))
+        self.in_flight.append(InFlight(step, plan.work, plan.encoded_hashes, plan.heavy))
         return True
 
     def _release_encoded(self, plan: Plan) -> None:
         """Tensors whose items are all encoded, or are by this step, are of no more use."""
-        for work in plan.work:
-            request = work.request
+        for request in plan.requests.values():
             if not request.released and all(self.encoder.holds(value) for value in request.media_tokens):
                 self._release(request)
 
@@ -365,8 +367,8 @@ def run(child: Child) -> None:
     config, engine = init.config, int(child.index)
     model = ModelConfig.from_dir(init.model_dir)
     links = Links(child, init.cores[engine], init.core_workers[engine], config.tensor_parallel_size)
-    num_blocks = min(ready.num_blocks for ready in links.wait_for_workers())
-    limits = engine_limits(config, model, num_blocks)
-    core = EngineCore(config, model, limits, links)
+    workers = links.wait_for_workers()
+    limits = engine_limits(config, model, min(ready.num_blocks for ready in workers))
+    core = EngineCore(config, model, limits, budgets(config, workers[0].device), links)
     child.ready(limits=limits)
     core.run()

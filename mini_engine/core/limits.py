@@ -12,13 +12,20 @@ from mini_engine.model.config import ModelConfig
 logger = logging.getLogger(__name__)
 
 
-def budgets(config: EngineConfig) -> Budgets:
-    """The bounds of a step."""
+# Tokens in a step where no flag says: so many that a step of a large model is neither wasted on its fixed cost nor much
+# longer than people want to wait for a token.
+DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+
+
+def budgets(config: EngineConfig, device: str) -> Budgets:
+    """The bounds of a step on `device`, "cpu" or "cuda"."""
+    max_tokens = config.max_num_batched_tokens or DEFAULT_STEP_TOKENS[device]
+    long_prefill = config.long_prefill_token_threshold
     return Budgets(
         config.max_num_seqs,
-        config.max_num_batched_tokens,
-        config.max_num_encoder_input_tokens or config.max_num_batched_tokens,
-        config.long_prefill_token_threshold,
+        max_tokens,
+        config.max_num_encoder_input_tokens or max_tokens,
+        max(1, max_tokens // 2) if long_prefill is None else long_prefill,
     )
 
 
@@ -31,6 +38,4 @@ def engine_limits(config: EngineConfig, model: ModelConfig, num_blocks: int) -> 
             "the KV cache holds %d tokens, so requests are limited to that instead of %d; "
             "raise --kv-cache-memory-bytes for more", capacity, wanted,
         )  # fmt: skip
-    per_prompt = config.encoder_cache_tokens
-    per_item = min(config.max_num_encoder_input_tokens or per_prompt, per_prompt)
-    return EngineLimits(min(wanted, capacity), num_blocks, config.block_size, per_item, per_prompt)
+    return EngineLimits(min(wanted, capacity), num_blocks, config.block_size, config.encoder_cache_tokens)

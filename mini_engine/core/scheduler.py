@@ -10,10 +10,14 @@ import dataclasses
 
 import msgspec
 
-from mini_engine.core.encoder_cache import EncoderCache
+from mini_engine.core.encoder_cache import EncoderCache, Entry
 from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.request import Request
-from mini_engine.messages import Chunk, EncodeItem, NewSequence, SamplingParams
+from mini_engine.messages import Chunk, EncodeItem, MediaItem, NewSequence, SamplingParams
+
+# A step within these takes a few milliseconds on any machine; one beyond them is heavy.
+QUICK_PREFILL_TOKENS = 128
+QUICK_ENCODER_TOKENS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Budgets:
 
     max_seqs: int
     max_tokens: int
-    max_encoder_tokens: int  # a larger item is encoded in a step without others
+    max_encoder_tokens: int  # if a single temporal grid has more, it is encoded in a step without other media
     long_prefill: int  # most tokens of one prompt while other prompts wait; 0: no bound of its own
 
 
@@ -39,14 +43,24 @@ class Work:
 class Plan:
     """The work of one step, in the terms of `messages.Step`."""
 
+    quick: bool  # only what leaves the step short
     tokens_left: int
-    encoder_tokens_left: int
+    prefill_left: int
+    encoder_left: int
     started: list[NewSequence] = dataclasses.field(default_factory=list)
     encode: list[EncodeItem] = dataclasses.field(default_factory=list)
-    encoded_hashes: list[bytes] = dataclasses.field(default_factory=list)
+    encoded_hashes: list[bytes] = dataclasses.field(default_factory=list)  # items whose last grids are in `encode`
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     work: list[Work] = dataclasses.field(default_factory=list)  # one for each chunk
+    requests: dict[str, Request] = dataclasses.field(default_factory=dict)  # with a chunk or an item to encode
     scheduled: set[str] = dataclasses.field(default_factory=set)  # ids of requests with a chunk
+    num_prefill: int = 0  # tokens
+    num_encoded: int = 0  # tokens
+
+    @property
+    def heavy(self) -> bool:
+        """Whether the step takes long enough that what is short should not wait behind two of its kind."""
+        return self.num_prefill > QUICK_PREFILL_TOKENS or self.num_encoded > QUICK_ENCODER_TOKENS
 
 
 @dataclasses.dataclass
@@ -74,6 +88,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # in order
         self.running: list[Request] = []  # in order
         self.counters = Counters()
+        self._owes_quick = False  # a heavy step was made since the last turn of what is short
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -90,9 +105,28 @@ class Scheduler:
             request.holds_media = False
             self.encoder.release(request.media_tokens)
 
-    def schedule(self) -> Plan:
-        """The next step's work; without chunks when there is nothing to compute."""
-        plan = Plan(self.budgets.max_tokens, self.budgets.max_encoder_tokens)
+    def schedule(self, heavy_in_flight: bool) -> Plan:
+        """The next step's work; without any when there is nothing to compute.
+
+        A short request never waits for more than one heavy step: behind one that runs only a quick step is made, and
+        when it has run, what is short has its turn before the next heavy one.
+        """
+        takes_turn = self._owes_quick and any(request.num_missing <= QUICK_PREFILL_TOKENS for request in self.waiting)
+        if heavy_in_flight or takes_turn:
+            plan = self._plan(quick=True)
+            self._owes_quick = heavy_in_flight
+            if heavy_in_flight or plan.requests:
+                return plan
+        plan = self._plan(quick=False)
+        self._owes_quick = self._owes_quick or plan.heavy
+        return plan
+
+    def _plan(self, quick: bool) -> Plan:
+        budgets = self.budgets
+        if quick:
+            plan = Plan(quick, budgets.max_tokens, QUICK_PREFILL_TOKENS, QUICK_ENCODER_TOKENS)
+        else:
+            plan = Plan(quick, budgets.max_tokens, budgets.max_tokens, budgets.max_encoder_tokens)
         self._continue_running(plan)
         self._admit_waiting(plan)
         return plan
@@ -105,11 +139,11 @@ class Scheduler:
         for request in sorted(unfinished, key=lambda request: request.num_missing > 1):
             if plan.tokens_left == 0:
                 return
-            if request.blocks:  # it may have lost them to one before it
+            if request in self.running:  # it may have lost its blocks to one before it
                 self._continue(request, plan)
 
     def _continue(self, request: Request, plan: Plan) -> None:
-        length = self._chunk_length(request, plan)
+        length = self._prepare_chunk(request, plan)
         while length and not self._extend_blocks(request, length):
             # The request is itself among the candidates, so none that goes before it has to give way.
             victim = next(other for other in reversed(self.running) if other.id not in plan.scheduled)
@@ -151,7 +185,7 @@ class Scheduler:
         """False when it has to wait for blocks, and so all behind it."""
         cached = self._cached_prefix(request)
         request.num_computed = len(cached) * self.blocks.block_size
-        length = self._chunk_length(request, plan)
+        length = self._prepare_chunk(request, plan)
         needed = self.blocks.blocks_for(request.num_computed + length) - len(cached)
         if not length or needed + self.blocks.num_idle(cached) > self.blocks.num_free:
             request.num_computed = 0
@@ -190,34 +224,59 @@ class Scheduler:
 
     # --- a chunk -----------------------------------------------------------------------------------------------------
 
-    def _chunk_length(self, request: Request, plan: Plan) -> int:
-        """Tokens the request may have in this step; 0 when it has to wait for an item that another step encodes."""
-        length = min(request.num_missing, plan.tokens_left)
+    def _prepare_chunk(self, request: Request, plan: Plan) -> int:
+        """Tokens the request may have in this step, the media that they need encoded by it as far as its budget goes.
+
+        0 when it has to wait: for the step's budgets, or for an item that another request's step encodes.
+        """
+        missing = request.num_missing
+        if request.num_computed >= request.num_prompt and missing <= 1:
+            return min(missing, plan.tokens_left)
+        if plan.quick and missing > QUICK_PREFILL_TOKENS:
+            return 0
+        length = min(missing, plan.tokens_left, plan.prefill_left)
         if self.budgets.long_prefill and length > self.budgets.long_prefill and self._others_wait(request):
             length = self.budgets.long_prefill
-        return self._until_blocked_item(request, request.num_computed + length, plan) - request.num_computed
+        end = self._encode_until(request, request.num_computed + length, plan)
+        return min(end - request.num_computed, plan.tokens_left)
 
     def _others_wait(self, request: Request) -> bool:
         return any(other is not request for other in self.waiting) or any(
             other is not request and other.num_missing > 1 for other in self.running
         )
 
-    def _until_blocked_item(self, request: Request, end: int, plan: Plan) -> int:
-        """Where a chunk that would end at `end` has to stop, so that every item in it is, or can now be, encoded."""
-        left = plan.encoder_tokens_left
-        planned: set[bytes] = set()
+    def _encode_until(self, request: Request, end: int, plan: Plan) -> int:
+        """Encode what a chunk that ends at `end` is the first to need; returns where the chunk has to stop."""
         for item in self._items_between(request, end):
             entry = self.encoder[item.media_hash]
-            if entry.ready or entry.encoded_by == request.id or item.media_hash in planned:
-                continue
-            alone = not plan.encode and not planned
-            if entry.encoded_by is not None or (item.num_tokens > left and not alone):
+            if entry.encoded_by is None:
+                self._encode(request, item, entry, plan)
+            if not entry.ready and entry.encoded_by != request.id:
                 return max(item.offset, request.num_computed)
-            left = max(0, left - item.num_tokens)
-            planned.add(item.media_hash)
         return end
 
-    def _items_between(self, request: Request, end: int) -> list:
+    def _encode(self, request: Request, item: MediaItem, entry: Entry, plan: Plan) -> None:
+        """As many of the item's temporal grids as the budget allows, after those that other steps encode."""
+        total = item.grid_thw[0]
+        grid_tokens = item.num_tokens // total
+        allowed = plan.encoder_left // grid_tokens
+        if not allowed and not plan.encode and not plan.quick:
+            allowed = 1
+        count = min(total - entry.num_grids, allowed)
+        if not count:
+            return
+        self._announce(request, plan)
+        plan.encode.append(EncodeItem(request.id, request.media.index(item), entry.num_grids, count))
+        plan.requests[request.id] = request
+        plan.num_encoded += count * grid_tokens
+        plan.encoder_left = max(0, plan.encoder_left - count * grid_tokens)
+        plan.tokens_left = max(0, plan.tokens_left - count * grid_tokens)  # the vision tower costs time as well
+        entry.num_grids += count
+        if entry.num_grids == total:
+            entry.encoded_by = request.id
+            plan.encoded_hashes.append(item.media_hash)
+
+    def _items_between(self, request: Request, end: int) -> list[MediaItem]:
         start = request.num_computed
         return [item for item in request.media if item.offset < end and item.offset + item.num_tokens > start]
 
@@ -230,13 +289,16 @@ class Scheduler:
     def _add_chunk(self, request: Request, length: int, plan: Plan) -> None:
         self._announce(request, plan)
         start, end = request.num_computed, request.num_computed + length
-        self._encode_items(request, end, plan)
         first_new = 0 if request.restarts else self.blocks.blocks_for(start)
         samples = end == request.num_known
         plan.chunks.append(Chunk(request.id, start, length, request.blocks[first_new:], samples, request.restarts))
         plan.work.append(Work(request, request.epoch, end))
         plan.scheduled.add(request.id)
+        plan.requests[request.id] = request
         plan.tokens_left -= length
+        if length > 1:
+            plan.prefill_left -= length
+            plan.num_prefill += length
         request.restarts = False
         request.num_computed = end
         request.num_sampled += samples
@@ -248,13 +310,3 @@ class Scheduler:
                 sampling = msgspec.structs.replace(sampling, seed=request.seed)
             plan.started.append(NewSequence(request.id, request.new.prompt_token_ids, sampling, request.media))
             request.announced = True
-
-    def _encode_items(self, request: Request, end: int, plan: Plan) -> None:
-        """Encode the items that a chunk ending at token `end` is the first to need."""
-        for item in self._items_between(request, end):
-            entry = self.encoder[item.media_hash]
-            if entry.encoded_by is None:
-                entry.encoded_by = request.id
-                plan.encode.append(EncodeItem(request.id, request.media.index(item)))
-                plan.encoded_hashes.append(item.media_hash)
-                plan.encoder_tokens_left = max(0, plan.encoder_tokens_left - item.num_tokens)

@@ -26,7 +26,7 @@ def problem_with(new: NewRequest, model: ModelConfig, limits: EngineLimits) -> s
         return f"its media need {sum(distinct.values())} tokens, {limits.max_prompt_media_tokens} is the most"
     end = 0
     for number, item in enumerate(new.media, 1):
-        problem = _problem_with_item(item, end, new.prompt_token_ids, model, limits)
+        problem = _problem_with_item(item, end, new.prompt_token_ids, model)
         if problem is not None:
             return f"media item {number} {problem}"
         end = item.offset + item.num_tokens
@@ -36,9 +36,7 @@ def problem_with(new: NewRequest, model: ModelConfig, limits: EngineLimits) -> s
     return None
 
 
-def _problem_with_item(
-    item: MediaItem, earliest: int, tokens: list[int], model: ModelConfig, limits: EngineLimits
-) -> str | None:
+def _problem_with_item(item: MediaItem, earliest: int, tokens: list[int], model: ModelConfig) -> str | None:
     vision = model.vision
     _, height, width = item.grid_thw
     patches = math.prod(item.grid_thw)
@@ -48,8 +46,6 @@ def _problem_with_item(
         return f"has {item.num_tokens} tokens for {patches} patches"
     if item.patches.shape != (patches, vision.patch_dim) or item.patches.dtype != "uint8":
         return f"has patches of another shape than its grid, {item.grid_thw}"
-    if item.num_tokens > limits.max_item_tokens:
-        return f"needs {item.num_tokens} tokens, {limits.max_item_tokens} is the most"
     placeholder = model.image_token_id if item.modality == "image" else model.video_token_id
     span = tokens[item.offset : item.offset + item.num_tokens]
     if item.offset < earliest or span.count(placeholder) != item.num_tokens:

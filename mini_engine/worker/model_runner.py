@@ -123,13 +123,19 @@ class ModelRunner:
             self._sequences[new.request_id] = SequenceState(new, self._model.config)
 
     def _encode(self, items: Sequence[EncodeItem]) -> None:
-        """All items of the step through the vision tower in one call."""
+        """All slices of the step through the vision tower in one call."""
         if not items:
             return
         media = [self._sequences[item.request_id].media[item.index] for item in items]
-        raw = [self._media.tensor(entry.patches) for entry in media]
-        rows = self.encode_patches(raw, [entry.grid_thw for entry in media])
-        self._encoded.put([entry.media_hash for entry in media], rows)
+        raw: list[Tensor] = []
+        grids: list[Grid] = []
+        for item, entry in zip(items, media, strict=True):
+            _, h, w = entry.grid_thw
+            raw.append(self._media.tensor(entry.patches)[item.first * h * w : (item.first + item.count) * h * w])
+            grids.append((item.count, h, w))
+        for item, entry, rows in zip(items, media, self.encode_patches(raw, grids), strict=True):
+            per_grid = entry.num_tokens // entry.grid_thw[0]
+            self._encoded.add(entry.media_hash, item.first * per_grid, entry.num_tokens, rows)
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[SampledToken]:
         if not chunks:

@@ -52,7 +52,7 @@ def run(child: Child) -> None:
     core = sockets.connect_dealer(
         child.context, init.core_workers[engine], sockets.identity(child.name, child.incarnation)
     )
-    core.send(child.encoder.encode(WorkerReady(rank, runner.num_blocks)))
+    core.send(child.encoder.encode(WorkerReady(rank, runner.num_blocks, device.type)))
     child.ready()
     serve(core, child.encoder, runner)
 

@@ -33,7 +33,7 @@ from mini_engine.transport.codec import Encoder
 from tests.api.peers import MemoryTransport, ScriptedCore
 
 MAX_MODEL_LEN = 600
-LIMITS = EngineLimits(MAX_MODEL_LEN, num_blocks=8, block_size=16, max_item_tokens=30, max_prompt_media_tokens=45)
+LIMITS = EngineLimits(MAX_MODEL_LEN, num_blocks=8, block_size=16, max_prompt_media_tokens=45)
 HASH_KEYS: dict[Any, bytes] = {"image": b"image", "video": b"video"}
 
 

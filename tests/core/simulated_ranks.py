@@ -47,7 +47,8 @@ class SimulatedLinks:
         self.sequences: dict[str, Sequence] = {}
         self.started: dict[str, Sequence] = {}  # the ended ones too
         self.encoded: dict[bytes, int] = {}  # hash -> tokens
-        self.num_encoded = 0
+        self.num_grids: dict[bytes, int] = {}  # hash -> temporal grids encoded so far
+        self.num_encoded = 0  # items
         self.num_computed = 0
         self.released: list[MessageId] = []
 
@@ -75,7 +76,8 @@ class SimulatedLinks:
         for request_id in step.finished:
             del self.sequences[request_id]
         for value in step.evict:
-            del self.encoded[value]
+            del self.num_grids[value]
+            self.encoded.pop(value, None)
         for new in step.started:
             assert new.request_id not in self.sequences
             self.sequences[new.request_id] = self.started[new.request_id] = Sequence(new)
@@ -91,10 +93,14 @@ class SimulatedLinks:
 
     def _encode(self, encode) -> None:
         item = self.sequences[encode.request_id].new.media[encode.index]
-        assert item.media_hash not in self.encoded, "encoded twice"
+        done = self.num_grids.setdefault(item.media_hash, 0)
+        assert encode.first == done and encode.count > 0, "a temporal grid is encoded twice, or left out"
         assert item.patches.message not in self.released, "encoded after its release"
-        self.encoded[item.media_hash] = item.num_tokens
-        self.num_encoded += 1
+        self.num_grids[item.media_hash] = done + encode.count
+        assert self.num_grids[item.media_hash] <= item.grid_thw[0]
+        if self.num_grids[item.media_hash] == item.grid_thw[0]:
+            self.encoded[item.media_hash] = item.num_tokens
+            self.num_encoded += 1
 
     def _run_chunk(self, chunk) -> list[SampledToken]:
         sequence = self.sequences[chunk.request_id]

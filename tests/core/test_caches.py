@@ -205,15 +205,89 @@ def test_an_item_above_the_default_budget_is_encoded_in_a_step_of_its_own():
     finish(world, "large")
 
 
-def test_items_that_never_fit_are_refused_with_the_number():
-    world = World(encoder_cache_tokens=8, max_num_encoder_input_tokens=5)
-    world.request("item", media=[item(message(1), 1, 6)], prompt=9)
-    world.request("sum", media=[item(message(2), 1, 5), item(message(2), 6, 5, 1)], prompt=14)
+def test_a_long_video_is_encoded_over_several_steps_each_grid_once():
+    world = World(max_tokens=64, max_num_encoder_input_tokens=6, async_scheduling=False)
+    world.request("long", media=[item(message(1), 3, 20, grids=10)], prompt=30)
+    world.media_ready(message(1))
+    slices = []
+    for _ in range(4):
+        world.turn()
+        slices += [(encode.first, encode.count) for encode in world.links.steps[-1].encode]
+        world.links.run_step()
+    assert slices == [(0, 3), (3, 3), (6, 3), (9, 1)]
+    assert world.consumed == []
+    finish(world, "long")
+    assert world.consumed == [message(1)]
+    world.assert_at_rest()
+
+
+def test_another_request_goes_on_with_a_video_whose_encoding_was_aborted():
+    world = World(max_tokens=64, max_num_encoder_input_tokens=4, async_scheduling=False)
     for number in (1, 2):
+        media = [item(message(number), 3, 12, grids=6, media_hash=A)]
+        world.request(f"r{number}", media=media, prompt=20, first_token=20 * number)
         world.media_ready(message(number))
+    world.turn()
+    world.links.run_step()
+    world.receive(Finish("r1", "abort"))
+    finish(world, "r2")
+    assert world.links.num_encoded == 1
+    world.assert_at_rest()
+
+
+def test_a_half_encoded_video_that_nobody_wants_is_evicted():
+    world = World(max_tokens=64, max_num_encoder_input_tokens=4)
+    world.request("r1", media=[item(message(1), 3, 12, grids=6)], prompt=20)
+    world.media_ready(message(1))
+    world.turn()
+    world.receive(Finish("r1", "abort"))
     world.run()
-    assert world.ends == {"item": ["error"], "sum": ["error"]}
-    assert "6" in world.errors["item"] and "10" in world.errors["sum"]
+    assert not world.links.num_grids
+    world.assert_at_rest()
+
+
+def test_media_that_never_fit_are_refused_with_the_number():
+    world = World(encoder_cache_tokens=8)
+    world.request("sum", media=[item(message(2), 1, 5), item(message(2), 6, 5, 1)], prompt=14)
+    world.media_ready(message(2))
+    world.run()
+    assert world.ends == {"sum": ["error"]}
+    assert "10" in world.errors["sum"]
+    world.assert_at_rest()
+
+
+def heavy_world(**more):
+    """A long video under way, and a short request that comes while its first step runs."""
+    world = World(blocks=2000, max_tokens=400, **more)
+    world.request("video", prompt=1500, media=[item(message(1), 2, 1400, grids=7)])
+    world.media_ready(message(1))
+    world.turn()
+    assert len(world.links.steps) == 1, "nothing heavy is dispatched behind a heavy step"
+    world.request("text", prompt=6, max_tokens=1)
+    return world
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_a_short_request_waits_for_one_heavy_step_at_most(async_scheduling):
+    world = heavy_world(async_scheduling=async_scheduling)
+    world.turn()
+    world.links.run_step()
+    world.turn()
+    step = world.links.steps[0]
+    assert [chunk.request_id for chunk in step.chunks] == ["text"] and not step.encode
+    finish(world, "video", "text")
+    world.assert_at_rest()
+
+
+def test_short_requests_that_keep_coming_do_not_stop_a_long_one():
+    world = heavy_world()
+    for number in range(60):
+        world.request(f"text {number}", prompt=6, max_tokens=1)
+        world.turn()
+        world.links.run_step()
+    world.turn()
+    assert "video" in world.tokens, "the long one has its turn after each of theirs"
+    world.run()
     world.assert_at_rest()
 
 

@@ -51,8 +51,8 @@ worlds = st.fixed_dictionaries(
         "ranks": st.integers(1, 2),
         "async_scheduling": st.booleans(),
         "enable_prefix_caching": st.booleans(),
-        "encoder_cache_tokens": st.integers(6, 14),
-        "max_num_encoder_input_tokens": st.sampled_from([None, 3, 6]),
+        "encoder_cache_tokens": st.integers(8, 14),
+        "max_num_encoder_input_tokens": st.sampled_from([None, 1, 3, 6]),
         "long_prefill_token_threshold": st.sampled_from([0, 4]),
     }
 )
@@ -62,9 +62,9 @@ def send(world: World, number: int, one: Asked) -> set[MessageId]:
     """Send request `r<number>` and its siblings; returns the tensor message it has, if any."""
     message = MessageId(API[1], number + 1)
     media = [
-        item(message, 10 * index, 1 + video % 3, index, b"video %10d" % video)
+        item(message, 10 * index, 1 + video % 4, index, b"video %10d" % video, grids=1 + video % 4 // 3 * 3)
         for index, video in enumerate(one.media)
-        if 10 * index + 3 <= one.prompt
+        if 10 * index + 4 <= one.prompt
     ]
     siblings = [Sibling(f"r{number}-{i}", i) for i in range(one.siblings)]
     world.request(

@@ -8,7 +8,7 @@ import msgspec
 
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.core.engine_core import EngineCore
-from mini_engine.core.limits import engine_limits
+from mini_engine.core.limits import budgets, engine_limits
 from mini_engine.messages import (
     Consumed,
     Envelope,
@@ -39,7 +39,9 @@ class World:
         )  # fmt: skip
         self.links = SimulatedLinks(ranks, block_size, max_tokens, max_seqs, config.encoder_cache_tokens)
         self.links.identities[API[1]] = b"api 0:7"
-        self.core = EngineCore(config, MODEL, engine_limits(config, MODEL, blocks), self.links)
+        self.core = EngineCore(
+            config, MODEL, engine_limits(config, MODEL, blocks), budgets(config, "cpu"), self.links
+        )  # fmt: skip
         self.pool = self.core.blocks
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, list[str]] = {}
@@ -54,7 +56,7 @@ class World:
 
     def request(self, request_id, prompt=5, max_tokens=4, media=(), stop=(), first_token=20, tokens=None, **more):
         """A request whose prompt counts up from `first_token`, but for the placeholders of its media."""
-        tokens = tokens or [first_token + i for i in range(prompt)]
+        tokens = tokens or [first_token + i % 500 for i in range(prompt)]
         for one in media:
             tokens[one.offset : one.offset + one.num_tokens] = [MODEL.video_token_id] * one.num_tokens
         sampling = SamplingParams(max_tokens, 1, stop_token_ids=list(stop))
@@ -110,6 +112,8 @@ class World:
         assert len(self.core.directory) == 0
 
 
-def item(message, offset, num_tokens=2, index=0, media_hash=b""):
+def item(message, offset, num_tokens=2, index=0, media_hash=b"", grids=1):
+    """A video of so many temporal grids."""
     patches = TensorHandle(message, index, (4 * num_tokens, MODEL.vision.patch_dim), "uint8")
-    return MediaItem("video", offset, num_tokens, (1, 2, 2 * num_tokens), 1.0, patches, media_hash)
+    grid = (grids, 2, 2 * num_tokens // grids)
+    return MediaItem("video", offset, num_tokens, grid, 1.0, patches, media_hash)

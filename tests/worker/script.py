@@ -86,7 +86,7 @@ def _announce(one: _Running, step: Step, stop: int, encoded: set[bytes]) -> None
         item = one.new.media[one.announced]
         if item.media_hash not in encoded:
             encoded.add(item.media_hash)
-            step.encode.append(EncodeItem(one.new.request_id, one.announced))
+            step.encode.append(EncodeItem(one.new.request_id, one.announced, 0, item.grid_thw[0]))
         step.release.append(item.patches.message)
         one.announced += 1
 
@@ -105,7 +105,7 @@ def share_prefix(first: NewSequence, second: NewSequence, shared: int, count: in
         Step(
             1,
             started=[first],
-            encode=[EncodeItem(first.request_id, i) for i in range(len(first.media))],
+            encode=[EncodeItem(first.request_id, i, 0, item.grid_thw[0]) for i, item in enumerate(first.media)],
             chunks=[Chunk(first.request_id, 0, length, tables[0], True)],
             release=[item.patches.message for item in first.media],
         )

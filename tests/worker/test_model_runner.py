@@ -90,7 +90,7 @@ def test_a_chunk_that_samples_nothing_reports_nothing(make_runner):
 def test_an_item_that_is_not_encoded_is_an_error_with_its_name(make_runner):
     media = tiny.MemoryMedia()
     new = tiny.make_request(media, "r", [1, (1, 4, 4), (1, 4, 4)])
-    step = Step(1, started=[new], encode=[EncodeItem("r", 0)], chunks=[Chunk("r", 0, 13, [0], True)])
+    step = Step(1, started=[new], encode=[EncodeItem("r", 0, 0, 1)], chunks=[Chunk("r", 0, 13, [0], True)])
     with pytest.raises(RuntimeError, match="r: item 1 is needed at token 8 but not encoded"):
         make_runner(media).execute(step)
 
@@ -100,7 +100,7 @@ def test_shared_memory_is_only_read(make_runner):
     new = tiny.make_request(media, "r", [1, (1, 4, 4)])
     patches = media.tensor(new.media[0].patches)
     before = patches.clone()
-    make_runner(media).execute(Step(1, started=[new], encode=[EncodeItem("r", 0)]))
+    make_runner(media).execute(Step(1, started=[new], encode=[EncodeItem("r", 0, 0, 1)]))
     assert torch.equal(patches, before)
 
 

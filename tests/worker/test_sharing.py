@@ -1,14 +1,10 @@
 """What sequences share on a rank, blocks of a common prefix and encoded items, changes no token."""
 
-import gc
-import weakref
-
 import msgspec
 import pytest
 import torch
 
 from mini_engine.messages import Chunk, EncodeItem, NewSequence, Step
-from mini_engine.worker.encoder_cache import EncoderCache
 from tests.worker import script, tiny
 
 COUNT = 20
@@ -70,10 +66,10 @@ def test_an_item_is_encoded_once_and_again_after_it_was_evicted(make_runner, exp
     monkeypatch.setattr(runner, "encode_patches", lambda raw, grids: encoded.append(list(grids)) or encode(raw, grids))
     hashes = [item.media_hash for item in first.media]
     steps = [
-        prefill(first, 1, 0, encode=[EncodeItem("two", 0), EncodeItem("two", 1)]),
+        prefill(first, 1, 0, encode=[EncodeItem("two", 0, 0, 9), EncodeItem("two", 1, 0, 1)]),
         # Its owner is gone; the item stays.
         prefill(second, 2, 50, finished=["two"]),
-        prefill(third, 3, 100, evict=hashes, encode=[EncodeItem("third", 0), EncodeItem("third", 1)]),
+        prefill(third, 3, 100, evict=hashes, encode=[EncodeItem("third", 0, 0, 9), EncodeItem("third", 1, 0, 1)]),
     ]
     tokens = script.run(runner, steps)
     assert tokens == {name: expected["two"][:1] for name in ("two", "second", "third")}
@@ -85,22 +81,6 @@ def test_an_evicted_item_is_an_error_where_it_is_needed(make_runner):
     media = tiny.MemoryMedia()
     first, second = twins(media, "image")
     runner = make_runner(media)
-    runner.execute(prefill(first, 1, 0, encode=[EncodeItem("image", 0)]))
+    runner.execute(prefill(first, 1, 0, encode=[EncodeItem("image", 0, 0, 1)]))
     with pytest.raises(RuntimeError, match="second: item 0 is needed at token 2 but not encoded"):
         runner.execute(prefill(second, 2, 50, evict=[first.media[0].media_hash]))
-
-
-def test_the_cache_owns_each_item_by_itself():
-    cache, whole = EncoderCache(), torch.arange(12.0).view(6, 2)
-    cache.put([b"a", b"b"], whole.split([4, 2]))
-    kept = weakref.ref(whole.untyped_storage())
-    del whole
-    gc.collect()
-    assert kept() is None
-    assert cache[b"b"].tolist() == [[8, 9], [10, 11]]
-    cache.put([b""], [torch.zeros(1, 2)])
-    cache.evict([b"a", b""])
-    assert list(cache) == [b"b"]
-    assert len(cache) == 1
-    with pytest.raises(RuntimeError, match="media 61 is to be evicted"):
-        cache.evict([b"a"])

@@ -70,7 +70,7 @@ def test_from_hello_to_tokens_and_an_end_on_error(tmp_path, links, process, chec
     ready = decode(frame)
     assert (ready.sender, ready.incarnation) == ("worker 0.0", INCARNATION)
     # Two layers, keys and values, 16 tokens, two heads of 16 in float32.
-    assert ready.body == WorkerReady(0, (1 << 20) // (2 * 2 * 16 * 2 * 16 * 4))
+    assert ready.body == WorkerReady(0, (1 << 20) // (2 * 2 * 16 * 2 * 16 * 4), "cpu")
     assert decode(supervisor.recv_multipart()[1]).body == Ready()
 
     def execute(step: Step) -> StepResult:
