@@ -115,9 +115,8 @@ def save_support_files(folder: Path, config: Any) -> None:
     """Write everything but the weights: config, generation defaults, tokenizer, template, preprocessor files."""
     tokenizer.save(folder)
     described = config.to_diff_dict()
-    del described["vision_config"][
-        "rope_parameters"
-    ]  # the vision rope has one form, and old releases know no name for it
+    # the vision rope has one form, and older releases know no name for it
+    del described["vision_config"]["rope_parameters"]
     (folder / "config.json").write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
     end, pad = config.text_config.eos_token_id, config.text_config.pad_token_id
     # So low a temperature makes greedy decoding the default, and a request that asks for another gets it.

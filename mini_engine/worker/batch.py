@@ -19,7 +19,7 @@ from mini_engine.worker.sequences import SequenceState
 
 
 class Part(NamedTuple):
-    """One chunk and its sequence. Its rows in the batch are `first .. first + chunk.num_tokens`; `stop` is the index of
+    """A chunk and its sequence. Its rows in the batch are `first .. first + chunk.num_tokens`; `stop` is the index of
     the token after the chunk, in the sequence."""
 
     chunk: Chunk
@@ -33,25 +33,33 @@ class FlatBatch:
     """All tokens of a step, chunks one after the other in the order that attention wants.
 
     Tensors are int64 on the CPU: `token_ids` `[n]`, `positions` `[3, n]`, `slots` `[n]` (block * block_size + place),
-    `last_rows` `[s]`, the last row of each of `sampled`, the parts that sample.
+    `last_rows` `[s]`, the last row of each chunk that samples. `sampled` are the sequences of these, and `stops`, int64
+    `[s]`, the indices in them of the tokens to be sampled. `in_prompt` are the chunks that begin in a prompt: others
+    have no media. `greedy`: nobody wants more than the largest logit.
     """
 
-    parts: list[Part]
-    sampled: list[Part]
-    spans: list[Span]
+    in_prompt: list[Part]
+    sampled: list[SequenceState]
+    stops: np.ndarray
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
     last_rows: Tensor
+    greedy: bool
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every row is a token past a prompt, and samples the next one."""
+        return not self.in_prompt and len(self.sampled) == len(self.token_ids)
 
 
-def build_batch(work: Sequence[tuple[Chunk, SequenceState]], block_size: int) -> FlatBatch:
-    """Lay out chunks whose blocks are already in their sequences' tables."""
+def build_batch(work: Sequence[tuple[Chunk, SequenceState]], block_size: int) -> tuple[FlatBatch, list[Span]]:
+    """Lay out chunks whose blocks are already in their sequences' tables; the spans are in the order of the rows."""
     spans = [Span(chunk.start, chunk.num_tokens, sequence.blocks.array) for chunk, sequence in work]
     keys = [attention_order(span) for span in spans]
     order = sorted(range(len(work)), key=keys.__getitem__)
     total = sum(span.length for span in spans)
-    # One array: token ids, three axes of positions, slots. On a GPU it is one copy.
+    # One array: token ids, three axes of positions, slots.
     rows = np.empty((5, total), dtype=np.int64)
     parts: list[Part] = []
     singles: list[tuple[int, int, int]] = []
@@ -69,9 +77,18 @@ def build_batch(work: Sequence[tuple[Chunk, SequenceState]], block_size: int) ->
         first += chunk.num_tokens
     _flush(singles, rows, first)
     sampled = [part for part in parts if part.chunk.samples]
-    last = [part.first + part.chunk.num_tokens - 1 for part in sampled]
     token_ids, positions, slots = torch.from_numpy(rows).split((1, 3, 1))
-    return FlatBatch(parts, sampled, [spans[i] for i in order], token_ids[0], positions, slots[0], torch.tensor(last))
+    batch = FlatBatch(
+        in_prompt=[part for part in parts if part.chunk.start < part.sequence.prompt_length],
+        sampled=[part.sequence for part in sampled],
+        stops=np.array([part.stop for part in sampled], dtype=np.int64),
+        token_ids=token_ids[0],
+        positions=positions,
+        slots=slots[0],
+        last_rows=torch.tensor([part.first + part.chunk.num_tokens - 1 for part in sampled], dtype=torch.int64),
+        greedy=all(part.sequence.recipe.plain for part in sampled),
+    )
+    return batch, [spans[i] for i in order]
 
 
 def _single(index: int, sequence: SequenceState, block_size: int) -> tuple[int, int, int]:

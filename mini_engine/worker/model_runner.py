@@ -27,7 +27,8 @@ from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
 from mini_engine.model.rope import Grid
 from mini_engine.worker import sampler
-from mini_engine.worker.batch import FlatBatch, Part, build_batch
+from mini_engine.worker.batch import FlatBatch, build_batch
+from mini_engine.worker.decode_batch import DecodeBatch
 from mini_engine.worker.encoder_cache import EncoderCache
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.normalisation import Normalisation
@@ -79,6 +80,7 @@ class ModelRunner:
         self._causal = CausalMask(self._dtype, self._device)
         self._sequences: dict[str, SequenceState] = {}
         self._encoded = EncoderCache()
+        self._decode: DecodeBatch | None = None  # the last step's, if it was one
 
     @property
     def num_blocks(self) -> int:
@@ -116,6 +118,8 @@ class ModelRunner:
 
     def _forget(self, finished: Sequence[str]) -> None:
         for request_id in finished:
+            # It may be in the batch, which would keep it alive; and the next of its name is another.
+            self._decode = None
             del self._sequences[request_id]
 
     def _begin(self, started: Sequence[NewSequence]) -> None:
@@ -140,49 +144,59 @@ class ModelRunner:
     def _compute(self, chunks: Sequence[Chunk]) -> list[SampledToken]:
         if not chunks:
             return []
-        batch = build_batch(self._take_blocks(chunks), self._cache.block_size)
-        attend = PagedAttention(self._cache, batch.slots.to(self._device), batch.spans, self._causal)
-        hidden = self._model(self._embed(batch), batch.positions.to(self._device), attend)
-        return self._sample(hidden, batch) if batch.sampled else []
+        self._take_blocks(chunks)
+        if self._decode is None or not self._decode.advance(chunks):
+            return self._compute_anew(chunks)
+        return self._run(self._decode.batch, self._decode.attend)
 
-    def _take_blocks(self, chunks: Sequence[Chunk]) -> list[tuple[Chunk, SequenceState]]:
-        """Extend the block tables; returns each chunk with its sequence."""
+    def _compute_anew(self, chunks: Sequence[Chunk]) -> list[SampledToken]:
         size = self._cache.block_size
-        work: list[tuple[Chunk, SequenceState]] = []
+        batch, spans = build_batch([(chunk, self._sequences[chunk.request_id]) for chunk in chunks], size)
+        attend = PagedAttention(self._cache, batch.slots.to(self._device), spans, self._causal)
+        self._decode = DecodeBatch(chunks, batch, attend, size, self._device) if batch.decodes else None
+        return self._run(batch, attend)
+
+    def _take_blocks(self, chunks: Sequence[Chunk]) -> None:
+        """Extend the block tables."""
         unwritten: list[int] = []
         for chunk in chunks:
-            sequence = self._sequences[chunk.request_id]
             if chunk.block_ids or chunk.restart:
-                unwritten += sequence.take_blocks(chunk, size)
-            work.append((chunk, sequence))
+                unwritten += self._sequences[chunk.request_id].take_blocks(chunk, self._cache.block_size)
         self._cache.clear(unwritten)
-        return work
+
+    def _run(self, batch: FlatBatch, attend: PagedAttention) -> list[SampledToken]:
+        hidden = self._model(self._embed(batch), batch.positions.to(self._device), attend)
+        return self._sample(hidden, batch) if batch.sampled else []
 
     def _embed(self, batch: FlatBatch) -> Tensor:
         """`[n, hidden_size]`, the rows of media in their placeholders' place."""
         hidden = self._model.embed(batch.token_ids.to(self._device))
-        for part in batch.parts:
-            if part.chunk.start < part.sequence.prompt_length:
-                for token, rows in part.sequence.embeddings_within(part.chunk.start, part.stop, self._encoded):
-                    first = part.first + token - part.chunk.start
-                    hidden[first : first + len(rows)] = rows
+        for part in batch.in_prompt:
+            for token, rows in part.sequence.embeddings_within(part.chunk.start, part.stop, self._encoded):
+                first = part.first + token - part.chunk.start
+                hidden[first : first + len(rows)] = rows
         return hidden
 
     def _sample(self, hidden: Tensor, batch: FlatBatch) -> list[SampledToken]:
         """The next token of every chunk that samples, kept on every rank, reported by rank 0."""
         last = hidden if len(batch.sampled) == len(hidden) else hidden.index_select(0, batch.last_rows.to(self._device))
         logits = self._model.logits(last)
-        if self._tp.rank == 0:
-            sampled = sampler.sample(logits, [_sampler_row(part) for part in batch.sampled])
-        else:
+        if self._tp.rank != 0:
             nothing = torch.empty(len(batch.sampled), dtype=torch.int64, device=self._device)
             sampled = sampler.Sampled(nothing, {})
-        tokens: list[int] = self._tp.broadcast(sampled.tokens).tolist()
-        for part, token in zip(batch.sampled, tokens, strict=True):
-            part.sequence.set_sampled(part.stop, token)
+        elif batch.greedy:
+            sampled = sampler.sample_plain(logits)
+        else:
+            sampled = sampler.sample(logits, list(map(_sampler_row, batch.sampled, batch.stops.tolist())))
+        chosen = self._tp.broadcast(sampled.tokens)
+        if self._decode is not None:
+            self._decode.take(chosen)
+        tokens: list[int] = chosen.tolist()
+        for sequence, stop, token in zip(batch.sampled, batch.stops.tolist(), tokens, strict=True):
+            sequence.tokens.put(stop, token)  # later ones, from before a restart, are gone
         if self._tp.rank != 0:
             return []
-        result = [SampledToken(part.chunk.request_id, token) for part, token in zip(batch.sampled, tokens, strict=True)]
+        result = [SampledToken(seq.request_id, token) for seq, token in zip(batch.sampled, tokens, strict=True)]
         for i, report in sampled.logprobs.items():
             result[i] = SampledToken(result[i].request_id, result[i].token_id, report)
         return result
@@ -194,8 +208,7 @@ class ModelRunner:
             self._media.drop_sender(incarnation)
 
 
-def _sampler_row(part: Part) -> sampler.Row:
-    sequence, stop = part.sequence, part.stop
+def _sampler_row(sequence: SequenceState, stop: int) -> sampler.Row:
     # Without tokens of before a restart, which are about to be sampled again.
     tokens = sequence.tokens.array[:stop] if sequence.recipe.adjusts else NO_TOKENS
     return sampler.Row(sequence.recipe, stop - sequence.prompt_length, tokens)

@@ -95,10 +95,6 @@ class SequenceState:
         filled = (chunk.start + chunk.num_tokens) // block_size
         return [b for i, b in enumerate(chunk.block_ids, first) if i >= filled and i * block_size >= chunk.start]
 
-    def set_sampled(self, index: int, token: int) -> None:
-        """The token at `index` is `token`; later ones, from before a restart, are gone."""
-        self.tokens.put(index, token)
-
     def position(self, index: int) -> int:
         """Position of a token past the prompt."""
         return index + self._shift

@@ -9,7 +9,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mini_engine.demo import evaluate, questions, videos
 from mini_engine.demo.evaluate import FRESH_SEEDS, Media, roundtrip
-from mini_engine.demo.model import WEIGHTS
+from mini_engine.demo.model import WEIGHTS, make_config, save_support_files
 
 SEEDS = range(FRESH_SEEDS + 10_000_000, FRESH_SEEDS + 10_000_028)  # used by no other test or table
 DESCRIBE, MOTION = "Describe the video.", "Which way does it move?"
@@ -35,6 +35,15 @@ def test_weights_load_without_a_missing_key():
     assert (WEIGHTS / "model.safetensors").stat().st_size <= 12_000_000
 
 
+def test_the_small_files_are_what_the_code_writes(tmp_path):
+    save_support_files(tmp_path, make_config())
+    for path in tmp_path.iterdir():
+        written, bundled = path.read_text(), (WEIGHTS / path.name).read_text()
+        if path.name == "config.json":  # which alone names the transformers release that wrote it
+            written, bundled = ({**json.loads(text), "transformers_version": None} for text in (written, bundled))
+        assert written == bundled, path.name
+
+
 def test_four_ranks_divide_the_model():
     config = json.loads((WEIGHTS / "config.json").read_text())
     text, vision = config["text_config"], config["vision_config"]
@@ -51,7 +60,7 @@ def test_fresh_videos_in_every_codec(ask):
         media = roundtrip(videos.render(seed), *videos.PAIRS[index % len(videos.PAIRS)])
         asked = questions.ask([media], questions.kinds_for([media])[index % 4], seed)
         hits.append(ask([media], asked.text) == asked.answer)
-    assert share(hits) >= 0.94
+    assert share(hits) >= 0.96
 
 
 def test_fresh_images(ask):

@@ -10,6 +10,7 @@ import time
 import urllib.error
 from pathlib import Path
 
+import openai
 import pytest
 
 from tests.e2e.asked import ask_video
@@ -148,3 +149,18 @@ def test_a_second_server_on_the_same_port_says_so(server):
 def test_unknown_path_is_404(server):
     with pytest.raises(urllib.error.HTTPError, match="404"):
         server.get("/nothing")
+
+
+def test_a_rank_that_hangs_ends_the_engine_with_its_requests_answered():
+    with RunningServer("-tp", "2", "--collective-timeout", "3") as server:
+        one = ask_video(3)
+        assert server.ask(one.text, one.urls) == one.answer
+        family = descendants(server.process.pid)
+        os.kill(server.pids()["mini-engine: worker 0.1"], signal.SIGSTOP)
+        begun = time.monotonic()
+        with pytest.raises(openai.APIStatusError) as caught:
+            server.ask(one.text, one.urls)
+        assert caught.value.status_code in (500, 503)
+        assert time.monotonic() - begun < 10
+        assert server.process.wait(10) == 1
+        server.assert_nothing_left(family)

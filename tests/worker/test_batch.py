@@ -59,33 +59,39 @@ def test_positions_go_on_from_the_prompts_last_token(sequences):
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_layout(sequences, block_size):
     for state in sequences.values():
-        state.set_sampled(state.prompt_length, 77)
+        state.tokens.put(state.prompt_length, 77)
     places = {"text": (10, 20), "image": (0, 5), "video": (34, 1), "two": (66, 1), "short": (0, 2), "block": (16, 1)}
     work, blocks = [], iter(range(5, 10_000, 3))
     for name, (start, count) in places.items():
         table = [next(blocks) for _ in range(-(-(start + count) // block_size))]
         sequences[name].take_blocks(Chunk(name, start, count, table, False), block_size)
         work.append((Chunk(name, start, count, [], name not in ("image", "text")), sequences[name]))
-    batch = build_batch(work, block_size)
+    batch, spans = build_batch(work, block_size)
 
-    contexts = [span.context for span in batch.spans if span.length == 1]
+    contexts = [span.context for span in spans if span.length == 1]
     assert contexts == sorted(contexts, reverse=True)
-    row = 0
-    for part, span in zip(batch.parts, batch.spans, strict=True):
-        assert (part.first, part.chunk.start, part.chunk.num_tokens) == (row, span.start, span.length)
-        positions = part.sequence.positions(0, 100)
-        for index in range(span.start, part.stop):
-            assert batch.token_ids[row] == part.sequence.tokens.array[index]
+    row, sampled, last, in_prompt = 0, [], [], []
+    for span in spans:
+        chunk, state = next((c, s) for c, s in work if s.blocks.array.tolist() == span.blocks.tolist())
+        assert (chunk.start, chunk.num_tokens) == (span.start, span.length)
+        if chunk.start < state.prompt_length:
+            in_prompt.append((chunk, state, row, span.context))
+        positions = state.positions(0, 100)
+        for index in range(span.start, span.context):
+            assert batch.token_ids[row] == state.tokens.array[index]
             assert batch.positions[:, row].tolist() == positions[:, index].tolist()
-            block = int(part.sequence.blocks.array[index // block_size])
+            block = int(state.blocks.array[index // block_size])
             assert batch.slots[row] == block * block_size + index % block_size
             row += 1
+        if chunk.samples:
+            sampled.append((state, span.context))
+            last.append(row - 1)
     assert row == len(batch.token_ids)
-    assert [part.chunk.request_id for part in batch.sampled] == [
-        part.chunk.request_id for part in batch.parts if part.chunk.samples
-    ]
-    last = [part.first + part.chunk.num_tokens - 1 for part in batch.sampled]
+    assert batch.in_prompt == in_prompt
+    assert list(zip(batch.sampled, batch.stops, strict=True)) == sampled
     assert torch.equal(batch.last_rows, torch.tensor(last))
+    assert not batch.decodes
+    assert batch.greedy
 
 
 def test_blocks_left_unwritten_are_named(sequences):

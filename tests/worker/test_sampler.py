@@ -155,6 +155,18 @@ def test_greedy_rows_take_the_largest(params, monkeypatch):
     assert torch.equal(sample(logits, [row(i, **params) for i in range(7)]), logits.argmax(-1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plain_sample_is_what_the_rows_would_give(dtype):
+    logits = torch.randn(9, VOCABULARY).mul(2).round().to(dtype)  # the first of equals
+    assert all(row(**params).recipe.plain is plain for params, plain in (
+        ({"temperature": 0.0}, True), ({"top_k": 1}, True), ({}, False), ({"temperature": 0.0, "min_tokens": 1}, False),
+        ({"temperature": 0.0, "logprobs": 0}, False),
+    ))  # fmt: skip
+    expected = [values.index(max(values)) for values in logits.tolist()]
+    assert sampler.sample_plain(logits).tokens.tolist() == expected
+    assert sample(logits.clone(), [row(i, temperature=0.0) for i in range(9)]).tolist() == expected
+
+
 def test_ties_at_the_edge_of_top_p_go_to_the_smaller_ids():
     assert frequencies(torch.zeros(8), 400, top_p=0.5).nonzero().flatten().tolist() == [0, 1, 2, 3]
 

@@ -1,0 +1,61 @@
+"""What the ranks could not compute is found before any of them hears of it, and costs its own request alone."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from mini_engine.core.limits import engine_limits
+from mini_engine.core.validation import problem_with
+from mini_engine.messages import MessageId, NewRequest, SamplingParams
+from tests.core.world import API, MODEL, World, item
+
+MESSAGE = MessageId(API[1], 1)
+VIDEO = MODEL.video_token_id
+replace = msgspec.structs.replace
+
+
+def request(media, tokens=None, max_tokens=4) -> NewRequest:
+    return NewRequest("r", tokens or [20, VIDEO, VIDEO, 21, 22, 23], SamplingParams(max_tokens, 1), media)
+
+
+GOOD = item(MESSAGE, 1, 2, media_hash=b"x")
+
+BAD = {
+    "a grid of another size than the patches": request([replace(GOOD, grid_thw=(1, 2, 8), num_tokens=4)]),
+    "a grid that cannot be merged": request([replace(GOOD, grid_thw=(1, 1, 8))]),
+    "an empty grid": request([replace(GOOD, grid_thw=(0, 2, 4), num_tokens=0)]),
+    "another number of tokens than the grid has": request([replace(GOOD, num_tokens=1)]),
+    "patches of another width": request([replace(GOOD, patches=replace(GOOD.patches, shape=(8, 12)))]),
+    "patches of another dtype": request([replace(GOOD, patches=replace(GOOD.patches, dtype="float32"))]),
+    "beside its placeholders": request([replace(GOOD, offset=2)]),
+    "past the end of the prompt": request([replace(GOOD, offset=5)]),
+    "of the other modality": request([replace(GOOD, modality="image")]),
+    "two on the same placeholders": request([GOOD, GOOD]),
+    "placeholders without media": request([]),
+    "a token outside of the vocabulary": request([], [5, MODEL.text.vocab_size]),
+    "a negative token": request([], [5, -1]),
+    "no token": NewRequest("r", [], SamplingParams(4, 1)),
+    "no answer wanted": request([], [5, 6], max_tokens=0),
+    "longer than the model": request([], [5] * 200, max_tokens=100),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_computed_ends_alone(case):
+    world = World()
+    world.request("good", max_tokens=3)
+    world.receive(BAD[case])
+    world.media_ready(MESSAGE)
+    world.run()
+    assert world.ends == {"r": ["error"], "good": ["length"]}
+    assert world.errors["r"]
+    assert "r" not in world.started
+    if BAD[case].media:
+        assert world.consumed == [MESSAGE]
+        world.assert_at_rest()
+
+
+def test_what_can_be_computed_has_no_problem():
+    limits = engine_limits(World().core.config, MODEL, 64)
+    assert problem_with(request([GOOD]), MODEL, limits) is None
