@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from mini_engine.messages import Chunk
 from mini_engine.worker.batch import FlatBatch
-from mini_engine.worker.paged_attention import PagedAttention
+from mini_engine.worker.kv_cache import KVCache
+from mini_engine.worker.paged_attention import CausalMask, PagedAttention, Span
 
 
 class DecodeBatch:
@@ -22,19 +22,19 @@ class DecodeBatch:
     Args:
         chunks: the step's chunks, in the core's order.
         batch: laid out from these; `batch.decodes` holds.
-        attend: made for the batch.
+        attend: made for the batch, with `cache` and `causal`.
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], batch: FlatBatch, attend: PagedAttention, block_size: int, device: torch.device
+        self, chunks: Sequence[Chunk], batch: FlatBatch, attend: PagedAttention, cache: KVCache, causal: CausalMask
     ) -> None:
         assert batch.decodes
         self.batch = batch
         self.attend = attend
+        self._cache = cache
+        self._causal = causal
         self._names = [chunk.request_id for chunk in chunks]
         self._starts = [chunk.start for chunk in chunks]
-        self._block_size = block_size
-        self._device = device
         self._slots = batch.slots.numpy()
 
     def take(self, tokens: Tensor) -> None:
@@ -44,12 +44,11 @@ class DecodeBatch:
     def advance(self, chunks: Sequence[Chunk]) -> bool:
         """Go on to a step with these chunks, whose blocks are in the tables already.
 
-        False: the step does not follow upon the last, or needs other groups in attention. Build anew then; this object
-        is of no more use.
+        False: the step does not follow upon the last. Build anew then; this object is of no more use.
         """
         if not self._follows(chunks):
             return False
-        size, stops, sequences = self._block_size, self.batch.stops, self.batch.sampled
+        size, stops, sequences = self._cache.block_size, self.batch.stops, self.batch.sampled
         self.batch.positions.add_(1)
         self._slots += 1
         # `stops` are now this step's tokens. Each is next to the one before, or the first in a block.
@@ -59,7 +58,11 @@ class DecodeBatch:
         for row, block in entered:
             self._slots[row] = block * size
         stops += 1
-        return self.attend.advance(self.batch.slots.to(self._device), stops, entered)
+        slots = self.batch.slots.to(self._cache.storage.device)
+        if not self.attend.advance(slots, stops, entered):
+            spans = [Span(stop - 1, 1, one.blocks.array) for one, stop in zip(sequences, stops.tolist(), strict=True)]
+            self.attend = PagedAttention(self._cache, slots, spans, self._causal)
+        return True
 
     def _follows(self, chunks: Sequence[Chunk]) -> bool:
         """Whether the chunks are the last step's, in the same order and each one token on; notes their starts."""

@@ -153,7 +153,7 @@ class ModelRunner:
         size = self._cache.block_size
         batch, spans = build_batch([(chunk, self._sequences[chunk.request_id]) for chunk in chunks], size)
         attend = PagedAttention(self._cache, batch.slots.to(self._device), spans, self._causal)
-        self._decode = DecodeBatch(chunks, batch, attend, size, self._device) if batch.decodes else None
+        self._decode = DecodeBatch(chunks, batch, attend, self._cache, self._causal) if batch.decodes else None
         return self._run(batch, attend)
 
     def _take_blocks(self, chunks: Sequence[Chunk]) -> None:

@@ -86,8 +86,9 @@ class _DecodeGroup:
         self._blocks = np.empty((len(spans), used[0]), dtype=np.int64)
         for row, (span, length) in enumerate(zip(spans, used, strict=True)):
             self._blocks[row, :length] = span.blocks[:length]
-            # Its own block and no other's: whatever that one held would reach this sequence if it is not finite.
-            self._blocks[row, length:] = span.blocks[length - 1]
+            if length < used[0]:
+                # Its own block and no other's: whatever that one held would reach this sequence if it is not finite.
+                self._blocks[row, length:] = span.blocks[length - 1]
         self._length = used[0] * size
         self._device = cache.storage.device
         self._table = torch.from_numpy(self._blocks.ravel()).to(self._device)

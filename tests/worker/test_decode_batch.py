@@ -103,7 +103,7 @@ def play(config: ModelConfig, lengths: list[int], steps: list[dict[str, str]]) -
             carried += 1
             assert_equal(kept, batch, attend)
         else:
-            kept = DecodeBatch(chunks, batch, attend, SIZE, CPU) if batch.decodes else None
+            kept = DecodeBatch(chunks, batch, attend, CACHE, CAUSAL) if batch.decodes else None
         tokens = [(31 * number + 7 * i) % 190 for i in range(len(batch.sampled))]
         for state, stop, token in zip(batch.sampled, batch.stops.tolist(), tokens, strict=True):
             state.tokens.put(stop, token)
@@ -130,9 +130,18 @@ def test_carried_on_is_built_anew(config, lengths, steps, bounds):
         play(config, lengths, steps)
 
 
-def test_an_undisturbed_batch_is_built_anew_only_when_its_longest_fills_a_block(config):
-    # The first step computes the prompts, the second is the first of its kind; the longest is at 6 then.
-    assert play(config, [5, 3, 2], [{}] * 42) == 40 - 10
+def test_an_undisturbed_batch_is_never_built_anew(config):
+    # The first step computes the prompts, the second is the first of its kind.
+    assert play(config, [5, 3, 2], [{}] * 42) == 40
+
+
+def test_attention_is_made_anew_only_when_the_longest_of_a_group_fills_a_block(config, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "mini_engine.worker.decode_batch.PagedAttention", lambda *a: made.append(a) or PagedAttention(*a)
+    )
+    play(config, [5, 3, 2], [{}] * 42)  # the longest is at 6 first
+    assert len(made) == 10
 
 
 @pytest.mark.parametrize(
@@ -150,7 +159,7 @@ def test_what_does_not_follow(config, change):
         state.tokens.put(int(batch.stops[0]), 9)
     follow = {"request_id": "a", "start": 5, "num_tokens": 1, "block_ids": [], "samples": True, "restart": False}
     make: Callable[[], DecodeBatch] = partial(
-        DecodeBatch, chunks, batch, PagedAttention(CACHE, batch.slots, spans, CAUSAL), SIZE, CPU
+        DecodeBatch, chunks, batch, PagedAttention(CACHE, batch.slots, spans, CAUSAL), CACHE, CAUSAL
     )
     assert chunks[0].start == 4
     assert not make().advance([Chunk(**(follow | change))])

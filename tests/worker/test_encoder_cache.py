@@ -56,7 +56,7 @@ def test_a_chunk_that_needs_an_item_of_which_a_part_is_there_is_an_error(make_ru
     new = tiny.make_request(media, "r", [1, (3, 4, 4)])
     runner = make_runner(media)
     runner.execute(Step(1, started=[new], encode=[EncodeItem("r", 0, 0, 2)]))
-    # The rows of its token would be there; those of its block might not be, and a sharer reads the block.
+    # The row of its one token is there.
     with pytest.raises(RuntimeError, match="r: item 0 is needed at token 2 but not encoded"):
         runner.execute(Step(2, chunks=[Chunk("r", 0, 3, [0], False)]))
 
