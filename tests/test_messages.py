@@ -14,7 +14,7 @@ from mini_engine import messages
 from mini_engine.config import EngineConfig
 from mini_engine.transport.codec import Encoder, decode
 
-SAMPLES = {int: 3, float: 1.5, str: "text", bool: True, Any: 1, type(None): None}
+SAMPLES = {int: 3, float: 1.5, str: "text", bytes: b"\x00hash", bool: True, Any: 1, type(None): None}
 
 
 def sample(kind: Any) -> Any:

@@ -159,8 +159,8 @@ def test_a_rank_that_hangs_ends_the_engine_with_its_requests_answered():
         os.kill(server.pids()["mini-engine: worker 0.1"], signal.SIGSTOP)
         begun = time.monotonic()
         with pytest.raises(openai.APIStatusError) as caught:
-            server.ask(one.text, one.urls)
+            server.ask("hello", [])
         assert caught.value.status_code in (500, 503)
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 15
         assert server.process.wait(10) == 1
         server.assert_nothing_left(family)

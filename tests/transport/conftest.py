@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import tempfile
@@ -53,24 +54,32 @@ def message() -> Callable[[int], MessageId]:
 
 
 class Held:
-    """Descriptors and shared mappings of this process."""
+    """Descriptors and shared mappings of this process; mappings from before the test do not count."""
+
+    def __init__(self) -> None:
+        gc.collect()  # what earlier tests left to the collector goes now, not in the middle of a count
+        self._before = set(self._lines())
 
     def descriptors(self) -> int:
         return len(os.listdir("/proc/self/fd"))
 
     def mappings(self) -> int:
-        return sum("memfd:mini-engine" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        return sum("memfd:mini-engine" in line for line in self._lines() if line not in self._before)
 
     def in_dev_shm(self) -> list[str]:
         """Also what this process alone has there: other processes may use the directory at the same time."""
-        maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line]
         links = []
         for name in os.listdir("/proc/self/fd"):
             try:
                 links.append(os.readlink(f"/proc/self/fd/{name}"))
             except FileNotFoundError:
                 continue
+        maps = [line for line in self._lines() if "/dev/shm" in line and line not in self._before]
         return maps + [link for link in links if link.startswith("/dev/shm")]
+
+    @staticmethod
+    def _lines() -> list[str]:
+        return Path("/proc/self/maps").read_text().splitlines()
 
 
 @pytest.fixture
