@@ -126,7 +126,11 @@ class EngineConfig:
         1, "Engines, each with its own copy of the model.", "Parallelism", short="-dp", minimum=1
     )
     collective_timeout: float = option(
-        60.0, "Seconds after which a collective between workers is given up.", "Parallelism", minimum=1
+        60.0,
+        "Seconds after which a collective between workers is given up, or a request whose media do not reach "
+        "them (30 at most).",
+        "Parallelism",
+        minimum=1,
     )
 
     # --- scheduling
@@ -255,9 +259,9 @@ def check_range(field: dataclasses.Field[Any], value: Any) -> None:
         raise ConfigError(f"{flag_of(field.name)}: {value!r} is not one of {', '.join(choices)}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if opt.minimum is not None and value < opt.minimum:
-            raise ConfigError(f"{flag_of(field.name)}: {value} is below the least value, {opt.minimum:g}")
+            raise ConfigError(f"{flag_of(field.name)}: {value} is below the least value, {opt.minimum}")
         if opt.maximum is not None and value > opt.maximum:
-            raise ConfigError(f"{flag_of(field.name)}: {value} is above the greatest value, {opt.maximum:g}")
+            raise ConfigError(f"{flag_of(field.name)}: {value} is above the greatest value, {opt.maximum}")
 
 
 def from_environment(environ: dict[str, str] | None = None) -> dict[str, str]:

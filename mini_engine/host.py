@@ -24,6 +24,8 @@ def resolve_model(config: EngineConfig) -> str:
     """
     if Path(config.model).is_dir():
         return str(Path(config.model).resolve())
+    if config.model.startswith(("/", ".", "~")):
+        raise ConfigError(f"{config.model} is not a directory")
     hub = importlib.import_module("huggingface_hub")
     try:
         return hub.snapshot_download(
@@ -37,16 +39,24 @@ def resolve_model(config: EngineConfig) -> str:
         ) from None
 
 
-def load_model_config(model_dir: str) -> ModelConfig:
+def load_model_config(model_dir: str, config: EngineConfig) -> ModelConfig:
     """The model's own configuration.
 
     Raises:
-        ConfigError: there is none, or its architecture is not supported.
+        ConfigError: there is none, its architecture is not supported, or its heads cannot be shared out as asked.
     """
     try:
-        return ModelConfig.from_dir(model_dir)
+        model = ModelConfig.from_dir(model_dir)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the model in {model_dir} cannot be served: {error}") from None
+    ranks = config.tensor_parallel_size
+    for heads, what in ((model.text.num_heads, "attention"), (model.vision.num_heads, "vision attention")):
+        if heads % ranks:
+            raise ConfigError(
+                f"--tensor-parallel-size: {heads} {what} heads cannot be shared evenly by {ranks} workers; "
+                f"choose a size that divides {heads}"
+            )
+    return model
 
 
 def bind_listeners(config: EngineConfig) -> list[socket.socket]:
@@ -95,7 +105,7 @@ class runtime_directory:  # noqa: N801 - used as a function
         if len(base) + 50 > MAX_UNIX_PATH:
             base = "/tmp"
         self.path = Path(tempfile.mkdtemp(prefix="mini-engine-", dir=base))
-        script = 'cat >/dev/null; rm -rf -- "$0"'
+        script = 'read -r _; rm -rf -- "$0"'  # one process: `read` is the shell's own
         self.janitor = subprocess.Popen(
             ["/bin/sh", "-c", script, str(self.path)], stdin=subprocess.PIPE, start_new_session=True
         )

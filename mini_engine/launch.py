@@ -71,7 +71,7 @@ class Supervisor:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         raise_descriptor_limit()
         self.model_dir = resolve_model(self.config)
-        self.model_config = load_model_config(self.model_dir)
+        self.model_config = load_model_config(self.model_dir, self.config)
         self.listeners = bind_listeners(self.config)
         self.port = self.listeners[0].getsockname()[1]
         with runtime_directory() as self.runtime_dir:
@@ -282,6 +282,7 @@ class Supervisor:
     def _on_engine_death(self, child: ChildProcess) -> None:
         """A dead worker ends its engine, and a dead engine the server, once every client has its answer."""
         engine = child.index.partition(".")[0]
+        logger.error("engine %s cannot go on without %s: the server ends", engine, child.name)
         core = self.children.get(f"core {engine}")
         if core is not None:
             core.kill()

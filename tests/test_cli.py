@@ -120,7 +120,13 @@ def test_help_names_every_field_with_its_default():
 
 
 def test_a_bad_start_is_one_line_and_status_2(tmp_path):
-    for argv, named in ((["--port", "x"], "--port"), ([str(tmp_path)], "config.json"), (["no/such-model"], "no/such")):
+    for argv, named in (
+        (["--port", "x"], "--port"),
+        ([str(tmp_path)], "config.json"),
+        (["no/such-model"], "no/such"),
+        (["/no/such/model"], "/no/such/model is not a directory"),
+        (["-tp", "3"], "--tensor-parallel-size: 4 attention heads cannot be shared evenly by 3 workers"),
+    ):
         result = subprocess.run(
             [sys.executable, "serve.py", *argv], cwd=ROOT, capture_output=True, text=True,
             env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)},

@@ -77,6 +77,9 @@ class ChatRenderer:
         vocabulary = hf_processor.tokenizer.get_added_vocab()
         marks = [mark for mark in _VISION_MARKS if mark in vocabulary]
         self._reserved = (hf_processor.image_token, hf_processor.video_token, *marks)
+        # In characters, which are never more than the bytes that a token stands for.
+        self._longest_token = max(map(len, hf_processor.tokenizer.get_vocab()))
+        self.max_tokens: int | None = None  # the engine's limit, once it is known
         self._knows_developer = "developer" in template
         self.render([{"role": "user", "content": "Hello"}])  # a template that cannot work is found at start
 
@@ -110,6 +113,7 @@ class ChatRenderer:
         if not messages:
             raise ChatError("messages must not be empty")
         text = self._apply_template([self._for_template(message) for message in messages])
+        self._check_length(text)
         token_ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
         wanted = [_PART_TYPES[part["type"]][0] for message in messages for part in _media_parts(message)]
         placed = [self._modality_of[token] for token in token_ids if token in self._modality_of]
@@ -118,6 +122,15 @@ class ChatRenderer:
                 f"the chat template wrote {len(placed)} placeholders for {len(wanted)} media items, or in another order"
             )
         return token_ids
+
+    def _check_length(self, text: str) -> None:
+        """Refuse what no tokenisation could make short enough, since tokenising it would hold up everybody else."""
+        least = len(text) // self._longest_token
+        if self.max_tokens is not None and least > self.max_tokens:
+            raise ChatError(
+                f"the conversation has {len(text)} characters, which is at least {least} tokens; this server takes "
+                f"{self.max_tokens} tokens for prompt and answer together"
+            )
 
     def expand(self, token_ids: Sequence[int], items: Sequence[tuple[str, int]]) -> ExpandedPrompt:
         """Repeats each placeholder as often as its item has tokens. `items` holds (modality, num_tokens) in order.

@@ -159,6 +159,7 @@ async def _serve(
     child: Child, config: EngineConfig, front: ModelFront, engines: EngineClient, link: SupervisorLink
 ) -> None:
     limits = await link.started
+    front.renderer.max_tokens = limits.max_model_len
     frontend = Frontend(
         model_names=config.served_names,
         item_limits=config.limit_mm_per_prompt,

@@ -160,7 +160,9 @@ class EngineCore:
         if request.released or self.directory.is_ready(request.messages):
             self.scheduler.add(request)
             return
-        self.awaiting_media[request.id] = (time.monotonic() + MEDIA_TIMEOUT_SECONDS, request)
+        patience = min(MEDIA_TIMEOUT_SECONDS, self.config.collective_timeout)
+        self.awaiting_media[request.id] = (time.monotonic() + patience, request)
+        self.outputs.setdefault(sockets.identity(request.sender, request.incarnation), [])  # show that it waits
         for message in request.messages:
             self.waiters[message] = request
 
@@ -180,7 +182,7 @@ class EngineCore:
         for deadline, request in list(self.awaiting_media.values()):
             if deadline > time.monotonic():
                 return
-            logger.error("%s: media not on all ranks after %.0f s", request.id, MEDIA_TIMEOUT_SECONDS)
+            logger.error("%s: its media are not on all ranks in time", request.id)
             self._finish_family(request, MEDIA_LOST)
 
     def _fail_media(self, message: MessageId) -> None:

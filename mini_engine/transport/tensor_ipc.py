@@ -269,7 +269,7 @@ class TensorIpcReceiver:
         try:
             yield from connection.read()
         except TransportError as error:
-            log.info("A tensor connection is closed: %s", error)
+            log.debug("A tensor connection is closed: %s", error)
             del self._connections[fd]
             connection.close()
 

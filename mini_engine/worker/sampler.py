@@ -158,8 +158,10 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
     noise = torch.tensor([_noise(row.recipe.stream, row.output_index) for row in rows], dtype=torch.float64)
     thresholds = cumulative[:, -1:] * noise.to(logits.device).unsqueeze(1)
-    # The first token whose sum exceeds the threshold has a probability above zero.
-    return torch.searchsorted(cumulative, thresholds, right=True).squeeze(1)
+    # The first token whose sum exceeds the threshold has a probability above zero. Logits that are not finite make no
+    # sums at all: such a row gets the last token, and the others theirs.
+    drawn = torch.searchsorted(cumulative, thresholds, right=True).squeeze(1)
+    return drawn.clamp_(max=logits.shape[1] - 1)
 
 
 def _report(raw: Tensor, chosen: Tensor, counts: Sequence[int]) -> list[list[TokenLogprob]]:

@@ -79,7 +79,7 @@ def test_json_tells_true_from_one() -> None:
         ({"top_p": 0}, "top_p", "more than 0 and at most 1"),
         ({"top_k": -2}, "top_k", "at least -1"),
         ({"top_k": 1.5}, "top_k", "integer"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "more than 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "at least 0.01"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_tokens": True}, "max_tokens", "integer"),
         ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens", "not both"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -101,6 +102,23 @@ def test_unknown_model_is_404(server):
 def test_a_prompt_that_is_too_long_names_both_numbers(server):
     with pytest.raises(openai.BadRequestError, match="65536"):
         server.ask("word " * 70_000, [])
+
+
+def test_a_text_far_too_long_is_refused_before_it_is_tokenised(server):
+    begun = time.monotonic()
+    with pytest.raises(openai.BadRequestError, match="at least"):
+        server.ask("a" * 10_000_000, [])
+    assert time.monotonic() - begun < 2
+
+
+@pytest.mark.parametrize("extreme", [{"repetition_penalty": 1e-300}, {"repetition_penalty": 0.01}, {"min_p": 1.0}])
+def test_extreme_sampling_costs_its_own_request_at_most(server, one, extreme):
+    body = {"model": server.model, "messages": [message("hi", [])], "temperature": 1, "max_tokens": 5}
+    try:
+        server.client.chat.completions.create(**body, extra_body={**extreme, "top_k": -1})
+    except openai.BadRequestError as error:
+        assert "at least 0.01" in str(error)
+    assert server.ask(one.text, one.urls) == one.answer
 
 
 def test_bad_json_is_a_400_in_openais_form(server):

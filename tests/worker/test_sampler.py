@@ -177,3 +177,14 @@ def test_bfloat16_logits():
         row(i, **kind) for i, kind in enumerate([{"temperature": 0.0}, {}, {"top_p": 0.5}, {"repetition_penalty": 2.0}])
     ]
     assert torch.equal(sample(logits.clone(), rows), sample(logits.float(), rows))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_logits_that_are_not_finite_give_some_token_and_leave_the_other_rows_alone(value):
+    logits = torch.randn(2, 50)
+    rows = [row(seed=3, temperature=1.0), row(seed=4, temperature=1.0)]
+    alone = sample(logits[1:].clone(), rows[1:]).tolist()
+    logits[0] = value
+    tokens = sample(logits, rows).tolist()
+    assert 0 <= tokens[0] < 50
+    assert tokens[1:] == alone
