@@ -201,6 +201,10 @@ class EngineConfig:
         "auto", "How media tensors reach the workers: `torch_shm` (shared memory), `direct_rpc` (copied through a "
         "socket), or `auto`: the first of these that passes its probe at start.", "Data plane",
     )  # fmt: skip
+    mm_processor_cache_gb: float = option(
+        4.0, "Most memory per worker, in GiB, for processed media that are kept for requests which bring them again; "
+        "capped at a quarter of the memory that is free at the start; 0 turns it off.", "Data plane", minimum=0,
+    )  # fmt: skip
     mm_ipc_memory_bytes: int = option(
         1 << 30, "Most memory per API server and engine for tensors on their way to the workers; "
         "a request that finds none waits.", "Data plane", parse=parse_bytes, minimum=1 << 20,

@@ -1,0 +1,147 @@
+"""Every message that crosses a process border, as one closed set of typed structs.
+
+The road of a request in messages:
+
+    API server --NewRequest--> engine core --Step--> workers --StepResult--> engine core --Outputs--> API server
+    API server ===tensors=====================> workers --MediaReady--> engine core --Consumed--> API server
+
+This file knows nothing of sockets, tensors or torch: a tensor field travels as a `TensorHandle` (the codec makes the
+exchange), its bytes take another road. All structs are immutable; whoever receives one owns it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mini_engine.messages.base import Message
+from mini_engine.messages.handshake import (
+    PROTOCOL_VERSION,
+    EngineLimits,
+    Hello,
+    Init,
+    PeerGone,
+    RankAddress,
+    Ready,
+    Role,
+    Serving,
+    Start,
+    TransportChoice,
+)
+from mini_engine.messages.requests import (
+    Accepted,
+    Attach,
+    Cached,
+    CachedMedia,
+    CachesReset,
+    Consumed,
+    EngineCounters,
+    EngineStats,
+    Evicted,
+    Finish,
+    FinishReason,
+    MediaMiss,
+    NewRequest,
+    Outputs,
+    RequestOutput,
+    ResetCaches,
+    SamplingParams,
+    Sibling,
+    TokenLogprob,
+)
+from mini_engine.messages.steps import (
+    Chunk,
+    EncodeItem,
+    KeepMedia,
+    MediaFailed,
+    MediaReady,
+    NewSequence,
+    SampledToken,
+    Step,
+    StepResult,
+    WorkerReady,
+)
+from mini_engine.messages.tensors import (
+    MediaItem,
+    MessageId,
+    Modality,
+    ProbeResult,
+    TensorHandle,
+    TensorLayout,
+    TensorMessage,
+    TransportName,
+)
+
+__all__ = [
+    "Accepted",
+    "AnyMessage",
+    "Attach",
+    "Cached",
+    "CachedMedia",
+    "CachesReset",
+    "Chunk",
+    "Consumed",
+    "EncodeItem",
+    "EngineCounters",
+    "EngineLimits",
+    "EngineStats",
+    "Envelope",
+    "Evicted",
+    "Finish",
+    "FinishReason",
+    "Hello",
+    "Init",
+    "KeepMedia",
+    "MediaFailed",
+    "MediaItem",
+    "MediaMiss",
+    "MediaReady",
+    "Message",
+    "MessageId",
+    "Modality",
+    "NewRequest",
+    "NewSequence",
+    "Outputs",
+    "PROTOCOL_VERSION",
+    "PeerGone",
+    "ProbeResult",
+    "RankAddress",
+    "Ready",
+    "RequestOutput",
+    "ResetCaches",
+    "Role",
+    "SampledToken",
+    "SamplingParams",
+    "Serving",
+    "Sibling",
+    "Start",
+    "Step",
+    "StepResult",
+    "TensorHandle",
+    "TensorLayout",
+    "TensorMessage",
+    "TokenLogprob",
+    "TransportChoice",
+    "TransportName",
+    "WorkerReady",
+]
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """What a socket carries: a message and who sent it.
+
+    `incarnation` is unique for each process start; what an incarnation sent is void once
+    `PeerGone(incarnation)` was received, even if it arrives later.
+    """
+
+    sender: str  # "api 0", "core 0", "worker 0.1", "supervisor"
+    incarnation: int
+    body: AnyMessage
+
+
+AnyMessage = (
+    Hello | Init | Ready | Start | Serving | PeerGone
+    | NewRequest | Finish | ResetCaches | Outputs | Consumed | CachesReset
+    | Attach | Cached | Evicted | Accepted | MediaMiss
+    | Step | StepResult | WorkerReady | MediaReady | MediaFailed
+    | TensorMessage | ProbeResult
+)  # fmt: skip

@@ -1,0 +1,84 @@
+"""Between the supervisor and its children."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from mini_engine.config import EngineConfig
+from mini_engine.messages.base import Message
+from mini_engine.messages.tensors import TransportName
+
+PROTOCOL_VERSION = 1
+
+Role = Literal["api", "core", "worker"]
+
+
+class Hello(Message, frozen=True):
+    """Child -> supervisor: I run; tell me who I am to be."""
+
+    role: Role
+    index: str  # "0", or "engine.rank" for a worker
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class RankAddress(msgspec.Struct, frozen=True):
+    """Where one worker rank receives tensors: two unix sockets in the runtime directory."""
+
+    engine: int
+    rank: int
+    tensor_ipc: str  # path of the unix socket of the tensor queue
+    direct_rpc: str  # ZMQ endpoint
+
+
+class Init(Message, frozen=True):
+    """Supervisor -> child: all that it needs to build itself and to find its peers."""
+
+    config: EngineConfig
+    model_dir: str  # local directory, resolved by the supervisor
+    runtime_dir: str
+    cores: list[str]  # ZMQ endpoint for API servers, by engine
+    core_workers: list[str]  # ZMQ endpoint for workers, by engine
+    ranks: list[RankAddress]  # all ranks of all engines
+
+
+class TransportChoice(msgspec.Struct, frozen=True):
+    """Which transport an API server uses towards one engine, and why."""
+
+    engine: int
+    transport: TransportName
+    reason: str
+
+
+class EngineLimits(msgspec.Struct, frozen=True):
+    """What an engine can hold, known once its workers have loaded."""
+
+    max_model_len: int  # tokens, prompt and output together
+    num_blocks: int
+    block_size: int  # tokens
+    max_prompt_media_tokens: int  # most tokens of all media items of one prompt: the encoder cache's budget
+
+
+class Ready(Message, frozen=True):
+    """Child -> supervisor: I can serve. A core gives its limits, an API server its transports."""
+
+    limits: EngineLimits | None = None
+    transports: list[TransportChoice] = []
+
+
+class Start(Message, frozen=True):
+    """Supervisor -> API server: every process is ready; serve."""
+
+    limits: EngineLimits
+
+
+class Serving(Message, frozen=True):
+    """API server -> supervisor: my socket accepts connections."""
+
+
+class PeerGone(Message, frozen=True):
+    """Supervisor -> child: a process has been reaped. What it sent and still sends is void."""
+
+    sender: str
+    incarnation: int

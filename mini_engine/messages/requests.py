@@ -1,0 +1,167 @@
+"""Between an API server and an engine core."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from mini_engine.messages.base import Message
+from mini_engine.messages.tensors import MediaItem, MessageId, Modality
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How to choose tokens; every default of the model and the server is resolved already."""
+
+    max_tokens: int
+    seed: int  # 64 bit; drawn by the API server when the request gives none
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0  # 0 is off
+    repetition_penalty: float = 1.0  # 1 is off; counts tokens of the prompt and of the output
+    presence_penalty: float = 0.0  # counts tokens of the output, as the next
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: list[int] = []  # the model's end-of-sequence tokens among them, unless they are to be ignored
+    min_tokens: int = 0  # no stop token is sampled before there are this many
+    logprobs: int | None = None  # give the logarithm of each sampled token's probability, and of this many likeliest
+
+
+class Sibling(msgspec.Struct, frozen=True, array_like=True):
+    """A further sample (`n` > 1) of a request: everything is the request's but the id and the seed."""
+
+    request_id: str
+    seed: int
+
+
+class NewRequest(Message, frozen=True):
+    """API server -> core. Its tensors were sent before it, straight to the ranks."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    media: list[MediaItem] = []
+    priority: int = 0  # lower goes first
+    cache_salt: str = ""  # prefix-cache blocks are shared only within one salt
+    siblings: list[Sibling] = []  # each ends in a finish message of its own
+
+
+class Attach(Message, frozen=True):
+    """API server -> core, first of all: here I am; tell me what is cached."""
+
+
+class CachedMedia(msgspec.Struct, frozen=True, array_like=True):
+    """What a prompt needs to know of an item that an engine's ranks keep."""
+
+    media_hash: bytes
+    modality: Modality
+    num_tokens: int
+    grid_thw: tuple[int, int, int]
+    second_per_grid: float | None
+
+
+class Cached(Message, frozen=True):
+    """Core -> every API server: all ranks keep these; a request may name them by hash."""
+
+    items: list[CachedMedia]
+
+
+class Evicted(Message, frozen=True):
+    """Core -> every API server: the ranks keep these no more."""
+
+    hashes: list[bytes]
+
+
+class Accepted(Message, frozen=True):
+    """Core -> API server: these requests have all their media; what they were made from may be forgotten."""
+
+    request_ids: list[str]
+
+
+class MediaMiss(Message, frozen=True):
+    """Core -> API server: this request was not accepted, since these are not kept; send it again with their tensors."""
+
+    request_id: str
+    hashes: list[bytes]
+
+
+class Finish(Message, frozen=True):
+    """API server -> core: end this request now: a stop string was found, or its client is gone.
+
+    An id that is not running (any more) is ignored: the first terminal event has won.
+    """
+
+    request_id: str
+    reason: FinishReason
+
+
+class ResetCaches(Message, frozen=True):
+    """API server -> core: forget every prefix and every encoded item that no running request uses."""
+
+    number: int  # comes back in `CachesReset`
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithm of a token's probability before temperature, penalties and filters."""
+
+    token_id: int
+    logprob: float
+
+
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request. The one with a `finish_reason` is the last, and there is exactly one."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    error: str | None = None  # with "error": what a client may read
+    logprobs: list[
+        list[TokenLogprob]
+    ] = []  # one for each of `token_ids` if asked for: the token itself, then the likeliest
+    num_cached_tokens: int = 0  # with the first tokens: how many of the prompt's tokens the prefix cache held
+
+
+class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+    """Gauges of one engine core at the moment of sending."""
+
+    running: int
+    waiting: int
+    kv_blocks_used: int  # held by requests; cached blocks that nobody holds are free
+    kv_blocks_total: int
+    encoder_cache_tokens: int = 0
+    media_cache_bytes: int = 0
+    media_cache_references: int = 0  # kept media that running requests still need
+
+
+class EngineCounters(msgspec.Struct, frozen=True, array_like=True):
+    """What has happened in an engine core since it last told; each event is told to one API server only."""
+
+    prefix_cache_queries: int = 0  # prompt tokens looked up
+    prefix_cache_hits: int = 0  # prompt tokens found
+    encoder_cache_queries: int = 0  # media items needed
+    encoder_cache_hits: int = 0  # media items found encoded, or on the way to be
+    preemptions: int = 0
+    media_evictions: int = 0  # kept media dropped to make room
+
+
+class Outputs(Message, frozen=True):
+    """Core -> API server: what one retired step brought for its requests, and the engine's figures."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+    counters: EngineCounters = EngineCounters()
+
+
+class CachesReset(Message, frozen=True):
+    """Core -> API server: `ResetCaches(number)` is done."""
+
+    number: int
+
+
+class Consumed(Message, frozen=True):
+    """Core -> API server: no rank will read these tensor messages again; their memory is the sender's once more."""
+
+    messages: list[MessageId]

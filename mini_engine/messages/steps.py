@@ -1,0 +1,106 @@
+"""Between an engine core and its workers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from mini_engine.messages.base import Message
+from mini_engine.messages.requests import SamplingParams, TokenLogprob
+from mini_engine.messages.tensors import MediaItem, MessageId, TensorHandle
+
+
+class NewSequence(msgspec.Struct, frozen=True):
+    """What the workers keep of a request until `Step.finished` names it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    media: list[MediaItem]
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens `start .. start + num_tokens` of a sequence, to be computed in this step.
+
+    Tokens past the prompt are those the ranks sampled themselves: the core does not send them back.
+    """
+
+    request_id: str
+    start: int
+    num_tokens: int
+    block_ids: list[int]  # blocks added to the sequence's table by this step
+    samples: bool  # True when the chunk reaches the last known token: sample the next one
+    restart: bool = False  # the table begins anew, with `block_ids`; tokens before `start` are in them already
+
+
+class EncodeItem(msgspec.Struct, frozen=True, array_like=True):
+    """Run the vision tower on temporal grids `first .. first + count` of media item `index` of a sequence.
+
+    No attention crosses temporal grids, so a long video may be encoded over several steps: in order, each grid once.
+    The embeddings stay in the rank's encoder cache, for every sequence with an item of that hash, until `Step.evict`.
+    """
+
+    request_id: str
+    index: int
+    first: int
+    count: int
+
+
+class KeepMedia(msgspec.Struct, frozen=True, array_like=True):
+    """Copy a received tensor, and keep the copy under its hash until `Step.drop` names it."""
+
+    media_hash: bytes
+    patches: TensorHandle
+
+
+class Step(Message, frozen=True):
+    """Core -> every rank of its engine. A rank handles the fields in the order in which they stand here.
+
+    An empty step is a ping through all ranks: it is answered like any other.
+    """
+
+    number: int
+    finished: list[str] = []  # forget these sequences
+    evict: list[bytes] = []  # drop these media hashes from the encoder cache
+    drop: list[bytes] = []  # forget these kept media
+    keep: list[KeepMedia] = []
+    started: list[NewSequence] = []
+    encode: list[EncodeItem] = []
+    chunks: list[Chunk] = []
+    release: list[MessageId] = []  # drop these tensor messages, received or yet to come
+    drop_senders: list[int] = []  # drop all messages of these incarnations, received or yet to come
+
+
+class SampledToken(msgspec.Struct, frozen=True, array_like=True):
+    request_id: str
+    token_id: int
+    logprobs: list[TokenLogprob] = []  # if asked for: the token itself, then the likeliest
+
+
+class StepResult(Message, frozen=True):
+    """Rank -> core, in step order. Rank 0 gives the tokens, the others an empty list."""
+
+    number: int
+    tokens: list[SampledToken] = []
+
+
+class WorkerReady(Message, frozen=True):
+    """Rank -> core: model loaded, KV cache allocated."""
+
+    rank: int
+    num_blocks: int
+    device: str  # "cpu" or "cuda"
+
+
+class MediaReady(Message, frozen=True):
+    """Rank -> core, from its receiver thread: this message lies on the rank's device, or is on its way there."""
+
+    rank: int
+    message: MessageId
+
+
+class MediaFailed(Message, frozen=True):
+    """Rank -> core: this tensor message came but cannot be used. `why` is for the log, not for clients."""
+
+    rank: int
+    message: MessageId
+    why: str

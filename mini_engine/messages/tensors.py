@@ -1,0 +1,80 @@
+"""Tensors: their handles in messages, and what the transports themselves carry."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from mini_engine.messages.base import Message
+
+Modality = Literal["image", "video"]
+TransportName = Literal["torch_shm", "direct_rpc"]
+
+
+class MessageId(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor message of one sender. `number` counts up from 1 within an incarnation."""
+
+    incarnation: int
+    number: int
+
+
+class TensorHandle(msgspec.Struct, frozen=True, array_like=True):
+    """Stands for a tensor that travels out of band: the `index`-th tensor of tensor message `message`."""
+
+    message: MessageId
+    index: int
+    shape: tuple[int, ...]
+    dtype: str  # torch's name without the prefix: "uint8"
+
+
+if TYPE_CHECKING:  # the sender puts a torch.Tensor, the codec exchanges it for its handle
+    Tensor = Any
+else:
+    Tensor = TensorHandle
+
+
+class MediaItem(msgspec.Struct, frozen=True):
+    """One image or video of a prompt, as the vision tower needs it."""
+
+    modality: Modality
+    offset: int  # index of its first placeholder in the prompt's token ids
+    num_tokens: int  # placeholders, that is merged patches: t * h * w / merge_size**2
+    grid_thw: tuple[int, int, int]  # patches: frames / temporal_patch_size, height / patch_size, width / patch_size
+    second_per_grid: float | None  # seconds between temporal patches; None for an image
+    # uint8 [t * h * w, 3 * temporal_patch_size * patch_size**2], neither rescaled nor normalised. None: the ranks keep
+    # it under its hash.
+    patches: Tensor | None
+    # 16 bytes over the media's own bytes, the sampling, the processor's settings and the model: equal hashes, equal
+    # patches. Empty: the item is like no other.
+    media_hash: bytes = b""
+
+
+class TensorMessage(Message, frozen=True):
+    """Head of a tensor message: where each tensor lies in the one buffer that follows.
+
+    `probe` asks for a `ProbeResult` instead of a place in the table.
+    """
+
+    number: int
+    nbytes: int
+    tensors: list[TensorLayout]
+    buffer: int = 0  # torch_shm: number of the pooled buffer; its descriptor comes with its first use
+    generation: int = 0  # torch_shm: counts the buffer's uses
+    probe: bool = False
+    dropped: list[int] = []  # torch_shm: buffers that are no more; unmap them. Such a head has number 0 and no tensors
+
+
+class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor inside a tensor message's buffer, C-contiguous."""
+
+    offset: int  # bytes from the start of the buffer; a multiple of 64
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class ProbeResult(Message, frozen=True):
+    """Rank -> API server, on the probed connection: `checksum` of the probe's bytes (CRC-32), or why it failed."""
+
+    checksum: int
+    error: str | None = None
