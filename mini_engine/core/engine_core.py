@@ -17,14 +17,17 @@ from mini_engine.config import EngineConfig
 from mini_engine.core.directory import MediaDirectory
 from mini_engine.core.encoder_cache import EncoderCache
 from mini_engine.core.kv_blocks import BlockPool
-from mini_engine.core.limits import budgets, engine_limits
+from mini_engine.core.limits import budgets, engine_limits, media_cache_bytes
 from mini_engine.core.links import Links
+from mini_engine.core.media_cache import MediaCache
+from mini_engine.core.outbox import Outbox
 from mini_engine.core.request import Request, family
-from mini_engine.core.scheduler import Budgets, Plan, Scheduler, Work
+from mini_engine.core.scheduler import Budgets, Counters, Plan, Scheduler, Work
 from mini_engine.core.validation import problem_with
 from mini_engine.messages import (
+    Attach,
+    Cached,
     CachesReset,
-    Consumed,
     EngineCounters,
     EngineLimits,
     EngineStats,
@@ -32,10 +35,10 @@ from mini_engine.messages import (
     Finish,
     FinishReason,
     MediaFailed,
+    MediaMiss,
     MediaReady,
     MessageId,
     NewRequest,
-    Outputs,
     PeerGone,
     RequestOutput,
     ResetCaches,
@@ -77,6 +80,7 @@ class EngineCore:
         self.directory = MediaDirectory(config.tensor_parallel_size)
         self.blocks = BlockPool(limits.num_blocks, limits.block_size)
         self.encoder = EncoderCache(config.encoder_cache_tokens)
+        self.media = MediaCache(media_cache_bytes(config))
         self.scheduler = Scheduler(self.blocks, self.encoder, bounds)
         self.max_in_flight = 2 if config.async_scheduling else 1
         self.requests: dict[str, Request] = {}
@@ -90,9 +94,7 @@ class EngineCore:
         self.finished: list[str] = []
         self.release: list[MessageId] = []
         self.drop_senders: list[int] = []
-        # What the API servers have to be told at the end of this turn:
-        self.outputs: dict[bytes, list[RequestOutput]] = {}
-        self.consumed: dict[bytes, list[MessageId]] = {}
+        self.outbox = Outbox(links)  # for API servers, at the end of this turn
 
     def run(self) -> None:
         """Serve for good; ends with the process, or with an exception."""
@@ -105,7 +107,7 @@ class EngineCore:
         self._expire_media()
         while len(self.in_flight) < self.max_in_flight and self._dispatch():
             pass
-        self._send()
+        self.outbox.send(self._figures, self.media)
 
     # --- receive -----------------------------------------------------------------------------------------------------
 
@@ -135,9 +137,14 @@ class EngineCore:
                 logger.error("rank %d cannot use tensor message %d: %s", rank, message.number, why)
                 self.directory.report(message, rank, usable=False)
                 self._fail_media(message)
+            case Attach():
+                self.links.send(
+                    sockets.identity(envelope.sender, envelope.incarnation), Cached(self.media.all_listed())
+                )
             case ResetCaches(number=number):
                 self.blocks.forget_prefixes()
                 self.encoder.forget_unused()
+                self.media.forget_unused()
                 self.links.send(sockets.identity(envelope.sender, envelope.incarnation), CachesReset(number))
             case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
                 self._on_api_server_gone(sender, incarnation)
@@ -146,9 +153,17 @@ class EngineCore:
 
     def _accept(self, new: NewRequest, sender: str, incarnation: int) -> None:
         """Take a request and its siblings in: each of them ends exactly once from here on."""
+        peer = sockets.identity(sender, incarnation)
+        named = dict.fromkeys(item.media_hash for item in new.media if item.patches is None)
+        if missing := self.media.missing(named):
+            self.links.send(peer, MediaMiss(new.request_id, missing))
+            # It comes again with all of its tensors, in another message.
+            self.release += dict.fromkeys(item.patches.message for item in new.media if item.patches is not None)
+            return
+        self.outbox.accepted(peer, new.request_id)
         lead = family(new, sender, incarnation, self.arrivals, self.config.enable_prefix_caching)
-        members = [lead, *lead.siblings]
-        self.requests.update((request.id, request) for request in members)
+        self.requests.update((request.id, request) for request in (lead, *lead.siblings))
+        self.media.acquire(lead.named_media)
         problem = problem_with(lead.new, self.model, self.limits)
         if problem is not None or self.directory.has_failed(lead.messages):
             self._finish_family(lead, problem or MEDIA_LOST)
@@ -158,11 +173,11 @@ class EngineCore:
     def _start(self, request: Request) -> None:
         """Queue a request, as soon as its media are on all ranks."""
         if request.released or self.directory.is_ready(request.messages):
-            self.scheduler.add(request)
+            self._enter(request)
             return
         patience = min(MEDIA_TIMEOUT_SECONDS, self.config.collective_timeout)
         self.awaiting_media[request.id] = (time.monotonic() + patience, request)
-        self.outputs.setdefault(sockets.identity(request.sender, request.incarnation), [])  # show that it waits
+        self.outbox.show_figures(sockets.identity(request.sender, request.incarnation))
         for message in request.messages:
             self.waiters[message] = request
 
@@ -170,7 +185,15 @@ class EngineCore:
         request = self.waiters.get(message)
         if request is not None and self.directory.is_ready(request.messages):
             self._stop_waiting(request)
-            self.scheduler.add(request)
+            self._enter(request)
+
+    def _enter(self, request: Request) -> None:
+        """Queue a request whose media lie on all ranks; they may be of use to others."""
+        if not request.released:
+            for item in request.media:
+                if item.patches is not None:
+                    self.media.offer(item)
+        self.scheduler.add(request)
 
     def _stop_waiting(self, request: Request) -> None:
         if self.awaiting_media.pop(request.id, None) is not None:
@@ -198,10 +221,8 @@ class EngineCore:
         self.directory.drop_sender(incarnation)
         self.release = [message for message in self.release if message.incarnation != incarnation]
         self.drop_senders.append(incarnation)
-        self.outputs.pop(sockets.identity(sender, incarnation), None)
         self.links.identities.pop(incarnation, None)
-        for peer in self.links.identities.values():  # the others show the gauges from now on
-            self.outputs.setdefault(peer, [])
+        self.outbox.forget(sockets.identity(sender, incarnation))
 
     # --- schedule and dispatch ---------------------------------------------------------------------------------------
 
@@ -209,12 +230,16 @@ class EngineCore:
         """Send the next step to every rank; False when there is nothing to do or to tell."""
         plan = self.scheduler.schedule(heavy_in_flight=any(flight.heavy for flight in self.in_flight))
         self._release_encoded(plan)
+        media = self.media
         if not (plan.requests or self.finished or self.release or self.drop_senders or self.encoder.evicted):
-            return False
+            if not (media.dropped or media.keep):
+                return False
         step = Step(
             next(self.step_numbers),
             finished=self.finished,
             evict=self.encoder.evicted,
+            drop=media.dropped,
+            keep=media.keep,
             started=plan.started,
             encode=plan.encode,
             chunks=plan.chunks,
@@ -222,6 +247,7 @@ class EngineCore:
             drop_senders=self.drop_senders,
         )
         self.finished, self.release, self.drop_senders, self.encoder.evicted = [], [], [], []
+        media.dropped, media.keep = [], []
         self.links.send_step(step)
         self.in_flight.append(InFlight(step, plan.work, plan.encoded_hashes, plan.heavy))
         return True
@@ -236,6 +262,7 @@ class EngineCore:
         if not request.released:
             request.released = True
             self.release += request.messages
+            self.media.release(request.named_media)
 
     # --- retire ------------------------------------------------------------------------------------------------------
 
@@ -252,6 +279,8 @@ class EngineCore:
         rank will read again."""
         for value in flight.encoded_hashes:
             self.encoder.retire(value)
+        for kept in flight.step.keep:
+            self.media.retire(kept.media_hash)
         for work in flight.work:
             if work.epoch == work.request.epoch:  # else it has ended, or lost its blocks, while the step ran
                 self._publish(work.request, work.end)
@@ -261,9 +290,7 @@ class EngineCore:
                 self._deliver(request, sampled)
         for message in flight.step.release:
             self.directory.released(message)
-            owner = self.links.identities.get(message.incarnation)
-            if owner is not None:
-                self.consumed.setdefault(owner, []).append(message)
+            self.outbox.consumed(message)
 
     def _publish(self, request: Request, end: int) -> None:
         """Make the blocks that are full up to token `end` findable; start the siblings once the prompt is there."""
@@ -331,36 +358,26 @@ class EngineCore:
         heir.released, request.released = request.released, True
         self._start(heir)
 
-    # --- send --------------------------------------------------------------------------------------------------------
+    # --- tell --------------------------------------------------------------------------------------------------------
 
     def _output(self, request: Request, output: RequestOutput) -> None:
-        self.outputs.setdefault(sockets.identity(request.sender, request.incarnation), []).append(output)
+        self.outbox.output(sockets.identity(request.sender, request.incarnation), output)
 
-    def _send(self) -> None:
-        """Tell each API server what this turn brought."""
-        if self.outputs:
-            stats, counters = self._stats(), self._take_counters()
-            for peer, outputs in self.outputs.items():
-                self.links.send(peer, Outputs(outputs, stats, counters))
-                counters = EngineCounters()
-            self.outputs = {}
-        for peer, messages in self.consumed.items():
-            self.links.send(peer, Consumed(messages))
-        self.consumed = {}
-
-    def _stats(self) -> EngineStats:
+    def _figures(self) -> tuple[EngineStats, EngineCounters]:
+        """The gauges, and what has happened since this was last asked."""
         running = len(self.scheduler.running)
-        return EngineStats(
+        stats = EngineStats(
             running,
             len(self.requests) - running,
             self.blocks.num_used,
             self.blocks.num_blocks,
             self.encoder.num_tokens,
+            self.media.num_bytes,
+            self.media.num_references,
         )
-
-    def _take_counters(self) -> EngineCounters:
-        counters, self.scheduler.counters = self.scheduler.counters, type(self.scheduler.counters)()
-        return EngineCounters(*dataclasses.astuple(counters))
+        counters, self.scheduler.counters = self.scheduler.counters, Counters()
+        evictions, self.media.num_evictions = self.media.num_evictions, 0
+        return stats, EngineCounters(**dataclasses.asdict(counters), media_evictions=evictions)
 
 
 def run(child: Child) -> None:

@@ -88,7 +88,12 @@ class Request:
     @property
     def messages(self) -> list[MessageId]:
         """The tensor messages that carry its media, each once."""
-        return list(dict.fromkeys(item.patches.message for item in self.media))
+        return list(dict.fromkeys(item.patches.message for item in self.media if item.patches is not None))
+
+    @property
+    def named_media(self) -> list[bytes]:
+        """Hashes of the items that came without a tensor, each once: the ranks keep them."""
+        return list(dict.fromkeys(item.media_hash for item in self.media if item.patches is None))
 
     def block_hashes(self, block_size: int) -> list[bytes]:
         """A hash for each full block of `tokens`: of its tokens, the media that lie in it, and all before it.

@@ -67,10 +67,10 @@ class Plan:
 class Counters:
     """What has happened since the counters were last taken; see `messages.EngineCounters`."""
 
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    encoder_queries: int = 0
-    encoder_hits: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    encoder_cache_queries: int = 0
+    encoder_cache_hits: int = 0
     preemptions: int = 0
 
 
@@ -204,8 +204,8 @@ class Scheduler:
         hits = sum(self.encoder.holds(value) for value in items)
         if not self.encoder.reserve(items, users=1 + len(request.siblings)):
             return False
-        self.counters.encoder_queries += len(items)
-        self.counters.encoder_hits += hits
+        self.counters.encoder_cache_queries += len(items)
+        self.counters.encoder_cache_hits += hits
         for member in (request, *request.siblings):
             member.holds_media = True
         return True
@@ -219,8 +219,8 @@ class Scheduler:
         if request.num_cached is None:
             request.num_cached = min(request.num_computed, request.num_prompt)
             if request.prefix_salt is not None:
-                self.counters.prefix_queries += request.num_prompt
-                self.counters.prefix_hits += request.num_cached
+                self.counters.prefix_cache_queries += request.num_prompt
+                self.counters.prefix_cache_hits += request.num_cached
 
     # --- a chunk -----------------------------------------------------------------------------------------------------
 

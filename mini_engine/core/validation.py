@@ -44,7 +44,7 @@ def _problem_with_item(item: MediaItem, earliest: int, tokens: list[int], model:
         return f"has a grid of patches, {item.grid_thw}, that cannot be merged"
     if item.num_tokens != patches // vision.merge_unit:
         return f"has {item.num_tokens} tokens for {patches} patches"
-    if item.patches.shape != (patches, vision.patch_dim) or item.patches.dtype != "uint8":
+    if item.patches is not None and (item.patches.shape, item.patches.dtype) != ((patches, vision.patch_dim), "uint8"):
         return f"has patches of another shape than its grid, {item.grid_thw}"
     placeholder = model.image_token_id if item.modality == "image" else model.video_token_id
     span = tokens[item.offset : item.offset + item.num_tokens]

@@ -51,6 +51,7 @@ class SimulatedLinks:
         self.num_encoded = 0  # items
         self.num_computed = 0
         self.released: list[MessageId] = []
+        self.kept: set[bytes] = set()
 
     # --- what EngineCore calls
     def receive(self, timeout):
@@ -78,6 +79,12 @@ class SimulatedLinks:
         for value in step.evict:
             del self.num_grids[value]
             self.encoded.pop(value, None)
+        for value in step.drop:
+            self.kept.remove(value)
+        for keep in step.keep:
+            assert keep.media_hash not in self.kept, "kept twice"
+            assert keep.patches.message not in self.released, "kept after its release"
+            self.kept.add(keep.media_hash)
         for new in step.started:
             assert new.request_id not in self.sequences
             self.sequences[new.request_id] = self.started[new.request_id] = Sequence(new)
@@ -95,7 +102,10 @@ class SimulatedLinks:
         item = self.sequences[encode.request_id].new.media[encode.index]
         done = self.num_grids.setdefault(item.media_hash, 0)
         assert encode.first == done and encode.count > 0, "a temporal grid is encoded twice, or left out"
-        assert item.patches.message not in self.released, "encoded after its release"
+        if item.patches is None:
+            assert item.media_hash in self.kept, "encoded after it was dropped"
+        else:
+            assert item.patches.message not in self.released, "encoded after its release"
         self.num_grids[item.media_hash] = done + encode.count
         assert self.num_grids[item.media_hash] <= item.grid_thw[0]
         if self.num_grids[item.media_hash] == item.grid_thw[0]:

@@ -10,9 +10,13 @@ from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.core.engine_core import EngineCore
 from mini_engine.core.limits import budgets, engine_limits
 from mini_engine.messages import (
+    Accepted,
+    Cached,
     Consumed,
     Envelope,
+    Evicted,
     MediaItem,
+    MediaMiss,
     MediaReady,
     MessageId,
     NewRequest,
@@ -49,18 +53,23 @@ class World:
         self.cached: dict[str, int] = {}
         self.counters = Counter()
         self.consumed: list[MessageId] = []
+        self.accepted: list[str] = []
+        self.listed: set[bytes] = set()  # its copy of the media directory
+        self.misses: dict[str, list[bytes]] = {}
         self.told: list[object] = []  # everything else
 
     def receive(self, body, sender=API):
         self.links.inbox.append(Envelope(*sender, body))
 
-    def request(self, request_id, prompt=5, max_tokens=4, media=(), stop=(), first_token=20, tokens=None, **more):
+    def request(
+        self, request_id, prompt=5, max_tokens=4, media=(), stop=(), first_token=20, tokens=None, sender=API, **more
+    ):
         """A request whose prompt counts up from `first_token`, but for the placeholders of its media."""
         tokens = tokens or [first_token + i % 500 for i in range(prompt)]
         for one in media:
             tokens[one.offset : one.offset + one.num_tokens] = [MODEL.video_token_id] * one.num_tokens
         sampling = SamplingParams(max_tokens, 1, stop_token_ids=list(stop))
-        self.receive(NewRequest(request_id, tokens, sampling, list(media), **more))
+        self.receive(NewRequest(request_id, tokens, sampling, list(media), **more), sender)
 
     def media_ready(self, message, rank=0):
         self.receive(MediaReady(rank, message), ("worker 0.0 media", 100))
@@ -75,6 +84,14 @@ class World:
                     self._take(output)
             elif isinstance(body, Consumed):
                 self.consumed += body.messages
+            elif isinstance(body, Accepted):
+                self.accepted += body.request_ids
+            elif isinstance(body, Evicted):
+                self.listed -= set(body.hashes)
+            elif isinstance(body, Cached):
+                self.listed |= {media.media_hash for media in body.items}
+            elif isinstance(body, MediaMiss):
+                self.misses[body.request_id] = body.hashes
             else:
                 self.told.append(body)
         self.links.sent.clear()
@@ -107,6 +124,9 @@ class World:
         assert not self.links.sequences, "the ranks still keep a sequence"
         assert not self.core.in_flight and not self.core.finished and not self.core.release
         assert not self.core.awaiting_media and not self.core.waiters
+        assert self.core.media.num_references == 0 and self.core.media._idle_bytes == self.core.media.num_bytes
+        assert {media.media_hash for media in self.core.media.all_listed()} == self.links.kept
+        assert self.listed == self.links.kept
         assert self.core.encoder.num_tokens == sum(self.links.encoded.values())
         assert self.core.encoder.num_tokens == self.core.encoder._idle_tokens
         assert len(self.core.directory) == 0
@@ -116,4 +136,4 @@ def item(message, offset, num_tokens=2, index=0, media_hash=b"", grids=1):
     """A video of so many temporal grids."""
     patches = TensorHandle(message, index, (4 * num_tokens, MODEL.vision.patch_dim), "uint8")
     grid = (grids, 2, 2 * num_tokens // grids)
-    return MediaItem("video", offset, num_tokens, grid, 1.0, patches, media_hash)
+    return MediaItem("video", offset, num_tokens, grid, 1.0, patches if message else None, media_hash)
