@@ -31,6 +31,7 @@ from mini_engine.worker.batch import FlatBatch, build_batch
 from mini_engine.worker.decode_batch import DecodeBatch
 from mini_engine.worker.encoder_cache import EncoderCache
 from mini_engine.worker.kv_cache import KVCache
+from mini_engine.worker.media_store import MediaStore
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.paged_attention import CausalMask, PagedAttention
 from mini_engine.worker.sequences import SequenceState
@@ -80,6 +81,7 @@ class ModelRunner:
         self._causal = CausalMask(self._dtype, self._device)
         self._sequences: dict[str, SequenceState] = {}
         self._encoded = EncoderCache()
+        self._store = MediaStore(media.tensor)
         self._decode: DecodeBatch | None = None  # the last step's, if it was one
 
     @property
@@ -100,6 +102,8 @@ class ModelRunner:
         """
         self._forget(step.finished)
         self._encoded.evict(step.evict)
+        self._store.drop(step.drop)
+        self._store.keep(step.keep)
         self._begin(step.started)
         self._encode(step.encode)
         tokens = self._compute(step.chunks)
@@ -135,7 +139,7 @@ class ModelRunner:
         grids: list[Grid] = []
         for item, entry in zip(items, media, strict=True):
             _, h, w = entry.grid_thw
-            raw.append(self._media.tensor(entry.patches)[item.first * h * w : (item.first + item.count) * h * w])
+            raw.append(self._store.patches(entry)[item.first * h * w : (item.first + item.count) * h * w])
             grids.append((item.count, h, w))
         for item, entry, rows in zip(items, media, self.encode_patches(raw, grids), strict=True):
             per_grid = entry.num_tokens // entry.grid_thw[0]

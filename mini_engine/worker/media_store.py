@@ -1,0 +1,51 @@
+"""The processed media that a rank keeps for requests to come, by media hash: its own copies, on its own device.
+
+What to keep and what to drop is decided by the engine core; all ranks of an engine keep the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from mini_engine.messages import KeepMedia, MediaItem, TensorHandle
+
+
+class MediaStore:
+    """`received` gives the tensor of a handle, valid until its message is released."""
+
+    def __init__(self, received: Callable[[TensorHandle], Tensor]):
+        self._received = received
+        self._kept: dict[bytes, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, items: Sequence[KeepMedia]) -> None:
+        """Copy these: what was received is the sender's again once its message is released."""
+        for item in items:
+            self._kept[item.media_hash] = self._received(item.patches).clone()
+
+    def drop(self, hashes: Sequence[bytes]) -> None:
+        """Forget these.
+
+        Raises:
+            RuntimeError: one is not kept: the engine core's directory and this rank have drifted apart.
+        """
+        for value in hashes:
+            if self._kept.pop(value, None) is None:
+                raise RuntimeError(f"media {value.hex()} is to be dropped, but is not kept here")
+
+    def patches(self, item: MediaItem) -> Tensor:
+        """uint8 `[t * h * w, 3 * temporal_patch_size * patch_size**2]` of an item, received or kept; only to be read.
+
+        Raises:
+            RuntimeError: it came without a tensor and is not kept.
+        """
+        if item.patches is not None:
+            return self._received(item.patches)
+        kept = self._kept.get(item.media_hash)
+        if kept is None:
+            raise RuntimeError(f"media {item.media_hash.hex()} came without a tensor, but is not kept here")
+        return kept
