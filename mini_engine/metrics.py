@@ -83,6 +83,22 @@ encoder_cache_queries_total = _counter("encoder_cache_queries_total", "Media ite
 encoder_cache_hits_total = _counter(
     "encoder_cache_hits_total", "Media items found encoded, or on the way to be.", ["engine"]
 )
+mm_cache_queries_total = _counter("mm_cache_queries_total", "Media items looked up among the kept ones.", ["engine"])
+mm_cache_hits_total = _counter(
+    "mm_cache_hits_total", "Media items named by their hash, without decoding, for the engine keeps them.", ["engine"]
+)
+mm_cache_resends_total = _counter(
+    "mm_cache_resends_total", "Requests sent again with tensors of media that the engine had dropped.", ["engine"]
+)
+mm_cache_evictions_total = _counter("mm_cache_evictions_total", "Kept media dropped to make room.", ["engine"])
+mm_store_bytes = Gauge(
+    "mini_engine:mm_store_bytes",
+    "Bytes of kept media, by what becomes of them.",
+    ["engine", "state"],
+    multiprocess_mode="livemostrecent",
+    registry=REGISTRY,
+)
+mm_cache_references = _engine_gauge("mm_cache_references", "Kept media that running requests still need.")
 num_preemptions_total = _counter("num_preemptions_total", "Requests that gave their KV blocks to others.", ["engine"])
 request_success_total = _counter("request_success_total", "Requests that ended, by how.", ["finished_reason"])
 prompt_tokens_total = _counter("prompt_tokens_total", "Prompt tokens of requests that brought a token.")
@@ -118,12 +134,16 @@ class EngineFigures:
         self._waiting = num_requests_waiting.labels(label)
         self._kv_usage = kv_cache_usage_perc.labels(label)
         self._encoder_tokens = encoder_cache_tokens.labels(label)
+        self._store_used = mm_store_bytes.labels(label, "used")
+        self._references = mm_cache_references.labels(label)
+        self.resends = mm_cache_resends_total.labels(label)
         self._counters = {
             "prefix_cache_queries": prefix_cache_queries_total.labels(label),
             "prefix_cache_hits": prefix_cache_hits_total.labels(label),
             "encoder_cache_queries": encoder_cache_queries_total.labels(label),
             "encoder_cache_hits": encoder_cache_hits_total.labels(label),
             "preemptions": num_preemptions_total.labels(label),
+            "media_evictions": mm_cache_evictions_total.labels(label),
         }
 
     def update(self, stats: EngineStats, counters: EngineCounters) -> None:
@@ -132,6 +152,8 @@ class EngineFigures:
         self._waiting.set(stats.waiting)
         self._kv_usage.set(stats.kv_blocks_used / max(1, stats.kv_blocks_total))
         self._encoder_tokens.set(stats.encoder_cache_tokens)
+        self._store_used.set(stats.media_cache_bytes)
+        self._references.set(stats.media_cache_references)
         if counters != NOTHING_HAPPENED:  # as after most steps
             for name, counter in self._counters.items():
                 counter.inc(getattr(counters, name))

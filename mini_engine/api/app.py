@@ -10,8 +10,9 @@ import importlib.metadata
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -29,12 +30,12 @@ from mini_engine.api.detokenizer import Detokenizer
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.errors import ApiError, ClientGone, EngineError, as_api_error, internal_error
 from mini_engine.api.logprobs import LogprobList
-from mini_engine.api.media_loader import MediaLoader
-from mini_engine.api.prompt_media import check_budget, place
+from mini_engine.api.media_loader import FetchedItem, MediaLoader
+from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place
 from mini_engine.api.protocol import ChatRequest, parse_chat_request
 from mini_engine.api.sampling import SamplingResolver, siblings
 from mini_engine.api.vocabulary import Vocabulary
-from mini_engine.messages import EngineLimits, NewRequest, SamplingParams
+from mini_engine.messages import CachedMedia, EngineLimits, NewRequest, SamplingParams
 from mini_engine.metrics import RequestClock
 
 logger = logging.getLogger(__name__)
@@ -73,23 +74,35 @@ class Frontend:
         refs = self.renderer.collect(messages, self.item_limits)
         token_ids = await self._render(messages)
         async with self.admission.admit(len(refs)):
-            items = await self.media.load(refs)
-            check_budget(items, self.limits)
-            processed = [item.processed for item in items]
-            prompt = self.renderer.expand(token_ids, [(item.modality, item.num_tokens) for item in processed])
-            sampling = self.sampling.resolve(chat, len(prompt.token_ids))
-            request = NewRequest(
-                request_id,
-                prompt.token_ids,
-                sampling,
-                place(prompt, items),
-                priority=chat.priority or 0,
-                cache_salt=chat.cache_salt or "",
-                siblings=siblings(request_id, sampling.seed, chat.num_choices),
-            )
-            samples = [self._sample_text(chat, sampling) for _ in range(chat.num_choices)]
-            generation = await self.engines.submit(request)
+            fetched = await self.media.fetch(refs)
+            hashes = {item.media_hash for item in fetched}
+            with self.engines.choose(hashes, chat.num_choices) as engine:
+                items = await self._prepare(fetched, engine.media.look_up(hashes))
+                check_budget(items, self.limits)
+                prompt = self.renderer.expand(token_ids, [(item.modality, item.num_tokens) for item in items])
+                sampling = self.sampling.resolve(chat, len(prompt.token_ids))
+                request = NewRequest(
+                    request_id,
+                    prompt.token_ids,
+                    sampling,
+                    place(prompt, items),
+                    priority=chat.priority or 0,
+                    cache_salt=chat.cache_salt or "",
+                    siblings=siblings(request_id, sampling.seed, chat.num_choices),
+                )
+                samples = [self._sample_text(chat, sampling) for _ in range(chat.num_choices)]
+            # The fetched bytes stay until the engine has accepted the request: it may have dropped media meanwhile.
+            generation = await engine.submit(request, partial(self._refill, fetched))
         return Answer(generation, samples, clock, len(prompt.token_ids))
+
+    async def _prepare(self, fetched: list[FetchedItem], kept: Mapping[bytes, CachedMedia]) -> list[PromptItem]:
+        """The prompt's items, those processed that the engine does not keep."""
+        processed = await self.media.process(item for item in fetched if item.media_hash not in kept)
+        hashes = [item.media_hash for item in fetched]
+        return [PromptItem.of(digest, processed[digest] if digest in processed else kept[digest]) for digest in hashes]
+
+    async def _refill(self, fetched: list[FetchedItem], request: NewRequest, missing: Collection[bytes]) -> NewRequest:
+        return fill_in(request, await self.media.process(item for item in fetched if item.media_hash in missing))
 
     def _sample_text(self, chat: ChatRequest, sampling: SamplingParams) -> SampleText:
         include_stop = bool(chat.include_stop_str_in_output)

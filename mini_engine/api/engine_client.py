@@ -1,220 +1,32 @@
-"""The API server's link to the engine cores: requests go out, tokens come in, tensors go past the core to the ranks.
-
-Knows nothing of HTTP, text or media. All of it belongs to the event loop's thread; only the copy of large tensors into
-a message runs in another.
-"""
+"""The API server's link to all engines, and which of them a request goes to. Knows nothing of HTTP, text or media."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
 
-import zmq
 import zmq.asyncio
 
 from mini_engine import metrics
+from mini_engine.api.engine import ENGINE_STOPPED, Engine
 from mini_engine.api.errors import EngineError
-from mini_engine.api.generation import Generation, Sample
-from mini_engine.messages import (
-    CachesReset,
-    Consumed,
-    Finish,
-    FinishReason,
-    MessageId,
-    NewRequest,
-    Outputs,
-    RequestOutput,
-    ResetCaches,
-)
+from mini_engine.api.media_cache import MediaCopy
 from mini_engine.transport import sockets
-from mini_engine.transport.base import Outgoing, TensorSender, TransportError
-from mini_engine.transport.codec import Encoder, decode
+from mini_engine.transport.base import TensorSender
+from mini_engine.transport.codec import Encoder
 
-logger = logging.getLogger(__name__)
-
-INLINE_COPY_BYTES = 4 << 20  # copies up to this size cost less than the way into a thread and back
-
-ENGINE_STOPPED = "The engine that served this request has stopped; send it again later."
-MEDIA_NOT_SENT = "The media of this request could not be handed to the engine; send the request again."
-
-
-class Engine:
-    """One engine core and its ranks, seen from this API server.
-
-    `requests` holds each sample of a request from before its tensors are reserved until the core's final output for it,
-    which comes even for one that was aborted. `senders` are in the order of use: each is the fallback of the one before
-    it.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        socket: zmq.asyncio.Socket,
-        encoder: Encoder,
-        senders: Sequence[TensorSender],
-        on_memory: Callable[[], None],
-    ):
-        self.number = number
-        self.senders = senders
-        self.requests: dict[str, Sample] = {}
-        self.stopped: str | None = None  # what clients are told once it serves no more
-        self._socket = socket
-        self._encoder = encoder
-        self._on_memory = on_memory
-        self._figures = metrics.EngineFigures(number)
-        self._resets: dict[int, asyncio.Future[None]] = {}
-
-    async def submit(self, request: NewRequest, message: MessageId | None) -> Generation:
-        """See `EngineClient.submit`. `message` is the id of the request's tensors, None without any."""
-        generation = Generation(self, [request.request_id, *(sibling.request_id for sibling in request.siblings)])
-        self.requests |= {sample.request_id: sample for sample in generation.samples}
-        try:
-            if message is None:
-                self._send(self._encoder.encode(request))
-            else:
-                await self._submit_with_tensors(request, message)
-        except BaseException:
-            for sample in generation.samples:
-                self.requests.pop(sample.request_id, None)  # the core has not heard of it
-            raise
-        finally:
-            self._on_memory()
-        return generation
-
-    def finish(self, request_id: str, reason: FinishReason) -> None:
-        """Tell the core to end a request. Its entry stays until the core's final output for it."""
-        if request_id in self.requests:
-            with contextlib.suppress(EngineError):  # then it has ended with its engine
-                self._send(self._encoder.encode(Finish(request_id, reason)))
-
-    def reset_caches(self, number: int) -> asyncio.Future[None]:
-        """Ask the core to forget what its caches hold; `number` has not been used before. Done when it has answered.
-
-        Raises:
-            EngineError: the engine is gone; so does the future.
-        """
-        self._send(self._encoder.encode(ResetCaches(number)))
-        done = self._resets[number] = asyncio.get_running_loop().create_future()
-        done.add_done_callback(lambda _: self._resets.pop(number, None))
-        return done
-
-    def stop(self, why: str) -> None:
-        """End all requests and refuse new ones: the engine is gone, or this server is going. Clients are told `why`."""
-        if self.stopped is not None:
-            return
-        self.stopped = why
-        requests, self.requests = self.requests, {}
-        for sample in requests.values():
-            sample.fail(EngineError(why, engine_gone=True))
-        for reset in list(self._resets.values()):
-            if not reset.done():
-                reset.set_exception(EngineError(why, engine_gone=True))
-        for sender in self.senders:
-            sender.close()
-        self._on_memory()
-
-    def close(self) -> None:
-        """Stop, and close the socket."""
-        self.stop(ENGINE_STOPPED)
-        self._socket.close()
-
-    async def receive(self) -> None:
-        """Take what the core sends, until cancelled."""
-        while True:
-            body = decode(await self._socket.recv()).body
-            if self.stopped is not None:
-                continue
-            match body:
-                case Outputs(outputs=outputs, stats=stats, counters=counters):
-                    for output in outputs:
-                        self._on_output(output)
-                    self._figures.update(stats, counters)
-                case Consumed(messages=messages):
-                    for sender in self.senders:
-                        sender.consumed(messages)
-                    self._on_memory()
-                case CachesReset(number=number):
-                    if (reset := self._resets.get(number)) is not None and not reset.done():
-                        reset.set_result(None)
-
-    def _on_output(self, output: RequestOutput) -> None:
-        if output.finish_reason is None:
-            sample = self.requests.get(output.request_id)
-        else:
-            sample = self.requests.pop(output.request_id, None)
-        if sample is not None:
-            sample.receive(output)
-
-    async def _submit_with_tensors(self, request: NewRequest, message: MessageId) -> None:
-        for sender, fallback in itertools.zip_longest(self.senders, self.senders[1:]):
-            try:
-                return await self._submit_by(sender, request, message)
-            except _SendFailed as failed:
-                self._check_running()
-                logger.warning(
-                    "%s: tensors cannot go to engine %d by %s (%s): %s",
-                    request.request_id, self.number, sender.name, failed.reason, failed,
-                )  # fmt: skip
-                if fallback is not None:
-                    metrics.ipc_fallbacks_total.labels(failed.reason).inc()
-        raise EngineError(MEDIA_NOT_SENT)
-
-    async def _submit_by(self, sender: TensorSender, request: NewRequest, message: MessageId) -> None:
-        nbytes = sum(item.patches.nbytes for item in request.media)
-        with _failing_as("no_memory"):
-            outgoing = await sender.reserve(message, nbytes)
-        with _failing_as("copy_failed"):
-            frame = await self._encode(request, outgoing, nbytes)
-        # From here to the end nothing waits: the core must never hear of tensors that a cancellation kept from leaving.
-        try:
-            self._check_running()
-            with _failing_as("send_failed"):
-                sent = outgoing.send()
-        except BaseException:
-            outgoing.discard()
-            raise
-        self._send(frame)
-        metrics.ipc_messages_total.labels(sender.name).inc(sent)
-        metrics.ipc_bytes_total.labels(sender.name).inc(nbytes * sent // len(request.media))
-
-    async def _encode(self, request: NewRequest, outgoing: Outgoing, nbytes: int) -> bytes:
-        """`request` as a frame, its tensors copied into `outgoing`, which is discarded if this fails."""
-        encode = partial(self._encoder.encode, request, outgoing)
-        if nbytes <= INLINE_COPY_BYTES:
-            try:
-                return encode()
-            except BaseException:
-                outgoing.discard()
-                raise
-        copying = asyncio.get_running_loop().run_in_executor(None, encode)
-        try:
-            return await asyncio.shield(copying)
-        except BaseException:
-            # Not before the thread is done: until then it writes into the memory.
-            copying.add_done_callback(partial(_discard, outgoing))
-            raise
-
-    def _send(self, frame: bytes) -> None:
-        self._check_running()
-        try:
-            send_now(self._socket, frame)
-        except zmq.ZMQError as error:
-            logger.error("engine %d takes no more messages (%s): treated as dead", self.number, error)
-            self.stop(ENGINE_STOPPED)
-            self._check_running()
-
-    def _check_running(self) -> None:
-        if self.stopped is not None:
-            raise EngineError(self.stopped, engine_gone=True)
+# How many samples more than the least loaded engine one may have to be preferred because it keeps a prompt's media: a
+# few more in a batch cost a request some milliseconds, while decoding a video again costs hundreds.
+LOAD_MARGIN = 4
 
 
 class EngineClient:
-    """All engines. `senders` holds the usable transports of each, in the order of use."""
+    """All engines. `senders` holds the usable transports of each, in the order of use.
+
+    Without `media_cache` (`--mm-processor-cache-gb 0`) no engine is asked for media that it may keep.
+    """
 
     def __init__(
         self,
@@ -222,12 +34,21 @@ class EngineClient:
         encoder: Encoder,
         endpoints: Sequence[str],
         senders: Sequence[Sequence[TensorSender]],
+        *,
+        media_cache: bool,
     ):
         name = sockets.identity(encoder.sender, encoder.incarnation)
-        self._incarnation = encoder.incarnation
         self._numbers = itertools.count(1)
         self.engines = [
-            Engine(number, sockets.connect_dealer(context, endpoint, name), encoder, theirs, self._show_memory)
+            Engine(
+                number,
+                sockets.connect_dealer(context, endpoint, name),
+                encoder,
+                theirs,
+                MediaCopy(number, media_cache),
+                self._numbers,
+                self._show_memory,
+            )
             for number, (endpoint, theirs) in enumerate(zip(endpoints, senders, strict=True))
         ]
 
@@ -240,21 +61,28 @@ class EngineClient:
         """Take what the cores send, until cancelled."""
         await asyncio.gather(*(engine.receive() for engine in self.engines))
 
-    async def submit(self, request: NewRequest) -> Generation:
-        """Hand `request`, its media's patches still tensors, to the engine with the fewest unfinished samples.
+    @contextlib.contextmanager
+    def choose(self, hashes: Collection[bytes] = (), samples: int = 1) -> Iterator[Engine]:
+        """The engine for a request with `samples` samples and media of these `hashes`: the one with the fewest
+        unfinished samples, or, of those with up to `LOAD_MARGIN` more, one that keeps all of the media.
 
-        Waits for room for the tensors. They leave before the request does, straight to the ranks. Cancelling it
-        leaves nothing behind.
+        While the block runs the request counts as the engine's; it is to be submitted at once afterwards.
 
         Raises:
-            EngineError: no engine runs, it stopped meanwhile, or no transport takes the tensors.
+            EngineError: no engine runs.
         """
         running = [engine for engine in self.engines if engine.stopped is None]
         if not running:
             raise EngineError(ENGINE_STOPPED, engine_gone=True)
-        engine = min(running, key=lambda engine: len(engine.requests))
-        message = MessageId(self._incarnation, next(self._numbers)) if request.media else None
-        return await engine.submit(request, message)
+        least = min(engine.load for engine in running)
+        close = [engine for engine in running if engine.load <= least + LOAD_MARGIN]
+        keeping = [engine for engine in close if engine.media.holds_all(hashes)]
+        engine = min(keeping or running, key=lambda engine: engine.load)
+        engine.preparing += samples
+        try:
+            yield engine
+        finally:
+            engine.preparing -= samples
 
     async def reset_caches(self) -> None:
         """Empty the caches of every engine, but for what running requests use. Cancelling it stops the wait only.
@@ -291,35 +119,3 @@ class EngineClient:
         metrics.ipc_buffered_bytes.set(
             sum(sender.buffered_bytes for engine in self.engines for sender in engine.senders)
         )
-
-
-def send_now(socket: zmq.asyncio.Socket, frame: bytes) -> None:
-    """Queue `frame` at once, without giving way to other tasks.
-
-    Raises:
-        zmq.ZMQError: the queue is full.
-    """
-    sent: Any = socket.send(frame, zmq.NOBLOCK)  # with this flag pyzmq returns a future that is done
-    sent.result()
-
-
-class _SendFailed(Exception):
-    """A transport did not take a request's tensors; `reason` is one of `metrics.FALLBACK_REASONS`."""
-
-    def __init__(self, reason: str, why: TransportError):
-        super().__init__(str(why))
-        self.reason = reason
-
-
-@contextlib.contextmanager
-def _failing_as(reason: str) -> Iterator[None]:
-    try:
-        yield
-    except TransportError as error:
-        raise _SendFailed(reason, error) from error
-
-
-def _discard(outgoing: Outgoing, copying: asyncio.Future[bytes]) -> None:
-    if not copying.cancelled():
-        copying.exception()  # seen: asyncio would report it as never retrieved
-    outgoing.discard()

@@ -40,7 +40,7 @@ class Sample:
         self.request_id = request_id
         self.over = False  # nobody waits for its tokens any more
         self.num_cached_tokens = 0
-        self._generation = generation
+        self.generation = generation
         self._new = NewTokens(index, [], None)
 
     def receive(self, output: RequestOutput) -> None:
@@ -60,11 +60,11 @@ class Sample:
                 output.finish_reason,
                 [*new.logprobs, *output.logprobs] if new.logprobs else output.logprobs,
             )
-            self._generation.ready(self)
+            self.generation.ready(self)
 
     def fail(self, error: EngineError) -> None:
         """The engine will send no more."""
-        self._generation.fail(error)
+        self.generation.fail(error)
 
     def take(self) -> NewTokens:
         """What has come since the last call."""
@@ -83,7 +83,10 @@ class Generation:
 
     def __init__(self, engine: Ender, request_ids: Sequence[str]):
         self.samples = [Sample(self, index, request_id) for index, request_id in enumerate(request_ids)]
+        self.at_engine = False  # the engine has been handed the request, and has not turned it down
         self._engine = engine
+        self._accepted = False
+        self._missed: list[bytes] | None = None
         self._waiting: collections.deque[Sample] = collections.deque()  # each with something to take, once
         self._error: EngineError | None = None
         self._arrival: asyncio.Future[None] | None = None
@@ -96,6 +99,21 @@ class Generation:
         """
         return self.samples[0].num_cached_tokens
 
+    @property
+    def over(self) -> bool:
+        """Whether nobody waits for any of its tokens any more."""
+        return all(sample.over for sample in self.samples)
+
+    async def missing(self) -> list[bytes] | None:
+        """Wait until the engine has taken the request or turned it down: the hashes of the media that it lacks.
+
+        None: it has accepted the request, or ended it, as the next look at the tokens will tell.
+        """
+        while not (self._accepted or self._missed is not None or self._waiting or self._error):
+            await self._next_arrival()
+        missed, self._missed = self._missed, None
+        return None if self._error else missed
+
     def __aiter__(self) -> Generation:
         return self
 
@@ -105,14 +123,10 @@ class Generation:
         Raises:
             EngineError: the engine has given the request up, or is gone.
         """
-        if all(sample.over for sample in self.samples):
+        if self.over:
             raise StopAsyncIteration
         while not (self._waiting or self._error):
-            self._arrival = asyncio.get_running_loop().create_future()
-            try:
-                await self._arrival
-            finally:
-                self._arrival = None
+            await self._next_arrival()
         if self._error is not None:
             self.abort()  # the samples that did not fail
             raise self._error
@@ -133,6 +147,17 @@ class Generation:
         for sample in self.samples:
             self._finish(sample, "abort")
 
+    def accept(self) -> None:
+        """The engine has all that the request is made of."""
+        self._accepted = True
+        self._wake()
+
+    def miss(self, hashes: list[bytes]) -> None:
+        """The engine has turned the request down, since it lacks these media; it knows nothing of the request."""
+        self.at_engine = False
+        self._missed = hashes
+        self._wake()
+
     def ready(self, sample: Sample) -> None:
         """`sample` has something to take."""
         if sample not in self._waiting:
@@ -151,6 +176,13 @@ class Generation:
         if sample in self._waiting:
             self._waiting.remove(sample)
         self._engine.finish(sample.request_id, reason)
+
+    async def _next_arrival(self) -> None:
+        self._arrival = asyncio.get_running_loop().create_future()
+        try:
+            await self._arrival
+        finally:
+            self._arrival = None
 
     def _wake(self) -> None:
         if self._arrival is not None and not self._arrival.done():

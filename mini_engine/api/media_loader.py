@@ -1,22 +1,23 @@
-"""A conversation's media references -> processed items: fetch, hash, decode, process, in a few threads.
+"""A conversation's media references -> bytes and hashes -> processed items, in a few threads.
 
-Knows nothing of prompts, requests or engines. Decoding and processing release the interpreter for most of their time,
-so a few threads of one process use several cores.
+Two steps, because an item that an engine keeps under its hash need not be decoded. Knows nothing of prompts, requests
+or engines. Decoding and processing release the interpreter for most of their time, so a few threads of one process use
+several cores.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mini_engine import metrics
 from mini_engine.api.chat import MediaRef
-from mini_engine.media.errors import DecodeCancelled
+from mini_engine.media.errors import DecodeCancelled, MediaError
 from mini_engine.media.fetch import MediaPolicy, fetch
 from mini_engine.media.hashing import media_hash
 from mini_engine.media.image import decode_image
@@ -31,11 +32,22 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class LoadedItem:
-    """A processed item, and the 16 bytes that are the same for the same patches."""
+class FetchedItem:
+    """An item's bytes, and the 16 bytes that are the same for the same patches."""
 
-    processed: ProcessedItem
+    modality: Modality
+    name: str  # what errors call it
+    data: bytes
     media_hash: bytes
+
+
+@dataclass(eq=False)
+class _Flight:
+    """One hash at work, for all who ask for it meanwhile. Once nobody waits any more it is given up."""
+
+    work: asyncio.Future[ProcessedItem]
+    cancelled: threading.Event
+    waiters: int = 0
 
 
 class MediaLoader:
@@ -57,42 +69,86 @@ class MediaLoader:
         self.sampling = sampling
         self._hash_keys = hash_keys
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="media")
+        self._flights: dict[bytes, _Flight] = {}
 
-    async def load(self, refs: Sequence[MediaRef]) -> list[LoadedItem]:
-        """The processed items, in the order of `refs`.
-
-        Cancelling it, or the failure of one item, stops the work on all of them within a frame's time.
+    async def fetch(self, refs: Sequence[MediaRef]) -> list[FetchedItem]:
+        """The items' bytes, in the order of `refs`.
 
         Raises:
-            MediaError: an item cannot be fetched, decoded or processed.
+            MediaError: an item cannot be fetched.
         """
-        cancelled = threading.Event()
-        try:
-            return await asyncio.gather(*(self._load(ref, cancelled) for ref in refs))
-        finally:
-            cancelled.set()
+        return await _all(self._in_thread(partial(self._fetch_and_hash, ref)) for ref in refs)
+
+    async def process(self, items: Iterable[FetchedItem]) -> dict[bytes, ProcessedItem]:
+        """The processed items by hash. A hash that is already at work, for whomever, is waited for and shared.
+
+        Cancelling it, or the failure of one item, stops the work on those that nobody else waits for within a frame's
+        time. What is returned may be shared with other requests: it must not be changed.
+
+        Raises:
+            MediaError: an item cannot be decoded or processed; it has the name that the item has in `items`.
+        """
+        distinct = {item.media_hash: item for item in items}
+        processed = await _all(self._process(item) for item in distinct.values())
+        return dict(zip(distinct, processed, strict=True))
 
     def close(self) -> None:
         """Take no more work. What is at work ends by its own cancellation."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _load(self, ref: MediaRef, cancelled: threading.Event) -> LoadedItem:
-        data, digest = await self._in_thread(partial(self._fetch_and_hash, ref))
-        processed = await self._in_thread(partial(self._decode_and_process, ref, data, cancelled))
-        metrics.media_decodes_total.inc()
-        return LoadedItem(processed, digest)
+    async def _process(self, item: FetchedItem) -> ProcessedItem:
+        flight = self._flights.get(item.media_hash) or self._start(item)
+        flight.waiters += 1
+        try:
+            return await asyncio.shield(flight.work)
+        except MediaError as error:
+            if error.item == item.name:
+                raise
+            # The one who started the work calls the item by another name.
+            problem = str(error).removeprefix(f"{error.item}: ")
+            raise MediaError(item.name, problem, limit=error.limit) from error
+        finally:
+            flight.waiters -= 1
+            if not flight.waiters:
+                flight.cancelled.set()
+                flight.work.cancel()
+                self._land(item.media_hash, flight)  # at once: who comes now must not wait for work given up
 
-    def _fetch_and_hash(self, ref: MediaRef) -> tuple[bytes, bytes]:
+    def _start(self, item: FetchedItem) -> _Flight:
+        cancelled = threading.Event()
+        work = asyncio.ensure_future(self._in_thread(partial(self._decode_and_process, item, cancelled)))
+        flight = self._flights[item.media_hash] = _Flight(work, cancelled)
+        work.add_done_callback(lambda _: self._land(item.media_hash, flight))
+        return flight
+
+    def _land(self, digest: bytes, flight: _Flight) -> None:
+        if self._flights.get(digest) is flight:
+            del self._flights[digest]
+
+    def _fetch_and_hash(self, ref: MediaRef) -> FetchedItem:
         data = fetch(ref.url, self.policy, ref.name)
-        return data, media_hash(data, self._hash_keys[ref.modality])
+        return FetchedItem(ref.modality, ref.name, data, media_hash(data, self._hash_keys[ref.modality]))
 
-    def _decode_and_process(self, ref: MediaRef, data: bytes, cancelled: threading.Event) -> ProcessedItem:
+    def _decode_and_process(self, item: FetchedItem, cancelled: threading.Event) -> ProcessedItem:
         if cancelled.is_set():
             raise DecodeCancelled
-        if ref.modality == "image":
-            return self.processor.process_image(decode_image(data, item=ref.name), item=ref.name)
-        video = decode_video(data, self.sampling, item=ref.name, cancelled=cancelled)
-        return self.processor.process_video(video, item=ref.name)
+        if item.modality == "image":
+            processed = self.processor.process_image(decode_image(item.data, item=item.name), item=item.name)
+        else:
+            video = decode_video(item.data, self.sampling, item=item.name, cancelled=cancelled)
+            processed = self.processor.process_video(video, item=item.name)
+        metrics.media_decodes_total.inc()
+        return processed
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order. The first failure, or a cancellation, cancels the rest."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

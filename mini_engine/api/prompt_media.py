@@ -1,23 +1,51 @@
 """A prompt's media as the engine takes them: whether they fit, and where they stand. Knows nothing of how they were
-made."""
+made, nor which engine keeps what."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from mini_engine.api.chat import ExpandedPrompt
 from mini_engine.api.errors import bad_request
-from mini_engine.api.media_loader import LoadedItem
-from mini_engine.messages import EngineLimits, MediaItem
+from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality, NewRequest
+
+if TYPE_CHECKING:
+    import torch
+
+    from mini_engine.media.processor import ProcessedItem
 
 
-def check_budget(items: Sequence[LoadedItem], limits: EngineLimits) -> None:
+@dataclass(frozen=True, eq=False)
+class PromptItem:
+    """One item of a prompt; see `MediaItem`. `patches` is None where the engine's ranks keep them under the hash."""
+
+    modality: Modality
+    media_hash: bytes
+    num_tokens: int
+    grid_thw: tuple[int, int, int]
+    second_per_grid: float | None
+    patches: torch.Tensor | None
+
+    @classmethod
+    def of(cls, media_hash: bytes, source: ProcessedItem | CachedMedia) -> PromptItem:
+        """The item as it was just processed, or as the engine keeps it."""
+        patches = None if isinstance(source, CachedMedia) else source.patches
+        return cls(
+            source.modality, media_hash, source.num_tokens, source.grid_thw, source.second_per_grid, patches
+        )  # fmt: skip
+
+
+def check_budget(items: Sequence[PromptItem], limits: EngineLimits) -> None:
     """Refuse what no encoder cache could hold. An item that comes twice counts once.
 
     Raises:
         ApiError: 400 that says how much would be needed, and which flag raises the limit.
     """
-    needed = sum({item.media_hash: item.processed.num_tokens for item in items}.values())
+    needed = sum({item.media_hash: item.num_tokens for item in items}.values())
     if needed > limits.max_prompt_media_tokens:
         raise bad_request(
             f"The images and videos of this prompt have {needed} tokens together; this server takes at most "
@@ -28,17 +56,28 @@ def check_budget(items: Sequence[LoadedItem], limits: EngineLimits) -> None:
         )
 
 
-def place(prompt: ExpandedPrompt, items: Sequence[LoadedItem]) -> list[MediaItem]:
+def place(prompt: ExpandedPrompt, items: Sequence[PromptItem]) -> list[MediaItem]:
     """The items with their places in the prompt."""
     return [
         MediaItem(
-            item.processed.modality,
+            item.modality,
             placed.offset,
             placed.length,
-            item.processed.grid_thw,
-            item.processed.second_per_grid,
-            item.processed.patches,
+            item.grid_thw,
+            item.second_per_grid,
+            item.patches,
             item.media_hash,
         )
         for placed, item in zip(prompt.items, items, strict=True)
     ]
+
+
+def fill_in(request: NewRequest, processed: Mapping[bytes, ProcessedItem]) -> NewRequest:
+    """`request` with the patches of the items whose hashes are in `processed`."""
+    media = [
+        msgspec.structs.replace(item, patches=processed[item.media_hash].patches)
+        if item.media_hash in processed
+        else item
+        for item in request.media
+    ]
+    return msgspec.structs.replace(request, media=media)

@@ -22,7 +22,8 @@ from mini_engine.api import transports
 from mini_engine.api.admission import MediaAdmission
 from mini_engine.api.app import Frontend, create_app
 from mini_engine.api.chat import ChatRenderer
-from mini_engine.api.engine_client import EngineClient, send_now
+from mini_engine.api.engine import send_now
+from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.vocabulary import Vocabulary
@@ -136,7 +137,10 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
     ]
     # The same context, so the same I/O thread, seen through asyncio.
     context = zmq.asyncio.Context(shadow=child.context)
-    engines = EngineClient(context, child.encoder, init.cores, [one.senders for one in usable])
+    media_cache = init.config.mm_processor_cache_gb > 0
+    engines = EngineClient(
+        context, child.encoder, init.cores, [one.senders for one in usable], media_cache=media_cache
+    )  # fmt: skip
     child.ready(transports=[one.choice for one in usable])
     link = SupervisorLink(child, engines)
     background = [asyncio.create_task(link.run()), asyncio.create_task(engines.run())]

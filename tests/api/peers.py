@@ -14,12 +14,19 @@ import msgspec
 import zmq.asyncio
 
 from mini_engine.messages import (
+    Accepted,
     AnyMessage,
+    Attach,
+    Cached,
+    CachedMedia,
     CachesReset,
     Consumed,
     EngineCounters,
     EngineStats,
+    Evicted,
     Finish,
+    MediaItem,
+    MediaMiss,
     MessageId,
     NewRequest,
     Outputs,
@@ -118,6 +125,9 @@ class ScriptedCore:
 
     `script` gives the token lists that a request is answered with; then it ends with "length", unless `hold` is set:
     then it runs until its `Finish`. Siblings are answered too, in turns; `script` sees each as a request of its own.
+
+    `kept` is its directory. A request that names what is not there is a miss; every other is accepted, at once unless
+    `accepts` is off: then when the test calls `accept`. With `keeps`, it keeps the tensors of what it accepts.
     """
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, script: Callable[[NewRequest], list[list[int]]]):
@@ -125,6 +135,12 @@ class ScriptedCore:
         self.hold = False
         self.cached = 0  # tokens that each prompt finds in the prefix cache
         self.counters = EngineCounters()  # told with every output
+        self.accepts = True
+        self.keeps = False
+        self.kept: dict[bytes, CachedMedia] = {}
+        self.first: AnyMessage | None = None  # the first message that came
+        self.attached: list[bytes] = []
+        self.misses: list[MediaMiss] = []
         self.answers_resets = True
         self.resets: list[int] = []
         self.requests: list[NewRequest] = []
@@ -138,19 +154,15 @@ class ScriptedCore:
     async def run(self) -> None:
         while True:
             peer, frame = await self._socket.recv_multipart()
-            match decode(frame).body:
+            body = decode(frame).body
+            self.first = self.first or body
+            match body:
+                case Attach():
+                    self.attached.append(peer)
+                    await self._socket.send_multipart([peer, self._encoder.encode(Cached([*self.kept.values()]))])
                 case NewRequest() as request:
                     self.requests.append(request)
-                    samples = [request, *as_requests(request)]
-                    self._peers |= dict.fromkeys((sample.request_id for sample in samples), peer)
-                    self.running |= {sample.request_id: sample for sample in samples}
-                    for turn in itertools.zip_longest(*map(self.script, samples)):
-                        for sample, tokens in zip(samples, turn, strict=True):
-                            if tokens is not None:
-                                await self.output(sample, tokens)
-                    if not self.hold:
-                        for sample in samples:
-                            await self.end(sample, "length")
+                    await self._on_request(request, peer)
                 case Finish(request_id=request_id, reason=reason) as finish:
                     self.finishes.append(finish)
                     if request_id in self.running:
@@ -160,6 +172,58 @@ class ScriptedCore:
                     if self.answers_resets:
                         await self._socket.send_multipart([peer, self._encoder.encode(CachesReset(number))])
             self.changed.set()
+
+    async def _on_request(self, request: NewRequest, peer: bytes) -> None:
+        samples = [request, *as_requests(request)]
+        self._peers |= dict.fromkeys((sample.request_id for sample in samples), peer)
+        missing = [item.media_hash for item in request.media if item.patches is None]
+        missing = [media_hash for media_hash in missing if media_hash not in self.kept]
+        if missing:
+            await self.miss(request, missing)
+            return
+        self.running |= {sample.request_id: sample for sample in samples}
+        if self.accepts:
+            await self.accept(request)
+
+    async def miss(self, request: NewRequest, hashes: list[bytes]) -> None:
+        """Turn a request down."""
+        self.misses.append(MediaMiss(request.request_id, hashes))
+        await self._send(request, self.misses[-1])
+        await self._consumed(request)
+
+    async def accept(self, request: NewRequest) -> None:
+        """Take a request, and answer it by the script."""
+        samples = [request, *as_requests(request)]
+        await self._send(request, Accepted([request.request_id]))
+        if self.keeps:
+            await self.keep([item for item in request.media if item.patches is not None])
+        for turn in itertools.zip_longest(*map(self.script, samples)):
+            for sample, tokens in zip(samples, turn, strict=True):
+                if tokens is not None:
+                    await self.output(sample, tokens)
+        if not self.hold:
+            for sample in samples:
+                await self.end(sample, "length")
+
+    async def keep(self, items: Iterable[MediaItem]) -> None:
+        """Enter items into the directory, and tell all API servers."""
+        kept = [
+            CachedMedia(item.media_hash, item.modality, item.num_tokens, item.grid_thw, item.second_per_grid)
+            for item in items
+        ]
+        self.kept |= {item.media_hash: item for item in kept}
+        await self.tell(Cached(kept))
+
+    async def evict(self, *hashes: bytes) -> None:
+        """Drop items from the directory, and tell all API servers."""
+        for media_hash in hashes:
+            del self.kept[media_hash]
+        await self.tell(Evicted([*hashes]))
+
+    async def tell(self, body: AnyMessage) -> None:
+        """Send something to all API servers."""
+        for peer in self.attached:
+            await self._socket.send_multipart([peer, self._encoder.encode(body)])
 
     async def output(self, request: NewRequest, tokens: list[int]) -> None:
         logprobs = []
@@ -172,9 +236,8 @@ class ScriptedCore:
     ) -> None:
         del self.running[request.request_id]
         await self._outputs(request, RequestOutput(request.request_id, tokens or [], reason, error))
-        messages = list({item.patches.message: None for item in request.media})
-        if messages and request in self.requests:
-            await self._send(request, Consumed(messages))
+        if request in self.requests:
+            await self._consumed(request)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until something that has come makes `condition` true."""
@@ -185,6 +248,11 @@ class ScriptedCore:
 
     def close(self) -> None:
         self._socket.close()
+
+    async def _consumed(self, request: NewRequest) -> None:
+        messages = list({item.patches.message: None for item in request.media if item.patches is not None})
+        if messages:
+            await self._send(request, Consumed(messages))
 
     async def _outputs(self, request: NewRequest, output: RequestOutput) -> None:
         await self._send(request, Outputs([output], STATS, self.counters))

@@ -95,13 +95,14 @@ async def serve(
     script: Callable[[NewRequest], list[list[int]]],
     limits: dict[str, int] | None = None,
     transports: list[MemoryTransport] | None = None,
+    media_cache: bool = True,
 ) -> AsyncIterator[Served]:
     """Everything up, a request may be sent; everything down again at the end."""
     context = zmq.asyncio.Context()
     endpoint = f"ipc://{directory}/core"
     core = ScriptedCore(context, endpoint, script)
     transports = transports or [MemoryTransport("torch_shm"), MemoryTransport("direct_rpc")]
-    engines = EngineClient(context, Encoder("api 0", 7), [endpoint], [transports])
+    engines = EngineClient(context, Encoder("api 0", 7), [endpoint], [transports], media_cache=media_cache)
     allowed = directory / "allowed"
     allowed.mkdir(exist_ok=True)
     frontend = Frontend(

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import zmq.asyncio
 
-from mini_engine.api import engine_client
+from mini_engine.api import engine
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.errors import EngineError
-from mini_engine.api.generation import NewTokens
+from mini_engine.api.generation import Generation, NewTokens
 from mini_engine.messages import MediaItem, NewRequest, SamplingParams, Sibling
 from mini_engine.transport.codec import Encoder
 from tests.api.peers import MemoryOutgoing, MemoryTransport, ScriptedCore, eventually
@@ -30,7 +30,8 @@ async def connected(
     cores = [ScriptedCore(context, endpoint, script) for endpoint in endpoints]
     for core in cores:
         core.hold = True
-    client = EngineClient(context, Encoder("api 0", 7), endpoints, [[transport] for transport in transports])
+    senders = [[transport] for transport in transports]
+    client = EngineClient(context, Encoder("api 0", 7), endpoints, senders, media_cache=True)
     tasks = [asyncio.create_task(work) for work in (client.run(), *(core.run() for core in cores))]
     try:
         yield client, cores
@@ -51,10 +52,19 @@ def request(name: str, media_bytes: int = 0) -> NewRequest:
     return NewRequest(name, [5], SamplingParams(max_tokens=8, seed=1), media)
 
 
+async def submit(client: EngineClient, request: NewRequest) -> Generation:
+    async def refill(request: NewRequest, missing: Any) -> NewRequest:
+        raise AssertionError("nothing is missing")
+
+    with client.choose() as engine:
+        pass
+    return await engine.submit(request, refill)
+
+
 def test_tokens_that_pile_up_come_together(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with connected(tmp_path, [MemoryTransport()]) as (client, (core,)):
-            with await client.submit(request("a")) as generation:
+            with await submit(client, request("a")) as generation:
                 await core.until(lambda: bool(core.requests))
                 await core.end(core.requests[0], "length")
                 await eventually(lambda: not client.engines[0].requests)
@@ -68,12 +78,12 @@ def test_the_engine_with_the_fewest_requests_is_taken(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with connected(tmp_path, [MemoryTransport(), MemoryTransport()]) as (client, cores):
             for number in range(4):
-                await client.submit(request(f"r{number}"))
+                await submit(client, request(f"r{number}"))
             for core in cores:
                 await core.until(lambda core=core: len(core.requests) == 2)
             client.peer_gone("core 0")
             assert not client.alive
-            await client.submit(request("r4"))
+            await submit(client, request("r4"))
             await cores[1].until(lambda: len(cores[1].requests) == 3)
 
     asyncio.run(scenario())
@@ -82,7 +92,7 @@ def test_the_engine_with_the_fewest_requests_is_taken(tmp_path: Path) -> None:
 def test_an_aborted_request_counts_until_its_core_has_ended_it(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with connected(tmp_path, [MemoryTransport()]) as (client, (core,)):
-            generation = await client.submit(request("a"))
+            generation = await submit(client, request("a"))
             generation.abort()
             generation.stop(0)
             assert "a" in client.engines[0].requests
@@ -96,11 +106,11 @@ def test_an_aborted_request_counts_until_its_core_has_ended_it(tmp_path: Path) -
 def test_after_the_death_of_all_engines_nothing_is_accepted(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with connected(tmp_path, [MemoryTransport()]) as (client, _):
-            generation = await client.submit(request("a"))
+            generation = await submit(client, request("a"))
             waiting = asyncio.create_task(anext(generation))
             await asyncio.sleep(0)
             client.peer_gone("core 0")
-            for failing in (waiting, client.submit(request("b"))):
+            for failing in (waiting, submit(client, request("b"))):
                 with pytest.raises(EngineError) as caught:
                     await failing
                 assert caught.value.engine_gone
@@ -142,10 +152,10 @@ def test_a_large_copy_holds_up_nobody(tmp_path: Path, cancel: bool) -> None:
         transport = SlowTransport()
         SlowOutgoing.go.clear()
         async with connected(tmp_path, [transport]) as (client, (core,)):
-            large = asyncio.create_task(client.submit(request("large", engine_client.INLINE_COPY_BYTES + 1)))
+            large = asyncio.create_task(submit(client, request("large", engine.INLINE_COPY_BYTES + 1)))
             await eventually(lambda: transport.copier is not None)
             assert transport.copier is not threading.main_thread()
-            await client.submit(request("small"))
+            await submit(client, request("small"))
             await core.until(lambda: [one.request_id for one in core.requests] == ["small"])
             if cancel:
                 large.cancel()
@@ -170,7 +180,7 @@ def test_an_engine_that_dies_during_a_copy_gets_nothing(tmp_path: Path) -> None:
         transport = SlowTransport()
         SlowOutgoing.go.clear()
         async with connected(tmp_path, [transport]) as (client, (core,)):
-            large = asyncio.create_task(client.submit(request("large", engine_client.INLINE_COPY_BYTES + 1)))
+            large = asyncio.create_task(submit(client, request("large", engine.INLINE_COPY_BYTES + 1)))
             await eventually(lambda: transport.copier is not None)
             client.stop("The server is stopping.")
             SlowOutgoing.go.set()
@@ -185,7 +195,7 @@ def test_siblings_are_taken_in_turns_and_aborted_together(tmp_path: Path) -> Non
     async def scenario() -> None:
         async with connected(tmp_path, [MemoryTransport()]) as (client, (core,)):
             asked = NewRequest("a", [5], SamplingParams(8, 1), siblings=[Sibling("a-1", 2), Sibling("a-2", 3)])
-            with await client.submit(asked) as generation:
+            with await submit(client, asked) as generation:
                 assert list(client.engines[0].requests) == ["a", "a-1", "a-2"]
                 assert sorted([(await anext(generation)).index for _ in range(3)]) == [0, 1, 2]
                 generation.stop(1)
@@ -201,7 +211,7 @@ def test_siblings_are_taken_in_turns_and_aborted_together(tmp_path: Path) -> Non
 def test_a_sample_that_fails_ends_the_request(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with connected(tmp_path, [MemoryTransport()], lambda request: []) as (client, (core,)):
-            generation = await client.submit(NewRequest("a", [5], SamplingParams(8, 1), siblings=[Sibling("a-1", 2)]))
+            generation = await submit(client, NewRequest("a", [5], SamplingParams(8, 1), siblings=[Sibling("a-1", 2)]))
             await core.until(lambda: len(core.running) == 2)
             await core.end(core.running["a-1"], "error", "lost")
             with pytest.raises(EngineError, match="lost"):

@@ -10,7 +10,8 @@ from mini_engine.api.chat import MediaRef
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.media.errors import MediaError
 from mini_engine.media.fetch import MediaPolicy
-from mini_engine.media.processor import MediaProcessor
+from mini_engine.media.processor import MediaProcessor, ProcessedItem
+from mini_engine.metrics import REGISTRY
 from tests.api.peers import eventually
 from tests.api.serving import HASH_KEYS, image
 from tests.media import clips
@@ -54,22 +55,29 @@ class Gated:
         return process(*args, **more)
 
 
+async def load(one: MediaLoader, refs: list[MediaRef]) -> list[ProcessedItem]:
+    """Both steps; equal items come once for each."""
+    fetched = await one.fetch(refs)
+    processed = await one.process(fetched)
+    return [processed[item.media_hash] for item in fetched]
+
+
 def loader(processor: Any, sampling: Any, threads: int = 2) -> MediaLoader:
     return MediaLoader(processor, MediaPolicy(None, 1 << 20), sampling, HASH_KEYS, threads)
 
 
 def test_items_come_in_order(processor: MediaProcessor) -> None:
     one = loader(processor, processor.default_sampling)
-    items = asyncio.run(one.load([image_ref(1, 112), video_ref(), image_ref(2, 56)]))
-    assert [item.processed.modality for item in items] == ["image", "video", "image"]
-    assert [items[0].processed.grid_thw, items[2].processed.grid_thw] == [(1, 8, 8), (1, 4, 4)]
+    items = asyncio.run(load(one, [image_ref(1, 112), video_ref(), image_ref(2, 56)]))
+    assert [item.modality for item in items] == ["image", "video", "image"]
+    assert [items[0].grid_thw, items[2].grid_thw] == [(1, 8, 8), (1, 4, 4)]
     one.close()
 
 
 def test_a_bad_item_fails_the_load_by_its_name(processor: MediaProcessor) -> None:
     one = loader(processor, processor.default_sampling)
     with pytest.raises(MediaError, match="video 9"):
-        asyncio.run(one.load([image_ref(), BROKEN]))
+        asyncio.run(load(one, [image_ref(), BROKEN]))
     one.close()
 
 
@@ -77,7 +85,7 @@ def test_no_more_items_at_work_than_threads(processor: MediaProcessor) -> None:
     async def scenario() -> None:
         gated = Gated(processor)
         one = loader(gated, processor.default_sampling)
-        loading = asyncio.create_task(one.load([image_ref(number) for number in range(5)]))
+        loading = asyncio.create_task(load(one, [image_ref(number, 56 + number) for number in range(5)]))
         await eventually(lambda: gated.inside == 2)
         gated.door.set()
         assert len(await loading) == 5
@@ -91,13 +99,13 @@ def test_a_cancelled_load_does_not_start_what_was_in_line(processor: MediaProces
     async def scenario() -> None:
         gated = Gated(processor)
         one = loader(gated, processor.default_sampling, threads=1)
-        loading = asyncio.create_task(one.load([image_ref(number) for number in range(4)]))
+        loading = asyncio.create_task(load(one, [image_ref(number, 56 + number) for number in range(4)]))
         await eventually(lambda: gated.inside == 1)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await loading
         gated.door.set()
-        assert len(await one.load([image_ref()])) == 1  # the thread is free for others
+        assert len(await load(one, [image_ref(5, 70)])) == 1  # the thread is free for others
         assert gated.most == 1
         one.close()
 
@@ -107,9 +115,88 @@ def test_a_cancelled_load_does_not_start_what_was_in_line(processor: MediaProces
 def test_equal_items_have_equal_hashes(processor: MediaProcessor) -> None:
     one = loader(processor, processor.default_sampling)
     first, again, other, video = asyncio.run(
-        one.load([image_ref(1), image_ref(2), image_ref(3, side=112), video_ref()])
+        one.fetch([image_ref(1), image_ref(2), image_ref(3, side=112), video_ref()])
     )
     assert first.media_hash == again.media_hash
     assert len({item.media_hash for item in (first, other, video)}) == 3
     assert {len(item.media_hash) for item in (first, other, video)} == {16}
     one.close()
+
+
+def test_equal_items_are_processed_once(processor: MediaProcessor) -> None:
+    async def scenario() -> None:
+        gated = Gated(processor)
+        one = loader(gated, processor.default_sampling)
+        decodes = REGISTRY.get_sample_value("mini_engine:media_decodes_total")
+        loading = [asyncio.create_task(load(one, [image_ref(1), image_ref(2)])) for _ in range(2)]
+        await eventually(lambda: gated.inside == 1 and one._flights != {} and waiters(one) == [2])
+        gated.door.set()
+        (first, same), (other, _) = await asyncio.gather(*loading)
+        assert first is same is other
+        assert gated.most == 1
+        assert REGISTRY.get_sample_value("mini_engine:media_decodes_total") == decodes + 1
+        assert one._flights == {}
+        one.close()
+
+    asyncio.run(scenario())
+
+
+def waiters(one: MediaLoader) -> list[int]:
+    return [flight.waiters for flight in one._flights.values()]
+
+
+def test_one_who_leaves_does_not_cancel_the_other(processor: MediaProcessor) -> None:
+    async def scenario() -> None:
+        gated = Gated(processor)
+        one = loader(gated, processor.default_sampling)
+        first, second = (asyncio.create_task(load(one, [image_ref()])) for _ in range(2))
+        await eventually(lambda: gated.inside == 1 and waiters(one) == [2])
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await eventually(lambda: waiters(one) == [1])
+        gated.door.set()
+        assert len(await second) == 1
+        assert gated.most == 1
+        one.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_last_who_leaves_gives_the_work_up(processor: MediaProcessor) -> None:
+    async def scenario() -> None:
+        gated = Gated(processor)
+        one = loader(gated, processor.default_sampling)
+        leaving = [asyncio.create_task(load(one, [image_ref()])) for _ in range(2)]
+        await eventually(lambda: gated.inside == 1 and waiters(one) == [2])
+        (flight,) = one._flights.values()
+        for task in leaving:
+            task.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
+        await eventually(lambda: one._flights == {})
+        assert flight.cancelled.is_set()
+        coming = asyncio.create_task(load(one, [image_ref()]))
+        await eventually(lambda: gated.inside == 2)  # a start of its own
+        gated.door.set()
+        assert len(await coming) == 1
+        one.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_is_shared_and_named_for_each(processor: MediaProcessor) -> None:
+    async def scenario() -> None:
+        one = loader(processor, processor.default_sampling)
+        (broken,) = await one.fetch([BROKEN])
+        (renamed,) = await one.fetch([MediaRef("video", BROKEN.url, "video 2")])
+        decodes = REGISTRY.get_sample_value("mini_engine:media_decodes_total")
+        failures = await asyncio.gather(one.process([broken]), one.process([renamed]), return_exceptions=True)
+        first, second = map(str, failures)
+        assert first.startswith("video 9: ")
+        assert second == first.replace("video 9", "video 2")
+        assert [type(failure) for failure in failures] == [MediaError, MediaError]
+        assert REGISTRY.get_sample_value("mini_engine:media_decodes_total") == decodes
+        assert one._flights == {}
+        one.close()
+
+    asyncio.run(scenario())

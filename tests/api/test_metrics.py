@@ -12,8 +12,9 @@ metrics.ipc_messages_total.labels("torch_shm").inc(3)
 metrics.ipc_buffered_bytes.set(100)
 engine = metrics.EngineFigures(0)
 metrics.EngineFigures(1)
-engine.update(EngineStats({running}, 0, 2, 8, 30), EngineCounters(10, 4, 3, 2, 1))
-engine.update(EngineStats({running}, 0, 2, 8, 30), EngineCounters())
+engine.resends.inc()
+engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 3), EngineCounters(10, 4, 3, 2, 1, 6))
+engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 3), EngineCounters())
 clock = metrics.RequestClock()
 clock.tokens(10, 2)
 clock.tokens(10, 3)
@@ -45,6 +46,11 @@ def test_the_figures_of_all_processes_are_summed(tmp_path: Path) -> None:
         'mini_engine:encoder_cache_hits_total{engine="0"} 4.0',
         'mini_engine:num_preemptions_total{engine="0"} 2.0',
         'mini_engine:num_preemptions_total{engine="1"} 0.0',
+        'mini_engine:mm_cache_evictions_total{engine="0"} 12.0',
+        'mini_engine:mm_cache_resends_total{engine="0"} 2.0',
+        'mini_engine:mm_cache_resends_total{engine="1"} 0.0',
+        'mini_engine:mm_store_bytes{engine="0",state="used"} 700.0',
+        'mini_engine:mm_cache_references{engine="0"} 3.0',
         "mini_engine:ipc_buffered_bytes 200.0",
         "mini_engine:prompt_tokens_total 20.0",
         "mini_engine:generation_tokens_total 10.0",
