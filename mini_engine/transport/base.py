@@ -64,8 +64,10 @@ class TensorSender(Protocol):
     async def reserve(self, message: MessageId, nbytes: int) -> Outgoing:
         """Wait for room for a message of `nbytes` (padding between tensors is the sender's matter).
 
-        Cancelling the wait gives everything back. A message larger than the whole credit is let through alone, once
-        all that was reserved before it is back, so that it cannot wait for good.
+        Memory that takes long to make is made in a thread: the event loop goes on, and messages that come later do not
+        wait for it. Cancelling the wait gives everything back; memory that is just being made counts until it is made.
+        A message larger than the whole credit is let through alone, once all that was reserved before it is back, so
+        that it cannot wait for good.
 
         Raises:
             TransportError: there is no memory for it.

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, since 5.14; Python has no names for them
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def create_sealed(nbytes: int) -> int:
@@ -41,7 +43,9 @@ def map_for_writing(fd: int, nbytes: int) -> mmap.mmap:
     Raises:
         OSError: no room in the address space.
     """
-    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    _populate(np.frombuffer(mapping, dtype=np.uint8), _MADV_POPULATE_WRITE)
+    return mapping
 
 
 def map_for_reading(fd: int) -> Any:
@@ -58,10 +62,21 @@ def map_for_reading(fd: int) -> Any:
     nbytes = os.fstat(fd).st_size
     if not nbytes:
         raise OSError("the memory is empty")
-    mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+    mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     # torch.frombuffer warns about every read-only buffer, and torch knows no read-only tensor. A ctypes array over the
     # address calls itself writable; the array keeps the mapping alive, and what views the array keeps the array.
     pages = np.frombuffer(mapping, dtype=np.uint8)
+    _populate(pages, _MADV_POPULATE_READ)
     array: Any = (ctypes.c_uint8 * nbytes).from_address(pages.ctypes.data)
     array.mapping = pages
     return array
+
+
+def _populate(pages: np.ndarray, advice: int) -> None:
+    """Enter all pages into this process's page table now.
+
+    Not by MAP_POPULATE: Python's mmap holds the interpreter's lock meanwhile, for 256 MB a quarter of a second in which
+    no other thread of the process runs. A kernel that does not know the advice enters each page at its first access
+    instead; the memory itself is allocated either way.
+    """
+    _libc.madvise(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(pages.nbytes), advice)

@@ -32,9 +32,19 @@ class PooledBuffer:
 
     number: int
     cost: int
-    tensor: torch.Tensor
-    fd: int | None
+    capacity: int  # bytes
+    tensor: torch.Tensor = dataclasses.field(init=False)  # from `allocate` on
+    fd: int | None = None
     generation: int = 1
+
+    def allocate(self) -> PooledBuffer:
+        """Get the memory, every page of it; returns itself. For any thread: it is the dear part of a new buffer.
+
+        Raises:
+            TransportError: no memory, or no descriptor, for it.
+        """
+        self.tensor, self.fd = _allocate(self.capacity)
+        return self
 
     def close_descriptor(self) -> None:
         """The mapping stays, with the references to `tensor`."""
@@ -63,18 +73,34 @@ class BufferPool:
         Raises:
             TransportError: no memory, or no descriptor, for it.
         """
-        capacity = size_class(nbytes)
-        for buffer in reversed(self._idle):
-            if buffer.tensor.numel() == capacity:
-                self._idle.remove(buffer)
-                buffer.generation += 1
-                return buffer
-        cost = self.cost(nbytes)
-        self._trim(cost)
-        buffer = PooledBuffer(next(self._numbers), cost, *_allocate(capacity))
-        self._cost += cost
+        buffer = self._find(nbytes)
+        if buffer is not None:
+            self._idle.remove(buffer)
+            buffer.generation += 1
+            return buffer
+        buffer = self.announce(nbytes)
+        try:
+            return buffer.allocate()
+        except TransportError:
+            self.withdraw(buffer)
+            raise
+
+    def has_idle(self, nbytes: int) -> bool:
+        """Whether `take` would return at once."""
+        return self._find(nbytes) is not None
+
+    def announce(self, nbytes: int) -> PooledBuffer:
+        """A new buffer in the place of others that idle. It counts from now on; its memory is still to be allocated."""
+        buffer = PooledBuffer(next(self._numbers), self.cost(nbytes), size_class(nbytes))
+        self._trim(buffer.cost)
+        self._cost += buffer.cost
         self.alive.add(buffer.number)
         return buffer
+
+    def withdraw(self, buffer: PooledBuffer) -> None:
+        """Take back the announcement of a buffer whose memory could not be had."""
+        self._cost -= buffer.cost
+        self.alive.remove(buffer.number)
 
     def give(self, buffer: PooledBuffer) -> None:
         """Nobody reads `buffer` any more."""
@@ -86,12 +112,16 @@ class BufferPool:
         self._limit = 0
         self._trim(0)
 
+    def _find(self, nbytes: int) -> PooledBuffer | None:
+        """The buffer of the right size that was idle for the shortest time: its bytes may still be in a cache."""
+        capacity = size_class(nbytes)
+        return next((buffer for buffer in reversed(self._idle) if buffer.capacity == capacity), None)
+
     def _trim(self, room: int) -> None:
         while self._idle and self._cost + room > self._limit:
             buffer = self._idle.pop(0)
             buffer.close_descriptor()
-            self._cost -= buffer.cost
-            self.alive.remove(buffer.number)
+            self.withdraw(buffer)
 
 
 def _allocate(nbytes: int) -> tuple[torch.Tensor, int]:

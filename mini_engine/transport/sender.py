@@ -6,9 +6,11 @@ back). This file knows nothing of sockets, and nothing of what the tensors are f
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
@@ -94,6 +96,7 @@ class PackedSender(ABC, Generic[BufferT, LinkT]):
         self._links = [(address, self._link(address)) for address in addresses]
         self._credit = ByteCredit(credit_bytes)
         self._held: dict[MessageId, PackedOutgoing[BufferT]] = {}
+        self._closed = False
 
     @abstractmethod
     def _link(self, address: RankAddress) -> LinkT:
@@ -106,6 +109,10 @@ class PackedSender(ABC, Generic[BufferT, LinkT]):
     @abstractmethod
     def _take(self, capacity: int) -> BufferT:
         """A buffer that nobody reads, of at least `capacity` bytes. Raises TransportError when there is none."""
+
+    def _take_in_thread(self, capacity: int) -> asyncio.Future[BufferT] | None:  # noqa: ARG002 - for those who override
+        """As `_take`, begun in a thread because it takes long. None: `_take` is quick."""
+        return None
 
     @abstractmethod
     def _give(self, buffer: BufferT) -> None:
@@ -147,16 +154,42 @@ class PackedSender(ABC, Generic[BufferT, LinkT]):
         capacity = nbytes + PADDING_ROOM
         cost = self._cost(capacity)
         await self._credit.acquire(cost)
-        try:
-            if message in self._held:
-                raise ValueError(f"{message} is on its way already")
-            outgoing = PackedOutgoing(self, message, self._take(capacity), cost)
-        except BaseException:
+        buffer = await self._obtain(capacity, cost)
+        if self._closed or message in self._held:
+            self._give(buffer)
             self._credit.release(cost)
-            raise
+            if self._closed:
+                raise TransportError("the transport was closed")
+            raise ValueError(f"{message} is on its way already")
+        outgoing = PackedOutgoing(self, message, buffer, cost)
         outgoing.reserved = nbytes
         self._held[message] = outgoing
         return outgoing
+
+    async def _obtain(self, capacity: int, cost: int) -> BufferT:
+        """A buffer for which the credit is taken. Those who come later need not wait until a thread is done with it.
+
+        Where this raises, the credit is given back: at once, or when the thread is done, which cannot be stopped and
+        whose memory counts until then.
+        """
+        making: asyncio.Future[BufferT] | None = None
+        try:
+            making = self._take_in_thread(capacity)
+            return self._take(capacity) if making is None else await asyncio.shield(making)
+        except BaseException:
+            if making is None:
+                self._credit.release(cost)
+            elif making.done():
+                self._put_away(cost, making)
+            else:
+                making.add_done_callback(partial(self._put_away, cost))
+            raise
+
+    def _put_away(self, cost: int, made: asyncio.Future[BufferT]) -> None:
+        """Nobody waits for this buffer any more: the next one finds it idle, and warm."""
+        if not made.cancelled() and made.exception() is None:
+            self._give(made.result())
+        self._credit.release(cost)
 
     def consumed(self, messages: Iterable[MessageId]) -> None:
         """See `base.TensorSender`."""
@@ -172,6 +205,7 @@ class PackedSender(ABC, Generic[BufferT, LinkT]):
 
     def close(self) -> None:
         """See `base.TensorSender`."""
+        self._closed = True
         self._credit.close()
         self._disconnect()
         for outgoing in list(self._held.values()):

@@ -11,6 +11,7 @@ This file knows nothing of requests, of who waits for a message, or of when a ra
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import errno
@@ -20,6 +21,7 @@ import select
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -29,7 +31,7 @@ from mini_engine.transport.codec import Encoder
 from mini_engine.transport.frames import READ_BYTES, Frame, FrameParser, close_all, read_chunk, send_frame
 from mini_engine.transport.memory import map_for_reading
 from mini_engine.transport.packing import Failed, Received, decode_head, probe_result, unpack
-from mini_engine.transport.pool import BufferPool, PooledBuffer
+from mini_engine.transport.pool import BufferPool, PooledBuffer, size_class
 from mini_engine.transport.sender import PackedOutgoing, PackedSender, head_of
 from mini_engine.transport.sockets import BoundPath
 
@@ -39,6 +41,7 @@ log = logging.getLogger(__name__)
 # --- sender ----------------------------------------------------------------------------------------------------------
 
 
+INLINE_ALLOCATION = 1 << 20  # bytes: a new buffer above it, a millisecond of page faults or more, is made in a thread
 _NOT_YET = (FileNotFoundError, ConnectionRefusedError, BlockingIOError, TimeoutError)
 
 
@@ -138,6 +141,19 @@ class TensorIpcSender(PackedSender[PooledBuffer, RankLink]):
         buffer = self._pool.take(capacity)
         self._tell_dropped()
         return buffer
+
+    def _take_in_thread(self, capacity: int) -> asyncio.Future[PooledBuffer] | None:
+        if size_class(capacity) <= INLINE_ALLOCATION or self._pool.has_idle(capacity):
+            return None
+        buffer = self._pool.announce(capacity)
+        self._tell_dropped()
+        allocating = asyncio.get_running_loop().run_in_executor(None, buffer.allocate)
+        allocating.add_done_callback(partial(self._withdraw_failed, buffer))
+        return allocating
+
+    def _withdraw_failed(self, buffer: PooledBuffer, allocated: asyncio.Future[PooledBuffer]) -> None:
+        if allocated.cancelled() or allocated.exception() is not None:
+            self._pool.withdraw(buffer)
 
     def _give(self, buffer: PooledBuffer) -> None:
         self._pool.give(buffer)
