@@ -1,0 +1,101 @@
+"""A rank for regime `transport`: a process with the workers' own receiver, `MediaInputs`, and no model.
+
+    python -m mini_engine.bench.transport_rank DIRECTORY RANK
+
+It takes one `Verify` a line on stdin and answers each with a line on stdout, a `Verified`; both are JSON. The end of
+stdin ends it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+
+from mini_engine.messages import RankAddress, TensorHandle
+from mini_engine.transport import tensor_ipc
+from mini_engine.transport.codec import Encoder
+from mini_engine.transport.packing import checksum
+from mini_engine.worker.media_inputs import MediaInputs
+
+PAGE = 4096
+
+
+class Verify(msgspec.Struct):
+    """Read the tensor, which has been reported ready, and release its message."""
+
+    handle: TensorHandle
+
+
+class Verified(msgspec.Struct):
+    """What a rank found, and what each part took it, in seconds."""
+
+    checksum: int
+    map_seconds: float  # new buffers into this process, since the last `Verified`
+    touch_seconds: float  # one byte of each page, by the thread that will read them
+    checksum_seconds: float
+
+
+def address_of(directory: str | Path, rank: int) -> RankAddress:
+    """Where rank `rank` listens."""
+    return RankAddress(0, rank, f"{directory}/tensors-{rank}", f"ipc://{directory}/tensors-rpc-{rank}")
+
+
+def core_endpoint(directory: str | Path) -> str:
+    """Where the ranks report what has arrived."""
+    return f"ipc://{directory}/core"
+
+
+class TimedCall:
+    """`function`, and the seconds spent in it so far."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.seconds = 0.0
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        begun = time.perf_counter()
+        try:
+            return self._function(*args)
+        finally:
+            self.seconds += time.perf_counter() - begun
+
+
+def verify(tensor: torch.Tensor, mapping: TimedCall) -> Verified:
+    """Touch all of `tensor`, then sum it up; the times of `mapping` start anew."""
+    content = tensor.view(-1).view(torch.uint8)
+    begun = time.perf_counter()
+    content.numpy()[::PAGE].max(initial=0)
+    touched = time.perf_counter()
+    found = checksum(content)
+    ended = time.perf_counter()
+    map_seconds, mapping.seconds = mapping.seconds, 0.0
+    return Verified(found, map_seconds, touched - begun, ended - touched)
+
+
+def main(directory: str, rank: int) -> None:
+    """Serve until stdin ends."""
+    mapping = TimedCall(tensor_ipc.map_for_reading)
+    tensor_ipc.map_for_reading = mapping  # type: ignore[assignment]
+    context = zmq.Context()
+    me = Encoder(f"worker 0.{rank}", 1 + rank)
+    media = MediaInputs(address_of(directory, rank), core_endpoint(directory), me, rank, context)
+    media.start()
+    print("ready", flush=True)
+    for line in sys.stdin.buffer:
+        handle = msgspec.json.decode(line, type=Verify).handle
+        verified = verify(media.tensor(handle), mapping)
+        media.release([handle.message])  # before the answer, after which the sender may write there again
+        print(msgspec.json.encode(verified).decode(), flush=True)
+    media.close()
+    context.destroy(linger=0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
