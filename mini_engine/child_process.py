@@ -46,13 +46,13 @@ class ChildProcess:
     @classmethod
     def start(
         cls, *, role: Role, index: str, incarnation: int, supervisor: str, log_level: str,
-        listener: socket.socket | None, environment: dict[str, str],
+        listener: socket.socket | None, environment: dict[str, str], module: str = "mini_engine.child",
     ) -> ChildProcess:  # fmt: skip
-        """Start `mini_engine.child` in a fresh interpreter. Call it from the main thread only."""
+        """Start `module` in a fresh interpreter. Call it from the main thread only."""
         listen_fd = None if listener is None else listener.fileno()
         spec = ChildSpec(role, index, incarnation, os.getpid(), supervisor, log_level, listen_fd)
         popen = subprocess.Popen(
-            [sys.executable, "-m", "mini_engine.child", msgspec.json.encode(spec).decode()],
+            [sys.executable, "-m", module, msgspec.json.encode(spec).decode()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

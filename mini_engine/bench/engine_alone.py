@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import zmq
 
+from mini_engine.bench import timed_child
 from mini_engine.bench.report import BenchError
 from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
@@ -58,6 +59,7 @@ class Generation:
     arrivals: list[Arrival]  # in order
     warm: int  # index of the arrival after which every request had its warm-up tokens
     after_warm: dict[str, ThreadTime]  # of each child by name, from then to the end
+    model_seconds: float  # that the worker's model took on the clock, from then to the end
 
     def steps_after_warm(self, batch: int) -> float:
         """Tokens for each of `batch` sequences that came after the warm-up."""
@@ -85,6 +87,8 @@ class EngineAlone:
         with contextlib.ExitStack() as stack:
             self._directory = stack.enter_context(runtime_directory())
             (self._directory / "metrics").mkdir()
+            self._model_time = self._directory / "model-time"
+            timed_child.create(self._model_time)
             self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             stack.callback(self._context.destroy, linger=0)
             supervisor = sockets.bind_router(self._context, f"ipc://{self._directory}/supervisor")
@@ -125,17 +129,17 @@ class EngineAlone:
                 produced[output.request_id] += len(output.token_ids)
             unfinished -= _finished(new)
             arrivals += new
-        warm, before = len(arrivals) - 1, self._thread_times()
+        warm, before, model_before = len(arrivals) - 1, self._thread_times(), timed_child.read(self._model_time)
         while unfinished:
             new = self._decode(self._receive_until_quiet())
             unfinished -= _finished(new)
             arrivals += new
-        after = self._thread_times()
+        after, model_after = self._thread_times(), timed_child.read(self._model_time)
         spent = {
             name: ThreadTime(after[name].cpu - before[name].cpu, after[name].wait - before[name].wait)
             for name in self.children
         }
-        return Generation(arrivals, warm, spent)
+        return Generation(arrivals, warm, spent, model_after[0] - model_before[0])
 
     def _receive(self) -> tuple[float, bytes]:
         """The next frame, and when it came."""
@@ -182,7 +186,9 @@ class EngineAlone:
                 "OMP_NUM_THREADS": "1",
                 "PROMETHEUS_MULTIPROC_DIR": str(self._directory / "metrics"),
                 "TMPDIR": str(self._directory),
+                timed_child.FILE_VARIABLE: str(self._model_time),
             },
+            module=timed_child.__name__,
         )
         self.children[child.name] = child
 

@@ -132,6 +132,7 @@ def _measure_engine(engine: EngineAlone, mode: str, requests: Sequence[NewReques
     generation = engine.generate(requests, WARM_UP_STEPS)
     samples.add(mode, step_seconds(generation.arrivals, len(requests)))
     steps = generation.steps_after_warm(len(requests))
+    samples.add(f"{mode} forward", generation.model_seconds / steps)
     for name, kind in (("core 0", "core"), ("worker 0.0", "worker")):
         samples.add(f"{mode} {kind} cpu", generation.after_warm[name].cpu / steps)
         samples.add(f"{mode} {kind} wait", generation.after_warm[name].wait / steps)
@@ -160,22 +161,22 @@ def step_seconds(arrivals: Sequence[Arrival], batch: int) -> float:
 
 
 def _figures(batch: int, samples: Samples) -> dict[str, Any]:
-    forward = samples.median("forward")
     figures: dict[str, Any] = {
         "batch": batch,
-        "forward_ms": forward,
+        "forward_ms": samples.median("forward"),
         "execute_ms": samples.median("execute"),
         "forward_cpu_ms": samples.median("forward_cpu"),
         "execute_cpu_ms": samples.median("execute_cpu"),
         "forward_range_ms": samples.extremes("forward"),
     }
     for mode in MODES:
-        pairs = zip(samples.values[mode], samples.values["forward"], strict=True)
+        pairs = zip(samples.values[mode], samples.values[f"{mode} forward"], strict=True)
         cpu_ratio = samples.median(f"{mode} worker cpu") / samples.median("forward_cpu")
         figures[mode] = {
             "step_ms": samples.median(mode),
             "step_range_ms": samples.extremes(mode),
-            "own_ms": round(samples.median(mode) - forward, 4),
+            "forward_ms": samples.median(f"{mode} forward"),
+            "own_ms": round(samples.median(mode) - samples.median(f"{mode} forward"), 4),
             "worker_cpu_over_forward_cpu": round(cpu_ratio, 3),
             "over_forward": round(statistics.median(step / model for step, model in pairs), 3),
             **{
@@ -190,7 +191,7 @@ def describe(figures: dict[str, Any]) -> str:
     """The table for people."""
     times = [
         [row["batch"], mode, row["forward_ms"], row["execute_ms"],
-         *(row[mode][name] for name in ("step_ms", "own_ms", "over_forward"))]
+         *(row[mode][name] for name in ("forward_ms", "step_ms", "own_ms", "over_forward"))]
         for row in figures["batches"] for mode in MODES
     ]  # fmt: skip
     spent = [
@@ -205,10 +206,11 @@ def describe(figures: dict[str, Any]) -> str:
             "",
             "core step: the engine's own share of a decode step, T = 1, one torch thread, no API server",
             f"Milliseconds a step, medians of {figures['repeats']} times {figures['steps']} steps.",
-            "forward: the model by itself; execute: the worker's part by itself; step: wall time as the engine runs;",
-            "own: step - forward; step/forward: median of each time's ratio.",
+            "alone: the model, and the worker's part of a step, by themselves in the benchmark's process;",
+            "in the engine: the model's time (forward) and the wall time of a step as the engine runs;",
+            "own: step - forward; ratio: step / forward in the engine, median of each time's.",
             "",
-            table(["batch", "mode", "forward", "execute", "step", "own", "step/forward"], times),
+            table(["batch", "mode", "alone: forward", "execute", "engine: forward", "step", "own", "ratio"], times),
             "",
             "The same in time on a CPU. wait: ready to run, but another program had the CPU; where that is not near 0,",
             "the wall times above are too long, and worker/forward is what async step/forward would be without.",

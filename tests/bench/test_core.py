@@ -80,7 +80,7 @@ def check_step(figures: dict, lines: list[str]) -> None:
         assert 0 < row["forward_ms"] < row["execute_ms"]
         for mode in ("sync", "async"):
             assert row[mode]["step_ms"] > 0 and row[mode]["worker_cpu_ms"] > 0
-            assert row[mode]["own_ms"] == pytest.approx(row[mode]["step_ms"] - row["forward_ms"], abs=1e-3)
+            assert row[mode]["own_ms"] == pytest.approx(row[mode]["step_ms"] - row[mode]["forward_ms"], abs=1e-3)
             shown = [line.split() for line in lines if line.split()[:2] == [str(row["batch"]), mode]]
             assert float(shown[0][4]) == pytest.approx(row[mode]["step_ms"], abs=1e-3)
 
