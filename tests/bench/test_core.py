@@ -82,7 +82,9 @@ def check_step(figures: dict, lines: list[str]) -> None:
             assert row[mode]["step_ms"] > 0 and row[mode]["worker_cpu_ms"] > 0
             assert row[mode]["own_ms"] == pytest.approx(row[mode]["step_ms"] - row[mode]["forward_ms"], abs=1e-3)
             shown = [line.split() for line in lines if line.split()[:2] == [str(row["batch"]), mode]]
-            assert float(shown[0][4]) == pytest.approx(row[mode]["step_ms"], abs=1e-3)
+            assert float(shown[0][4]) == pytest.approx(row[mode]["forward_ms"], abs=1e-3)
+            assert float(shown[0][5]) == pytest.approx(row[mode]["step_ms"], abs=1e-3)
+            assert 0 < row[mode]["forward_ms"] < row[mode]["step_ms"]
 
 
 @pytest.mark.parametrize("part", ["latency", "step"])

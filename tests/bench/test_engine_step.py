@@ -46,7 +46,7 @@ def test_sequences_that_never_met_have_no_step():
 
 def test_steps_after_the_warm_up():
     arrivals = [arrival(1, {"a": 1, "b": 1}), arrival(2, {"a": 2, "b": 1}), arrival(3, {"a": 1, "b": 2})]
-    assert Generation(arrivals, 0, {}).steps_after_warm(2) == 3
+    assert Generation(arrivals, 0, {}, 0.0).steps_after_warm(2) == 3
 
 
 def test_no_two_prompts_alike():
