@@ -8,6 +8,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from mini_engine.demo import evaluate, forward, videos
 from mini_engine.demo.data import Item, Sample, Writer, make_item, resized, target_size, video_item
 from mini_engine.demo.model import WEIGHTS
+from tests.oracle import exact_seconds
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,7 @@ def test_resized_frames_have_the_processors_size(processor, size):
     assert [side // 14 for side in target_size(*size)] == grid[1:]
 
 
+@exact_seconds
 def test_tokens_positions_and_logits_equal_transformers(processor, model):
     media, items = media_and_items(11)
     wanted = reference(processor, media)

@@ -10,6 +10,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from mini_engine.demo import evaluate, questions, videos
 from mini_engine.demo.evaluate import FRESH_SEEDS, Media, roundtrip
 from mini_engine.demo.model import WEIGHTS, make_config, save_support_files
+from tests.oracle import exact_seconds
 
 SEEDS = range(FRESH_SEEDS + 10_000_000, FRESH_SEEDS + 10_000_028)  # used by no other test or table
 DESCRIBE, MOTION = "Describe the video.", "Which way does it move?"
@@ -54,6 +55,7 @@ def test_four_ranks_divide_the_model():
     assert 0 < len(vision["fullatt_block_indexes"]) < vision["depth"]  # full and windowed blocks
 
 
+@exact_seconds
 def test_fresh_videos_in_every_codec(ask):
     hits = []
     for index, seed in enumerate(SEEDS):
@@ -73,6 +75,7 @@ def test_fresh_images(ask):
     assert share(hits) >= 0.9
 
 
+@exact_seconds
 @pytest.mark.parametrize("kinds", ["VV", "II", "VI", "IV"])
 def test_two_items_are_described_in_order(ask, kinds):
     hits = []
@@ -88,6 +91,7 @@ def test_two_items_are_described_in_order(ask, kinds):
     assert share(hits) >= 0.8
 
 
+@exact_seconds
 @pytest.mark.parametrize("motion", ["left", "right", "up", "down"])
 def test_backwards_is_the_other_way(ask, motion):
     clip = videos.render(SEEDS[0], motion=motion)
@@ -96,6 +100,7 @@ def test_backwards_is_the_other_way(ask, motion):
         assert ask([roundtrip(shown)], DESCRIBE) == questions.phrase(shown)
 
 
+@exact_seconds
 def test_a_repeated_frame_is_still(ask):
     for seed in SEEDS[:3]:
         frozen = videos.render(seed, motion="left").frozen(5)
@@ -103,6 +108,7 @@ def test_a_repeated_frame_is_still(ask):
         assert ask([roundtrip(frozen)], DESCRIBE) == questions.phrase(frozen)
 
 
+@exact_seconds
 @pytest.mark.parametrize("num_frames", [4, 7, 16, 32])
 def test_other_samplings(ask, num_frames):
     hits = []
@@ -120,6 +126,7 @@ def test_text_that_it_was_not_taught_gets_an_answer(ask):
         assert isinstance(ask([clip], text), str)
 
 
+@exact_seconds
 def test_a_long_text_before_the_question(ask):
     clip = roundtrip(videos.render(SEEDS[2]))
     assert ask([clip], "What do you see? " + "Answer in one sentence. " * 20 + "What do you see?") == questions.phrase(

@@ -4,15 +4,12 @@ import random
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
 from mini_engine.model.rope import inverse_frequencies, mrope_positions, rotate, rotation
+from tests.oracle import CUTS_SECONDS
 
 IMAGE, VIDEO, START, END = 190, 191, 192, 193
-# Releases before 5.23 cut the seconds per grid to an integer, so there they are no oracle for fractions.
-WHOLE_ONLY = Version(transformers.__version__) < Version("5.23")
-SECONDS = (1.0, 2.0, 3.0) if WHOLE_ONLY else (1.0, 2.0, 0.25, 0.4, 0.9, 1 / 3, 1.7, 2 / 29.97)
+SECONDS = (1.0, 2.0, 3.0) if CUTS_SECONDS else (1.0, 2.0, 0.25, 0.4, 0.9, 1 / 3, 1.7, 2 / 29.97)
 
 
 def random_prompt(rng: random.Random) -> tuple[list[int], list[tuple], list[tuple], list[float]]:

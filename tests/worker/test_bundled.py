@@ -15,6 +15,7 @@ from mini_engine.model.weights import load_model
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
+from tests.oracle import exact_seconds
 from tests.worker import script, tiny
 
 SEED = 2_000_000_500  # beyond what training and its evaluation draw from
@@ -51,6 +52,7 @@ def as_request(name: str, inputs: Any, media: tiny.MemoryMedia, normalise: Norma
     return NewSequence(name, tokens, SamplingParams(max_tokens=COUNT, seed=0, temperature=0.0), items)
 
 
+@exact_seconds
 @pytest.mark.parametrize("budget", [16, 1000])
 def test_the_words_are_those_of_transformers(budget):
     theirs = AutoModelForImageTextToText.from_pretrained(WEIGHTS, dtype=torch.float32).eval()
