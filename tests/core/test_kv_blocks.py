@@ -1,0 +1,72 @@
+"""The block pool by itself, against a plain record of who holds what."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mini_engine.core.kv_blocks import BlockPool
+
+actions = st.lists(st.tuples(st.sampled_from(["new", "same", "end", "reset"]), st.integers(0, 9)), max_size=80)
+
+
+@settings(max_examples=300, deadline=None)
+@given(size=st.integers(1, 12), actions=actions)
+def test_any_use_keeps_each_block_in_one_place(size, actions):
+    """Sequences take blocks of their own, share the published ones of a prefix, and end in any order."""
+    pool = BlockPool(size, 4)
+    held: list[list[int]] = []
+    content: dict[int, bytes] = {}  # what each block was published with last
+    for action, number in actions:
+        if action == "reset":
+            pool.forget_prefixes()
+            assert pool.find([b"%d/0" % n for n in range(10)]) == []
+        elif action == "end" and held:
+            pool.free(held.pop(number % len(held)))
+        elif action in ("new", "same"):
+            hashes = [b"%d/%d" % (number, i) for i in range(number % 4)]
+            shared = pool.find(hashes) if action == "same" else []
+            assert [content[block] for block in shared] == hashes[: len(shared)]
+            free, needed = pool.num_free, 1 + len(hashes) - len(shared)
+            if needed + pool.num_idle(shared) > free:
+                continue
+            idle = pool.num_idle(shared)
+            pool.hold(shared)
+            own = pool.allocate(needed)
+            assert own is not None and not {block for blocks in held for block in blocks} & set(own)
+            assert pool.num_free == free - needed - idle
+            held.append([*shared, *own])
+            for block, value in zip(held[-1][len(shared) :], hashes[len(shared) :], strict=False):
+                pool.publish(block, value)
+                content[block] = value
+        assert pool.num_used == len({block for blocks in held for block in blocks})
+    for blocks in held:
+        pool.free(blocks)
+    assert pool.num_free == size
+    assert sorted(pool.allocate(size) or []) == list(range(size))
+
+
+def test_too_many_are_refused_whole():
+    pool = BlockPool(3, 4)
+    assert pool.allocate(4) is None
+    assert pool.num_free == 3
+
+
+def test_a_block_freed_twice_is_noticed():
+    pool = BlockPool(3, 4)
+    blocks = pool.allocate(1)
+    pool.free(blocks)
+    with pytest.raises(AssertionError, match="freed more often"):
+        pool.free(blocks)
+
+
+def test_the_longest_unused_prefix_goes_first_and_its_end_before_its_beginning():
+    pool = BlockPool(4, 4)
+    for name in (b"old", b"new"):
+        blocks = pool.allocate(2)
+        for index, block in enumerate(blocks):
+            pool.publish(block, name + b"%d" % index)
+        pool.free(blocks)
+    pool.allocate(1)
+    assert len(pool.find([b"old0", b"old1"])) == 1 and len(pool.find([b"new0", b"new1"])) == 2
