@@ -7,8 +7,9 @@ it until it ends: so requests that wait for room hold none, and a preempted one 
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Mapping
+
+from mini_engine.core.idle import Idle
 
 
 @dataclasses.dataclass(slots=True)
@@ -33,8 +34,7 @@ class EncoderCache:
         self.num_tokens = 0
         self.evicted: list[bytes] = []
         self._entries: dict[bytes, Entry] = {}
-        self._idle: OrderedDict[bytes, None] = OrderedDict()  # ready and without users, longest unused first
-        self._idle_tokens = 0
+        self.idle = Idle()  # ready and without users
 
     def __getitem__(self, value: bytes) -> Entry:
         return self._entries[value]
@@ -46,14 +46,15 @@ class EncoderCache:
     def reserve(self, items: Mapping[bytes, int], users: int) -> bool:
         """Become that many users of all these items (hash -> tokens), or of none when there is no room for them."""
         missing = {value: tokens for value, tokens in items.items() if value not in self._entries}
-        wanted_idle = sum(tokens for value, tokens in items.items() if value in self._idle)
+        wanted_idle = sum(tokens for value, tokens in items.items() if value in self.idle)
         needed = sum(missing.values())
-        if self.num_tokens - self._idle_tokens + wanted_idle + needed > self.budget:
+        if self.num_tokens - self.idle.size + wanted_idle + needed > self.budget:
             return False
         for value in items:
-            self._leave_idle(value)
+            if value in self.idle:
+                self.idle.remove(value)
         while self.num_tokens + needed > self.budget:
-            self._evict(next(iter(self._idle)))
+            self._evict(self.idle.longest_unused())
         for value, tokens in missing.items():
             self._entries[value] = Entry(tokens)
             self.num_tokens += tokens
@@ -72,31 +73,22 @@ class EncoderCache:
                 self._drop(value)
                 self.evicted += [value] if entry.num_grids else []
             elif entry.ready:
-                self._enter_idle(value)
+                self.idle.add(value, entry.num_tokens)
 
     def retire(self, value: bytes) -> None:
         """The step that encodes the last of it has run."""
         entry = self._entries[value]
         entry.ready = True
         if not entry.users:
-            self._enter_idle(value)
+            self.idle.add(value, entry.num_tokens)
 
     def forget_unused(self) -> None:
         """Evict every item without users whose embeddings are there."""
-        for value in list(self._idle):
+        for value in list(self.idle):
             self._evict(value)
 
-    def _enter_idle(self, value: bytes) -> None:
-        self._idle[value] = None
-        self._idle_tokens += self._entries[value].num_tokens
-
-    def _leave_idle(self, value: bytes) -> None:
-        if value in self._idle:
-            del self._idle[value]
-            self._idle_tokens -= self._entries[value].num_tokens
-
     def _evict(self, value: bytes) -> None:
-        self._leave_idle(value)
+        self.idle.remove(value)
         self._drop(value)
         self.evicted.append(value)
 

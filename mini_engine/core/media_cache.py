@@ -8,9 +8,9 @@ References are counted from a request's acceptance to the step that has encoded 
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Iterable
 
+from mini_engine.core.idle import Idle
 from mini_engine.messages import CachedMedia, KeepMedia, MediaItem
 
 
@@ -41,8 +41,7 @@ class MediaCache:
         self.listed: list[CachedMedia] = []
         self.unlisted: list[bytes] = []
         self._entries: dict[bytes, Entry] = {}
-        self._idle: OrderedDict[bytes, None] = OrderedDict()  # listed and unreferenced, longest unused first
-        self._idle_bytes = 0
+        self.idle = Idle()  # listed and unreferenced
 
     def all_listed(self) -> list[CachedMedia]:
         """What an API server that has just come may use."""
@@ -57,8 +56,7 @@ class MediaCache:
         for value in hashes:
             entry = self._entries[value]
             if not entry.references:
-                del self._idle[value]
-                self._idle_bytes -= entry.nbytes
+                self.idle.remove(value)
             entry.references += 1
             self.num_references += 1
 
@@ -69,17 +67,17 @@ class MediaCache:
             entry.references -= 1
             self.num_references -= 1
             if not entry.references:
-                self._enter_idle(value)
+                self.idle.add(value, entry.nbytes)
 
     def offer(self, item: MediaItem) -> None:
         """Keep an item whose tensor lies on all ranks, unless it is kept already or finds no room."""
         assert item.patches is not None
         rows, width = item.patches.shape
         nbytes = rows * width
-        if item.media_hash in self._entries or self.num_bytes - self._idle_bytes + nbytes > self.budget:
+        if item.media_hash in self._entries or self.num_bytes - self.idle.size + nbytes > self.budget:
             return
         while self.num_bytes + nbytes > self.budget:
-            self._evict(next(iter(self._idle)))
+            self._evict(self.idle.longest_unused())
             self.num_evictions += 1
         media = CachedMedia(item.media_hash, item.modality, item.num_tokens, item.grid_thw, item.second_per_grid)
         self._entries[item.media_hash] = Entry(media, nbytes)
@@ -91,21 +89,16 @@ class MediaCache:
         entry = self._entries[value]
         entry.listed = True
         self.listed.append(entry.media)
-        self._enter_idle(value)
+        self.idle.add(value, entry.nbytes)
 
     def forget_unused(self) -> None:
         """Drop everything that nobody refers to."""
-        for value in list(self._idle):
+        for value in list(self.idle):
             self._evict(value)
-
-    def _enter_idle(self, value: bytes) -> None:
-        self._idle[value] = None
-        self._idle_bytes += self._entries[value].nbytes
 
     def _evict(self, value: bytes) -> None:
         entry = self._entries.pop(value)
-        del self._idle[value]
-        self._idle_bytes -= entry.nbytes
+        self.idle.remove(value)
         self.num_bytes -= entry.nbytes
         self.dropped.append(value)
         if entry.media in self.listed:  # nobody has been told of it

@@ -124,11 +124,11 @@ class World:
         assert not self.links.sequences, "the ranks still keep a sequence"
         assert not self.core.in_flight and not self.core.finished and not self.core.release
         assert not self.core.awaiting_media and not self.core.waiters
-        assert self.core.media.num_references == 0 and self.core.media._idle_bytes == self.core.media.num_bytes
+        assert self.core.media.num_references == 0 and self.core.media.idle.size == self.core.media.num_bytes
         assert {media.media_hash for media in self.core.media.all_listed()} == self.links.kept
         assert self.listed == self.links.kept
         assert self.core.encoder.num_tokens == sum(self.links.encoded.values())
-        assert self.core.encoder.num_tokens == self.core.encoder._idle_tokens
+        assert self.core.encoder.num_tokens == self.core.encoder.idle.size
         assert len(self.core.directory) == 0
 
 
