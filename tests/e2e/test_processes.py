@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
+import urllib.request
 from pathlib import Path
 
 import openai
@@ -131,11 +134,37 @@ def test_a_dead_engine_ends_the_server(victim):
         server.assert_nothing_left(family)
 
 
-def test_health_is_refused_before_it_is_true():
-    begun = time.monotonic()
-    with RunningServer() as server:
-        assert server.get("/health") is not None
-        assert time.monotonic() - begun > 0.5
+def test_health_is_not_200_before_a_request_can_be_served():
+    """Asked all through the start; the first 200 is followed by a request at once."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    seen: list[str] = []
+
+    def watch() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+            except urllib.error.HTTPError as error:
+                seen.append(str(error.code))
+            except OSError:
+                seen.append("refused")
+            else:
+                client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+                body = [{"role": "user", "content": "hello"}]
+                reply = client.chat.completions.create(model="mini-engine-demo", messages=body, max_tokens=2)
+                seen.append(f"served {reply.usage.completion_tokens}")
+                client.close()
+                return
+            time.sleep(0.02)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with RunningServer("--port", str(port)):
+        watcher.join()
+    assert seen[0] != seen[-1] == "served 2"
+    assert set(seen[:-1]) <= {"refused", "503"}
 
 
 def test_a_second_server_on_the_same_port_says_so(server):
