@@ -374,12 +374,13 @@ asyncio.run(main())
 """
 
 
-def shared_mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:mini-engine")
+def shared_mappings() -> set[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line for line in lines if "memfd:mini-engine" in line}
 
 
 def test_what_a_killed_sender_left_stays_until_the_core_drops_it(inputs, core, runtime) -> None:
-    mapped = shared_mappings()
+    mapped = shared_mappings()  # what earlier tests left to the collector; it may go at any moment
     process = subprocess.Popen([sys.executable, "-c", SENDER, rank_address(runtime).tensor_ipc])
     try:
         assert core.reports(3, seconds=60) == [ready(1), ready(2), ready(3)]
@@ -394,6 +395,9 @@ def test_what_a_killed_sender_left_stays_until_the_core_drops_it(inputs, core, r
         tensor = inputs.tensor(TensorHandle(MessageId(41, number), 0, (100,), "int32"))
         assert set(tensor.tolist()) == {number}
     del tensor
-    assert shared_mappings() > mapped
+    assert shared_mappings() - mapped
     inputs.drop_sender(41)
-    assert shared_mappings() == mapped
+    deadline = time.monotonic() + 5
+    while shared_mappings() - mapped:  # the receiver thread may be about to leave the frame that held the last view
+        assert time.monotonic() < deadline, shared_mappings()
+        time.sleep(0.01)
