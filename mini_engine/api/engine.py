@@ -37,6 +37,7 @@ from mini_engine.messages import (
     Outputs,
     RequestOutput,
     ResetCaches,
+    StoreHandle,
 )
 from mini_engine.transport.base import Outgoing, TensorSender, TransportError
 from mini_engine.transport.codec import Encoder, decode
@@ -222,7 +223,7 @@ class Engine:
 
     async def _submit(self, request: NewRequest) -> None:
         try:
-            if any(item.patches is not None for item in request.media):
+            if tensors_of(request):
                 await self._submit_with_tensors(request, MessageId(self._encoder.incarnation, next(self._numbers)))
             else:
                 self._send(self._encoder.encode(request))
@@ -244,7 +245,7 @@ class Engine:
         raise EngineError(MEDIA_NOT_SENT)
 
     async def _submit_by(self, sender: TensorSender, request: NewRequest, message: MessageId) -> None:
-        tensors = [item.patches for item in request.media if item.patches is not None]
+        tensors = tensors_of(request)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         with _failing_as("no_memory"):
             outgoing = await sender.reserve(message, nbytes)
@@ -291,6 +292,11 @@ class Engine:
     def _check_running(self) -> None:
         if self.stopped is not None:
             raise EngineError(self.stopped, engine_gone=True)
+
+
+def tensors_of(request: NewRequest) -> list[Any]:
+    """The patches in `request` that are still tensors."""
+    return [item.patches for item in request.media if not isinstance(item.patches, StoreHandle | None)]
 
 
 def send_now(socket: zmq.asyncio.Socket, frame: bytes) -> None:

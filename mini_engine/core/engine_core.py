@@ -21,7 +21,7 @@ from mini_engine.core.limits import budgets, engine_limits, media_cache_bytes
 from mini_engine.core.links import Links
 from mini_engine.core.media_cache import MediaCache
 from mini_engine.core.outbox import Outbox
-from mini_engine.core.request import Request, family
+from mini_engine.core.request import Request, family, tensor_messages
 from mini_engine.core.scheduler import Budgets, Counters, Plan, Scheduler, Work
 from mini_engine.core.validation import problem_with
 from mini_engine.messages import (
@@ -45,6 +45,7 @@ from mini_engine.messages import (
     SampledToken,
     Step,
     StepResult,
+    TensorHandle,
 )
 from mini_engine.model.config import ModelConfig
 from mini_engine.transport import sockets
@@ -158,7 +159,7 @@ class EngineCore:
         if missing := self.media.missing(named):
             self.links.send(peer, MediaMiss(new.request_id, missing))
             # It comes again with all of its tensors, in another message.
-            self.release += dict.fromkeys(item.patches.message for item in new.media if item.patches is not None)
+            self.release += tensor_messages(new)
             return
         self.outbox.accepted(peer, new.request_id)
         lead = family(new, sender, incarnation, self.arrivals, self.config.enable_prefix_caching)
@@ -191,7 +192,7 @@ class EngineCore:
         """Queue a request whose media lie on all ranks; they may be of use to others."""
         if not request.released:
             for item in request.media:
-                if item.patches is not None:
+                if isinstance(item.patches, TensorHandle):
                     self.media.offer(item)
         self.scheduler.add(request)
 

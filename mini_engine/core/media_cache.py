@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from mini_engine.core.idle import Idle
-from mini_engine.messages import CachedMedia, KeepMedia, MediaItem
+from mini_engine.messages import CachedMedia, KeepMedia, MediaItem, TensorHandle
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,7 +71,7 @@ class MediaCache:
 
     def offer(self, item: MediaItem) -> None:
         """Keep an item whose tensor lies on all ranks, unless it is kept already or finds no room."""
-        assert item.patches is not None
+        assert isinstance(item.patches, TensorHandle)
         rows, width = item.patches.shape
         nbytes = rows * width
         if item.media_hash in self._entries or self.num_bytes - self.idle.size + nbytes > self.budget:

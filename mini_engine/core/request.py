@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from mini_engine.messages import MediaItem, MessageId, NewRequest, SamplingParams
+from mini_engine.messages import MediaItem, MessageId, NewRequest, SamplingParams, TensorHandle
 
 HASH_BYTES = 16
 
@@ -88,7 +88,7 @@ class Request:
     @property
     def messages(self) -> list[MessageId]:
         """The tensor messages that carry its media, each once."""
-        return list(dict.fromkeys(item.patches.message for item in self.media if item.patches is not None))
+        return tensor_messages(self.new)
 
     @property
     def named_media(self) -> list[bytes]:
@@ -113,6 +113,12 @@ class Request:
                     digest.update(item.media_hash)
             self.hashes.append(digest.digest())
         return self.hashes
+
+
+def tensor_messages(new: NewRequest) -> list[MessageId]:
+    """The tensor messages that carry media of `new`, each once."""
+    handles = [item.patches for item in new.media if isinstance(item.patches, TensorHandle)]
+    return list(dict.fromkeys(handle.message for handle in handles))
 
 
 def family(new: NewRequest, sender: str, incarnation: int, arrivals: Iterator[int], share_prefixes: bool) -> Request:

@@ -65,6 +65,10 @@ from mini_engine.messages.tensors import (
     MessageId,
     Modality,
     ProbeResult,
+    Segment,
+    SegmentGrown,
+    StoreHandle,
+    StoreObject,
     TensorHandle,
     TensorLayout,
     TensorMessage,
@@ -111,11 +115,15 @@ __all__ = [
     "Role",
     "SampledToken",
     "SamplingParams",
+    "Segment",
+    "SegmentGrown",
     "Serving",
     "Sibling",
     "Start",
     "Step",
     "StepResult",
+    "StoreHandle",
+    "StoreObject",
     "TensorHandle",
     "TensorLayout",
     "TensorMessage",
@@ -143,5 +151,5 @@ AnyMessage = (
     | NewRequest | Finish | ResetCaches | Outputs | Consumed | CachesReset
     | Attach | Cached | Evicted | Accepted | MediaMiss
     | Step | StepResult | WorkerReady | MediaReady | MediaFailed
-    | TensorMessage | ProbeResult
+    | TensorMessage | ProbeResult | Segment | SegmentGrown
 )  # fmt: skip

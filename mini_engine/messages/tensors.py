@@ -19,13 +19,29 @@ class MessageId(msgspec.Struct, frozen=True, array_like=True):
     number: int
 
 
-class TensorHandle(msgspec.Struct, frozen=True, array_like=True):
+class TensorHandle(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Stands for a tensor that travels out of band: the `index`-th tensor of tensor message `message`."""
 
     message: MessageId
     index: int
     shape: tuple[int, ...]
     dtype: str  # torch's name without the prefix: "uint8"
+
+
+class StoreObject(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """One object of the shared-memory store of an API server. Lower is older, within an incarnation and between two."""
+
+    incarnation: int  # of the API server that owns it
+    number: int  # its generation: counts up from 1 within an incarnation, and stands in the object's header
+
+
+class StoreHandle(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Stands for a tensor that lies in a segment of the shared-memory store, which every rank has mapped."""
+
+    object: StoreObject
+    offset: int  # bytes from the start of the segment to the tensor's first; its header lies before it
+    shape: tuple[int, ...]
+    dtype: str
 
 
 if TYPE_CHECKING:  # the sender puts a torch.Tensor, the codec exchanges it for its handle
@@ -42,9 +58,9 @@ class MediaItem(msgspec.Struct, frozen=True):
     num_tokens: int  # placeholders, that is merged patches: t * h * w / merge_size**2
     grid_thw: tuple[int, int, int]  # patches: frames / temporal_patch_size, height / patch_size, width / patch_size
     second_per_grid: float | None  # seconds between temporal patches; None for an image
-    # uint8 [t * h * w, 3 * temporal_patch_size * patch_size**2], neither rescaled nor normalised. None: the ranks keep
+    # uint8 [t * h * w, 3 * temporal_patch_size * patch_size**2], neither rescaled nor normalised. None: the engine has
     # it under its hash.
-    patches: Tensor | None
+    patches: Tensor | StoreHandle | None
     # 16 bytes over the media's own bytes, the sampling, the processor's settings and the model: equal hashes, equal
     # patches. Empty: the item is like no other.
     media_hash: bytes = b""
@@ -71,6 +87,20 @@ class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
     offset: int  # bytes from the start of the buffer; a multiple of 64
     shape: tuple[int, ...]
     dtype: str
+
+
+class Segment(Message, frozen=True):
+    """API server -> rank, with the descriptor of its store's segment: map it, and tell the checksum of `probe`."""
+
+    nbytes: int
+    probe: StoreHandle
+
+
+class SegmentGrown(Message, frozen=True):
+    """API server -> rank: these bytes of the segment have memory now. Enter them in the page table ahead of use."""
+
+    offset: int
+    nbytes: int
 
 
 class ProbeResult(Message, frozen=True):

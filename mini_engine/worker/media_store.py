@@ -43,7 +43,7 @@ class MediaStore:
         Raises:
             RuntimeError: it came without a tensor and is not kept.
         """
-        if item.patches is not None:
+        if isinstance(item.patches, TensorHandle):
             return self._received(item.patches)
         kept = self._kept.get(item.media_hash)
         if kept is None:
