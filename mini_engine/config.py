@@ -78,6 +78,7 @@ def parse_json_object(text: str) -> dict[str, Any]:
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+MediaCacheType = Literal["auto", "lru", "shm"]
 TensorIpc = Literal["auto", "torch_shm", "direct_rpc"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -201,9 +202,17 @@ class EngineConfig:
         "auto", "How media tensors reach the workers: `torch_shm` (shared memory), `direct_rpc` (copied through a "
         "socket), or `auto`: the first of these that passes its probe at start.", "Data plane",
     )  # fmt: skip
-    mm_processor_cache_gb: float = option(
-        4.0, "Most memory per worker, in GiB, for processed media that are kept for requests which bring them again; "
-        "capped at a quarter of the memory that is free at the start; 0 turns it off.", "Data plane", minimum=0,
+    mm_processor_cache_type: MediaCacheType = option(
+        "auto", "Where processed media are kept for requests that bring them again: `shm` (in shared memory, once for "
+        "all workers), `lru` (a copy in each worker), or `auto`: `shm` where the host allows it.", "Data plane",
+    )  # fmt: skip
+    mm_processor_cache_gb: float | None = option(
+        None, "Most memory for them, in GiB: of all API servers together (shm), or of each worker (lru). "
+        "Default: 4, or a quarter of the free memory where that is less; 0 turns it off.", "Data plane", minimum=0,
+    )  # fmt: skip
+    mm_shm_cache_max_object_size_mb: int = option(
+        128, "Largest item kept in shared memory, in MiB; a larger one is handed to the workers uncached.",
+        "Data plane", minimum=1,
     )  # fmt: skip
     mm_ipc_memory_bytes: int = option(
         1 << 30, "Most memory per API server and engine for tensors on their way to the workers; "

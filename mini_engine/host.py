@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import mmap
+import os
 import resource
 import shutil
 import socket
@@ -11,8 +13,12 @@ import tempfile
 from pathlib import Path
 
 from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.free_memory import available_memory
+from mini_engine.messages import MediaCachePlan
 from mini_engine.model.config import ModelConfig
+from mini_engine.transport.memory import create_sealed
 
+DEFAULT_MEDIA_CACHE_BYTES = 4 << 30
 MAX_UNIX_PATH = 107  # sun_path without its terminating zero
 
 
@@ -85,6 +91,58 @@ def bind_listeners(config: EngineConfig) -> list[socket.socket]:
             f"cannot listen on {config.host} port {config.port}: {error.strerror}; choose another --host or --port"
         ) from None
     return listeners
+
+
+def plan_media_cache(config: EngineConfig) -> MediaCachePlan:
+    """What becomes of processed media: `--mm-processor-cache-type` and `--mm-processor-cache-gb` on this host.
+
+    Raises:
+        ConfigError: more memory is asked for than is free, or a kind of memory that this host does not allow.
+    """
+    if config.mm_processor_cache_gb == 0:
+        return MediaCachePlan("off", 0, "asked for by --mm-processor-cache-gb 0")
+    wanted = config.mm_processor_cache_type
+    refusal = _shared_memory_refusal() if wanted != "lru" else None
+    if wanted == "shm" and refusal is not None:
+        raise ConfigError(
+            f"--mm-processor-cache-type shm: this host gives no shared memory ({refusal}); "
+            "use --mm-processor-cache-type lru"
+        )
+    shared = wanted != "lru" and refusal is None
+    holders = config.api_server_count if shared else config.tensor_parallel_size * config.data_parallel_size
+    free = available_memory()
+    if config.mm_processor_cache_gb is None:
+        total = min(DEFAULT_MEDIA_CACHE_BYTES * (1 if shared else holders), free // 4)
+    else:
+        total = int(config.mm_processor_cache_gb * (1 << 30)) * (1 if shared else holders)
+    if total > free:
+        each = "" if shared else f" for each of {holders} worker(s)"
+        raise ConfigError(
+            f"--mm-processor-cache-gb: {config.mm_processor_cache_gb:g} GiB{each} cannot be had, "
+            f"{free / (1 << 30):.1f} GiB of memory are free; lower it, or leave it out to take a quarter of them"
+        )
+    reason = "asked for by --mm-processor-cache-type"
+    if wanted == "auto":
+        reason = "the host shares memory" if shared else f"the host gives no shared memory: {refusal}"
+    return MediaCachePlan("shm" if shared else "lru", total // holders, reason)
+
+
+def _shared_memory_refusal() -> str | None:
+    """Why sealed memory cannot be made and handed over here; None if it can."""
+    try:
+        fd = create_sealed(mmap.PAGESIZE)
+        try:
+            here, there = socket.socketpair(socket.AF_UNIX)
+            with here, there:
+                socket.send_fds(here, [b"?"], [fd])
+                _, received, _, _ = socket.recv_fds(there, 1, 1)
+            for each in received:
+                os.close(each)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None if received else "descriptors cannot be handed over"
 
 
 def raise_descriptor_limit() -> None:

@@ -18,7 +18,14 @@ import zmq
 from mini_engine import log
 from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
-from mini_engine.host import bind_listeners, load_model_config, raise_descriptor_limit, resolve_model, runtime_directory
+from mini_engine.host import (
+    bind_listeners,
+    load_model_config,
+    plan_media_cache,
+    raise_descriptor_limit,
+    resolve_model,
+    runtime_directory,
+)
 from mini_engine.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -72,6 +79,7 @@ class Supervisor:
         raise_descriptor_limit()
         self.model_dir = resolve_model(self.config)
         self.model_config = load_model_config(self.model_dir, self.config)
+        self.media_cache = plan_media_cache(self.config)
         self.listeners = bind_listeners(self.config)
         self.port = self.listeners[0].getsockname()[1]
         with runtime_directory() as self.runtime_dir:
@@ -143,6 +151,7 @@ class Supervisor:
                 for engine in engines
                 for rank in range(self.config.tensor_parallel_size)
             ],
+            media_cache=self.media_cache,
         )
 
     def _wait_until_serving(self) -> None:
@@ -166,6 +175,7 @@ class Supervisor:
         config, limits = self.config, self.limits[0]
         for choice in next(iter(self.transports.values()), []):
             logger.info("tensors to engine %d go by %s: %s", choice.engine, choice.transport, choice.reason)
+        logger.info("processed media are cached: %s (%s)", self.media_cache.kind, self.media_cache.reason)
         host = f"[{config.host}]" if ":" in config.host else config.host
         logger.info(
             "serving %s (%s) at http://%s:%d/v1 after %.1f s: %d API server(s), %d engine(s) x %d worker(s), "

@@ -28,8 +28,9 @@ from mini_engine.messages import EngineCounters, EngineStats, FinishReason, Tran
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 REGISTRY = CollectorRegistry()
 
-# Why a request's tensors went by the second transport: no memory to reserve, or the copy or the sending failed.
-FALLBACK_REASONS = ("no_memory", "copy_failed", "send_failed")
+# Why tensors went another way than the chosen one. A request's, by the second transport: no memory to reserve, the copy
+# or the sending failed, or they were lost. An item's, past the store: no room there, or it is too large.
+FALLBACK_REASONS = ("no_memory", "copy_failed", "send_failed", "lost", "store_full", "store_oversize")
 
 NOTHING_HAPPENED = EngineCounters()
 
@@ -53,7 +54,7 @@ def _histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
 ipc_messages_total = _counter("ipc_messages_total", "Media tensors sent to workers, each rank counted.", ["transport"])
 ipc_bytes_total = _counter("ipc_bytes_total", "Bytes of media tensors sent, each rank counted.", ["transport"])
 ipc_fallbacks_total = _counter(
-    "ipc_fallbacks_total", "Requests whose tensors could not go by the chosen transport.", ["reason"]
+    "ipc_fallbacks_total", "Requests, or items, that could not go the chosen way.", ["reason"]
 )
 ipc_buffered_bytes = Gauge(
     "mini_engine:ipc_buffered_bytes",
@@ -83,22 +84,28 @@ encoder_cache_queries_total = _counter("encoder_cache_queries_total", "Media ite
 encoder_cache_hits_total = _counter(
     "encoder_cache_hits_total", "Media items found encoded, or on the way to be.", ["engine"]
 )
-mm_cache_queries_total = _counter("mm_cache_queries_total", "Media items looked up among the kept ones.", ["engine"])
+mm_cache_queries_total = _counter("mm_cache_queries_total", "Media items looked up among the cached ones.", ["engine"])
 mm_cache_hits_total = _counter(
-    "mm_cache_hits_total", "Media items named by their hash, without decoding, for the engine keeps them.", ["engine"]
+    "mm_cache_hits_total",
+    "Media items named by their hash, without decoding, for the engine can read them.",
+    ["engine"],
 )
 mm_cache_resends_total = _counter(
     "mm_cache_resends_total", "Requests sent again with tensors of media that the engine had dropped.", ["engine"]
 )
-mm_cache_evictions_total = _counter("mm_cache_evictions_total", "Kept media dropped to make room.", ["engine"])
+mm_cache_evictions_total = _counter("mm_cache_evictions_total", "Cached media dropped to make room.", ["engine"])
 mm_store_bytes = Gauge(
     "mini_engine:mm_store_bytes",
-    "Bytes of kept media, by what becomes of them.",
+    "Bytes of cached media that the engine can read: all (used), those that requests refer to (pinned), room (free).",
     ["engine", "state"],
     multiprocess_mode="livemostrecent",
     registry=REGISTRY,
 )
-mm_cache_references = _engine_gauge("mm_cache_references", "Kept media that running requests still need.")
+mm_cache_references = _engine_gauge("mm_cache_references", "References of unfinished requests to cached media.")
+mm_cache_oldest_seconds = _engine_gauge(
+    "mm_cache_oldest_seconds",
+    "Since the cached item that is unused for longest was used, when the engine last spoke.",
+)
 num_preemptions_total = _counter("num_preemptions_total", "Requests that gave their KV blocks to others.", ["engine"])
 request_success_total = _counter("request_success_total", "Requests that ended, by how.", ["finished_reason"])
 prompt_tokens_total = _counter("prompt_tokens_total", "Prompt tokens of requests that brought a token.")
@@ -113,7 +120,7 @@ media_decodes_total = _counter("media_decodes_total", "Images and videos decoded
 
 
 def _create_labels() -> None:
-    for transport in get_args(TransportName):
+    for transport in (*get_args(TransportName), "shm_store"):
         ipc_messages_total.labels(transport)
         ipc_bytes_total.labels(transport)
     for reason in FALLBACK_REASONS:
@@ -126,15 +133,21 @@ _create_labels()
 
 
 class EngineFigures:
-    """One engine's figures, as they come with its outputs. Its counters can be read, as 0, from the start."""
+    """One engine's figures, as they come with its outputs. Its counters can be read, as 0, from the start.
 
-    def __init__(self, engine: int) -> None:
+    `media_capacity`: most bytes of cached media that it can read.
+    """
+
+    def __init__(self, engine: int, media_capacity: int) -> None:
         label = str(engine)
         self._running = num_requests_running.labels(label)
         self._waiting = num_requests_waiting.labels(label)
         self._kv_usage = kv_cache_usage_perc.labels(label)
         self._encoder_tokens = encoder_cache_tokens.labels(label)
-        self._store_used = mm_store_bytes.labels(label, "used")
+        self._media_capacity = media_capacity
+        self._store = {state: mm_store_bytes.labels(label, state) for state in ("used", "pinned", "free")}
+        self._store["free"].set(media_capacity)
+        self._oldest = mm_cache_oldest_seconds.labels(label)
         self._references = mm_cache_references.labels(label)
         self.resends = mm_cache_resends_total.labels(label)
         self._counters = {
@@ -152,8 +165,14 @@ class EngineFigures:
         self._waiting.set(stats.waiting)
         self._kv_usage.set(stats.kv_blocks_used / max(1, stats.kv_blocks_total))
         self._encoder_tokens.set(stats.encoder_cache_tokens)
-        self._store_used.set(stats.media_cache_bytes)
-        self._references.set(stats.media_cache_references)
+        for state, nbytes in (
+            ("used", stats.media_bytes),
+            ("pinned", stats.media_bytes_pinned),
+            ("free", max(0, self._media_capacity - stats.media_bytes)),
+        ):
+            self._store[state].set(nbytes)
+        self._references.set(stats.media_references)
+        self._oldest.set(stats.media_oldest_seconds)
         if counters != NOTHING_HAPPENED:  # as after most steps
             for name, counter in self._counters.items():
                 counter.inc(getattr(counters, name))

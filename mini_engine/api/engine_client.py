@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import zmq.asyncio
 
 from mini_engine import metrics
-from mini_engine.api.engine import ENGINE_STOPPED, Engine
+from mini_engine.api.engine import ENGINE_STOPPED, Engine, Surroundings
 from mini_engine.api.errors import EngineError
-from mini_engine.api.media_cache import MediaCopy
+from mini_engine.api.media_store import MediaStore
+from mini_engine.messages import AnyMessage
 from mini_engine.transport import sockets
 from mini_engine.transport.base import TensorSender
 from mini_engine.transport.codec import Encoder
@@ -21,11 +22,14 @@ from mini_engine.transport.codec import Encoder
 # few more in a batch cost a request some milliseconds, while decoding a video again costs hundreds.
 LOAD_MARGIN = 4
 
+StoreMaker = Callable[[int, Callable[[int, AnyMessage], None]], MediaStore]
+
 
 class EngineClient:
-    """All engines. `senders` holds the usable transports of each, in the order of use.
+    """All engines of `num_ranks` ranks each. `senders` holds the usable transports of each, in the order of use.
 
-    Without `media_cache` (`--mm-processor-cache-gb 0`) no engine is asked for media that it may keep.
+    With a `media_capacity` of 0 no engine is asked for media that it may have. `store`, if given, makes this server's
+    part of the shared-memory store, from the number of engines and what sends a message to one of them.
     """
 
     def __init__(
@@ -35,20 +39,16 @@ class EngineClient:
         endpoints: Sequence[str],
         senders: Sequence[Sequence[TensorSender]],
         *,
-        media_cache: bool,
+        num_ranks: int,
+        media_capacity: int,
+        store: StoreMaker | None = None,
     ):
         name = sockets.identity(encoder.sender, encoder.incarnation)
         self._numbers = itertools.count(1)
+        self._store = None if store is None else store(len(endpoints), self._tell)
+        shared = Surroundings(encoder, self._numbers, num_ranks, media_capacity, self._store, self._show_memory)
         self.engines = [
-            Engine(
-                number,
-                sockets.connect_dealer(context, endpoint, name),
-                encoder,
-                theirs,
-                MediaCopy(number, media_cache),
-                self._numbers,
-                self._show_memory,
-            )
+            Engine(number, sockets.connect_dealer(context, endpoint, name), theirs, shared)
             for number, (endpoint, theirs) in enumerate(zip(endpoints, senders, strict=True))
         ]
 
@@ -114,8 +114,11 @@ class EngineClient:
         """Stop, and close all sockets."""
         for engine in self.engines:
             engine.close()
+        if self._store is not None:
+            self._store.close()
+
+    def _tell(self, engine: int, body: AnyMessage) -> None:
+        self.engines[engine].tell(body)
 
     def _show_memory(self) -> None:
-        metrics.ipc_buffered_bytes.set(
-            sum(sender.buffered_bytes for engine in self.engines for sender in engine.senders)
-        )
+        metrics.ipc_buffered_bytes.set(sum(engine.buffered_bytes for engine in self.engines))

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.engine import send_now
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.media_loader import MediaLoader
+from mini_engine.api.media_store import MediaStore
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.config import ConfigError, EngineConfig
@@ -135,12 +137,21 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
         transports.connect(init.config, child.encoder, child.context, engine, init.ranks)
         for engine in range(len(init.cores))
     ]
+    plan = init.media_cache
+    segment = transports.connect_store(init.config, child.encoder, init.ranks, plan) if plan.kind == "shm" else None
     # The same context, so the same I/O thread, seen through asyncio.
     context = zmq.asyncio.Context(shadow=child.context)
-    media_cache = init.config.mm_processor_cache_gb > 0
     engines = EngineClient(
-        context, child.encoder, init.cores, [one.senders for one in usable], media_cache=media_cache
-    )  # fmt: skip
+        context,
+        child.encoder,
+        init.cores,
+        [one.senders for one in usable],
+        num_ranks=init.config.tensor_parallel_size,
+        media_capacity=plan.nbytes * (init.config.api_server_count if segment else 1),
+        store=None
+        if segment is None
+        else partial(MediaStore, segment, init.config.mm_shm_cache_max_object_size_mb << 20),
+    )
     child.ready(transports=[one.choice for one in usable])
     link = SupervisorLink(child, engines)
     background = [asyncio.create_task(link.run()), asyncio.create_task(engines.run())]

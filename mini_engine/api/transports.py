@@ -1,4 +1,5 @@
-"""Which transport this API server uses towards each engine: `--mm-tensor-ipc`, decided by probes before it serves.
+"""How this API server's tensors reach the ranks: by which transport towards each engine (`--mm-tensor-ipc`), decided by
+probes before it serves, and by its store.
 
 Knows the transports' names and their order, not how they work.
 """
@@ -7,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import zmq
 
 from mini_engine import metrics
 from mini_engine.config import ConfigError, EngineConfig, TensorIpc
-from mini_engine.messages import RankAddress, TransportChoice, TransportName
+from mini_engine.messages import MediaCachePlan, RankAddress, TransportChoice, TransportName
 from mini_engine.transport.base import TensorSender, TransportError
 from mini_engine.transport.codec import Encoder
+
+if TYPE_CHECKING:
+    from mini_engine.transport.shm_store import ShmStoreWriter
 
 ORDER: tuple[TransportName, ...] = ("torch_shm", "direct_rpc")  # each is the fallback of the one before it
 PROBE_SECONDS = 60.0  # the ranks answer as soon as they run, while their model still loads
@@ -48,6 +53,27 @@ def connect(
         "direct_rpc": lambda: DirectRpcSender(encoder, theirs, credit, context),
     }
     return choose(engine, config.mm_tensor_ipc, candidates, min(PROBE_SECONDS, config.startup_timeout))
+
+
+def connect_store(
+    config: EngineConfig, encoder: Encoder, ranks: list[RankAddress], plan: MediaCachePlan
+) -> ShmStoreWriter:
+    """This server's part of the shared-memory store, mapped by every rank. Blocks.
+
+    Raises:
+        ConfigError: there is no memory for it, or a rank cannot read it.
+    """
+    from mini_engine.transport.shm_store import ShmStoreWriter
+
+    try:
+        store = ShmStoreWriter(encoder, ranks, plan.nbytes)
+        store.connect(min(PROBE_SECONDS, config.startup_timeout))
+    except TransportError as error:
+        raise ConfigError(
+            f"--mm-processor-cache-type {config.mm_processor_cache_type}: media cannot be kept in shared memory: "
+            f"{error}. Use --mm-processor-cache-type lru."
+        ) from error
+    return store
 
 
 def choose(engine: int, mode: TensorIpc, candidates: Candidates, timeout: float) -> EngineTransports:

@@ -23,7 +23,7 @@ from mini_engine.bench.report import BenchError
 from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
 from mini_engine.host import resolve_model, runtime_directory
-from mini_engine.messages import AnyMessage, Hello, Init, NewRequest, Outputs, RankAddress, Ready, Role
+from mini_engine.messages import AnyMessage, Hello, Init, MediaCachePlan, NewRequest, Outputs, RankAddress, Ready, Role
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 
@@ -217,6 +217,7 @@ class EngineAlone:
             cores=[self._endpoint("core-0")],
             core_workers=[self._endpoint("core-0-workers")],
             ranks=[RankAddress(0, 0, f"{self._directory}/tensors-0.0", self._endpoint("tensors-rpc-0.0"))],
+            media_cache=MediaCachePlan("off", 0, "no media are sent"),
         )
 
     def _check_alive(self) -> None:

@@ -34,7 +34,7 @@ class EncoderCache:
         self.num_tokens = 0
         self.evicted: list[bytes] = []
         self._entries: dict[bytes, Entry] = {}
-        self.idle = Idle()  # ready and without users
+        self.idle: Idle[bytes] = Idle()  # ready and without users
 
     def __getitem__(self, value: bytes) -> Entry:
         return self._entries[value]

@@ -10,21 +10,25 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections import deque
+from typing import Any
 
 from mini_engine.child import Child
 from mini_engine.config import EngineConfig
-from mini_engine.core.directory import MediaDirectory
+from mini_engine.core.arrivals import Arrivals, AwaitingMedia
+from mini_engine.core.directory import Directory
 from mini_engine.core.encoder_cache import EncoderCache
+from mini_engine.core.kept_media import KeptMedia
 from mini_engine.core.kv_blocks import BlockPool
-from mini_engine.core.limits import budgets, engine_limits, media_cache_bytes
+from mini_engine.core.limits import budgets, engine_limits
 from mini_engine.core.links import Links
-from mini_engine.core.media_cache import MediaCache
 from mini_engine.core.outbox import Outbox
 from mini_engine.core.request import Request, family, tensor_messages
-from mini_engine.core.scheduler import Budgets, Counters, Plan, Scheduler, Work
+from mini_engine.core.scheduler import Budgets, Counters, Plan, Scheduler
+from mini_engine.core.steps import InFlight, Steps
+from mini_engine.core.stored_media import StoredObjects
 from mini_engine.core.validation import problem_with
 from mini_engine.messages import (
+    AnyMessage,
     Attach,
     Cached,
     CachesReset,
@@ -39,13 +43,15 @@ from mini_engine.messages import (
     MediaReady,
     MessageId,
     NewRequest,
+    Offer,
     PeerGone,
     RequestOutput,
     ResetCaches,
+    Retract,
     SampledToken,
-    Step,
     StepResult,
     TensorHandle,
+    Withdraw,
 )
 from mini_engine.model.config import ModelConfig
 from mini_engine.transport import sockets
@@ -53,48 +59,35 @@ from mini_engine.transport import sockets
 logger = logging.getLogger(__name__)
 
 MEDIA_TIMEOUT_SECONDS = 30.0  # a tensor message that has not reached all ranks by then is given up
-MEDIA_LOST = "the media of this request could not be handed to the engine; send the request again"
-
-
-@dataclasses.dataclass
-class InFlight:
-    """A dispatched step, until all ranks have reported it."""
-
-    step: Step
-    work: list[Work]
-    encoded_hashes: list[bytes]
-    heavy: bool
-    reported: int = 0
-    tokens: list[SampledToken] = dataclasses.field(default_factory=list)  # from rank 0
 
 
 class EngineCore:
     """One engine: its requests, its scheduler, and the sockets to API servers and ranks."""
 
     def __init__(
-        self, config: EngineConfig, model: ModelConfig, limits: EngineLimits, bounds: Budgets, links: Links
-    ):  # fmt: skip
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        limits: EngineLimits,
+        bounds: Budgets,
+        media: Directory[Any],
+        links: Links,
+    ):
         self.config = config
         self.model = model
         self.limits = limits
         self.links = links
-        self.directory = MediaDirectory(config.tensor_parallel_size)
+        self.arrivals = Arrivals(config.tensor_parallel_size)
+        self.awaiting_media = AwaitingMedia()
         self.blocks = BlockPool(limits.num_blocks, limits.block_size)
         self.encoder = EncoderCache(config.encoder_cache_tokens)
-        self.media = MediaCache(media_cache_bytes(config))
+        self.media = media
         self.scheduler = Scheduler(self.blocks, self.encoder, bounds)
+        self.steps = Steps(links, config.tensor_parallel_size, media, self.encoder)
         self.max_in_flight = 2 if config.async_scheduling else 1
         self.requests: dict[str, Request] = {}
-        self.arrivals = itertools.count()
-        self.awaiting_media: dict[str, tuple[float, Request]] = {}  # by id, with the deadline, soonest first
-        self.waiters: dict[MessageId, Request] = {}  # of those, by tensor message
-        self.in_flight: deque[InFlight] = deque()
-        self.step_numbers = itertools.count(1)
+        self.numbers = itertools.count()  # of requests, as they arrive
         self.gone: set[int] = set()  # dead incarnations: what they sent and still send is void
-        # What the next step has to tell the ranks beside its work:
-        self.finished: list[str] = []
-        self.release: list[MessageId] = []
-        self.drop_senders: list[int] = []
         self.outbox = Outbox(links)  # for API servers, at the end of this turn
 
     def run(self) -> None:
@@ -106,7 +99,7 @@ class EngineCore:
         """Handle what has come, keep the ranks busy, tell the API servers."""
         self._receive()
         self._expire_media()
-        while len(self.in_flight) < self.max_in_flight and self._dispatch():
+        while len(self.steps.in_flight) < self.max_in_flight and self._dispatch():
             pass
         self.outbox.send(self._figures, self.media)
 
@@ -114,10 +107,8 @@ class EngineCore:
 
     def _receive(self) -> None:
         """Wait for messages, then handle all that are there."""
-        timeout = None
-        if self.awaiting_media:
-            deadline, _ = next(iter(self.awaiting_media.values()))
-            timeout = max(0.0, deadline - time.monotonic())
+        deadline = self.awaiting_media.deadline()
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         for envelope in self.links.receive(timeout):
             if envelope.incarnation not in self.gone:
                 self._handle(envelope)
@@ -125,103 +116,115 @@ class EngineCore:
     def _handle(self, envelope: Envelope) -> None:
         match envelope.body:
             case StepResult() as result:
-                self._on_step_result(result)
+                for flight in self.steps.report(result):
+                    self._retire(flight)
             case NewRequest() as new:
                 self._accept(new, envelope.sender, envelope.incarnation)
             case Finish(request_id=request_id, reason=reason):
                 if (request := self.requests.get(request_id)) is not None:
                     self._finish(request, reason)
             case MediaReady(rank=rank, message=message):
-                self.directory.report(message, rank, usable=True)
+                self.arrivals.report(message, rank, usable=True)
                 self._start_if_ready(message)
             case MediaFailed(message=message, rank=rank, why=why):
                 logger.error("rank %d cannot use tensor message %d: %s", rank, message.number, why)
-                self.directory.report(message, rank, usable=False)
-                self._fail_media(message)
+                self.arrivals.report(message, rank, usable=False)
+                if (request := self.awaiting_media.request_for(message)) is not None:
+                    self._turn_down(request)
+            case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
+                self._on_api_server_gone(sender, incarnation)
+            case body:
+                self._handle_directory(body, sockets.identity(envelope.sender, envelope.incarnation), envelope)
+
+    def _handle_directory(self, body: AnyMessage, peer: bytes, envelope: Envelope) -> None:
+        """What API servers say of cached media and of tensor messages."""
+        match body:
             case Attach():
-                self.links.send(
-                    sockets.identity(envelope.sender, envelope.incarnation), Cached(self.media.all_listed())
-                )
+                self.links.send(peer, Cached(self.media.all_listed()))
+            case Offer(items=items) if isinstance(self.media, StoredObjects):
+                self.media.offer(items)
+            case Retract(numbers=numbers) if isinstance(self.media, StoredObjects):
+                for answer in self.media.retract(envelope.incarnation, numbers):
+                    self.links.send(peer, answer)
+            case Withdraw(messages=messages):
+                self.steps.release += messages
             case ResetCaches(number=number):
                 self.blocks.forget_prefixes()
                 self.encoder.forget_unused()
                 self.media.forget_unused()
-                self.links.send(sockets.identity(envelope.sender, envelope.incarnation), CachesReset(number))
-            case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
-                self._on_api_server_gone(sender, incarnation)
+                self.links.send(peer, CachesReset(number))
 
     # --- accept ------------------------------------------------------------------------------------------------------
 
     def _accept(self, new: NewRequest, sender: str, incarnation: int) -> None:
         """Take a request and its siblings in: each of them ends exactly once from here on."""
-        peer = sockets.identity(sender, incarnation)
-        named = dict.fromkeys(item.media_hash for item in new.media if item.patches is None)
-        if missing := self.media.missing(named):
-            self.links.send(peer, MediaMiss(new.request_id, missing))
+        if missing := self.media.missing(new.media):
             # It comes again with all of its tensors, in another message.
-            self.release += tensor_messages(new)
+            self.steps.release += tensor_messages(new)
+            self.links.send(sockets.identity(sender, incarnation), MediaMiss(new.request_id, missing))
             return
-        self.outbox.accepted(peer, new.request_id)
-        lead = family(new, sender, incarnation, self.arrivals, self.config.enable_prefix_caching)
+        new = self.media.resolve(new)
+        lead = family(new, sender, incarnation, self.numbers, self.config.enable_prefix_caching)
+        lead.references = self.media.references_of(new)
+        self.media.acquire(lead.references)
         self.requests.update((request.id, request) for request in (lead, *lead.siblings))
-        self.media.acquire(lead.named_media)
         problem = problem_with(lead.new, self.model, self.limits)
-        if problem is not None or self.directory.has_failed(lead.messages):
-            self._finish_family(lead, problem or MEDIA_LOST)
+        if problem is not None:
+            for member in [*lead.siblings, lead]:
+                self._finish(member, "error", problem)
+        elif self.arrivals.has_failed(lead.messages):
+            self._turn_down(lead)
         else:
             self._start(lead)
 
     def _start(self, request: Request) -> None:
         """Queue a request, as soon as its media are on all ranks."""
-        if request.released or self.directory.is_ready(request.messages):
+        if request.released or self.arrivals.is_ready(request.messages):
             self._enter(request)
             return
         patience = min(MEDIA_TIMEOUT_SECONDS, self.config.collective_timeout)
-        self.awaiting_media[request.id] = (time.monotonic() + patience, request)
+        self.awaiting_media.add(request, time.monotonic() + patience)
         self.outbox.show_figures(sockets.identity(request.sender, request.incarnation))
-        for message in request.messages:
-            self.waiters[message] = request
 
     def _start_if_ready(self, message: MessageId) -> None:
-        request = self.waiters.get(message)
-        if request is not None and self.directory.is_ready(request.messages):
-            self._stop_waiting(request)
+        request = self.awaiting_media.request_for(message)
+        if request is not None and self.arrivals.is_ready(request.messages):
+            self.awaiting_media.remove(request)
             self._enter(request)
 
     def _enter(self, request: Request) -> None:
         """Queue a request whose media lie on all ranks; they may be of use to others."""
+        if request.media:
+            self.outbox.accepted(sockets.identity(request.sender, request.incarnation), request.id)
         if not request.released:
+            self.media.used_by(request.incarnation, request.references)
             for item in request.media:
                 if isinstance(item.patches, TensorHandle):
-                    self.media.offer(item)
+                    self.media.arrived(item)
         self.scheduler.add(request)
 
-    def _stop_waiting(self, request: Request) -> None:
-        if self.awaiting_media.pop(request.id, None) is not None:
-            for message in request.messages:
-                del self.waiters[message]
-
     def _expire_media(self) -> None:
-        """End the requests whose media did not come in time."""
-        for deadline, request in list(self.awaiting_media.values()):
-            if deadline > time.monotonic():
-                return
-            logger.error("%s: its media are not on all ranks in time", request.id)
-            self._finish_family(request, MEDIA_LOST)
+        """Have the requests sent again whose media did not come in time."""
+        for request in self.awaiting_media.expired(time.monotonic()):
+            logger.warning("%s: its media are not on all ranks in time", request.id)
+            self._turn_down(request)
 
-    def _fail_media(self, message: MessageId) -> None:
-        request = self.waiters.get(message)
-        if request is not None:
-            self._finish_family(request, MEDIA_LOST)
+    def _turn_down(self, request: Request) -> None:
+        """Its tensors do not reach all ranks: nothing of it and its siblings stays, and its API server is told."""
+        lost = [item.media_hash for item in request.media if isinstance(item.patches, TensorHandle)]
+        for member in [*request.siblings, request]:
+            self._remove(member)
+        self.links.send(sockets.identity(request.sender, request.incarnation), MediaMiss(request.id, lost))
 
     def _on_api_server_gone(self, sender: str, incarnation: int) -> None:
         """Its requests end without anybody to tell, and the ranks forget its tensors."""
         self.gone.add(incarnation)
         for request in [request for request in self.requests.values() if request.incarnation == incarnation]:
             self._remove(request)
-        self.directory.drop_sender(incarnation)
-        self.release = [message for message in self.release if message.incarnation != incarnation]
-        self.drop_senders.append(incarnation)
+        self.arrivals.drop_sender(incarnation)
+        self.steps.release = [message for message in self.steps.release if message.incarnation != incarnation]
+        self.steps.drop_senders.append(incarnation)
+        self.media.drop_owner(incarnation)
         self.links.identities.pop(incarnation, None)
         self.outbox.forget(sockets.identity(sender, incarnation))
 
@@ -229,29 +232,9 @@ class EngineCore:
 
     def _dispatch(self) -> bool:
         """Send the next step to every rank; False when there is nothing to do or to tell."""
-        plan = self.scheduler.schedule(heavy_in_flight=any(flight.heavy for flight in self.in_flight))
+        plan = self.scheduler.schedule(self.steps.heavy_in_flight)
         self._release_encoded(plan)
-        media = self.media
-        if not (plan.requests or self.finished or self.release or self.drop_senders or self.encoder.evicted):
-            if not (media.dropped or media.keep):
-                return False
-        step = Step(
-            next(self.step_numbers),
-            finished=self.finished,
-            evict=self.encoder.evicted,
-            drop=media.dropped,
-            keep=media.keep,
-            started=plan.started,
-            encode=plan.encode,
-            chunks=plan.chunks,
-            release=self.release,
-            drop_senders=self.drop_senders,
-        )
-        self.finished, self.release, self.drop_senders, self.encoder.evicted = [], [], [], []
-        media.dropped, media.keep = [], []
-        self.links.send_step(step)
-        self.in_flight.append(InFlight(step, plan.work, plan.encoded_hashes, plan.heavy))
-        return True
+        return self.steps.dispatch(plan)
 
     def _release_encoded(self, plan: Plan) -> None:
         """Tensors whose items are all encoded, or are by this step, are of no more use."""
@@ -262,18 +245,10 @@ class EngineCore:
     def _release(self, request: Request) -> None:
         if not request.released:
             request.released = True
-            self.release += request.messages
-            self.media.release(request.named_media)
+            self.steps.release += request.messages
+            self.steps.unreferenced += request.references
 
     # --- retire ------------------------------------------------------------------------------------------------------
-
-    def _on_step_result(self, result: StepResult) -> None:
-        flight = next(flight for flight in self.in_flight if flight.step.number == result.number)
-        flight.reported += 1
-        if result.tokens:
-            flight.tokens = result.tokens
-        while self.in_flight and self.in_flight[0].reported == self.config.tensor_parallel_size:
-            self._retire(self.in_flight.popleft())
 
     def _retire(self, flight: InFlight) -> None:
         """All ranks have run this step: publish what it computed, deliver its tokens, and give back the memory that no
@@ -281,7 +256,7 @@ class EngineCore:
         for value in flight.encoded_hashes:
             self.encoder.retire(value)
         for kept in flight.step.keep:
-            self.media.retire(kept.media_hash)
+            self.media.kept(kept.media_hash)
         for work in flight.work:
             if work.epoch == work.request.epoch:  # else it has ended, or lost its blocks, while the step ran
                 self._publish(work.request, work.end)
@@ -290,8 +265,9 @@ class EngineCore:
             if request is not None:  # it may have ended while the step ran: then nobody wants the token
                 self._deliver(request, sampled)
         for message in flight.step.release:
-            self.directory.released(message)
+            self.arrivals.released(message)
             self.outbox.consumed(message)
+        self.media.release(flight.unreferenced)
 
     def _publish(self, request: Request, end: int) -> None:
         """Make the blocks that are full up to token `end` findable; start the siblings once the prompt is there."""
@@ -333,17 +309,13 @@ class EngineCore:
         self._remove(request)
         self._output(request, RequestOutput(request.id, [], reason, error))
 
-    def _finish_family(self, request: Request, error: str) -> None:
-        for member in [*request.siblings, request]:
-            self._finish(member, "error", error)
-
     def _remove(self, request: Request) -> None:
         """The one end of a request: nothing of it is left but what dispatched steps still compute."""
         del self.requests[request.id]
-        self._stop_waiting(request)
+        self.awaiting_media.remove(request)
         self.scheduler.remove(request)
         if request.announced:
-            self.finished.append(request.id)
+            self.steps.finished.append(request.id)
         if request.lead is not None:
             request.lead.siblings.remove(request)
         if request.siblings:
@@ -356,7 +328,7 @@ class EngineCore:
         heir.siblings, request.siblings, heir.lead = rest, [], None
         for sibling in rest:
             sibling.lead = heir
-        heir.released, request.released = request.released, True
+        heir.released, heir.references, request.released = request.released, request.references, True
         self._start(heir)
 
     # --- tell --------------------------------------------------------------------------------------------------------
@@ -374,7 +346,9 @@ class EngineCore:
             self.blocks.num_blocks,
             self.encoder.num_tokens,
             self.media.num_bytes,
+            self.media.num_bytes_pinned,
             self.media.num_references,
+            self.media.idle.oldest_seconds(),
         )
         counters, self.scheduler.counters = self.scheduler.counters, Counters()
         evictions, self.media.num_evictions = self.media.num_evictions, 0
@@ -389,6 +363,10 @@ def run(child: Child) -> None:
     links = Links(child, init.cores[engine], init.core_workers[engine], config.tensor_parallel_size)
     workers = links.wait_for_workers()
     limits = engine_limits(config, model, min(ready.num_blocks for ready in workers))
-    core = EngineCore(config, model, limits, budgets(config, workers[0].device), links)
+    plan = init.media_cache
+    media: Directory[Any] = KeptMedia(plan.nbytes)
+    if plan.kind == "shm":
+        media = StoredObjects(plan.nbytes * config.api_server_count)
+    core = EngineCore(config, model, limits, budgets(config, workers[0].device), media, links)
     child.ready(limits=limits)
     core.run()

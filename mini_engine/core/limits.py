@@ -39,11 +39,3 @@ def engine_limits(config: EngineConfig, model: ModelConfig, num_blocks: int) -> 
             "raise --kv-cache-memory-bytes for more", capacity, wanted,
         )  # fmt: skip
     return EngineLimits(min(wanted, capacity), num_blocks, config.block_size, config.encoder_cache_tokens)
-
-
-def media_cache_bytes(config: EngineConfig) -> int:
-    """What each rank may keep of processed media: the flag's size, at most its share of a quarter of free memory."""
-    ranks = config.tensor_parallel_size * config.data_parallel_size
-    with open("/proc/meminfo", encoding="ascii") as meminfo:
-        available = next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
-    return min(int(config.mm_processor_cache_gb * (1 << 30)), available // 4 // ranks)

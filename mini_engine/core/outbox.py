@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
+from mini_engine.core.directory import Directory
 from mini_engine.core.links import Links
-from mini_engine.core.media_cache import MediaCache
 from mini_engine.messages import (
     Accepted,
     Cached,
@@ -13,9 +14,12 @@ from mini_engine.messages import (
     EngineCounters,
     EngineStats,
     Evicted,
+    LastUsed,
     MessageId,
     Outputs,
     RequestOutput,
+    StoreObject,
+    Unwanted,
 )
 
 
@@ -53,7 +57,7 @@ class Outbox:
         for other in self._links.identities.values():
             self.show_figures(other)
 
-    def send(self, figures: Callable[[], tuple[EngineStats, EngineCounters]], media: MediaCache) -> None:
+    def send(self, figures: Callable[[], tuple[EngineStats, EngineCounters]], media: Directory[Any]) -> None:
         """Tell everybody everything. `figures` is asked only if somebody gets them; its counters go to one peer."""
         for peer, request_ids in self._accepted.items():
             self._links.send(peer, Accepted(request_ids))
@@ -67,13 +71,23 @@ class Outbox:
         self._accepted, self._outputs, self._consumed = {}, {}, {}
         self._send_directory(media)
 
-    def _send_directory(self, media: MediaCache) -> None:
-        """What the copies of the media directory lack."""
-        if not (media.unlisted or media.listed):
-            return
+    def _send_directory(self, media: Directory[Any]) -> None:
+        """What the copies of the directory lack, and what owners of objects should know."""
         for peer in self._links.identities.values():
             if media.unlisted:
-                self._links.send(peer, Evicted(media.unlisted))
+                self._links.send(peer, Evicted(list(media.unlisted)))
             if media.listed:
-                self._links.send(peer, Cached(media.listed))
-        media.unlisted, media.listed = [], []
+                self._links.send(peer, Cached(list(media.listed.values())))
+        media.unlisted, media.listed = {}, {}
+        for kind, objects in ((LastUsed, media.used), (Unwanted, media.unwanted)):
+            for incarnation, numbers in _by_owner(objects).items():
+                if (owner := self._links.identities.get(incarnation)) is not None:
+                    self._links.send(owner, kind(numbers))
+        media.used, media.unwanted = {}, []
+
+
+def _by_owner(objects: Iterable[StoreObject]) -> dict[int, list[int]]:
+    numbers: dict[int, list[int]] = {}
+    for key in objects:
+        numbers.setdefault(key.incarnation, []).append(key.number)
+    return numbers

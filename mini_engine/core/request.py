@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -42,7 +43,8 @@ class Request:
     restarts: bool = True  # the ranks' block table for it begins anew with its next chunk
     announced: bool = False  # the ranks know the sequence
     holds_media: bool = False  # its items are reserved in the encoder cache
-    released: bool = False  # its tensor messages were given back, or are about to be
+    references: list[Any] = dataclasses.field(default_factory=list)  # keys of the cached media that it refers to
+    released: bool = False  # its tensor messages and references were given back, or are about to be
     num_cached: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
 
     def __post_init__(self) -> None:
@@ -89,11 +91,6 @@ class Request:
     def messages(self) -> list[MessageId]:
         """The tensor messages that carry its media, each once."""
         return tensor_messages(self.new)
-
-    @property
-    def named_media(self) -> list[bytes]:
-        """Hashes of the items that came without a tensor, each once: the ranks keep them."""
-        return list(dict.fromkeys(item.media_hash for item in self.media if item.patches is None))
 
     def block_hashes(self, block_size: int) -> list[bytes]:
         """A hash for each full block of `tokens`: of its tokens, the media that lie in it, and all before it.

@@ -19,6 +19,7 @@ from mini_engine.messages.handshake import (
     EngineLimits,
     Hello,
     Init,
+    MediaCachePlan,
     PeerGone,
     RankAddress,
     Ready,
@@ -30,6 +31,7 @@ from mini_engine.messages.handshake import (
 from mini_engine.messages.requests import (
     Accepted,
     Attach,
+    Busy,
     Cached,
     CachedMedia,
     CachesReset,
@@ -39,14 +41,21 @@ from mini_engine.messages.requests import (
     Evicted,
     Finish,
     FinishReason,
+    LastUsed,
     MediaMiss,
     NewRequest,
+    Offer,
     Outputs,
     RequestOutput,
     ResetCaches,
+    Retract,
+    Retracted,
     SamplingParams,
     Sibling,
+    StoredMedia,
     TokenLogprob,
+    Unwanted,
+    Withdraw,
 )
 from mini_engine.messages.steps import (
     Chunk,
@@ -79,6 +88,7 @@ __all__ = [
     "Accepted",
     "AnyMessage",
     "Attach",
+    "Busy",
     "Cached",
     "CachedMedia",
     "CachesReset",
@@ -95,6 +105,8 @@ __all__ = [
     "Hello",
     "Init",
     "KeepMedia",
+    "LastUsed",
+    "MediaCachePlan",
     "MediaFailed",
     "MediaItem",
     "MediaMiss",
@@ -104,6 +116,7 @@ __all__ = [
     "Modality",
     "NewRequest",
     "NewSequence",
+    "Offer",
     "Outputs",
     "PROTOCOL_VERSION",
     "PeerGone",
@@ -112,6 +125,8 @@ __all__ = [
     "Ready",
     "RequestOutput",
     "ResetCaches",
+    "Retract",
+    "Retracted",
     "Role",
     "SampledToken",
     "SamplingParams",
@@ -124,12 +139,15 @@ __all__ = [
     "StepResult",
     "StoreHandle",
     "StoreObject",
+    "StoredMedia",
     "TensorHandle",
     "TensorLayout",
     "TensorMessage",
     "TokenLogprob",
     "TransportChoice",
     "TransportName",
+    "Unwanted",
+    "Withdraw",
     "WorkerReady",
 ]
 
@@ -150,6 +168,7 @@ AnyMessage = (
     Hello | Init | Ready | Start | Serving | PeerGone
     | NewRequest | Finish | ResetCaches | Outputs | Consumed | CachesReset
     | Attach | Cached | Evicted | Accepted | MediaMiss
+    | Offer | Retract | Retracted | Busy | LastUsed | Unwanted | Withdraw
     | Step | StepResult | WorkerReady | MediaReady | MediaFailed
     | TensorMessage | ProbeResult | Segment | SegmentGrown
 )  # fmt: skip

@@ -32,6 +32,14 @@ class RankAddress(msgspec.Struct, frozen=True):
     direct_rpc: str  # ZMQ endpoint
 
 
+class MediaCachePlan(msgspec.Struct, frozen=True):
+    """What becomes of processed media that may be used again, and how much of it."""
+
+    kind: Literal["off", "lru", "shm"]
+    nbytes: int  # of each worker (lru), or of each API server's segment (shm)
+    reason: str
+
+
 class Init(Message, frozen=True):
     """Supervisor -> child: all that it needs to build itself and to find its peers."""
 
@@ -41,6 +49,7 @@ class Init(Message, frozen=True):
     cores: list[str]  # ZMQ endpoint for API servers, by engine
     core_workers: list[str]  # ZMQ endpoint for workers, by engine
     ranks: list[RankAddress]  # all ranks of all engines
+    media_cache: MediaCachePlan
 
 
 class TransportChoice(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from mini_engine.messages.base import Message
-from mini_engine.messages.tensors import MediaItem, MessageId, Modality
+from mini_engine.messages.tensors import MediaItem, MessageId, Modality, StoreHandle
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -54,7 +54,7 @@ class Attach(Message, frozen=True):
 
 
 class CachedMedia(msgspec.Struct, frozen=True, array_like=True):
-    """What a prompt needs to know of an item that an engine's ranks keep."""
+    """What a prompt needs to know of an item that an engine's ranks can read."""
 
     media_hash: bytes
     modality: Modality
@@ -64,28 +64,80 @@ class CachedMedia(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Cached(Message, frozen=True):
-    """Core -> every API server: all ranks keep these; a request may name them by hash."""
+    """Core -> every API server: all ranks can read these; a request may name them by hash."""
 
     items: list[CachedMedia]
 
 
 class Evicted(Message, frozen=True):
-    """Core -> every API server: the ranks keep these no more."""
+    """Core -> every API server: no request may name these any more."""
 
     hashes: list[bytes]
 
 
+class StoredMedia(msgspec.Struct, frozen=True, array_like=True):
+    """An item in the shared-memory store, and where."""
+
+    media: CachedMedia
+    handle: StoreHandle
+
+
+class Offer(Message, frozen=True):
+    """API server -> every core, before any request that uses them: these objects of mine may be read from now on."""
+
+    items: list[StoredMedia]
+
+
+class Retract(Message, frozen=True):
+    """API server -> every core that it offered them to: may I free these objects of mine? Numbers, as all below."""
+
+    numbers: list[int]
+
+
+class Retracted(Message, frozen=True):
+    """Core -> their owner: as far as I am concerned, yes; I have dropped them."""
+
+    numbers: list[int]
+
+
+class Busy(Message, frozen=True):
+    """Core -> their owner: no, requests of mine refer to them."""
+
+    numbers: list[int]
+
+
+class LastUsed(Message, frozen=True):
+    """Core -> their owner: requests of other API servers used these just now."""
+
+    numbers: list[int]
+
+
+class Unwanted(Message, frozen=True):
+    """Core -> their owner: retract these. Another object holds the same media, or the caches are to be empty."""
+
+    numbers: list[int]
+
+
 class Accepted(Message, frozen=True):
-    """Core -> API server: these requests have all their media; what they were made from may be forgotten."""
+    """Core -> API server: all ranks have the media of these; what they were made from may be forgotten."""
 
     request_ids: list[str]
 
 
 class MediaMiss(Message, frozen=True):
-    """Core -> API server: this request was not accepted, since these are not kept; send it again with their tensors."""
+    """Core -> API server: this request was not accepted, since these are not there; send it again with their tensors.
+
+    They were named and are not cached (any more), or their tensors did not reach all ranks.
+    """
 
     request_id: str
     hashes: list[bytes]
+
+
+class Withdraw(Message, frozen=True):
+    """API server -> core: no request will come for these tensor messages, which some ranks have or may get."""
+
+    messages: list[MessageId]
 
 
 class Finish(Message, frozen=True):
@@ -132,8 +184,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     kv_blocks_used: int  # held by requests; cached blocks that nobody holds are free
     kv_blocks_total: int
     encoder_cache_tokens: int = 0
-    media_cache_bytes: int = 0
-    media_cache_references: int = 0  # kept media that running requests still need
+    media_bytes: int = 0  # of cached media
+    media_bytes_pinned: int = 0  # of those, the part that running requests refer to
+    media_references: int = 0  # from running requests to cached media
+    media_oldest_seconds: float = 0.0  # since the cached item that was unused for longest was used
 
 
 class EngineCounters(msgspec.Struct, frozen=True, array_like=True):
@@ -144,7 +198,7 @@ class EngineCounters(msgspec.Struct, frozen=True, array_like=True):
     encoder_cache_queries: int = 0  # media items needed
     encoder_cache_hits: int = 0  # media items found encoded, or on the way to be
     preemptions: int = 0
-    media_evictions: int = 0  # kept media dropped to make room
+    media_evictions: int = 0  # cached media dropped to make room
 
 
 class Outputs(Message, frozen=True):

@@ -102,7 +102,9 @@ async def serve(
     endpoint = f"ipc://{directory}/core"
     core = ScriptedCore(context, endpoint, script)
     transports = transports or [MemoryTransport("torch_shm"), MemoryTransport("direct_rpc")]
-    engines = EngineClient(context, Encoder("api 0", 7), [endpoint], [transports], media_cache=media_cache)
+    engines = EngineClient(
+        context, Encoder("api 0", 7), [endpoint], [transports], num_ranks=2, media_capacity=media_cache and 1 << 30
+    )
     allowed = directory / "allowed"
     allowed.mkdir(exist_ok=True)
     frontend = Frontend(

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import zmq.asyncio
 
-from mini_engine.api import engine
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.errors import EngineError
 from mini_engine.api.generation import Generation, NewTokens
+from mini_engine.api.media_store import INLINE_COPY_BYTES
 from mini_engine.messages import MediaItem, NewRequest, SamplingParams, Sibling
 from mini_engine.transport.codec import Encoder
 from tests.api.peers import MemoryOutgoing, MemoryTransport, ScriptedCore, eventually
@@ -31,7 +31,7 @@ async def connected(
     for core in cores:
         core.hold = True
     senders = [[transport] for transport in transports]
-    client = EngineClient(context, Encoder("api 0", 7), endpoints, senders, media_cache=True)
+    client = EngineClient(context, Encoder("api 0", 7), endpoints, senders, num_ranks=2, media_capacity=1 << 30)
     tasks = [asyncio.create_task(work) for work in (client.run(), *(core.run() for core in cores))]
     try:
         yield client, cores
@@ -152,7 +152,7 @@ def test_a_large_copy_holds_up_nobody(tmp_path: Path, cancel: bool) -> None:
         transport = SlowTransport()
         SlowOutgoing.go.clear()
         async with connected(tmp_path, [transport]) as (client, (core,)):
-            large = asyncio.create_task(submit(client, request("large", engine.INLINE_COPY_BYTES + 1)))
+            large = asyncio.create_task(submit(client, request("large", INLINE_COPY_BYTES + 1)))
             await eventually(lambda: transport.copier is not None)
             assert transport.copier is not threading.main_thread()
             await submit(client, request("small"))
@@ -180,7 +180,7 @@ def test_an_engine_that_dies_during_a_copy_gets_nothing(tmp_path: Path) -> None:
         transport = SlowTransport()
         SlowOutgoing.go.clear()
         async with connected(tmp_path, [transport]) as (client, (core,)):
-            large = asyncio.create_task(submit(client, request("large", engine.INLINE_COPY_BYTES + 1)))
+            large = asyncio.create_task(submit(client, request("large", INLINE_COPY_BYTES + 1)))
             await eventually(lambda: transport.copier is not None)
             client.stop("The server is stopping.")
             SlowOutgoing.go.set()

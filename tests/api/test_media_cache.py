@@ -166,18 +166,28 @@ def test_a_second_miss_of_other_media(processor: MediaProcessor, tmp_path: Path)
     with_server(processor, tmp_path, scenario)
 
 
-def test_a_miss_of_what_was_sent_is_an_error(processor: MediaProcessor, tmp_path: Path) -> None:
+@pytest.mark.parametrize("losses", [1, 2])
+def test_tensors_that_were_lost_are_sent_once_more(processor: MediaProcessor, tmp_path: Path, losses: int) -> None:
     async def scenario(served: Served) -> None:
         served.core.accepts = False
+        before, lost = figures(), metric("ipc_fallbacks_total", reason="lost")
         asking = asyncio.create_task(served.post(content=[image()]))
-        await served.core.until(lambda: bool(served.core.requests))
-        (request,) = served.core.requests
-        del served.core.running[request.request_id]
-        await served.core.miss(request, [request.media[0].media_hash])
+        for number in range(losses):
+            await served.core.until(lambda sent=number: len(served.core.requests) == sent + 1)
+            request = served.core.requests[-1]
+            del served.core.running[request.request_id]
+            served.core.accepts = losses == 1
+            await served.core.miss(request, [request.media[0].media_hash])
         response = await asking
-        assert response.status_code == 500
-        assert "could not be handed" in response.json()["error"]["message"]
-        assert served.core.finishes == []
+        if losses == 1:
+            assert response.json()["choices"][0]["message"]["content"] == "a red circle"
+        else:
+            assert response.status_code == 500
+            assert "could not be handed" in response.json()["error"]["message"]
+            assert served.core.finishes == []
+        assert [len(transport.sent) for transport in served.transports] == [1, 1]  # the other one has its turn
+        assert metric("ipc_fallbacks_total", reason="lost") == lost + 1
+        assert since(before) == {"queries": 1, "decodes": 1}
         await baseline(served)
 
     with_server(processor, tmp_path, scenario)

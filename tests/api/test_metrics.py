@@ -10,11 +10,11 @@ from mini_engine import metrics
 from mini_engine.messages import EngineCounters, EngineStats
 metrics.ipc_messages_total.labels("torch_shm").inc(3)
 metrics.ipc_buffered_bytes.set(100)
-engine = metrics.EngineFigures(0)
-metrics.EngineFigures(1)
+engine = metrics.EngineFigures(0, 1000)
+metrics.EngineFigures(1, 1000)
 engine.resends.inc()
-engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 3), EngineCounters(10, 4, 3, 2, 1, 6))
-engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 3), EngineCounters())
+engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5), EngineCounters(10, 4, 3, 2, 1, 6))
+engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5), EngineCounters())
 clock = metrics.RequestClock()
 clock.tokens(10, 2)
 clock.tokens(10, 3)
@@ -50,7 +50,11 @@ def test_the_figures_of_all_processes_are_summed(tmp_path: Path) -> None:
         'mini_engine:mm_cache_resends_total{engine="0"} 2.0',
         'mini_engine:mm_cache_resends_total{engine="1"} 0.0',
         'mini_engine:mm_store_bytes{engine="0",state="used"} 700.0',
+        'mini_engine:mm_store_bytes{engine="0",state="pinned"} 200.0',
+        'mini_engine:mm_store_bytes{engine="0",state="free"} 300.0',
+        'mini_engine:mm_store_bytes{engine="1",state="free"} 1000.0',
         'mini_engine:mm_cache_references{engine="0"} 3.0',
+        'mini_engine:mm_cache_oldest_seconds{engine="0"} 1.5',
         "mini_engine:ipc_buffered_bytes 200.0",
         "mini_engine:prompt_tokens_total 20.0",
         "mini_engine:generation_tokens_total 10.0",

@@ -8,8 +8,10 @@ import pytest
 
 from mini_engine.api import server
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
-from mini_engine.messages import Init
+from mini_engine.messages import Init, MediaCachePlan
 from tests.media import tiny_processor
+
+NO_CACHE = MediaCachePlan("off", 0, "")
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +23,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(model_dir: Path, **settings: Any) -> server.ModelFront:
     config = EngineConfig(**settings)
-    return server.load(Init(config, str(model_dir), "", cores=[], core_workers=[], ranks=[]))
+    return server.load(Init(config, str(model_dir), "", cores=[], core_workers=[], ranks=[], media_cache=NO_CACHE))
 
 
 def test_settings_reach_the_media_road(model_dir: Path, tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from mini_engine.core import engine_core
-from mini_engine.messages import Finish, MediaFailed, MessageId, NewRequest, PeerGone, SamplingParams
+from mini_engine.messages import Finish, MediaFailed, MessageId, NewRequest, PeerGone, SamplingParams, Sibling
 from tests.core.simulated_ranks import token_of
 from tests.core.world import API, MODEL, World, item
+
+HASH = b"h" * 16
 
 
 def test_a_request_gets_its_tokens_and_leaves_nothing():
@@ -87,7 +89,7 @@ def test_tensors_are_consumed_when_the_encoding_step_retires_not_before():
     assert world.consumed == [message]
 
 
-def test_failed_media_end_their_request_alone():
+def test_a_request_whose_media_failed_is_to_be_sent_again_and_nothing_else_is_touched():
     world = World()
     bad, good = MessageId(API[1], 1), MessageId(API[1], 2)
     world.request("bad", media=[item(bad, 1)])
@@ -95,7 +97,7 @@ def test_failed_media_end_their_request_alone():
     world.receive(MediaFailed(0, bad, "no buffer"), ("worker 0.0 media", 100))
     world.media_ready(good)
     world.run()
-    assert world.ends == {"bad": ["error"], "good": ["length"]}
+    assert world.ends == {"good": ["length"]} and list(world.misses) == ["bad"] and world.accepted == ["good"]
     assert set(world.consumed) == {bad, good}
     world.assert_at_rest()
 
@@ -105,19 +107,19 @@ def test_media_may_fail_before_their_request_comes():
     message = MessageId(API[1], 1)
     world.receive(MediaFailed(0, message, "no buffer"), ("worker 0.0 media", 100))
     world.run()
-    world.request("bad", media=[item(message, 1)])
+    world.request("bad", media=[item(message, 1, media_hash=HASH)])
     world.run()
-    assert world.ends == {"bad": ["error"]}
+    assert world.misses == {"bad": [HASH]} and not world.ends and not world.accepted
     world.assert_at_rest()
 
 
-def test_media_that_never_come_end_their_request(monkeypatch):
+def test_media_that_never_come_are_to_be_sent_again(monkeypatch):
     monkeypatch.setattr(engine_core, "MEDIA_TIMEOUT_SECONDS", 0.0)
     world = World()
     message = MessageId(API[1], 1)
-    world.request("video", media=[item(message, 1)])
+    world.request("video", media=[item(message, 1, media_hash=HASH)], siblings=[Sibling("video-1", 3)])
     world.run()
-    assert world.ends == {"video": ["error"]}
+    assert world.misses == {"video": [HASH]} and not world.ends and not world.accepted
     assert world.links.released == [message]
     assert world.consumed == [message]
     world.media_ready(message)  # late, after the end of its request

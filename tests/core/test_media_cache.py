@@ -30,7 +30,7 @@ def seen(world, name, number, media_hash, **more):
 
 def small_world(num_items, **more):
     world = World(encoder_cache_tokens=2, enable_prefix_caching=False, **more)
-    world.core.media.budget = num_items * 2 * BYTES
+    world.core.media.capacity = num_items * 2 * BYTES
     return world
 
 
@@ -102,7 +102,7 @@ def test_what_a_request_needs_is_not_evicted_and_what_finds_no_room_is_not_kept(
 
 def test_one_prompt_larger_than_the_cache():
     world = World(max_tokens=64)
-    world.core.media.budget = 3 * BYTES
+    world.core.media.capacity = 3 * BYTES
     media = [item(message(1), 1, 2, 0, A), item(message(1), 3, 2, 1, B), item(message(1), 5, 2, 2, C)]
     world.request("large", prompt=12, media=media)
     world.media_ready(message(1))
@@ -193,7 +193,7 @@ def test_a_client_that_follows_the_directory_never_fails(budget, timing, asynchr
     """Names what is listed, brings what is not or was missed; aborts and resets at random moments."""
     chance = random.Random(timing)
     world = World(max_tokens=12, async_scheduling=asynchronous, encoder_cache_tokens=4)
-    world.core.media.budget = budget * BYTES
+    world.core.media.capacity = budget * BYTES
     numbers = iter(range(1, 1000))
     pending: dict[str, bytes] = {}
 

@@ -87,7 +87,7 @@ def assert_invariants(world: World) -> None:
     assert users == sum(entry.users for entry in world.core.encoder._entries.values())
     assert world.core.encoder.num_tokens <= world.core.encoder.budget
     assert len(world.core.scheduler.running) <= world.core.config.max_num_seqs
-    assert len(world.core.in_flight) <= world.core.max_in_flight
+    assert len(world.core.steps.in_flight) <= world.core.max_in_flight
 
 
 @settings(max_examples=250, deadline=None)

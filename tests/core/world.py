@@ -8,6 +8,7 @@ import msgspec
 
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.core.engine_core import EngineCore
+from mini_engine.core.kept_media import KeptMedia
 from mini_engine.core.limits import budgets, engine_limits
 from mini_engine.messages import (
     Accepted,
@@ -36,7 +37,8 @@ MODEL = ModelConfig.from_dir(BUNDLED_MODEL)
 class World:
     """An engine core, its simulated ranks, and one API server that records what it is told."""
 
-    def __init__(self, blocks=64, block_size=4, max_seqs=8, max_tokens=16, ranks=1, **more):
+    def __init__(self, blocks=64, block_size=4, max_seqs=8, max_tokens=16, ranks=1, media=None, **more):
+        media = KeptMedia(1 << 30) if media is None else media
         config = EngineConfig(
             tensor_parallel_size=ranks, max_num_seqs=max_seqs, max_num_batched_tokens=max_tokens,
             block_size=block_size, max_model_len=blocks * block_size, **more,
@@ -44,7 +46,7 @@ class World:
         self.links = SimulatedLinks(ranks, block_size, max_tokens, max_seqs, config.encoder_cache_tokens)
         self.links.identities[API[1]] = b"api 0:7"
         self.core = EngineCore(
-            config, MODEL, engine_limits(config, MODEL, blocks), budgets(config, "cpu"), self.links
+            config, MODEL, engine_limits(config, MODEL, blocks), budgets(config, "cpu"), media, self.links
         )  # fmt: skip
         self.pool = self.core.blocks
         self.tokens: dict[str, list[int]] = {}
@@ -122,14 +124,16 @@ class World:
         assert self.pool.num_used == 0
         assert not self.core.requests and not self.core.scheduler.running and not self.core.scheduler.waiting
         assert not self.links.sequences, "the ranks still keep a sequence"
-        assert not self.core.in_flight and not self.core.finished and not self.core.release
-        assert not self.core.awaiting_media and not self.core.waiters
-        assert self.core.media.num_references == 0 and self.core.media.idle.size == self.core.media.num_bytes
+        steps = self.core.steps
+        assert not steps.in_flight and not steps.finished and not steps.release and not steps.unreferenced
+        assert not len(self.core.awaiting_media)
+        assert self.core.media.num_references == 0 == self.core.media.num_bytes_pinned
+        assert self.core.media.idle.size == self.core.media.num_bytes
         assert {media.media_hash for media in self.core.media.all_listed()} == self.links.kept
         assert self.listed == self.links.kept
         assert self.core.encoder.num_tokens == sum(self.links.encoded.values())
         assert self.core.encoder.num_tokens == self.core.encoder.idle.size
-        assert len(self.core.directory) == 0
+        assert len(self.core.arrivals) == 0
 
 
 def item(message, offset, num_tokens=2, index=0, media_hash=b"", grids=1):

@@ -1,0 +1,169 @@
+"""The way of a request and its tensors out of this process: tensors to the ranks, the request to their engine core.
+
+Knows nothing of what is cached, or of answers. All of it belongs to the event loop's thread; only the copy of large
+tensors into a message runs in another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from mini_engine import metrics
+from mini_engine.api.errors import EngineError
+from mini_engine.api.media_store import INLINE_COPY_BYTES
+from mini_engine.messages import MessageId, NewRequest, StoreHandle, Withdraw
+from mini_engine.transport.base import Outgoing, TensorSender, TransportError
+from mini_engine.transport.codec import Encoder
+
+logger = logging.getLogger(__name__)
+
+SHM_STORE = "shm_store"  # beside the transports' names, for figures
+MEDIA_NOT_SENT = "The media of this request could not be handed to the engine; send the request again."
+
+
+class RequestSender:
+    """Sends requests to one engine. `senders` are in the order of use: each is the fallback of the one before it.
+
+    `numbers` are those of this server's tensor messages. `send` takes a frame for the engine core, and raises
+    EngineError when there is none any more; `on_memory` is called when the memory of tensors on their way has changed.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        senders: Sequence[TensorSender],
+        num_ranks: int,
+        numbers: Iterator[int],
+        send: Callable[[bytes], None],
+        on_memory: Callable[[], None],
+    ):
+        self.senders = senders
+        self._encoder = encoder
+        self._num_ranks = num_ranks
+        self._numbers = numbers
+        self._send = send
+        self._on_memory = on_memory
+        self._closed: EngineError | None = None
+
+    async def submit(self, request: NewRequest, again: bool = False) -> None:
+        """Hand over `request`, its tensors before it. Waits for room for them; cancelling it leaves nothing behind.
+
+        Args:
+            request: the patches of its items are tensors, handles of the store, or None.
+            again: the first transport has lost its tensors.
+
+        Raises:
+            EngineError: the engine is gone, or no transport takes the tensors.
+        """
+        tensors = [item.patches for item in request.media if not isinstance(item.patches, StoreHandle | None)]
+        if tensors:
+            try:
+                await self._submit_with_tensors(request, tensors, again)
+            finally:
+                self._on_memory()
+        else:
+            self._send(self._encoder.encode(request))
+        stored = [item.patches for item in request.media if isinstance(item.patches, StoreHandle)]
+        if stored:
+            nbytes = sum(math.prod(handle.shape) for handle in stored)
+            metrics.ipc_messages_total.labels(SHM_STORE).inc(len(stored) * self._num_ranks)
+            metrics.ipc_bytes_total.labels(SHM_STORE).inc(nbytes * self._num_ranks)
+
+    def consumed(self, messages: Iterable[MessageId]) -> None:
+        """No rank will read these again."""
+        for sender in self.senders:
+            sender.consumed(messages)
+        self._on_memory()
+
+    def close(self, error: EngineError) -> None:
+        """The engine is gone: give all memory back. Who is on the way gets `error`."""
+        self._closed = error
+        for sender in self.senders:
+            sender.close()
+        self._on_memory()
+
+    async def _submit_with_tensors(self, request: NewRequest, tensors: Sequence[Any], again: bool) -> None:
+        message = MessageId(self._encoder.incarnation, next(self._numbers))
+        senders = self.senders[1:] if again and len(self.senders) > 1 else self.senders
+        for sender, fallback in itertools.zip_longest(senders, senders[1:]):
+            try:
+                return await self._submit_by(sender, request, tensors, message)
+            except _SendFailed as failed:
+                if self._closed is not None:
+                    raise self._closed from None
+                logger.warning(
+                    "%s: its tensors cannot go by %s (%s): %s",
+                    request.request_id, sender.name, failed.reason, failed,
+                )  # fmt: skip
+                if fallback is not None:
+                    metrics.ipc_fallbacks_total.labels(failed.reason).inc()
+        # Some ranks may have them, and their memory is not free until the core says so.
+        self._send(self._encoder.encode(Withdraw([message])))
+        raise EngineError(MEDIA_NOT_SENT)
+
+    async def _submit_by(
+        self, sender: TensorSender, request: NewRequest, tensors: Sequence[Any], message: MessageId
+    ) -> None:
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        with _failing_as("no_memory"):
+            outgoing = await sender.reserve(message, nbytes)
+        with _failing_as("copy_failed"):
+            frame = await self._encode(request, outgoing, nbytes)
+        # From here to the end nothing waits: the core must never hear of tensors that a cancellation kept from leaving.
+        try:
+            if self._closed is not None:
+                raise self._closed
+            with _failing_as("send_failed"):
+                sent = outgoing.send()
+        except BaseException:
+            outgoing.discard()
+            raise
+        self._send(frame)
+        metrics.ipc_messages_total.labels(sender.name).inc(sent)
+        metrics.ipc_bytes_total.labels(sender.name).inc(nbytes * sent // len(tensors))
+
+    async def _encode(self, request: NewRequest, outgoing: Outgoing, nbytes: int) -> bytes:
+        """`request` as a frame, its tensors copied into `outgoing`, which is discarded if this fails."""
+        encode = partial(self._encoder.encode, request, outgoing)
+        if nbytes <= INLINE_COPY_BYTES:
+            try:
+                return encode()
+            except BaseException:
+                outgoing.discard()
+                raise
+        copying = asyncio.get_running_loop().run_in_executor(None, encode)
+        try:
+            return await asyncio.shield(copying)
+        except BaseException:
+            # Not before the thread is done: until then it writes into the memory.
+            copying.add_done_callback(partial(_discard, outgoing))
+            raise
+
+
+class _SendFailed(Exception):
+    """A transport did not take a request's tensors; `reason` is one of `metrics.FALLBACK_REASONS`."""
+
+    def __init__(self, reason: str, why: TransportError):
+        super().__init__(str(why))
+        self.reason = reason
+
+
+@contextlib.contextmanager
+def _failing_as(reason: str) -> Iterator[None]:
+    try:
+        yield
+    except TransportError as error:
+        raise _SendFailed(reason, error) from error
+
+
+def _discard(outgoing: Outgoing, copying: asyncio.Future[bytes]) -> None:
+    if not copying.cancelled():
+        copying.exception()  # seen: asyncio would report it as never retrieved
+    outgoing.discard()

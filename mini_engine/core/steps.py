@@ -1,0 +1,95 @@
+"""Steps on their way: what the next one has to tell the ranks, and those that not all ranks have reported yet.
+
+A step retires when all ranks have reported it, in the order of dispatch. What another process may use again is given
+back only then: by the step that released it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from mini_engine.core.directory import Directory
+from mini_engine.core.encoder_cache import EncoderCache
+from mini_engine.core.links import Links
+from mini_engine.core.scheduler import Plan, Work
+from mini_engine.messages import MessageId, SampledToken, Step, StepResult
+
+
+@dataclasses.dataclass
+class InFlight:
+    """A dispatched step, until all ranks have reported it."""
+
+    step: Step
+    work: list[Work]
+    encoded_hashes: list[bytes]
+    heavy: bool
+    unreferenced: list[Any]  # keys of cached media that no step after it reads for their request
+    reported: int = 0
+    tokens: list[SampledToken] = dataclasses.field(default_factory=list)  # from rank 0
+
+
+class Steps:
+    """The steps of one engine."""
+
+    def __init__(self, links: Links, num_ranks: int, directory: Directory[Any], encoder: EncoderCache):
+        self._links = links
+        self._num_ranks = num_ranks
+        self._directory = directory
+        self._encoder = encoder
+        self._numbers = itertools.count(1)
+        self.in_flight: deque[InFlight] = deque()
+        # What the next step has to tell the ranks beside its work:
+        self.finished: list[str] = []
+        self.release: list[MessageId] = []
+        self.drop_senders: list[int] = []
+        # What it will give back when it retires:
+        self.unreferenced: list[Any] = []
+
+    @property
+    def heavy_in_flight(self) -> bool:
+        """Whether a step with media or prefills is on its way."""
+        return any(flight.heavy for flight in self.in_flight)
+
+    def dispatch(self, plan: Plan) -> bool:
+        """Send the next step to every rank; False when there is nothing to do or to tell."""
+        directory, encoder = self._directory, self._encoder
+        if not (plan.requests or self.in_flight):
+            directory.release(self.unreferenced)
+            self.unreferenced = []
+        told = (self.finished, self.release, self.drop_senders, encoder.evicted)
+        if not (plan.requests or any(told) or directory.drop or directory.keep or directory.drop_segments):
+            if self.in_flight:  # the last that may read them
+                self.in_flight[-1].unreferenced += self.unreferenced
+                self.unreferenced = []
+            return False
+        step = Step(
+            next(self._numbers),
+            finished=self.finished,
+            evict=encoder.evicted,
+            drop=directory.drop,
+            keep=directory.keep,
+            started=plan.started,
+            encode=plan.encode,
+            chunks=plan.chunks,
+            release=self.release,
+            drop_senders=self.drop_senders,
+            drop_segments=directory.drop_segments,
+        )
+        self.in_flight.append(InFlight(step, plan.work, plan.encoded_hashes, plan.heavy, self.unreferenced))
+        self.finished, self.release, self.drop_senders, self.unreferenced, encoder.evicted = [], [], [], [], []
+        directory.drop, directory.keep, directory.drop_segments = [], [], []
+        self._links.send_step(step)
+        return True
+
+    def report(self, result: StepResult) -> Iterator[InFlight]:
+        """A rank has run a step: yields the steps that retire by it."""
+        flight = next(flight for flight in self.in_flight if flight.step.number == result.number)
+        flight.reported += 1
+        if result.tokens:
+            flight.tokens = result.tokens
+        while self.in_flight and self.in_flight[0].reported == self._num_ranks:
+            yield self.in_flight.popleft()
