@@ -1,0 +1,101 @@
+"""How much memory this process may still take: what the machine has free, within what its control groups allow.
+
+Shared memory that is anonymous is bounded by nothing else: an allocation beyond the machine's memory does not fail, it
+ends in the kernel's OOM killer. So who takes much asks here first. Nothing is reserved by asking.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+RESERVE = 256 << 20  # bytes, or a twentieth of all memory if that is more
+
+
+def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Bytes that can be had without swapping and without the OOM killer; 0 at least.
+
+    The kernel's own estimate, MemAvailable, bounded by the limit of every control group around this process that can be
+    seen from here. A group's file cache that was not used lately counts as free: the kernel drops it first.
+
+    Raises:
+        OSError: this system does not say.
+    """
+    free = _meminfo(proc, "MemAvailable")
+    return max(min([free, *(group.limit - group.used for group in _groups(proc, cgroups))]), 0)
+
+
+def total_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Bytes of memory of this machine, or of the smallest control group around this process.
+
+    Raises:
+        OSError: this system does not say.
+    """
+    total = _meminfo(proc, "MemTotal")
+    return min([total, *(group.limit for group in _groups(proc, cgroups))])
+
+
+def memory_reserve() -> int:
+    """Bytes that a cache leaves free for everything else."""
+    return max(RESERVE, total_memory() // 20)
+
+
+class _Group(NamedTuple):
+    """A control group with a memory limit."""
+
+    limit: int  # bytes
+    used: int
+
+
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+def _groups(proc: Path, cgroups: Path) -> Iterator[_Group]:
+    """Those around this process whose files can be read.
+
+    In a container the path in /proc may be the host's while the directory shows the container's own group at its root,
+    so what is missing on the way up is passed over.
+    """
+    for version, root, path in _memberships(proc, cgroups):
+        for directory in (root / path, *(root / path).parents):
+            with contextlib.suppress(OSError, ValueError):  # not there, not ours to read, or its limit is "max"
+                yield _read_group(directory, *_FILES[version])
+            if directory == root:
+                break
+
+
+def _read_group(directory: Path, limit: str, usage: str, cache: str) -> _Group:
+    most = int((directory / limit).read_text())
+    statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+    return _Group(most, int((directory / usage).read_text()) - int(statistics.get(cache, 0)))
+
+
+def _memberships(proc: Path, cgroups: Path) -> Iterator[tuple[int, Path, str]]:
+    """(version, root of the hierarchy, path of this process's group below it) of hierarchies that may limit memory."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        below = "" if ".." in path else path.strip("/")  # "..": outside of what this process's namespace shows
+        if not controllers:
+            unified = cgroups / "unified"  # beside the hierarchies of version 1
+            yield 2, unified if unified.is_dir() else cgroups, below
+        elif "memory" in controllers.split(","):
+            yield 1, cgroups / "memory", below
+
+
+def _meminfo(proc: Path, name: str) -> int:
+    for line in (proc / "meminfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.removesuffix("kB")) << 10
+    raise OSError(f"/proc/meminfo does not say {name}")
