@@ -68,6 +68,7 @@ class Step(Message, frozen=True):
     chunks: list[Chunk] = []
     release: list[MessageId] = []  # drop these tensor messages, received or yet to come
     drop_senders: list[int] = []  # drop all messages of these incarnations, received or yet to come
+    drop_segments: list[int] = []  # unmap the store segments of these incarnations; no item refers to them
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
