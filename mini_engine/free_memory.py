@@ -6,8 +6,10 @@ ends in the kernel's OOM killer. So who takes much asks here first. Nothing is r
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -24,7 +26,7 @@ def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
         OSError: this system does not say.
     """
     free = _meminfo(proc, "MemAvailable")
-    return max(min(free, *(group.limit - group.used for group in _groups(proc, cgroups)), free), 0)
+    return max(min([free, *(group.limit - group.used for group in _groups(proc, cgroups))]), 0)
 
 
 def total_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
@@ -34,7 +36,7 @@ def total_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
         OSError: this system does not say.
     """
     total = _meminfo(proc, "MemTotal")
-    return min(total, *(group.limit for group in _groups(proc, cgroups)), total)
+    return min([total, *(group.limit for group in _groups(proc, cgroups))])
 
 
 def memory_reserve() -> int:
@@ -42,17 +44,11 @@ def memory_reserve() -> int:
     return max(RESERVE, total_memory() // 20)
 
 
-class _Group:
-    """A control group with a memory limit: bytes."""
+class _Group(NamedTuple):
+    """A control group with a memory limit."""
 
-    def __init__(self, directory: Path, version: int):
-        limit, usage, cache = _FILES[version]
-        text = (directory / limit).read_text().strip()
-        if text == "max":
-            raise ValueError("no limit")
-        self.limit = int(text)
-        statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-        self.used = int((directory / usage).read_text()) - int(statistics.get(cache, 0))
+    limit: int  # bytes
+    used: int
 
 
 _FILES = {
@@ -69,12 +65,16 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[_Group]:
     """
     for version, root, path in _memberships(proc, cgroups):
         for directory in (root / path, *(root / path).parents):
-            try:
-                yield _Group(directory, version)
-            except (OSError, ValueError):  # not there, not ours to read, or no limit: it does not bound us
-                pass
+            with contextlib.suppress(OSError, ValueError):  # not there, not ours to read, or its limit is "max"
+                yield _read_group(directory, *_FILES[version])
             if directory == root:
                 break
+
+
+def _read_group(directory: Path, limit: str, usage: str, cache: str) -> _Group:
+    most = int((directory / limit).read_text())
+    statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+    return _Group(most, int((directory / usage).read_text()) - int(statistics.get(cache, 0)))
 
 
 def _memberships(proc: Path, cgroups: Path) -> Iterator[tuple[int, Path, str]]:

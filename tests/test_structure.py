@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "model": {"model"},
     "demo": {"demo"},
 }  # bench may import everything: it measures the parts by themselves
-TOP_LEVEL_FOR_ALL = {"messages", "config", "child", "log", "metrics"}
+TOP_LEVEL_FOR_ALL = {"messages", "config", "child", "log", "metrics", "free_memory"}
 
 
 def imports_of(path: Path) -> set[str]:

@@ -15,7 +15,7 @@ import torch
 
 from mini_engine.config import EngineConfig
 from mini_engine.host import resolve_model
-from mini_engine.messages import Chunk, MessageId, NewRequest, NewSequence, Step, TensorHandle
+from mini_engine.messages import Chunk, MessageId, NewRequest, NewSequence, Step, StoreHandle, TensorHandle
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.weights import load_model
 from mini_engine.worker.model_runner import ModelRunner
@@ -55,10 +55,16 @@ class _NoMedia:
     def tensor(self, handle: TensorHandle) -> torch.Tensor:
         raise KeyError(handle)
 
+    def stored(self, handle: StoreHandle) -> torch.Tensor:
+        raise KeyError(handle)
+
     def release(self, messages: list[MessageId]) -> None:
         pass
 
     def drop_sender(self, incarnation: int) -> None:
+        pass
+
+    def drop_segments(self, incarnations: list[int]) -> None:
         pass
 
 

@@ -93,13 +93,14 @@ class Segment(Message, frozen=True):
     """API server -> rank, with the descriptor of its store's segment: map it, and tell the checksum of `probe`."""
 
     nbytes: int
+    grown: int  # bytes from its start that have memory by now; a multiple of a page
     probe: StoreHandle
 
 
 class SegmentGrown(Message, frozen=True):
     """API server -> rank: these bytes of the segment have memory now. Enter them in the page table ahead of use."""
 
-    offset: int
+    offset: int  # a multiple of a page
     nbytes: int
 
 

@@ -10,12 +10,15 @@ import ctypes
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, since 5.14; Python has no names for them
+PAGE = mmap.PAGESIZE
+# linux/mman.h; Python has no names for them. The populating ones since 5.14.
+_MADV_REMOVE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 9, 22, 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -37,6 +40,47 @@ def create_sealed(nbytes: int) -> int:
     return fd
 
 
+def create_sparse(nbytes: int) -> int:
+    """Descriptor of `nbytes` that have no memory yet, but whose size nobody can change any more.
+
+    Its pages come with `allocate`. Until then a read or a write would be given them one by one, and a machine that has
+    none would end a process instead of failing the call.
+
+    Raises:
+        OSError: no descriptor for it, or larger than this process may make a file.
+    """
+    fd = os.memfd_create("mini-engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_sparse(fd: int, nbytes: int) -> mmap.mmap:
+    """As `map_for_writing`, for what `create_sparse` made: nothing is entered into the page table yet."""
+    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def allocate(fd: int, mapping: mmap.mmap, offset: int, nbytes: int) -> None:
+    """Give a range of sparse memory its pages, zeroed and mapped here. For any thread, without the interpreter's lock.
+
+    The kernel's file system behind a memfd has no limit of its own: ask `free_memory` before.
+
+    Raises:
+        OSError: no memory for it; nothing of it was taken then.
+    """
+    os.posix_fallocate(fd, offset, nbytes)
+    _advise(_pages(mapping)[offset : offset + nbytes], _MADV_POPULATE_WRITE)
+
+
+def discard(mapping: mmap.mmap) -> None:
+    """Give all pages back to the system, whoever else maps them: they read as zeros from now on."""
+    _advise(_pages(mapping), _MADV_REMOVE)
+
+
 def map_for_writing(fd: int, nbytes: int) -> mmap.mmap:
     """The memory behind `fd`, prefaulted and writable; `fd` may be closed afterwards. Unmapped with its last reference.
 
@@ -44,12 +88,25 @@ def map_for_writing(fd: int, nbytes: int) -> mmap.mmap:
         OSError: no room in the address space.
     """
     mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    _populate(np.frombuffer(mapping, dtype=np.uint8), _MADV_POPULATE_WRITE)
+    _advise(_pages(mapping), _MADV_POPULATE_WRITE)
     return mapping
 
 
-def map_for_reading(fd: int) -> Any:
-    """The memory behind `fd`, prefaulted, as a ctypes array; `fd` may be closed afterwards.
+class _ReadOnly:
+    """Keeps a mapping, and what must be called before it ends."""
+
+    def __init__(self, pages: np.ndarray):
+        self.pages = pages
+        self.before_unmap: list[Callable[[], object]] = []
+
+    def __del__(self) -> None:
+        for call in self.before_unmap:
+            call()
+
+
+def map_for_reading(fd: int, populate: int | None = None) -> Any:
+    """The memory behind `fd`, its first `populate` bytes prefaulted (None: all), as a ctypes array; `fd` may be closed
+    afterwards.
 
     The mapping is read-only and other processes view the same pages: a write through the array ends the process. It is
     unmapped with the last reference to the array.
@@ -66,14 +123,28 @@ def map_for_reading(fd: int) -> Any:
     # torch.frombuffer warns about every read-only buffer, and torch knows no read-only tensor. A ctypes array over the
     # address calls itself writable; the array keeps the mapping alive, and what views the array keeps the array.
     pages = np.frombuffer(mapping, dtype=np.uint8)
-    _populate(pages, _MADV_POPULATE_READ)
     array: Any = (ctypes.c_uint8 * nbytes).from_address(pages.ctypes.data)
-    array.mapping = pages
+    array.mapping = _ReadOnly(pages)
+    populate_for_reading(array, 0, nbytes if populate is None else populate)
     return array
 
 
-def _populate(pages: np.ndarray, advice: int) -> None:
-    """Enter all pages into this process's page table now.
+def populate_for_reading(array: Any, offset: int, nbytes: int) -> None:
+    """Enter a range of what `map_for_reading` has mapped into the page table; `offset` is a multiple of a page."""
+    _advise(array.mapping.pages[offset : offset + nbytes], _MADV_POPULATE_READ)
+
+
+def before_unmap(array: Any, call: Callable[[], object]) -> None:
+    """Have `call` called when the last reference to what `map_for_reading` has mapped is gone, but not the mapping."""
+    array.mapping.before_unmap.append(call)
+
+
+def _pages(mapping: mmap.mmap) -> np.ndarray:
+    return np.frombuffer(mapping, dtype=np.uint8)
+
+
+def _advise(pages: np.ndarray, advice: int) -> None:
+    """Populating: enter all pages into this process's page table now.
 
     Not by MAP_POPULATE: Python's mmap holds the interpreter's lock meanwhile, for 256 MB a quarter of a second in which
     no other thread of the process runs. A kernel that does not know the advice enters each page at its first access

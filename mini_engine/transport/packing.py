@@ -13,11 +13,11 @@ import zlib
 import msgspec
 import torch
 
-from mini_engine.messages import MessageId, ProbeResult, TensorHandle, TensorLayout, TensorMessage
+from mini_engine.messages import Envelope, MessageId, ProbeResult, TensorHandle, TensorLayout, TensorMessage
+from mini_engine.transport.allocator import ALIGNMENT
 from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import decode
 
-ALIGNMENT = 64  # bytes: a cache line, and enough for every dtype
 MAX_DIMENSIONS = 8
 PADDING_ROOM = 16 << 10  # bytes to reserve beside the tensors' own: the gaps between 256 tensors
 
@@ -54,23 +54,38 @@ class Packer:
         """
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{type(tensor).__name__} cannot travel inside a message, nor as a tensor beside it")
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            raise TransportError(f"only dense CPU tensors can be sent, not {tensor.layout} on {tensor.device}")
-        name = _NAMES.get(tensor.dtype)
-        if name is None or tensor.dim() > MAX_DIMENSIONS:
-            raise TransportError(f"a tensor of {tensor.dtype} with {tensor.dim()} dimensions cannot be sent")
+        name = dtype_name(tensor)
         offset = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
         end = offset + tensor.nbytes
         if end > self._memory.numel():
             raise TransportError(f"{end} bytes of tensors do not fit the {self._memory.numel()} reserved")
         shape = tuple(tensor.shape)
-        # Not torch's copy_, which shares the work among OpenMP threads: on busy cores the event loop would wait for
-        # the slowest of them. One thread's memcpy reaches the memory's speed.
-        content = tensor.detach().resolve_neg().contiguous().view(-1).view(torch.uint8)
-        self._memory[offset:end].numpy()[:] = content.numpy()
+        copy_bytes(tensor, self._memory[offset:end])
         self.layouts.append(TensorLayout(offset, shape, name))
         self.nbytes = end
         return TensorHandle(self.message, len(self.layouts) - 1, shape, name)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """The dtype's name in a handle.
+
+    Raises:
+        TransportError: not a plain CPU tensor of a dtype that can travel.
+    """
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise TransportError(f"only dense CPU tensors can be sent, not {tensor.layout} on {tensor.device}")
+    name = _NAMES.get(tensor.dtype)
+    if name is None or tensor.dim() > MAX_DIMENSIONS:
+        raise TransportError(f"a tensor of {tensor.dtype} with {tensor.dim()} dimensions cannot be sent")
+    return name
+
+
+def copy_bytes(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    """`tensor`, C-contiguous, to `memory` (uint8, one dimension, of its size)."""
+    # Not torch's copy_, which shares the work among OpenMP threads: on busy cores the event loop would wait for the
+    # slowest of them. One thread's memcpy reaches the memory's speed.
+    content = tensor.detach().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    memory.numpy()[:] = content.numpy()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,20 +104,33 @@ class Failed:
     why: str
 
 
-def decode_head(envelope: bytes | memoryview) -> tuple[MessageId, TensorMessage]:
-    """The head in `envelope`, and the id of its message. Number 0 is no message: a probe, or news of buffers.
+def decode_envelope(envelope: bytes | memoryview) -> Envelope:
+    """As `codec.decode`, of whatever a peer may have written.
 
     Raises:
-        TransportError: not an envelope with a tensor message.
+        TransportError: not an envelope.
     """
     try:
-        decoded = decode(envelope)
+        return decode(envelope)
     except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
         raise TransportError(f"not an envelope: {error}") from error
+
+
+def as_head(decoded: Envelope) -> tuple[MessageId, TensorMessage]:
+    """The head in an envelope, and the id of its message. Number 0 is no message: a probe, or news of buffers.
+
+    Raises:
+        TransportError: it holds something else.
+    """
     head = decoded.body
     if not isinstance(head, TensorMessage) or head.number < 0:
         raise TransportError(f"a {type(head).__name__} is not a tensor message")
     return MessageId(decoded.incarnation, head.number), head
+
+
+def decode_head(envelope: bytes | memoryview) -> tuple[MessageId, TensorMessage]:
+    """Both of the above."""
+    return as_head(decode_envelope(envelope))
 
 
 def unpack(head: TensorMessage, memory: torch.Tensor) -> list[torch.Tensor]:
@@ -113,13 +141,15 @@ def unpack(head: TensorMessage, memory: torch.Tensor) -> list[torch.Tensor]:
     """
     if not 0 <= head.nbytes <= memory.numel():
         raise TransportError(f"{head.nbytes} bytes announced in a buffer of {memory.numel()}")
-    try:
-        return [_view(layout, memory[: head.nbytes]) for layout in head.tensors]
-    except RuntimeError as error:  # torch's own refusal, such as an empty tensor whose strides overflow
-        raise TransportError(f"a tensor cannot be rebuilt: {error}") from error
+    return [view_of(layout, memory[: head.nbytes]) for layout in head.tensors]
 
 
-def _view(layout: TensorLayout, memory: torch.Tensor) -> torch.Tensor:
+def view_of(layout: TensorLayout, memory: torch.Tensor) -> torch.Tensor:
+    """One tensor as a view of `memory` (uint8, one dimension), outside of which it does not reach.
+
+    Raises:
+        TransportError: it does not lie there.
+    """
     dtype = DTYPES.get(layout.dtype)
     if dtype is None:
         raise TransportError(f"unknown dtype {layout.dtype[:40]!r}")
@@ -129,9 +159,12 @@ def _view(layout: TensorLayout, memory: torch.Tensor) -> torch.Tensor:
     end = layout.offset + nbytes
     if layout.offset < 0 or layout.offset % ALIGNMENT or end > memory.numel():
         raise TransportError(f"a tensor at {layout.offset}..{end} is misaligned or outside of {memory.numel()} bytes")
-    if not nbytes:
-        return torch.empty(layout.shape, dtype=dtype)
-    return memory[layout.offset : end].view(dtype).view(layout.shape)
+    try:
+        if not nbytes:
+            return torch.empty(layout.shape, dtype=dtype)
+        return memory[layout.offset : end].view(dtype).view(layout.shape)
+    except RuntimeError as error:  # torch's own refusal, such as an empty tensor whose strides overflow
+        raise TransportError(f"a tensor cannot be rebuilt: {error}") from error
 
 
 def probe_tensor() -> torch.Tensor:

@@ -6,6 +6,8 @@ A frame is a length, a count of descriptors (0 or 1) and an envelope. The envelo
 holds the tensors; the buffer's descriptor comes with the first frame that names it. So a message costs one memcpy,
 however many ranks read it, and a few hundred bytes on each socket. A sender that is killed is an end of file here.
 
+The receiver also takes the connections of `shm_store.py`, whose frames hand over a store's segment instead.
+
 This file knows nothing of requests, of who waits for a message, or of when a rank has read it.
 """
 
@@ -17,22 +19,23 @@ import dataclasses
 import errno
 import logging
 import os
-import select
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
-from mini_engine.messages import RankAddress, TensorMessage, TransportName
+from mini_engine.messages import ProbeResult, RankAddress, Segment, SegmentGrown, TensorMessage, TransportName
 from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import Encoder
-from mini_engine.transport.frames import READ_BYTES, Frame, FrameParser, close_all, read_chunk, send_frame
+from mini_engine.transport.frames import Frame, FrameParser, close_all, read_chunk, send_frame
 from mini_engine.transport.memory import map_for_reading
-from mini_engine.transport.packing import Failed, Received, decode_head, probe_result, unpack
+from mini_engine.transport.packing import Failed, Received, as_head, decode_envelope, probe_result, unpack
 from mini_engine.transport.pool import BufferPool, PooledBuffer, size_class
+from mini_engine.transport.rank_stream import RankStream
+from mini_engine.transport.segment import Pin
 from mini_engine.transport.sender import PackedOutgoing, PackedSender, head_of
+from mini_engine.transport.shm_store import Attached, Attachment
 from mini_engine.transport.sockets import BoundPath
 
 log = logging.getLogger(__name__)
@@ -42,35 +45,15 @@ log = logging.getLogger(__name__)
 
 
 INLINE_ALLOCATION = 1 << 20  # bytes: a new buffer above it, a millisecond of page faults or more, is made in a thread
-_NOT_YET = (FileNotFoundError, ConnectionRefusedError, BlockingIOError, TimeoutError)
 
 
-class RankLink:
+class RankLink(RankStream):
     """The unix stream to one rank, and which buffers that rank knows."""
 
     def __init__(self, me: Encoder, path: str):
+        super().__init__(path)
         self._me = me
-        self._path = path
-        self._socket: socket.socket | None = None
         self._known: set[int] = set()
-
-    def connect(self, deadline: float) -> None:
-        """See `sender.Link`. Retries: the rank may bind a moment later."""
-        self.close()
-        while True:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                connection.connect(self._path)
-            except OSError as error:
-                connection.close()
-                if not isinstance(error, _NOT_YET) or time.monotonic() >= deadline:
-                    raise TransportError(f"cannot connect: {error}") from error
-                time.sleep(0.01)
-                continue
-            connection.setblocking(False)
-            self._socket = connection
-            return
 
     def send(self, outgoing: PackedOutgoing[PooledBuffer], probe: bool) -> None:
         """See `sender.Link`."""
@@ -91,35 +74,13 @@ class RankLink:
                 self._send(TensorMessage(0, 0, [], dropped=dropped), [])
                 self._known.difference_update(dropped)
 
-    def answer(self, deadline: float) -> bytes:
-        """See `sender.Link`."""
-        assert self._socket is not None
-        parser = FrameParser()
-        while True:
-            poller = select.poll()  # not select.select, which cannot wait for descriptors above 1023
-            poller.register(self._socket, select.POLLIN)
-            if not poller.poll(max(deadline - time.monotonic(), 0) * 1000):
-                raise TransportError("connected, but no answer to the probe in time")
-            try:
-                data = self._socket.recv(READ_BYTES)
-            except OSError as error:
-                raise TransportError(f"the rank has closed the connection: {error.strerror}") from error
-            if not data:
-                raise TransportError("the rank has closed the connection")
-            for frame in parser.feed(data):
-                return frame.envelope
-
     def close(self) -> None:
         """See `sender.Link`."""
         self._known.clear()
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        super().close()
 
     def _send(self, head: TensorMessage, descriptors: list[int]) -> None:
-        if self._socket is None:
-            raise TransportError("the transport is not connected")
-        send_frame(self._socket, self._me.encode(head), descriptors)
+        self.send_envelope(self._me.encode(head), descriptors)
 
 
 class TensorIpcSender(PackedSender[PooledBuffer, RankLink]):
@@ -184,15 +145,16 @@ class MappedBuffer:
 
 
 class Connection:
-    """One sender's stream: its unread bytes and its buffers. Views of a buffer outlive both."""
+    """One sender's stream: its unread bytes and its buffers, or its segment. Views of them outlive it."""
 
-    def __init__(self, me: Encoder, stream: socket.socket):
+    def __init__(self, me: Encoder, stream: socket.socket, pin: Pin | None = None):
         self._me = me
+        self._attachment = Attachment(pin)
         self._stream = stream
         self._parser = FrameParser()
         self._buffers: dict[int, MappedBuffer] = {}
 
-    def read(self) -> Iterator[Received | Failed]:
+    def read(self) -> Iterator[Received | Failed | Attached]:
         """Read once, without blocking, and yield what that completed.
 
         Raises:
@@ -206,11 +168,16 @@ class Connection:
         """Forget the stream: its partial frame, its descriptors, and its mappings as soon as no view is left."""
         self._parser.close()
         self._buffers.clear()
+        self._attachment.close()
         self._stream.close()
 
-    def _take(self, frame: Frame) -> Iterator[Received | Failed]:
+    def _take(self, frame: Frame) -> Iterator[Received | Failed | Attached]:
         try:
-            message, head = decode_head(frame.envelope)
+            envelope = decode_envelope(frame.envelope)
+            if isinstance(envelope.body, Segment | SegmentGrown):
+                yield from self._attachment.take(envelope.incarnation, envelope.body, frame, self._answer)
+                return
+            message, head = as_head(envelope)
             try:
                 self._map(head, frame)
             except (OSError, ValueError, TransportError) as error:
@@ -223,7 +190,7 @@ class Connection:
         for number in head.dropped:
             self._buffers.pop(number, None)
         if head.probe:
-            self._answer(head)
+            self._answer(probe_result(head, self._memory(head)))
         elif head.number:
             try:
                 yield Received(message, unpack(head, self._memory(head)))
@@ -247,16 +214,17 @@ class Connection:
         buffer.generation = head.generation
         return buffer.memory
 
-    def _answer(self, head: TensorMessage) -> None:
-        send_frame(self._stream, self._me.encode(probe_result(head, self._memory(head))))
+    def _answer(self, result: ProbeResult) -> None:
+        send_frame(self._stream, self._me.encode(result))
 
 
 class TensorIpcReceiver:
     """A rank's end for all its senders. Used from one thread at a time, which polls `descriptors()`."""
 
-    def __init__(self, me: Encoder, address: RankAddress):
-        """Bind. Raises OSError when the path is taken or too long."""
+    def __init__(self, me: Encoder, address: RankAddress, pin: Pin | None = None):
+        """Bind. `pin`: see `shm_store.MappedSegment`. Raises OSError when the path is taken or too long."""
         self._me = me
+        self._pin = pin
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             self._listener.bind(address.tensor_ipc)
@@ -272,7 +240,7 @@ class TensorIpcReceiver:
         """What to poll for reading. Changes with each `receive`."""
         return {self._listener.fileno(), *self._connections}
 
-    def receive(self, fd: int) -> Iterator[Received | Failed]:
+    def receive(self, fd: int) -> Iterator[Received | Failed | Attached]:
         """Serve one readable descriptor without blocking. Exhaust the iterator before the next call.
 
         No error of a peer gets out of here: a message that cannot be used is yielded as `Failed`, and a connection
@@ -310,7 +278,7 @@ class TensorIpcReceiver:
                 self._turn_away()
             return
         stream.setblocking(False)
-        self._connections[stream.fileno()] = Connection(self._me, stream)
+        self._connections[stream.fileno()] = Connection(self._me, stream, self._pin)
 
     def _turn_away(self) -> None:
         """With no descriptor left, the waiting connection would keep the listener readable and its thread spinning:

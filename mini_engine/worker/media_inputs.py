@@ -3,8 +3,9 @@
     API servers ==tensors==> receiver thread -> table {message: tensors} -> model runner (main thread)
                                    └── MediaReady / MediaFailed --> engine core
 
-The thread blocks on its connections, so an idle rank costs nothing. This file knows nothing of requests or of the
-model: the core says which messages are read and when they are released.
+It also keeps the segments of the API servers' shared-memory stores, in which an object needs no message. The thread
+blocks on its connections, so an idle rank costs nothing. This file knows nothing of requests or of the model: the core
+says which messages are read and when they are released, and when a segment is no longer needed.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import zmq
 
-from mini_engine.messages import MediaFailed, MediaReady, MessageId, RankAddress, TensorHandle
+from mini_engine.messages import MediaFailed, MediaReady, MessageId, RankAddress, StoreHandle, TensorHandle
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.direct_rpc import DirectRpcReceiver
 from mini_engine.transport.packing import Failed, Received
+from mini_engine.transport.segment import MappedSegment, Pin
+from mini_engine.transport.shm_store import Attached
 from mini_engine.transport.sockets import connect_dealer, identity
 from mini_engine.transport.tensor_ipc import TensorIpcReceiver
 
@@ -30,7 +33,7 @@ REMEMBERED = 1 << 14
 
 
 class MediaMissing(KeyError):
-    """The tensor has not arrived, or was released."""
+    """The tensor has not arrived, or was released; or its segment is not mapped here."""
 
 
 class _Sender:
@@ -79,11 +82,13 @@ class MediaInputs:
         rank: int,
         context: zmq.Context,
         to_device: Callable[[torch.Tensor], torch.Tensor] = stay,
+        pin: Pin | None = None,
     ):
         """Bind both addresses; senders may connect from now on, and are served from `start` on.
 
         `to_device` is called in the receiver thread, once for each tensor, before its message is reported ready: what
-        it returns is what `tensor` gives. A RuntimeError of it fails that message alone.
+        it returns is what `tensor` gives. A RuntimeError of it fails that message alone. `pin` is for the memory of
+        stores and is called in the receiver thread too: see `MappedSegment`.
 
         Raises:
             OSError, zmq.ZMQError: an address is taken, or its path is too long.
@@ -91,7 +96,7 @@ class MediaInputs:
         self._me = me
         self._rank = rank
         self._to_device = to_device
-        self._queue = TensorIpcReceiver(me, address)
+        self._queue = TensorIpcReceiver(me, address, pin)
         try:
             self._direct = DirectRpcReceiver(me, address, context)
         except (OSError, zmq.ZMQError):
@@ -101,10 +106,12 @@ class MediaInputs:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="media receiver", daemon=True)
         self._crash: BaseException | None = None
-        self._lock = threading.Lock()  # over the three below
+        self._lock = threading.Lock()  # over the five below
         self._closing = False
         self._senders: dict[int, _Sender] = {}
         self._gone: set[int] = set()  # incarnations, for good: an integer for each API server that ever died
+        self._segments: dict[int, MappedSegment] = {}  # by the incarnation of its owner
+        self._unmapped: set[int] = set()  # incarnations, for good, as above
 
     # --- main thread ---
 
@@ -135,6 +142,36 @@ class MediaInputs:
                 f"its handle says {handle.dtype} {handle.shape}"
             )
         return tensor
+
+    def stored(self, handle: StoreHandle) -> torch.Tensor:
+        """The object that `handle` stands for, of its shape and dtype: a view of its owner's segment, without a copy.
+
+        On the CPU whatever the device is, and read-only: a write ends the process. Valid until its owner frees it,
+        which it does once every engine has said that it no longer needs the object.
+
+        Raises:
+            MediaMissing: the segment is not mapped here.
+            ValueError: the object is not in the segment, or is not what the handle says.
+        """
+        self._check()
+        incarnation = handle.object.incarnation
+        with self._lock:
+            segment = self._segments.get(incarnation)
+        if segment is None:
+            raise MediaMissing(f"the store of incarnation {incarnation} is not mapped here")
+        return segment.view(handle)
+
+    def drop_segments(self, incarnations: Iterable[int]) -> None:
+        """Unmap the stores of these, each when its last view goes; one that is yet to come is refused.
+
+        The end of a store's connection, or `drop_sender`, leaves its segment here: requests that came by way of other
+        API servers may still need the objects of a dead one.
+        """
+        self._check()
+        with self._lock:
+            for incarnation in incarnations:
+                self._unmapped.add(incarnation)
+                self._segments.pop(incarnation, None)
 
     def release(self, messages: Iterable[MessageId]) -> None:
         """Drop these messages, received or yet to come."""
@@ -171,6 +208,7 @@ class MediaInputs:
         os.close(self._wake)
         with self._lock:
             self._senders.clear()
+            self._segments.clear()
 
     def _check(self) -> None:
         if self._crash is not None:
@@ -207,7 +245,7 @@ class MediaInputs:
             self._handle(arrival)
         # Returning drops `arrival`: in the loop above it would keep the last message's memory until the next one.
 
-    def _arrivals(self, source: zmq.Socket | int) -> Iterator[Received | Failed]:
+    def _arrivals(self, source: zmq.Socket | int) -> Iterator[Received | Failed | Attached]:
         if source is self._direct.socket:
             return self._direct.receive()
         if isinstance(source, int) and source != self._wake:
@@ -217,8 +255,11 @@ class MediaInputs:
             return self._queue.receive(source)
         return iter(())
 
-    def _handle(self, arrival: Received | Failed) -> None:
+    def _handle(self, arrival: Received | Failed | Attached) -> None:
         """The first arrival of a message counts: one sent again by another transport is not reported twice."""
+        if isinstance(arrival, Attached):
+            self._attach(arrival)
+            return
         message = arrival.message
         with self._lock:
             if not self._wanted(message):
@@ -236,6 +277,15 @@ class MediaInputs:
                 self._report(MediaReady(self._rank, message))
                 return
         self._report(MediaFailed(self._rank, message, arrival.why))
+
+    def _attach(self, attached: Attached) -> None:
+        with self._lock:
+            if attached.incarnation in self._unmapped:
+                attached.refused = "its owner is gone"
+            elif attached.incarnation in self._segments:
+                attached.refused = "its owner has another one here"
+            else:
+                self._segments[attached.incarnation] = attached.segment
 
     def _wanted(self, message: MessageId) -> bool:
         sender = self._senders.get(message.incarnation)

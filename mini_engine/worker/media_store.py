@@ -1,6 +1,7 @@
-"""The processed media that a rank keeps for requests to come, by media hash: its own copies, on its own device.
+"""Where a rank finds an item's patches: received, in an API server's store, or kept for requests to come.
 
-What to keep and what to drop is decided by the engine core; all ranks of an engine keep the same.
+What it keeps are its own copies, by media hash, on its own device. What to keep and what to drop is decided by the
+engine core; all ranks of an engine keep the same.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from mini_engine.messages import KeepMedia, MediaItem, TensorHandle
+from mini_engine.messages import KeepMedia, MediaItem, StoreHandle, TensorHandle
 
 
 class MediaStore:
-    """`received` gives the tensor of a handle, valid until its message is released."""
+    """`received` gives the tensor of a handle, valid until its message is released; `stored` that of an object in a
+    store, on the CPU, valid until its owner frees it."""
 
-    def __init__(self, received: Callable[[TensorHandle], Tensor]):
+    def __init__(self, received: Callable[[TensorHandle], Tensor], stored: Callable[[StoreHandle], Tensor]):
         self._received = received
+        self._stored = stored
         self._kept: dict[bytes, Tensor] = {}
 
     def __len__(self) -> int:
@@ -38,13 +41,15 @@ class MediaStore:
                 raise RuntimeError(f"media {value.hex()} is to be dropped, but is not kept here")
 
     def patches(self, item: MediaItem) -> Tensor:
-        """uint8 `[t * h * w, 3 * temporal_patch_size * patch_size**2]` of an item, received or kept; only to be read.
+        """uint8 `[t * h * w, 3 * temporal_patch_size * patch_size**2]` of an item; only to be read.
 
         Raises:
             RuntimeError: it came without a tensor and is not kept.
         """
         if isinstance(item.patches, TensorHandle):
             return self._received(item.patches)
+        if isinstance(item.patches, StoreHandle):
+            return self._stored(item.patches)
         kept = self._kept.get(item.media_hash)
         if kept is None:
             raise RuntimeError(f"media {item.media_hash.hex()} came without a tensor, but is not kept here")

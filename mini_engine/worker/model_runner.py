@@ -6,7 +6,8 @@ This file knows nothing of sockets or processes, and decides nothing: what runs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from mini_engine.messages import (
     SampledToken,
     Step,
     StepResult,
+    StoreHandle,
     TensorHandle,
 )
 from mini_engine.model.parallel import TensorParallel
@@ -45,11 +47,17 @@ class Media(Protocol):
     def tensor(self, handle: TensorHandle) -> Tensor:
         """The tensor that `handle` stands for: uint8, valid until its message is released."""
 
+    def stored(self, handle: StoreHandle) -> Tensor:
+        """The object of a store that `handle` stands for: uint8, on the CPU, valid until its owner frees it."""
+
     def release(self, messages: list[MessageId]) -> None:
         """Drop these messages, received or yet to come."""
 
     def drop_sender(self, incarnation: int) -> None:
         """Drop all messages of an incarnation, received or yet to come."""
+
+    def drop_segments(self, incarnations: list[int]) -> None:
+        """Unmap the stores of these incarnations, mapped or yet to come."""
 
 
 class ModelRunner:
@@ -61,6 +69,7 @@ class ModelRunner:
         media: the tensors that the API servers sent.
         normalise: what turns raw patches into the vision tower's input.
         tp: this rank's place among those that share the model.
+        to_device: brings patches to the device of the computation; None is torch's own way.
     """
 
     def __init__(
@@ -70,6 +79,7 @@ class ModelRunner:
         media: Media,
         normalise: Normalisation,
         tp: TensorParallel,
+        to_device: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -78,10 +88,11 @@ class ModelRunner:
         self._tp = tp
         self._device = cache.storage.device
         self._dtype = cache.storage.dtype
+        self._to_device = to_device or partial(Tensor.to, device=self._device)
         self._causal = CausalMask(self._dtype, self._device)
         self._sequences: dict[str, SequenceState] = {}
         self._encoded = EncoderCache()
-        self._store = MediaStore(media.tensor)
+        self._store = MediaStore(media.tensor, media.stored)
         self._decode: DecodeBatch | None = None  # the last step's, if it was one
 
     @property
@@ -107,7 +118,7 @@ class ModelRunner:
         self._begin(step.started)
         self._encode(step.encode)
         tokens = self._compute(step.chunks)
-        self._release(step.release, step.drop_senders)
+        self._release(step)
         return StepResult(step.number, tokens)
 
     @torch.inference_mode()
@@ -117,8 +128,9 @@ class ModelRunner:
         The patches are only read; they may lie on the CPU. A collective: every rank makes the same call.
         """
         # Joined while a value is one byte. Normalising copies, so shared memory is not written to.
-        joined = raw[0] if len(raw) == 1 else torch.cat(list(raw))
-        return self._model.encode_vision(self._normalise(joined.to(self._device), self._dtype), grids)
+        moved = [self._to_device(patches) for patches in raw]
+        joined = moved[0] if len(moved) == 1 else torch.cat(moved)
+        return self._model.encode_vision(self._normalise(joined, self._dtype), grids)
 
     def _forget(self, finished: Sequence[str]) -> None:
         for request_id in finished:
@@ -205,11 +217,13 @@ class ModelRunner:
             result[i] = SampledToken(result[i].request_id, result[i].token_id, report)
         return result
 
-    def _release(self, messages: list[MessageId], incarnations: Sequence[int]) -> None:
-        if messages:
-            self._media.release(messages)
-        for incarnation in incarnations:
+    def _release(self, step: Step) -> None:
+        if step.release:
+            self._media.release(step.release)
+        for incarnation in step.drop_senders:
             self._media.drop_sender(incarnation)
+        if step.drop_segments:
+            self._media.drop_segments(step.drop_segments)
 
 
 def _sampler_row(sequence: SequenceState, stop: int) -> sampler.Row:

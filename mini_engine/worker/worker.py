@@ -30,6 +30,7 @@ from mini_engine.worker.kv_cache import KVCache, count_blocks
 from mini_engine.worker.media_inputs import MediaInputs, stay
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
+from mini_engine.worker.pinning import PinnedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +41,13 @@ def run(child: Child) -> None:
     engine, rank = (int(part) for part in child.index.split("."))
     device = choose_device(init.config, engine, rank)
     # First of all that takes time: API servers probe these addresses while the model loads.
-    media = receive_media(child, init, engine, rank, device)
+    pinned = PinnedMemory(device) if device.type == "cuda" else None
+    media = receive_media(child, init, engine, rank, device, pinned)
     torch.set_num_threads(choose_threads(init.config))
     tp = join_group(init, engine, rank, device)
     model = load_model(init.model_dir, tp, choose_dtype(init.config), device)
-    runner = ModelRunner(model, allocate_cache(init.config, model), media, Normalisation.from_dir(init.model_dir), tp)
+    cache, normalise = allocate_cache(init.config, model), Normalisation.from_dir(init.model_dir)
+    runner = ModelRunner(model, cache, media, normalise, tp, pinned.to_device if pinned else None)
     warm_up(runner, model.config.vision)
     # What is loaded stays: the collector need not walk over it again and again.
     gc.collect()
@@ -118,11 +121,14 @@ def choose_dtype(config: EngineConfig) -> torch.dtype | None:
     return None if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
-def receive_media(child: Child, init: Init, engine: int, rank: int, device: torch.device) -> MediaInputs:
+def receive_media(
+    child: Child, init: Init, engine: int, rank: int, device: torch.device, pinned: PinnedMemory | None
+) -> MediaInputs:
     """Start the receiver thread at this rank's addresses."""
     address = next(address for address in init.ranks if (address.engine, address.rank) == (engine, rank))
     to_device = stay if device.type == "cpu" else partial(torch.Tensor.to, device=device)
-    media = MediaInputs(address, init.core_workers[engine], child.encoder, rank, child.context, to_device)
+    pin = pinned.pin if pinned else None
+    media = MediaInputs(address, init.core_workers[engine], child.encoder, rank, child.context, to_device, pin)
     media.start()
     return media
 

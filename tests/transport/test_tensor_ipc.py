@@ -120,7 +120,7 @@ def test_a_descriptor_crosses_once_per_buffer_and_rank(make_pair, message, drain
         sent.append(len(descriptors))
         send_frame(connection, envelope, descriptors)
 
-    monkeypatch.setattr("mini_engine.transport.tensor_ipc.send_frame", spy)
+    monkeypatch.setattr("mini_engine.transport.rank_stream.send_frame", spy)
     baseline = None
     for number in range(1, 8):
         outgoing = run(pair.sender.reserve(message(number), 400_000))

@@ -15,7 +15,7 @@ HANDLE = TensorHandle(MessageId(1, 1), 0, (2, 3), "uint8")
 
 def test_what_is_kept_is_a_copy():
     received = torch.arange(6, dtype=torch.uint8).view(2, 3)
-    store = MediaStore(lambda handle: received)
+    store = MediaStore(lambda handle: received, lambda handle: received)
     store.keep([KeepMedia(b"a", HANDLE)])
     received.fill_(0xFF)  # the buffer is its sender's again
     item = msgspec.structs.replace(tiny.make_request(tiny.MemoryMedia(), "r", [(1, 4, 4)]).media[0], patches=None)

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mini_engine.messages import MediaItem, MessageId, NewSequence, SamplingParams, TensorHandle
+from mini_engine.messages import (
+    MediaItem,
+    MessageId,
+    NewSequence,
+    SamplingParams,
+    StoreHandle,
+    StoreObject,
+    TensorHandle,
+)
 from mini_engine.worker.normalisation import Normalisation
 
 IMAGE, VIDEO, START, END = 190, 191, 192, 193
@@ -69,7 +77,17 @@ class MemoryMedia:
 
     def __init__(self) -> None:
         self.tensors: dict[MessageId, Tensor] = {}
+        self.objects: dict[StoreObject, Tensor] = {}
         self.dropped: list[int] = []
+        self.unmapped: list[int] = []
+
+    def store(self, patches: Tensor) -> StoreHandle:
+        number = len(self.objects) + 1
+        self.objects[StoreObject(7, number)] = patches
+        return StoreHandle(StoreObject(7, number), 64, tuple(patches.shape), "uint8")
+
+    def stored(self, handle: StoreHandle) -> Tensor:
+        return self.objects[handle.object]
 
     def put(self, patches: Tensor) -> TensorHandle:
         message = MessageId(7, len(self.tensors) + 1)
@@ -85,6 +103,9 @@ class MemoryMedia:
 
     def drop_sender(self, incarnation: int) -> None:
         self.dropped.append(incarnation)
+
+    def drop_segments(self, incarnations: Iterable[int]) -> None:
+        self.unmapped += incarnations
 
 
 def make_request(

@@ -1,0 +1,88 @@
+"""Host memory that is registered with CUDA, so that a copy to the device reads it by itself, without a staging buffer.
+
+This file knows nothing of stores or segments: it is told of ranges of memory, and when they end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import pairwise
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_READ_ONLY = 8  # cudaHostRegisterReadOnly: the device will not write, so the mapping need not be writable
+
+
+class PinnedMemory:
+    """The ranges that are registered for one CUDA device. For any thread."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._ranges: dict[int, int] = {}  # bytes, by address
+        self._lock = threading.RLock()  # the collector may end a mapping, and so a range, in the middle of `to_device`
+        self._warned = False
+
+    def pin(self, address: int, nbytes: int) -> Callable[[], object] | None:
+        """Register mapped memory; returns what undoes it, to be called before it is unmapped.
+
+        None: CUDA refused. The memory serves as it is then, by way of CUDA's staging buffer.
+        """
+        with self._lock:
+            error = self._call("cudaHostRegister", address, nbytes, _READ_ONLY)
+            if error:
+                if not self._warned:
+                    logger.warning("Stored media are copied to the device from pageable memory: CUDA error %d", error)
+                self._warned = True
+                return None
+            self._ranges[address] = nbytes
+        return partial(self._unpin, address)
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, contiguous, on the device. It may lie in any memory.
+
+        A single copy may not cross the border of a registered range: CUDA refuses it as an invalid argument.
+        """
+        with self._lock:
+            ranges = [(start, start + nbytes) for start, nbytes in self._ranges.items()]
+            pieces = cut(tensor.data_ptr(), tensor.nbytes, ranges) if tensor.device.type == "cpu" else []
+            if len(pieces) < 2:
+                return tensor.to(self._device)
+            moved = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            source, target = (each.view(-1).view(torch.uint8) for each in (tensor, moved))
+            for start, end in pieces:
+                target[start:end].copy_(source[start:end])
+            return moved
+
+    def _unpin(self, address: int) -> None:
+        with self._lock:
+            del self._ranges[address]
+            with contextlib.suppress(RuntimeError):  # the interpreter ends and starts no thread any more; CUDA ends too
+                self._call("cudaHostUnregister", address)
+
+    def _call(self, name: str, *args: int) -> int:
+        """Call the CUDA runtime; returns its error code.
+
+        In a thread of its own: CUDA keeps the last error of each thread, and torch would take one of ours for its own.
+        """
+        result: list[int] = []
+
+        def call() -> None:
+            torch.cuda.set_device(self._device)
+            result.append(int(getattr(torch.cuda.cudart(), name)(*args)))
+
+        thread = threading.Thread(target=call, name="pinning")
+        thread.start()
+        thread.join()
+        return result[0] if result else -1
+
+
+def cut(address: int, nbytes: int, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """`0 .. nbytes` in pieces (start, end), so that from `address` on none crosses the start or the end of a range."""
+    borders = {border - address for each in ranges for border in each}
+    return list(pairwise(sorted({0, nbytes} | {border for border in borders if 0 < border < nbytes})))

@@ -1,0 +1,101 @@
+"""What a process may still take, on faked trees of /proc and /sys/fs/cgroup, and on the real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mini_engine.free_memory import RESERVE, available_memory, memory_reserve, total_memory
+
+MIB = 1 << 20
+UNLIMITED = 9223372036854771712  # what version 1 says where nobody set a limit
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    made = tmp_path / "proc"
+    (made / "self").mkdir(parents=True)
+    (made / "meminfo").write_text("MemTotal:   8192 kB\nMemFree: 100 kB\nMemAvailable:    4096 kB\nHugePages: 0\n")
+    return made
+
+
+def belongs(proc: Path, *lines: str) -> None:
+    (proc / "self" / "cgroup").write_text("".join(f"{line}\n" for line in lines))
+
+
+def group(directory: Path, version: int, limit: int | str, used: int, cache: int = 0) -> None:
+    names = {1: ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"), 2: ("max", "current", "inactive_file")}
+    limit_file, usage_file, cache_key = names[version]
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"memory.{limit_file}").write_text(f"{limit}\n")
+    (directory / f"memory.{usage_file}").write_text(f"{used}\n")
+    (directory / "memory.stat").write_text(f"anon 7\n{cache_key} {cache}\nactive_file 99\n")
+
+
+def test_without_control_groups_the_kernel_says(proc: Path, tmp_path: Path):
+    assert available_memory(proc, tmp_path / "none") == 4 * MIB
+    assert total_memory(proc, tmp_path / "none") == 8 * MIB
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_tightest_group_on_the_way_up_counts(proc: Path, tmp_path: Path, version: int):
+    groups = tmp_path / "groups"
+    belongs(proc, "3:cpu:/a/b", "4:cpuset,memory:/a/b" if version == 1 else "0::/a/b")
+    root = groups / "memory" if version == 1 else groups
+    group(root / "a" / "b", version, 3 * MIB, 1 * MIB)
+    assert available_memory(proc, groups) == 2 * MIB and total_memory(proc, groups) == 3 * MIB
+    group(root / "a", version, 2 * MIB, 1 * MIB + 512)
+    assert available_memory(proc, groups) == 1 * MIB - 512 and total_memory(proc, groups) == 2 * MIB
+    group(root, version, 1000, 400)
+    assert available_memory(proc, groups) == 600
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_unused_file_cache_counts_as_free(proc: Path, tmp_path: Path, version: int):
+    groups = tmp_path / "groups"
+    belongs(proc, "4:memory:/" if version == 1 else "0::/")
+    group(groups / "memory" if version == 1 else groups, version, 3 * MIB, 3 * MIB - 10, cache=MIB)
+    assert available_memory(proc, groups) == MIB + 10
+
+
+def test_a_group_above_its_limit_has_nothing_free(proc: Path, tmp_path: Path):
+    belongs(proc, "0::/")
+    group(tmp_path / "groups", 2, MIB, MIB + 5)
+    assert available_memory(proc, tmp_path / "groups") == 0
+
+
+def test_no_limit_is_none(proc: Path, tmp_path: Path):
+    groups = tmp_path / "groups"
+    belongs(proc, "4:memory:/x", "0::/x")
+    group(groups / "memory" / "x", 1, UNLIMITED, MIB)
+    group(groups / "unified" / "x", 2, "max", MIB)
+    assert available_memory(proc, groups) == 4 * MIB and total_memory(proc, groups) == 8 * MIB
+
+
+def test_both_versions_at_once(proc: Path, tmp_path: Path):
+    groups = tmp_path / "groups"
+    belongs(proc, "4:memory:/x", "0::/y")
+    group(groups / "memory" / "x", 1, 3 * MIB, 0)
+    group(groups / "unified" / "y", 2, 2 * MIB, 0)
+    assert available_memory(proc, groups) == 2 * MIB
+
+
+@pytest.mark.parametrize("path", ["/docker/0123", "/../other"])
+def test_in_a_container_the_root_is_its_own_group(proc: Path, tmp_path: Path, path: str):
+    """The path in /proc is the host's, or leads out of the namespace; the directory begins at the container."""
+    belongs(proc, f"0::{path}")
+    group(tmp_path / "groups", 2, MIB, 0)
+    group(tmp_path / "other", 2, 1, 0)
+    assert available_memory(proc, tmp_path / "groups") == MIB
+
+
+def test_a_system_that_does_not_say(proc: Path, tmp_path: Path):
+    (proc / "meminfo").write_text("MemTotal: 1 kB\n")
+    with pytest.raises(OSError, match="MemAvailable"):
+        available_memory(proc, tmp_path)
+
+
+def test_this_machine():
+    assert 0 < available_memory() <= total_memory()
+    assert RESERVE <= memory_reserve() <= max(RESERVE, total_memory() // 20)
