@@ -48,7 +48,9 @@ HEADROOM = 8  # the part of a segment that is kept free for what comes next: one
 class Slot(Protocol):
     """Room for one object; to be freed by its `object` whether it was filled or not."""
 
-    object: StoreObject
+    @property
+    def object(self) -> StoreObject:
+        """Its name, which is never used again."""
 
     def fill(self, tensor: Any) -> StoreHandle:
         """Copy `tensor` there. For any thread."""
@@ -57,7 +59,9 @@ class Slot(Protocol):
 class Segment(Protocol):
     """The memory of a store; see `transport/shm_store.py`."""
 
-    capacity: int
+    @property
+    def capacity(self) -> int:
+        """Bytes that it may grow to."""
 
     def reserve(self, nbytes: int) -> Slot | None:
         """Room for `nbytes`, or None."""
