@@ -216,8 +216,6 @@ class Engine:
 
     def _on_miss(self, request_id: str, hashes: list[bytes]) -> None:
         self.media.drop(hashes)
-        if self._store is not None:
-            self._store.missed(self.number, hashes)
         sample = self.requests.get(request_id)
         if sample is None:
             return

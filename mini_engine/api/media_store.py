@@ -119,22 +119,16 @@ class MediaStore:
 
         While the block runs they stay. It is to be left once the engine has accepted the request, or will not.
         """
-        pinned: list[Stored] = []
+        pinned: dict[int, Stored] = {}
         try:
             media = [await self._place(item, pinned) for item in request.media]
-            self._offer(pinned)
+            self._offer(pinned.values())
             yield msgspec.structs.replace(request, media=media)
         finally:
-            for stored in pinned:
+            for stored in pinned.values():
                 stored.pins -= 1
                 if stored.unwanted and not stored.pins:
                     self._retract([stored])
-
-    def missed(self, engine: int, hashes: Iterable[bytes]) -> None:
-        """`engine` does not have these: what it was offered it has dropped, and is to be offered it again."""
-        for media_hash in hashes:
-            if (stored := self._by_hash.get(media_hash)) is not None:
-                stored.offered.discard(engine)
 
     def hear(self, engine: int, body: Retracted | Busy | LastUsed | Unwanted) -> None:
         """What an engine says of objects. Those that are no more are passed over."""
@@ -164,8 +158,8 @@ class MediaStore:
 
     # --- put ---------------------------------------------------------------------------------------------------------
 
-    async def _place(self, item: MediaItem, pinned: list[Stored]) -> MediaItem:
-        """`item` with a handle if it has a tensor and the tensor is, or now lies, in the store."""
+    async def _place(self, item: MediaItem, pinned: dict[int, Stored]) -> MediaItem:
+        """`item` with a handle if it has a tensor and the tensor is, or now lies, in the store: pinned, once."""
         stored = self._by_hash.get(item.media_hash)
         if stored is not None:
             self._objects.move_to_end(stored.number)
@@ -181,8 +175,9 @@ class MediaStore:
         if stored is None:
             metrics.ipc_fallbacks_total.labels("store_full").inc()
             return item
-        stored.pins += 1
-        pinned.append(stored)
+        if stored.number not in pinned:  # the same video may stand in a prompt twice
+            pinned[stored.number] = stored
+            stored.pins += 1
         return msgspec.structs.replace(item, patches=stored.handle)
 
     async def _written(self, item: MediaItem) -> None:

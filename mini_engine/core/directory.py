@@ -43,7 +43,7 @@ class Directory(ABC, Generic[KeyT]):
         self.num_bytes_pinned = 0  # of those, the part that is referred to
         self.num_references = 0
         self.num_evictions = 0
-        self.idle: Idle[KeyT] = Idle()  # listed and not referred to
+        self.idle: Idle[KeyT] = Idle()  # not referred to
         self._entries: dict[KeyT, Entry] = {}
         # For API servers:
         self.listed: dict[bytes, CachedMedia] = {}
@@ -115,10 +115,9 @@ class Directory(ABC, Generic[KeyT]):
     def _unreferenced(self, key: KeyT, entry: Entry) -> None:
         self.idle.add(key, entry.nbytes)
 
-    def _list(self, key: KeyT, entry: Entry) -> None:
+    def _list(self, entry: Entry) -> None:
         entry.listed = True
         self.listed[entry.media.media_hash] = entry.media
-        self.idle.add(key, entry.nbytes)
 
     def _unlist(self, media_hash: bytes) -> None:
         """API servers may not know of it yet; hearing that it is gone does no harm then."""

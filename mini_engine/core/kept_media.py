@@ -45,7 +45,9 @@ class KeptMedia(Directory[bytes]):
 
     def kept(self, value: bytes) -> None:
         """The step that keeps it has run on all ranks."""
-        self._list(value, self._entries[value])
+        entry = self._entries[value]
+        self._list(entry)
+        self.idle.add(value, entry.nbytes)
 
     def forget_unused(self) -> None:
         """See `Directory`."""

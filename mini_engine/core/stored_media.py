@@ -9,7 +9,6 @@ requests refer to one of them.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable
 
 import msgspec
@@ -32,7 +31,7 @@ class StoredObjects(Directory[StoreObject]):
     def __init__(self, capacity: int):
         super().__init__(capacity)
         self._handles: dict[StoreObject, StoreHandle] = {}
-        self._by_hash: dict[bytes, list[StoreObject]] = {}  # listed ones, the oldest first
+        self._by_hash: dict[bytes, StoreObject] = {}  # those that are listed
         self._dead: dict[int, int] = {}  # incarnation -> objects of it that are still referred to
 
     def missing(self, media: Iterable[MediaItem]) -> list[bytes]:
@@ -50,7 +49,7 @@ class StoredObjects(Directory[StoreObject]):
         if all(item.patches is not None for item in new.media):
             return new
         media = [
-            msgspec.structs.replace(item, patches=self._handles[self._by_hash[item.media_hash][0]])
+            msgspec.structs.replace(item, patches=self._handles[self._by_hash[item.media_hash]])
             if item.patches is None
             else item
             for item in new.media
@@ -66,18 +65,23 @@ class StoredObjects(Directory[StoreObject]):
         """See `Directory`: what travels by itself found no room in the store, and is not cached."""
 
     def offer(self, items: Iterable[StoredMedia]) -> None:
-        """Objects that every rank can read from now on. Which of them are unwanted shows in `unwanted`."""
+        """Objects that every rank can read from now on."""
         for stored in items:
             key, media = stored.handle.object, stored.media
             rows, width = stored.handle.shape
             entry = self._entries[key] = Entry(media, rows * width)
             self._handles[key] = stored.handle
             self.num_bytes += entry.nbytes
-            same = self._by_hash.setdefault(media.media_hash, [])
-            bisect.insort(same, key)
-            self._list(key, entry)
-            if len(same) > 1:
-                self.unwanted.append(same[-1])
+            self.idle.add(key, entry.nbytes)
+            other = self._by_hash.get(media.media_hash)
+            if other is not None and other < key:
+                self.unwanted.append(key)
+                continue
+            if other is not None:
+                self._unlist_object(other)
+                self.unwanted.append(other)
+            self._by_hash[media.media_hash] = key
+            self._list(entry)
 
     def used_by(self, incarnation: int, keys: Iterable[StoreObject]) -> None:
         """Requests of this API server have just used these: what is another's is worth telling its owner."""
@@ -94,7 +98,7 @@ class StoredObjects(Directory[StoreObject]):
                 busy.append(number)
                 continue
             if entry is not None:
-                self.num_evictions += self._by_hash[entry.media.media_hash][0] == key  # else it was not wanted
+                self.num_evictions += entry.listed
                 self._forget(key)
             retracted.append(number)
         answers: list[Retracted | Busy] = []
@@ -105,10 +109,11 @@ class StoredObjects(Directory[StoreObject]):
         return answers
 
     def forget_unused(self) -> None:
-        """See `Directory`. Their owners are told that they are not wanted."""
-        for key in list(self.idle):
-            self._forget(key)
-            self.unwanted.append(key)
+        """See `Directory`: no request may name them any more. They go when their owners, who are told, retract them."""
+        for key in self.idle:
+            if self._entries[key].listed:
+                self._unlist_object(key)
+                self.unwanted.append(key)
 
     def drop_owner(self, incarnation: int) -> None:
         """See `Directory`."""
@@ -116,9 +121,10 @@ class StoredObjects(Directory[StoreObject]):
         self.unwanted = [key for key in self.unwanted if key.incarnation != incarnation]
         self._dead[incarnation] = 0
         for key in [key for key in self._entries if key.incarnation == incarnation]:
+            if self._entries[key].listed:
+                self._unlist_object(key)
             if self._entries[key].references:
                 self._dead[incarnation] += 1
-                self._unlist_object(key)
             else:
                 self._forget(key)
         self._drop_segment_if_unused(incarnation)
@@ -138,17 +144,15 @@ class StoredObjects(Directory[StoreObject]):
     def _forget(self, key: StoreObject) -> None:
         """Drop an object that nobody refers to."""
         self.idle.remove(key)
-        self._unlist_object(key)
+        if self._entries[key].listed:
+            self._unlist_object(key)
         self._delete(key)
 
     def _unlist_object(self, key: StoreObject) -> None:
         entry = self._entries[key]
         entry.listed = False
-        same = self._by_hash[entry.media.media_hash]
-        same.remove(key)
-        if not same:
-            del self._by_hash[entry.media.media_hash]
-            self._unlist(entry.media.media_hash)
+        del self._by_hash[entry.media.media_hash]
+        self._unlist(entry.media.media_hash)
 
     def _delete(self, key: StoreObject) -> None:
         self.num_bytes -= self._entries.pop(key).nbytes

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Callable
 
-from mini_engine.messages import Envelope, MessageId, NewSequence, SampledToken, Step, StepResult
+from mini_engine.messages import Envelope, MessageId, NewSequence, SampledToken, Step, StepResult, StoreHandle
 
 
 def token_of(request_id: str, index: int) -> int:
@@ -52,6 +53,8 @@ class SimulatedLinks:
         self.num_computed = 0
         self.released: list[MessageId] = []
         self.kept: set[bytes] = set()
+        self.dropped_segments: list[int] = []
+        self.read: Callable[[StoreHandle], bytes] = lambda handle: b""  # what the store holds there: the media's hash
 
     # --- what EngineCore calls
     def receive(self, timeout):
@@ -96,6 +99,7 @@ class SimulatedLinks:
         assert len({chunk.request_id for chunk in step.chunks}) == len(step.chunks)
         tokens = [token for chunk in step.chunks for token in self._run_chunk(chunk)]
         self.released += step.release
+        self.dropped_segments += step.drop_segments
         return tokens
 
     def _encode(self, encode) -> None:
@@ -104,6 +108,9 @@ class SimulatedLinks:
         assert encode.first == done and encode.count > 0, "a temporal grid is encoded twice, or left out"
         if item.patches is None:
             assert item.media_hash in self.kept, "encoded after it was dropped"
+        elif isinstance(item.patches, StoreHandle):
+            assert item.patches.object.incarnation not in self.dropped_segments, "encoded after it was unmapped"
+            assert self.read(item.patches) == item.media_hash, "encoded from what another object has there"
         else:
             assert item.patches.message not in self.released, "encoded after its release"
         self.num_grids[item.media_hash] = done + encode.count
