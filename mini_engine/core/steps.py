@@ -57,14 +57,11 @@ class Steps:
     def dispatch(self, plan: Plan) -> bool:
         """Send the next step to every rank; False when there is nothing to do or to tell."""
         directory, encoder = self._directory, self._encoder
-        if not (plan.requests or self.in_flight):
+        if not (plan.requests or self.finished):  # the ranks have never heard of the requests that referred to these
             directory.release(self.unreferenced)
             self.unreferenced = []
         told = (self.finished, self.release, self.drop_senders, encoder.evicted)
         if not (plan.requests or any(told) or directory.drop or directory.keep or directory.drop_segments):
-            if self.in_flight:  # the last that may read them
-                self.in_flight[-1].unreferenced += self.unreferenced
-                self.unreferenced = []
             return False
         step = Step(
             next(self._numbers),
