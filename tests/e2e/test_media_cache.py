@@ -37,22 +37,32 @@ def ask_all(server: RunningServer, asked: list[Asked], at_once: int = CLIENTS) -
         return list(pool.map(lambda one: ask(server, one), asked))
 
 
-@pytest.mark.parametrize("transport", ["torch_shm", "direct_rpc"])
-@pytest.mark.parametrize(("ranks", "engines"), [(1, 1), (2, 1), (1, 2)])
-def test_a_video_is_decoded_once_whatever_api_server_it_comes_to(ranks, engines, transport, asked):
+@pytest.mark.parametrize(
+    ("kind", "transport", "ranks", "engines"),
+    [
+        ("lru", "torch_shm", 2, 1),
+        ("lru", "direct_rpc", 1, 2),
+        ("shm", "torch_shm", 1, 2),
+        ("shm", "direct_rpc", 2, 1),
+    ],
+)
+def test_a_video_is_decoded_once_whatever_api_server_it_comes_to(kind, transport, ranks, engines, asked):
     flags = ["-tp", str(ranks), "-dp", str(engines), "--api-server-count", "3", "--mm-tensor-ipc", transport]
     right = [one.answer for one in asked]
-    with RunningServer(*flags) as server:
+    way = transport if kind == "lru" else "shm_store"
+    with RunningServer(*flags, "--mm-processor-cache-type", kind) as server:
         assert ask_all(server, asked) == right
         assert server.total("media_decodes_total") == CLIENTS
-        assert server.total("ipc_messages_total") == CLIENTS * ranks
+        assert server.metrics()[f'mini_engine:ipc_messages_total{{transport="{way}"}}'] == CLIENTS * ranks
         assert ask_all(server, asked) == right
-        # With two engines, one that is much busier than the other is passed over: then its media are made again.
         decodes = server.total("media_decodes_total") - CLIENTS
-        assert decodes == 0 if engines == 1 else decodes < CLIENTS // 2
+        if kind == "shm" or engines == 1:
+            assert decodes == 0
+        else:  # an engine that is much busier than the other is passed over: then its media are made again
+            assert decodes < CLIENTS // 2
         assert server.total("ipc_messages_total") == (CLIENTS + decodes) * ranks
         assert server.total("mm_cache_hits_total") >= CLIENTS - decodes
-        assert server.total("mm_cache_references") == 0
+        assert server.total("mm_cache_references") == 0 == server.total("ipc_fallbacks_total")
         assert_at_rest(server)
 
 
@@ -64,10 +74,12 @@ def test_without_a_cache_everything_is_decoded(asked):
         assert server.total("mm_cache_queries_total") == 0
 
 
-def test_a_hit_says_the_same_when_the_embeddings_are_gone():
-    """A small encoder cache: what is hit has to be encoded again, from the copy that the ranks kept."""
+@pytest.mark.parametrize("kind", ["lru", "shm"])
+def test_a_hit_says_the_same_when_the_embeddings_are_gone(kind):
+    """A small encoder cache: what is hit has to be encoded again, from where it is kept."""
     videos = [ask_video(seed, "describe") for seed in range(400, 412)] + [ask_two(420)]
     flags = ["-tp", "2", "--encoder-cache-tokens", "128", "--no-enable-prefix-caching"]
+    flags += ["--mm-processor-cache-type", kind]
     with RunningServer(*flags) as server:
         cold = ask_all(server, videos, 4)
         encoded = server.total("encoder_cache_queries_total") - server.total("encoder_cache_hits_total")
@@ -78,9 +90,10 @@ def test_a_hit_says_the_same_when_the_embeddings_are_gone():
     assert sum(answer == one.answer for answer, one in zip(cold, videos, strict=True)) >= len(videos) - 1
 
 
-def test_a_small_cache_forgets_and_every_answer_stays_right(asked):
+@pytest.mark.parametrize("kind", ["lru", "shm"])
+def test_a_small_cache_forgets_and_every_answer_stays_right(kind, asked):
     """Room for about ten of the videos: copies of the directory are out of date all the time."""
-    flags = ["--api-server-count", "2", "--mm-processor-cache-gb", "0.0012"]
+    flags = ["--api-server-count", "2", "--mm-processor-cache-gb", "0.0012", "--mm-processor-cache-type", kind]
     with RunningServer(*flags) as server:
         for _ in range(3):
             assert ask_all(server, asked, 16) == [one.answer for one in asked]
@@ -89,7 +102,7 @@ def test_a_small_cache_forgets_and_every_answer_stays_right(asked):
 
 
 def test_the_copies_survive_the_api_server_that_made_them(asked):
-    with RunningServer() as server:
+    with RunningServer("--mm-processor-cache-type", "lru") as server:
         some = asked[:8]
         assert ask_all(server, some) == [one.answer for one in some]
         os.kill(server.pids()["mini-engine: api 0"], signal.SIGKILL)
@@ -100,3 +113,31 @@ def test_the_copies_survive_the_api_server_that_made_them(asked):
         before = server.total("media_decodes_total")
         assert ask_all(server, some) == [one.answer for one in some]
         assert server.total("media_decodes_total") == before
+
+
+def test_what_a_dead_api_server_had_stored_is_forgotten_and_its_successor_stores_anew(asked):
+    with RunningServer("-tp", "2") as server:
+        some = asked[:8]
+        assert ask_all(server, some) == [one.answer for one in some]
+        os.kill(server.pids()["mini-engine: api 0"], signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while "serves in the place of" not in server.log:
+            assert time.monotonic() < deadline, server.log
+            time.sleep(0.1)
+        assert server.metrics()['mini_engine:mm_store_bytes{engine="0",state="used"}'] == 0
+        segments = segments_mapped(server.pids()["mini-engine: worker 0.1"])
+        for _ in range(2):
+            assert ask_all(server, some) == [one.answer for one in some]
+        assert server.total("media_decodes_total") == 2 * len(some)
+        assert server.total("ipc_messages_total") == 4 * len(some)
+        assert segments_mapped(server.pids()["mini-engine: worker 0.1"]) == segments == 1
+
+
+def segments_mapped(pid: int) -> int:
+    """Shared memory of at least 256 MiB in a process's address space, the size of no buffer of the tensor queue."""
+    count = 0
+    with open(f"/proc/{pid}/maps", encoding="ascii") as maps:
+        for line in maps:
+            start, _, end = line.split()[0].partition("-")
+            count += "/memfd:mini-engine" in line and int(end, 16) - int(start, 16) >= 256 << 20
+    return count
