@@ -8,6 +8,7 @@ stdin ends it.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -18,19 +19,21 @@ import msgspec
 import torch
 import zmq
 
-from mini_engine.messages import RankAddress, TensorHandle
+from mini_engine.messages import RankAddress, StoreHandle, TensorHandle
 from mini_engine.transport import tensor_ipc
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.packing import checksum
+from mini_engine.transport.segment import MappedSegment
 from mini_engine.worker.media_inputs import MediaInputs
 
 PAGE = 4096
 
 
 class Verify(msgspec.Struct):
-    """Read the tensor, which has been reported ready, and release its message."""
+    """Read the tensor, which has been reported ready, and release its message; or one that lies in a store."""
 
-    handle: TensorHandle
+    handle: TensorHandle | StoreHandle
+    unmap: bool = False  # the store afterwards
 
 
 class Verified(msgspec.Struct):
@@ -52,22 +55,27 @@ def core_endpoint(directory: str | Path) -> str:
     return f"ipc://{directory}/core"
 
 
-class TimedCall:
-    """`function`, and the seconds spent in it so far."""
+class Timed:
+    """The seconds spent in what it has wrapped."""
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self) -> None:
         self.seconds = 0.0
-        self._function = function
 
-    def __call__(self, *args: Any) -> Any:
-        begun = time.perf_counter()
-        try:
-            return self._function(*args)
-        finally:
-            self.seconds += time.perf_counter() - begun
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, timed."""
+
+        @functools.wraps(function)
+        def timed(*args: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                self.seconds += time.perf_counter() - begun
+
+        return timed
 
 
-def verify(tensor: torch.Tensor, mapping: TimedCall) -> Verified:
+def verify(tensor: torch.Tensor, mapping: Timed) -> Verified:
     """Touch all of `tensor`, then sum it up; the times of `mapping` start anew."""
     content = tensor.view(-1).view(torch.uint8)
     begun = time.perf_counter()
@@ -79,20 +87,32 @@ def verify(tensor: torch.Tensor, mapping: TimedCall) -> Verified:
     return Verified(found, map_seconds, touched - begun, ended - touched)
 
 
+def answer(media: MediaInputs, asked: Verify, mapping: Timed) -> Verified:
+    """Do what was asked; all is given back before the answer, after which the sender may write there again."""
+    handle = asked.handle
+    if isinstance(handle, TensorHandle):
+        verified = verify(media.tensor(handle), mapping)
+        media.release([handle.message])
+        return verified
+    verified = verify(media.stored(handle), mapping)
+    if asked.unmap:
+        media.drop_segments([handle.object.incarnation])
+    return verified
+
+
 def main(directory: str, rank: int) -> None:
     """Serve until stdin ends."""
-    mapping = TimedCall(tensor_ipc.map_for_reading)
-    tensor_ipc.map_for_reading = mapping  # type: ignore[assignment]
+    mapping = Timed()
+    tensor_ipc.map_for_reading = mapping.wrap(tensor_ipc.map_for_reading)
+    MappedSegment.enter = mapping.wrap(MappedSegment.enter)  # type: ignore[method-assign]
     context = zmq.Context()
     me = Encoder(f"worker 0.{rank}", 1 + rank)
     media = MediaInputs(address_of(directory, rank), core_endpoint(directory), me, rank, context)
     media.start()
     print("ready", flush=True)
     for line in sys.stdin.buffer:
-        handle = msgspec.json.decode(line, type=Verify).handle
-        verified = verify(media.tensor(handle), mapping)
-        media.release([handle.message])  # before the answer, after which the sender may write there again
-        print(msgspec.json.encode(verified).decode(), flush=True)
+        asked = msgspec.json.decode(line, type=Verify)
+        print(msgspec.json.encode(answer(media, asked, mapping)).decode(), flush=True)
     media.close()
     context.destroy(linger=0)
 

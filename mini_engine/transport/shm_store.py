@@ -318,6 +318,8 @@ class Attachment:
     def _map(self, incarnation: int, body: Segment, frame: Frame) -> MappedSegment:
         if frame.lost:
             raise OSError("its descriptor was lost: too many open files")
+        if self._segment is not None:
+            raise ValueError("it is the second one on its connection")
         if len(frame.descriptors) != 1 or body.probe.object.incarnation != incarnation:
             raise ValueError("it came without a descriptor, or with another's probe")
         return MappedSegment(frame.descriptors[0], body, self._pin)

@@ -28,11 +28,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_runner(checkpoint: Path) -> Callable[..., ModelRunner]:
     model = load_model(checkpoint, TensorParallel(), None, torch.device("cpu"))
 
-    def make(media: tiny.MemoryMedia, block_size: int = 16) -> ModelRunner:
+    def make(media: tiny.MemoryMedia, block_size: int = 16, **more: object) -> ModelRunner:
         cache = KVCache.allocate(model.attention_shape, NUM_BLOCKS, block_size, torch.float32, torch.device("cpu"))
         # What an earlier owner may have left: nothing of it may reach a result.
         cache.storage.fill_(float("nan"))
-        return ModelRunner(model, cache, media, Normalisation.from_dir(checkpoint), TensorParallel())
+        return ModelRunner(model, cache, media, Normalisation.from_dir(checkpoint), TensorParallel(), **more)
 
     return make
 

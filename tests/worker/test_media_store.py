@@ -51,3 +51,28 @@ def test_a_request_that_names_kept_media_gets_the_same_token(make_runner):
     runner.execute(Step(3, finished=["names"], drop=[item.media_hash]))
     with pytest.raises(RuntimeError, match="is not kept here"):
         runner.execute(step(4, named, evict=[item.media_hash]))
+
+
+def test_a_request_whose_media_lie_in_a_store_gets_the_same_token(make_runner):
+    media = tiny.MemoryMedia()
+    new = tiny.make_request(media, "brings", [1, (3, 4, 4), 2, (1, 6, 4)])
+    stored = [
+        msgspec.structs.replace(item, patches=media.store(media.tensor(item.patches)), media_hash=bytes([index]) * 16)
+        for index, item in enumerate(new.media)
+    ]
+    length = len(new.prompt_token_ids)
+
+    def step(number, request, **more):
+        chunks = [Chunk(request.request_id, 0, length, list(range(length)), True)]
+        encode = [EncodeItem(request.request_id, 0, 0, 3), EncodeItem(request.request_id, 1, 0, 1)]
+        return Step(number, started=[request], encode=encode, chunks=chunks, **more)
+
+    moved = []
+    runner = make_runner(media, to_device=lambda tensor: moved.append(tensor) or tensor.clone())
+    (first,) = runner.execute(step(1, new)).tokens
+    again = msgspec.structs.replace(new, request_id="stored", media=stored)
+    (second,) = runner.execute(step(2, again, finished=["brings"], drop_senders=[5], drop_segments=[7, 8])).tokens
+    assert second.token_id == first.token_id and len(moved) == 4
+    addresses = {tensor.data_ptr() for tensor in media.objects.values()}
+    assert {tensor.data_ptr() for tensor in moved[2:]} == addresses, "the copy to the device starts from the store"
+    assert media.dropped == [5] and media.unmapped == [7, 8]
