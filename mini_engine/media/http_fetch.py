@@ -216,19 +216,22 @@ def _addresses(url: _HttpUrl, policy: MediaPolicy, clock: _Clock) -> list[Addres
 def _connect(url: _HttpUrl, policy: MediaPolicy, clock: _Clock) -> socket.socket:
     """A connection to the first address that takes one, for https with TLS up and the host's certificate checked."""
     for address in _addresses(url, policy, clock):
-        left = clock.left(QUIET_SECONDS)
         sock = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6, socket.SOCK_STREAM)
         try:
-            sock.settimeout(left)
+            sock.settimeout(clock.left(QUIET_SECONDS))
             sock.connect((str(address), url.port))
-            if url.scheme == "http":
-                return sock
-            return _tls_context().wrap_socket(sock, server_hostname=url.host)
+            if url.scheme == "https":
+                sock.settimeout(clock.left(QUIET_SECONDS))
+                sock = _tls_context().wrap_socket(sock, server_hostname=url.host)
+            return sock
         except ssl.SSLError as error:
             sock.close()
             raise _Refused("no TLS connection: the server's certificate must be valid for the URL's host") from error
         except OSError:
             sock.close()
+        except (_Refused, FetchCancelled):
+            sock.close()
+            raise
     clock.left(QUIET_SECONDS)
     raise _Refused("the URL's host takes no connection")
 
