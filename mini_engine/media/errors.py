@@ -19,3 +19,7 @@ class MediaError(ValueError):
 
 class DecodeCancelled(Exception):
     """A decode was given up because its request is gone. Nobody is left to be told."""
+
+
+class FetchCancelled(Exception):
+    """A fetch was given up because its request is gone. Nobody is left to be told."""

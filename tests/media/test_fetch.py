@@ -1,12 +1,17 @@
 import base64
 import os
+import socket
+import threading
+import time
+import tracemalloc
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 
-from mini_engine.media.errors import MediaError
-from mini_engine.media.fetch import MediaPolicy, fetch
+from mini_engine.media.data_urls import BLOCK_CHARACTERS
+from mini_engine.media.errors import FetchCancelled, MediaError
+from mini_engine.media.fetch import LONGEST_URL, MediaPolicy, declared_size, fetch
 
 LIMIT = 1000
 
@@ -27,6 +32,8 @@ def root(tmp_path: Path) -> Path:
     (root / "out").symlink_to(tmp_path)
     (root / "loop.mp4").symlink_to("loop.mp4")
     os.mkfifo(root / "pipe.mp4")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(root / "socket.mp4"))
     return root
 
 
@@ -55,11 +62,118 @@ def test_data_urls(url: str, policy: MediaPolicy) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["data:video/mp4;base64", "data:;base64,ab*d", "data:;base64,é", "data:;base64,a", "data:,"]
+    "url",
+    [
+        "data:video/mp4;base64",
+        "data:,",
+        "data:;base64,",
+        "data:,é",
+        "data:;base64,é",
+        "data:;base64,\ud800",
+        "data:;base64,ab*d",
+        "data:;base64,ab-_",
+        "data:;base64,QUJD!",
+        "data:;base64,QUJD\0QUJD",
+        "data:;base64,a",
+        "data:;base64,QUJDa",
+        "data:;base64,QQ=",
+        "data:;base64,QQ===",
+        "data:;base64,QQ====",
+        "data:;base64,Q===",
+        "data:;base64,====",
+        "data:;base64,=QQQ",
+        "data:;base64,QQ==QUJD",
+        "data:;base64,QQ==QQ==",
+        "data:;base64,QQ%3D%3DQQ%3D%3D",
+        "data:" + "x" * 2000 + ";base64,QUJD",
+    ],
 )
 def test_bad_data_urls(url: str, policy: MediaPolicy) -> None:
     with pytest.raises(MediaError, match="^video 2: "):
         fetch(url, policy, "video 2")
+
+
+@pytest.mark.parametrize("extra", [0, 1, 2, 3])
+@pytest.mark.parametrize("form", ["plain", "unpadded", "lines", "escaped", "percent"])
+def test_data_urls_of_several_blocks(form: str, extra: int) -> None:
+    """Whatever the place at which a block ends."""
+    data = os.urandom(BLOCK_CHARACTERS * 3 + extra)
+    text = b64(data)
+    if form == "lines":
+        text = "\r\n".join(text[start : start + 77] for start in range(0, len(text), 77))
+    elif form == "escaped":
+        text = quote(text, safe="")
+    url = "data:," + quote(data) if form == "percent" else "data:;base64," + text.rstrip("=" * (form == "unpadded"))
+    policy = MediaPolicy(None, len(data))
+    assert fetch(url, policy) == data
+    size = declared_size(url, policy)
+    assert size is not None and size >= len(data)
+
+
+@pytest.mark.parametrize("form", ["%41", "%", "%%4"])
+def test_percent_encoding_costs_no_multiple_of_its_length(form: str) -> None:
+    url = "data:," + form * (1 << 18)
+    tracemalloc.start()
+    try:
+        assert fetch(url, MediaPolicy(None, len(url)))
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(url) + 200 * BLOCK_CHARACTERS
+    finally:
+        tracemalloc.stop()
+
+
+def test_other_threads_run_while_a_long_data_url_is_decoded() -> None:
+    """No step of it holds the interpreter for long."""
+    data = bytes(64 << 20)
+    url = "data:;base64," + b64(data)
+    ticks: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.is_set():
+            ticks.append(time.monotonic())
+            time.sleep(0.001)
+
+    clock = threading.Thread(target=tick)
+    clock.start()
+    try:
+        before = len(ticks)
+        assert fetch(url, MediaPolicy(None, len(data))) == data
+        assert len(ticks) > before + 10
+    finally:
+        done.set()
+        clock.join()
+
+
+def test_a_cancelled_fetch(root: Path, policy: MediaPolicy) -> None:
+    cancelled = threading.Event()
+    cancelled.set()
+    for url in ("data:,x", "data:;base64,QUJD", f"file://{root}/clip.mp4"):
+        with pytest.raises(FetchCancelled):
+            fetch(url, policy, cancelled=cancelled)
+
+
+def test_declared_size(root: Path, policy: MediaPolicy) -> None:
+    assert declared_size("data:;base64," + b64(bytes(999)), policy) == 999
+    assert declared_size("data:;base64," + b64(bytes(998)), policy) == 999
+    assert declared_size("data:;base64," + b64(bytes(LIMIT)).rstrip("="), policy) == LIMIT
+    assert declared_size("data:,abc", policy) == 3
+    assert declared_size(f"file://{root}/clip.mp4", policy) == 4
+    for url in (
+        "data:,",
+        "data:;base64," + b64(bytes(LIMIT)) + "=" * 5,
+    ):  # what is wrong inside is for fetch to find
+        assert declared_size(url, policy) is not None
+    for url in (
+        "ftp://example.com/a",
+        "http://example.com/a",
+        "data:;base64," + b64(bytes(2 * LIMIT)),
+        "data:;base64",
+        f"file://{root}/big.mp4",
+        f"file://{root}/out.mp4",
+        f"file://{root}/pipe.mp4",
+    ):
+        with pytest.raises(MediaError, match="^video 2: "):
+            declared_size(url, policy, "video 2")
 
 
 @pytest.mark.parametrize("data", [bytes(LIMIT + 1), bytes(100 * LIMIT)])
@@ -89,6 +203,15 @@ def test_files_under_the_root(root: Path, policy: MediaPolicy) -> None:
         "/../secret.mp4",
         "/%2e%2e/secret.mp4",
         "/%2e%2e%2fsecret.mp4",
+        "/%2E./secret.mp4",
+        "/%252e%252e/secret.mp4",
+        "/%252e%252e%252fsecret.mp4",
+        "/..%5csecret.mp4",
+        "/..\\secret.mp4",
+        "/inner/%2e%2e/%2e%2e/secret.mp4",
+        "/./../secret.mp4",
+        "//../../secret.mp4",
+        "/%c0%ae%c0%ae/secret.mp4",
         "/inner/../../secret.mp4",
         "/../allowed-too.mp4",
         "-too.mp4",
@@ -97,9 +220,9 @@ def test_files_under_the_root(root: Path, policy: MediaPolicy) -> None:
         "/out/allowed/../secret.mp4",
         "/clip.mp4%00",
         "/%00",
-        "/clip.mp4\0.png",
         "/loop.mp4",
         "/pipe.mp4",
+        "/socket.mp4",
         "/inner",
         "",
         "/",
@@ -134,6 +257,46 @@ def test_a_symlink_swapped_in_after_the_check_is_not_followed(
         fetch(f"file://{root}/clip.mp4", policy)
 
 
+def test_a_directory_swapped_for_a_symlink_after_the_check_is_not_followed(
+    root: Path, policy: MediaPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "inner" / "secret.mp4").write_bytes(b"harmless")
+    resolve = Path.resolve
+
+    def resolve_then_swap(self: Path, strict: bool = False) -> Path:
+        resolved = resolve(self, strict=strict)
+        if self.name == "secret.mp4":
+            (root / "inner").rename(root / "moved")
+            (root / "inner").symlink_to(root.parent)
+        return resolved
+
+    monkeypatch.setattr(Path, "resolve", resolve_then_swap)
+    with pytest.raises(MediaError, match="no such regular file"):
+        fetch(f"file://{root}/inner/secret.mp4", policy)
+
+
+@pytest.mark.parametrize("name", ["zero", "null", "urandom", "tty", "shm", "fd/0"])
+def test_devices_are_no_files(name: str) -> None:
+    with pytest.raises(MediaError, match="no such regular file"):
+        fetch(f"file:///dev/{name}", MediaPolicy(Path("/dev"), LIMIT))
+
+
+def test_a_file_that_grows_is_cut_at_the_limit(
+    root: Path, policy: MediaPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size at the open was fine."""
+    fstat = os.fstat
+
+    def fstat_then_grow(descriptor: int) -> os.stat_result:
+        status = fstat(descriptor)
+        (root / "clip.mp4").write_bytes(bytes(5 * LIMIT))
+        return status
+
+    monkeypatch.setattr(os, "fstat", fstat_then_grow)
+    with pytest.raises(MediaError, match="--max-media-bytes"):
+        fetch(f"file://{root}/clip.mp4", policy)
+
+
 def test_size_of_files(root: Path, policy: MediaPolicy) -> None:
     with pytest.raises(MediaError, match="--max-media-bytes"):
         fetch(f"file://{root}/big.mp4", policy)
@@ -160,9 +323,14 @@ def test_no_descriptor_is_left_open(root: Path, policy: MediaPolicy) -> None:
         ("file:a.mp4", "file:///path"),
         ("file:///a.mp4?x", "no query"),
         ("file://[", "cannot be parsed"),
-        ("ftp://example.com/a", "must start with data: or file://"),
-        ("clip.mp4", "must start with data: or file://"),
-        ("", "must start with data: or file://"),
+        ("file:///a\0.mp4", "no control characters"),
+        ("file:///a\t/../b.mp4", "no control characters"),
+        ("file:///\ud800.mp4", "no control characters"),
+        ("ftp://example.com/a", "must start with data:, file://"),
+        ("clip.mp4", "must start with data:, file://"),
+        (" file:///a.mp4", "must start with data:, file://"),
+        ("", "must start with data:, file://"),
+        ("file:///" + "x" * LONGEST_URL, "longer than 16384 characters"),
     ],
 )
 def test_other_urls(url: str, hint: str, policy: MediaPolicy) -> None:
