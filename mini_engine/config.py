@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from mini_engine.media.addresses import parse_allowed_host
+
 ENV_PREFIX = "MINI_ENGINE_"
 BUNDLED_MODEL = str(Path(__file__).parent / "demo" / "weights")
 
@@ -176,6 +178,15 @@ class EngineConfig:
     allowed_local_media_path: str | None = option(
         None, "Directory below which `file://` media may be read; without it none may.", "Media"
     )
+    allowed_media_domains: list[str] = option(
+        [], "Hosts from which `http(s)://` media may be fetched; without it none may. All addresses of a host name must "
+        "be public; an address, such as 127.0.0.1:8080, is allowed as it stands.", "Media",
+        metavar="HOST[:PORT]",
+    )  # fmt: skip
+    allow_media_redirects: bool = option(False, "Follow redirects to other hosts of --allowed-media-domains.", "Media")
+    media_fetch_timeout: float = option(
+        30.0, "Seconds within which an `http(s)://` item must be fetched.", "Media", minimum=0.1, maximum=3600
+    )
     limit_mm_per_prompt: dict[str, int] = option(
         {}, 'Most items of each modality in one prompt, such as \'{"video": 1}\'; default: no limit.', "Media",
         parse=parse_json_object, metavar="JSON",
@@ -231,6 +242,11 @@ class EngineConfig:
         for modality, kwargs in self.media_io_kwargs.items():
             if modality not in ("image", "video") or not isinstance(kwargs, dict):
                 raise ConfigError(f"--media-io-kwargs: {modality!r} must be image or video, with a JSON object")
+        for host in self.allowed_media_domains:
+            try:
+                parse_allowed_host(host)
+            except ValueError as error:
+                raise ConfigError(f"--allowed-media-domains: {error}") from None
         for flag, path in (("--chat-template", self.chat_template),):
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{flag}: {path} is not a file")

@@ -95,6 +95,7 @@ def test_the_tensor_transport_switch(argv, environ, expected):
         (["--media-io-kwargs", '{"video": 3}'], {}, "--media-io-kwargs"),
         (["--chat-template", "/nowhere.jinja"], {}, "--chat-template"),
         (["--allowed-local-media-path", "/nowhere"], {}, "--allowed-local-media-path"),
+        (["--allowed-media-domains", "*.example.com"], {}, "--allowed-media-domains"),
         ([], {"MINI_ENGINE_ASYNC_SCHEDULING": "perhaps"}, "perhaps"),
     ],
 )

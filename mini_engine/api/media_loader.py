@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mini_engine import metrics
 from mini_engine.api.chat import MediaRef
 from mini_engine.media.errors import DecodeCancelled, MediaError
-from mini_engine.media.fetch import MediaPolicy, fetch
+from mini_engine.media.fetch import fetch
 from mini_engine.media.hashing import media_hash
 from mini_engine.media.image import decode_image
+from mini_engine.media.policy import MediaPolicy
 from mini_engine.media.sampling import VideoSampling
 from mini_engine.media.video import decode_video
 from mini_engine.messages import Modality
@@ -72,12 +73,16 @@ class MediaLoader:
         self._flights: dict[bytes, _Flight] = {}
 
     async def fetch(self, refs: Sequence[MediaRef]) -> list[FetchedItem]:
-        """The items' bytes, in the order of `refs`.
+        """The items' bytes, in the order of `refs`. Cancelling it, or the failure of one item, ends the other fetches.
 
         Raises:
             MediaError: an item cannot be fetched.
         """
-        return await _all(self._in_thread(partial(self._fetch_and_hash, ref)) for ref in refs)
+        cancelled = threading.Event()
+        try:
+            return await _all(self._in_thread(partial(self._fetch_and_hash, ref, cancelled)) for ref in refs)
+        finally:
+            cancelled.set()
 
     async def process(self, items: Iterable[FetchedItem]) -> dict[bytes, ProcessedItem]:
         """The processed items by hash. A hash that is already at work, for whomever, is waited for and shared.
@@ -125,8 +130,8 @@ class MediaLoader:
         if self._flights.get(digest) is flight:
             del self._flights[digest]
 
-    def _fetch_and_hash(self, ref: MediaRef) -> FetchedItem:
-        data = fetch(ref.url, self.policy, ref.name)
+    def _fetch_and_hash(self, ref: MediaRef, cancelled: threading.Event) -> FetchedItem:
+        data = fetch(ref.url, self.policy, ref.name, cancelled=cancelled)
         return FetchedItem(ref.modality, ref.name, data, media_hash(data, self._hash_keys[ref.modality]))
 
     def _decode_and_process(self, item: FetchedItem, cancelled: threading.Event) -> ProcessedItem:

@@ -30,9 +30,9 @@ from mini_engine.api.media_store import MediaStore
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.media.fetch import MediaPolicy
 from mini_engine.media.hashing import settings_key
 from mini_engine.media.memory import keep_freed_memory
+from mini_engine.media.policy import MediaPolicy
 from mini_engine.messages import EngineLimits, Init, Modality, PeerGone, Serving, Start
 from mini_engine.model.config import ModelConfig
 from mini_engine.transport.codec import decode
@@ -110,7 +110,13 @@ def load(init: Init) -> ModelFront:
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     root = config.allowed_local_media_path
-    policy = MediaPolicy(None if root is None else Path(root), config.max_media_bytes)
+    policy = MediaPolicy(
+        None if root is None else Path(root),
+        config.max_media_bytes,
+        config.allowed_media_domains,
+        config.allow_media_redirects,
+        config.media_fetch_timeout,
+    )
     hashed = (config.mm_processor_kwargs, (init.model_dir, config.revision))
     hash_keys: dict[Modality, bytes] = {
         "image": settings_key("image", None, *hashed),

@@ -26,7 +26,7 @@ from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.server import HttpServer
 from mini_engine.api.vocabulary import Vocabulary
-from mini_engine.media.fetch import MediaPolicy
+from mini_engine.media.policy import MediaPolicy
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import EngineLimits, NewRequest
 from mini_engine.transport.codec import Encoder

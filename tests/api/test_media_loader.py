@@ -1,5 +1,6 @@
 import asyncio
 import base64
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +10,13 @@ import pytest
 from mini_engine.api.chat import MediaRef
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.media.errors import MediaError
-from mini_engine.media.fetch import MediaPolicy
+from mini_engine.media.policy import MediaPolicy
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.metrics import REGISTRY
 from tests.api.peers import eventually
 from tests.api.serving import HASH_KEYS, image
 from tests.media import clips
+from tests.media.web import WebServer, response
 
 
 def video_ref(number: int = 1, **clip: Any) -> MediaRef:
@@ -71,6 +73,42 @@ def test_items_come_in_order(processor: MediaProcessor) -> None:
     items = asyncio.run(load(one, [image_ref(1, 112), video_ref(), image_ref(2, 56)]))
     assert [item.modality for item in items] == ["image", "video", "image"]
     assert [items[0].grid_thw, items[2].grid_thw] == [(1, 8, 8), (1, 4, 4)]
+    one.close()
+
+
+def test_an_item_of_a_web_server(processor: MediaProcessor) -> None:
+    policy = MediaPolicy(None, 1 << 20, ["127.0.0.1"])
+    one = MediaLoader(processor, policy, processor.default_sampling, HASH_KEYS, 1)
+    png = base64.b64decode(image()["image_url"]["url"].partition(",")[2])
+    with WebServer(response(png)) as web:
+        refs = [MediaRef("image", f"http://127.0.0.1:{web.port}/a.png", "image 1"), image_ref(2)]
+        first, second = asyncio.run(one.fetch(refs))
+    assert first.media_hash == second.media_hash
+    one.close()
+
+
+def test_one_who_leaves_frees_the_thread_that_fetches_for_it(processor: MediaProcessor) -> None:
+    policy = MediaPolicy(None, 1 << 20, ["127.0.0.1"])
+    one = MediaLoader(processor, policy, processor.default_sampling, HASH_KEYS, 1)
+    asked, go = threading.Event(), threading.Event()
+
+    def never_end(connection: socket.socket, _: str) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+        asked.set()
+        assert go.wait(10)
+
+    async def scenario(port: int) -> None:
+        loading = asyncio.create_task(one.fetch([MediaRef("image", f"http://127.0.0.1:{port}/", "image 1")]))
+        await asyncio.to_thread(asked.wait, 5)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        async with asyncio.timeout(5):  # the only thread is free long before --media-fetch-timeout
+            await one.fetch([image_ref()])
+
+    with WebServer(never_end) as web:
+        asyncio.run(scenario(web.port))
+        go.set()
     one.close()
 
 
