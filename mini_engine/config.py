@@ -179,7 +179,7 @@ class EngineConfig:
         None, "Directory below which `file://` media may be read; without it none may.", "Media"
     )
     allowed_media_domains: list[str] = option(
-        [], "Hosts from which `http(s)://` media may be fetched; without it none may. All addresses of a host name must "
+        [], "Hosts from which `http(s)://` media may be fetched; without it none may. All addresses of a host must "
         "be public; an address, such as 127.0.0.1:8080, is allowed as it stands.", "Media",
         metavar="HOST[:PORT]",
     )  # fmt: skip
