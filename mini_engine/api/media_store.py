@@ -15,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,8 +62,12 @@ class Segment(Protocol):
     """The memory of a store; see `transport/shm_store.py`."""
 
     @property
-    def capacity(self) -> int:
-        """Bytes that it may grow to."""
+    def allocated_bytes(self) -> int:
+        """What it has grown to."""
+
+    @property
+    def free_bytes(self) -> int:
+        """The part of `allocated_bytes` that no object takes, in all holes together."""
 
     def reserve(self, nbytes: int) -> Slot | None:
         """Room for `nbytes`, or None."""
@@ -108,9 +114,9 @@ class MediaStore:
         self._objects: OrderedDict[int, Stored] = OrderedDict()  # by number, the longest unused first
         self._by_hash: dict[bytes, Stored] = {}  # those that a request may use
         self._writing: dict[bytes, asyncio.Task[None]] = {}
-        self._may_grow = True
-        self._headroom = segment.capacity // HEADROOM
+        self._refused = math.inf  # bytes: since it grew last the segment could not grow for as many
         self._wanted = 0  # bytes in one piece that room is being made for
+        self._spare = 0  # bytes in all holes together, too
         self._tried: set[int] = set()  # numbers that were busy meanwhile
 
     @contextlib.asynccontextmanager
@@ -203,15 +209,19 @@ class MediaStore:
             self._segment.free(slot.object)
             raise
         media = CachedMedia(item.media_hash, item.modality, item.num_tokens, item.grid_thw, item.second_per_grid)
-        self._objects[handle.object.number] = self._by_hash[item.media_hash] = Stored(handle, media)
-        self._headroom = min(max(self._headroom, tensor.nbytes), self._segment.capacity // 2)
-        if not self._may_grow:
-            self._make_room(self._headroom)
+        stored = Stored(handle, media, pins=1)  # at first: it is not itself to make room for the next
+        self._objects[stored.number] = self._by_hash[item.media_hash] = stored
+        if tensor.nbytes >= self._refused:
+            self._make_room(tensor.nbytes, self._segment.allocated_bytes // HEADROOM)  # the next may be like it
+        stored.pins -= 1
 
     async def _room_for(self, nbytes: int) -> Slot | None:
         slot = self._segment.reserve(nbytes)
-        while slot is None and self._may_grow:
-            self._may_grow = await self._segment.grow(nbytes)
+        while slot is None:
+            if not await self._segment.grow(nbytes):
+                self._refused = min(self._refused, nbytes)
+                break
+            self._refused = math.inf
             slot = self._segment.reserve(nbytes)
         return slot
 
@@ -225,27 +235,53 @@ class MediaStore:
 
     # --- make room ---------------------------------------------------------------------------------------------------
 
-    def _make_room(self, nbytes: int) -> None:
-        """Begin to free what was unused for longest, until `nbytes` in one piece are."""
-        self._wanted = nbytes
+    def _make_room(self, nbytes: int, spare: int = 0) -> None:
+        """Begin to free what was unused for longest, until `nbytes` in one piece and `spare` in all are."""
+        self._wanted, self._spare = nbytes, spare
         self._tried.clear()
         self._evict()
 
     def _evict(self) -> None:
-        """Ask for as many objects as are still needed, counting on those that are asked for already."""
+        """Ask for as many objects as are still needed, counting on those that are asked for already.
+
+        For none if all of them would not be enough: an item too large for the store must not empty it.
+        """
         if not self._wanted:
             return
-        going = [stored.handle.object for stored in self._objects.values() if stored.asked]
-        chosen: list[Stored] = []
-        for stored in self._objects.values():
-            if self._segment.would_fit(self._wanted, going):
-                break
-            if not stored.pins and not stored.asked and stored.number not in self._tried:
-                going.append(stored.handle.object)
-                chosen.append(stored)
-        self._retract(chosen)
-        if self._segment.would_fit(self._wanted, ()):
+        going = [stored for stored in self._objects.values() if stored.asked]
+        if self._suffices(going):
+            if not going:
+                self._wanted = 0
+            return
+        may_go = [
+            stored
+            for stored in self._objects.values()
+            if not stored.pins and not stored.asked and stored.number not in self._tried
+        ]
+        fewest = self._fewest(going, may_go)
+        if fewest is None:
             self._wanted = 0
+        else:
+            self._retract(may_go[:fewest])
+
+    def _fewest(self, going: list[Stored], may_go: Sequence[Stored]) -> int | None:
+        """How many of `may_go`, from the first on, have to go beside `going`; None: all are not enough.
+
+        In doubling steps, then by halves, since most often few have to go, and each look takes time by their number.
+        """
+        most = 1
+        while most < len(may_go) and not self._suffices([*going, *may_go[:most]]):
+            most *= 2
+        least, most = most // 2, min(most, len(may_go))
+        counts = range(least, most + 1)
+        index = bisect_left(counts, True, key=lambda count: self._suffices([*going, *may_go[:count]]))
+        return counts[index] if index < len(counts) else None
+
+    def _suffices(self, freed: Iterable[Stored]) -> bool:
+        """Whether there is as much room as wanted once these are freed."""
+        handles = [stored.handle for stored in freed]
+        free = self._segment.free_bytes + sum(math.prod(handle.shape) for handle in handles)
+        return free >= self._spare and self._segment.would_fit(self._wanted, [handle.object for handle in handles])
 
     def _retract(self, objects: Iterable[Stored]) -> None:
         """Ask every engine that may refer to them. From now on no request of this server uses them."""
