@@ -58,6 +58,14 @@ class SegmentInMemory:
         self.offsets: dict[StoreObject, int] = {}
         self.number = 0
 
+    @property
+    def allocated_bytes(self) -> int:
+        return self.allocator.capacity
+
+    @property
+    def free_bytes(self) -> int:
+        return self.allocator.free_bytes
+
     def reserve(self, nbytes: int) -> SlotInMemory | None:
         offset = self.allocator.allocate(nbytes)
         if offset is None:
@@ -305,12 +313,11 @@ class Everything:
         """Let the segments have all the memory that they will get."""
         for api in self.apis:
             await api.segment.grow(1)
-            api.store._may_grow = False
+            api.store._refused = 0  # as the first item to find no room would show
 
     async def empty(self) -> None:
         """Have both owners free all they have: nothing may be in the way."""
         for api in self.apis:
-            api.store._may_grow = False
             api.store._make_room(api.segment.allocator.capacity)
         await self.settle()
         for api in self.apis:
