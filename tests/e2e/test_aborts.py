@@ -54,6 +54,7 @@ class Ground:
         self.server = server
         self.workers = [f"mini-engine: worker 0.{rank}" for rank in range(setup.ranks)]
         self.seeds = itertools.count(5000)
+        self.asking: list[Asking] = []
         server.client.close()  # its connection would count
         self.ask_everybody()
         self.before = self.ask_everybody()
@@ -63,7 +64,13 @@ class Ground:
         return ask_small(next(self.seeds))
 
     def ask(self, one: Asked, title: str = VICTIM, **more: object) -> Asking:
-        return Asking(self.server, title, one, **more)
+        self.asking.append(Asking(self.server, title, one, **more))
+        return self.asking[-1]
+
+    def close(self) -> None:
+        """Close all connections that are still open."""
+        while self.asking:
+            self.asking.pop().hang_up()
 
     def held(self, title: str, name: str) -> int:
         return self.inside.figures(processes(self.server)[title])["held"][name]
@@ -253,7 +260,7 @@ def prefilling(ground: Ground) -> Iterator[Reached]:
         told = barrier.wait_until_held()
         ((start, num_tokens),) = told["chunks"]
         assert start > 0 and num_tokens <= 128 and not told["encode"]
-        ground.wait_for_gauges(num_requests_running=1)
+        ground.wait_for(CORE, requests=1, awaiting_media=0)
         assert ground.held(CORE, "KV blocks") >= start // 16
         assert ground.held(CORE, "encoder tokens in use") == 16
         ground.wait_for(VICTIM, unconsumed_messages=1)
@@ -325,7 +332,7 @@ def test_all_comes_back(setup, stage, how, grounds):
     ground = grounds(setup)
     victim = processes(ground.server)[VICTIM]
     survivors = [OTHER, CORE, *ground.workers]
-    with stage(ground) as reached:
+    with contextlib.closing(ground), stage(ground) as reached:
         if how == "client leaves":
             survivors.append(VICTIM)
             reached.asking.hang_up()
