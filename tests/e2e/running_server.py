@@ -17,6 +17,9 @@ from openai import OpenAI
 ROOT = Path(__file__).parent.parent.parent
 START_SECONDS = 120
 
+# The types of the media cache, and the flags for each.
+CACHES = {"off": ["--mm-processor-cache-gb", "0"], "lru": []}
+
 
 class RunningServer:
     """`with RunningServer("-tp", "2") as server:` The log goes to a file, so that no full pipe can stop the server.

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,14 +20,14 @@ from tests.e2e.asked import Asked, ask_small
 from tests.e2e.barriers import Inside, eventually
 from tests.e2e.held import assert_nothing_held, holdings, processes, samples, total
 from tests.e2e.pinned import Asking, call
-from tests.e2e.running_server import RunningServer, message
+from tests.e2e.running_server import CACHES, RunningServer, message
 
 VICTIM, OTHER, CORE = "mini-engine: api 0", "mini-engine: api 1", "mini-engine: core 0"
 FLAGS = [
     "--api-server-count", "2", "--maximum-concurrent-videos", "1", "--max-num-seqs", "1",
     "--max-num-batched-tokens", "128", "--max-num-encoder-input-tokens", "8",
 ]  # fmt: skip
-CACHES = {"off": ["--mm-processor-cache-gb", "0"], "lru": []}
+KEPT = {"encoder tokens", "media bytes", "encoded items", "kept items"}  # what empty caches have none of
 LONG_TEXT = "word " * 600
 FOR_GOOD = {"max_tokens": 60_000, "ignore_eos": True, "stream": True}
 
@@ -56,8 +57,9 @@ class Ground:
         self.seeds = itertools.count(5000)
         self.asking: list[Asking] = []
         server.client.close()  # its connection would count
-        self.ask_everybody()
-        self.before = self.ask_everybody()
+        for _ in range(2):
+            self.ask_everybody()
+        self.before = self.holdings_at_rest()
 
     def new(self) -> Asked:
         """A question about a video that nobody has seen."""
@@ -91,28 +93,41 @@ class Ground:
 
         eventually(check)
 
-    def ask_everybody(self) -> dict[str, dict[str, int]]:
-        """Every API server answers right, from empty caches; what the processes hold once they are empty again."""
+    def ask_everybody(self) -> None:
+        """Every API server answers right, from empty caches, and they are empty again: no process keeps any media."""
         for title in (VICTIM, OTHER):
             call(self.server, title, "POST", "/reset_caches")
             one = self.new()
             assert self.ask(one, title).answer() == one.answer
         call(self.server, OTHER, "POST", "/reset_caches")
 
-        def at_rest() -> dict[str, dict[str, int]]:
+        def at_rest() -> None:
             assert_nothing_held(self.server, self.inside, OTHER, [VICTIM, OTHER, CORE, *self.workers])
-            return holdings(self.server, self.inside)
+            pids = processes(self.server)
+            kept = {title: self.inside.figures(pids[title])["kept"] for title in [CORE, *self.workers]}
+            full = [f"{title}: {name}" for title, names in kept.items() for name in KEPT & names.keys() if names[name]]
+            assert not full
 
-        return eventually(at_rest)
+        eventually(at_rest)
+
+    def holdings_at_rest(self) -> dict[str, dict[str, int]]:
+        """What the processes hold once it changes no more: a connection may take a moment to close."""
+        state: list[dict[str, dict[str, int]]] = [{}]
+
+        def settled() -> dict[str, dict[str, int]]:
+            time.sleep(0.1)
+            state.append(holdings(self.server, self.inside))
+            assert state[-1] == state[-2]
+            return state[-1]
+
+        return eventually(settled)
 
     def assert_as_before(self) -> None:
         """Every API server answers right, and no process holds or keeps more than it did, or less."""
-        after = self.ask_everybody()
-        if after != self.before:  # a connection may take a moment to close
-            eventually(lambda: self.assert_holds(self.before))
+        self.ask_everybody()
+        eventually(lambda: self.assert_holds(self.before))
         self.server.assert_dev_shm_never_written()
-        figures = samples(self.server, OTHER)
-        assert not total(figures, "ipc_fallbacks_total")
+        assert not total(samples(self.server, OTHER), "ipc_fallbacks_total")
 
     def assert_holds(self, wanted: dict[str, dict[str, int]]) -> None:
         now = holdings(self.server, self.inside)

@@ -4,7 +4,7 @@ Python imports this file at the start of every process that has its directory on
 of the package to be loaded, and wraps functions of theirs. The other end is `tests/e2e/barriers.py`; both work in the
 directory that MINI_ENGINE_TEST_INSIDE names, and without that variable nothing happens.
 
-A barrier holds the first passage through its function that meets its condition once the file `NAME.armed` is there: it
+A barrier holds the first passage through it once the file `NAME.armed` is there: it
 takes that file under the name `NAME.held.PID`, writes into it what was held, and waits until the file is gone. The
 figures of a process are asked for by connecting to its socket, `PID.figures`.
 """
@@ -27,58 +27,16 @@ from typing import Any
 DIRECTORY = os.environ.get("MINI_ENGINE_TEST_INSIDE")
 POLL_SECONDS = 0.002
 
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 # What requests hold, all of it 0 at rest; and what may be kept for those to come.
 Figures = tuple[dict[str, int], dict[str, int]]
 
 
-# --- barriers: module -> (name, function, whether this passage is to be held, what to tell of it) ---------------------
+# --- barriers ---------------------------------------------------------------------------------------------------------
 
 
-def in_mid_prompt(_: Any, step: Any) -> bool:
-    return any(chunk.start and not chunk.samples for chunk in step.chunks)
-
-
-def in_mid_video(_: Any, step: Any) -> bool:
-    return any(item.first for item in step.encode)
-
-
-def tell_step(_: Any, step: Any) -> dict[str, Any]:
-    return {
-        "chunks": [[chunk.start, chunk.num_tokens] for chunk in step.chunks],
-        "encode": [[item.first, item.count] for item in step.encode],
-    }
-
-
-def always(*_: Any, **__: Any) -> bool:
-    return True
-
-
-def tell_nothing(*_: Any, **__: Any) -> dict[str, Any]:
-    return {}
-
-
-BARRIERS: dict[str, list[tuple[str, str, Callable[..., bool], Callable[..., dict[str, Any]]]]] = {
-    "mini_engine.media.video": [
-        # Called for each packet, then for each frame: the third frame is somewhere in the middle.
-        ("decoding", "_Guard.tick", lambda _, frames: frames == 3, lambda _, frames: {"frames": frames}),
-    ],
-    "mini_engine.media.processor": [("processing", "MediaProcessor.process_video", always, tell_nothing)],
-    "mini_engine.worker.media_inputs": [
-        # A connection is readable, and nothing has been read from it.
-        ("receiving", "MediaInputs._serve_source", lambda self, source: source != self._wake, tell_nothing),
-    ],
-    "mini_engine.core.engine_core": [
-        ("accepting", "EngineCore._accept", always, lambda _, new, *__: {"request": new.request_id}),
-    ],
-    "mini_engine.worker.model_runner": [
-        ("prefilling", "ModelRunner.execute", in_mid_prompt, tell_step),
-        ("encoding", "ModelRunner.execute", in_mid_video, tell_step),
-    ],
-}
-
-
-def hold(name: str, tell: Callable[[], dict[str, Any]]) -> None:
-    """Stop here if the barrier is armed, until it is let go."""
+def hold(name: str, tell: Callable[[], dict[str, Any]] = dict) -> None:
+    """Stop here if the barrier is armed, until it is let go. `tell` says what is held."""
     held = f"{DIRECTORY}/{name}.held.{os.getpid()}"
     try:
         os.rename(f"{DIRECTORY}/{name}.armed", held)
@@ -91,18 +49,72 @@ def hold(name: str, tell: Callable[[], dict[str, Any]]) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def with_barrier(
-    function: Callable[..., Any], name: str, when: Callable[..., bool], tell: Callable[..., dict[str, Any]]
-) -> Callable[..., Any]:
-    """`function`, behind a barrier."""
+def behind(name: str, when: Callable[..., bool] = lambda *_, **__: True) -> Wrap:
+    """A function, behind a barrier for the calls `when` is true of."""
 
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if when(*args, **kwargs):
-            hold(name, lambda: tell(*args, **kwargs))
-        return function(*args, **kwargs)
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if when(*args, **kwargs):
+                hold(name)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    return wrap
+
+
+class AskedSignal:
+    """A signal of cancellation that holds the one who asks for it, in the middle of his work."""
+
+    def __init__(self, signal: Any):
+        self._signal = signal
+        self._asked = 0
+
+    def is_set(self) -> bool:
+        self._asked += 1
+        if self._asked == 10:
+            hold("decoding")
+        return self._signal.is_set()
+
+
+def in_mid_decode(decode: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(decode)
+    def wrapper(*args: Any, cancelled: Any, **kwargs: Any) -> Any:
+        return decode(*args, cancelled=AskedSignal(cancelled), **kwargs)
 
     return wrapper
+
+
+def in_mid_request(execute: Callable[..., Any]) -> Callable[..., Any]:
+    """Before a step in the middle of a prompt, or of a video in the vision tower."""
+
+    @functools.wraps(execute)
+    def wrapper(runner: Any, step: Any) -> Any:
+        told = {
+            "chunks": [[chunk.start, chunk.num_tokens] for chunk in step.chunks],
+            "encode": [[item.first, item.count] for item in step.encode],
+        }
+        if any(chunk.start and not chunk.samples for chunk in step.chunks):
+            hold("prefilling", lambda: told)
+        if any(item.first for item in step.encode):
+            hold("encoding", lambda: told)
+        return execute(runner, step)
+
+    return wrapper
+
+
+# module -> the functions that have a barrier, and how each gets it
+BARRIERS: dict[str, dict[str, Wrap]] = {
+    "mini_engine.api.media_loader": {"decode_video": in_mid_decode},
+    "mini_engine.media.processor": {"MediaProcessor.process_video": behind("processing")},
+    "mini_engine.worker.media_inputs": {
+        # A connection is readable, and nothing has been read from it.
+        "MediaInputs._serve_source": behind("receiving", lambda self, source: source != self._wake),
+    },
+    "mini_engine.core.engine_core": {"EngineCore._accept": behind("accepting")},
+    "mini_engine.worker.model_runner": {"ModelRunner.execute": in_mid_request},
+}
 
 
 # --- figures: module -> class -> what an instance of it holds and keeps -----------------------------------------------
@@ -212,10 +224,10 @@ def start_answering() -> None:
 
 def equip(module: Any) -> None:
     """Wrap what the tables name in a module that was just loaded. A name that is gone is an error."""
-    for name, path, when, tell in BARRIERS.get(module.__name__, []):
+    for path, wrap in BARRIERS.get(module.__name__, {}).items():
         owner_name, _, attribute = path.rpartition(".")
         owner = getattr(module, owner_name) if owner_name else module
-        setattr(owner, attribute, with_barrier(getattr(owner, attribute), name, when, tell))
+        setattr(owner, attribute, wrap(getattr(owner, attribute)))
     for class_name, figures in FIGURES.get(module.__name__, {}).items():
         watch(getattr(module, class_name), figures)
         start_answering()
