@@ -48,16 +48,33 @@ class _Sender:
     thread serves its connections in turn, so that none is left behind while thousands of others pass. And it is
     bounded: 16 k integers per sender. Were one forgotten too early all the same, its tensors would stay until
     `drop_sender`; nobody would read them.
+
+    A released message is reported when it arrives, if it was not before: the core keeps its entry until all ranks have.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[int, list[torch.Tensor]] = {}
-        self.void: OrderedDict[int, None] = OrderedDict()
+        self.reported: set[int] = set()  # not released yet; those that failed too
+        self.void: OrderedDict[int, bool] = OrderedDict()  # released -> whether it was reported
+
+    def is_settled(self, number: int) -> bool:
+        """Whether another arrival of it is of no use, not even to be reported."""
+        return number in self.tensors or self.void.get(number, False)
+
+    def receive(self, number: int, tensors: list[torch.Tensor] | None) -> None:
+        """It is about to be reported; `tensors` is None if it failed."""
+        if number in self.void:
+            self.void[number] = True
+            return
+        self.reported.add(number)
+        if tensors is not None:
+            self.tensors[number] = tensors
 
     def release(self, number: int) -> None:
         self.tensors.pop(number, None)
-        self.void[number] = None
+        self.void[number] = number in self.reported or self.void.get(number, False)
         self.void.move_to_end(number)
+        self.reported.discard(number)
         if len(self.void) > REMEMBERED:
             self.void.popitem(last=False)
 
@@ -261,22 +278,25 @@ class MediaInputs:
             self._attach(arrival)
             return
         message = arrival.message
+        tensors: list[torch.Tensor] | None = None
         with self._lock:
-            if not self._wanted(message):
+            sender = self._senders.get(message.incarnation)
+            if message.incarnation in self._gone or (sender and sender.is_settled(message.number)):
                 return
+            released = sender is not None and message.number in sender.void
         if isinstance(arrival, Received):
             try:
-                tensors = [self._to_device(tensor) for tensor in arrival.tensors]
+                tensors = [] if released else [self._to_device(tensor) for tensor in arrival.tensors]
             except RuntimeError as error:
                 arrival = Failed(message, f"it cannot be brought to the device: {error}")
-            else:
-                with self._lock:
-                    if not self._wanted(message):  # released meanwhile
-                        return
-                    self._senders.setdefault(message.incarnation, _Sender()).tensors[message.number] = tensors
-                self._report(MediaReady(self._rank, message))
+        with self._lock:
+            if message.incarnation in self._gone:
                 return
-        self._report(MediaFailed(self._rank, message, arrival.why))
+            self._senders.setdefault(message.incarnation, _Sender()).receive(message.number, tensors)
+        if isinstance(arrival, Received):
+            self._report(MediaReady(self._rank, message))
+        else:
+            self._report(MediaFailed(self._rank, message, arrival.why))
 
     def _attach(self, attached: Attached) -> None:
         with self._lock:
@@ -286,11 +306,6 @@ class MediaInputs:
                 attached.refused = "its owner has another one here"
             else:
                 self._segments[attached.incarnation] = attached.segment
-
-    def _wanted(self, message: MessageId) -> bool:
-        sender = self._senders.get(message.incarnation)
-        known = sender is not None and (message.number in sender.tensors or message.number in sender.void)
-        return message.incarnation not in self._gone and not known
 
     def _report(self, event: MediaReady | MediaFailed) -> None:
         self._core.send(self._me.encode(event), zmq.NOBLOCK)

@@ -38,6 +38,13 @@ def ask_video(seed: int, kind: str | None = None, formats: list[tuple[str, str]]
     return Asked(question.text, question.answer, [("video_url", video_url(clip, container, codec))], codec)
 
 
+def ask_small(seed: int) -> Asked:
+    """What is in a short video of 96 by 96 pixels. All of them become as many patches, and tokens."""
+    clip = videos.render(10**9 + seed, width=96, height=96, num_frames=16, fps=8)
+    question = questions.ask([clip], "describe", seed)
+    return Asked(question.text, question.answer, [("video_url", video_url(clip))])
+
+
 def ask_image(seed: int) -> Asked:
     picture = videos.render_image(10**9 + seed)
     question = questions.ask([picture], None, seed)

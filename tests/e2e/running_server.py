@@ -17,12 +17,19 @@ from openai import OpenAI
 ROOT = Path(__file__).parent.parent.parent
 START_SECONDS = 120
 
+# The types of the media cache, and the flags for each.
+CACHES = {"off": ["--mm-processor-cache-gb", "0"], "lru": []}
+
 
 class RunningServer:
-    """`with RunningServer("-tp", "2") as server:` The log goes to a file, so that no full pipe can stop the server."""
+    """`with RunningServer("-tp", "2") as server:` The log goes to a file, so that no full pipe can stop the server.
 
-    def __init__(self, *flags: str, environ: dict[str, str] | None = None):
-        self.command = [sys.executable, "serve.py", "--host", "127.0.0.1", "--port", "0", *flags]
+    With `own_dev_shm` the server's processes see an empty /dev/shm that nobody else writes to, if the system allows it.
+    """
+
+    def __init__(self, *flags: str, environ: dict[str, str] | None = None, own_dev_shm: bool = False):
+        launcher = ["tests/e2e/own_dev_shm.py"] if own_dev_shm else []
+        self.command = [sys.executable, *launcher, "serve.py", "--host", "127.0.0.1", "--port", "0", *flags]
         self.environ = {**os.environ, **(environ or {})}
 
     def __enter__(self) -> RunningServer:
@@ -102,6 +109,15 @@ class RunningServer:
                 continue
             found[title if title not in found else f"{title} #{pid}"] = pid
         return found
+
+    def assert_dev_shm_never_written(self) -> None:
+        """No name was ever made in the server's own /dev/shm. Where it has to share everybody's: it left none there."""
+        theirs = os.stat(f"/proc/{self.process.pid}/root/dev/shm")
+        if theirs.st_dev != os.stat("/dev/shm").st_dev:
+            assert theirs.st_mtime_ns == 0, os.listdir(f"/proc/{self.process.pid}/root/dev/shm")
+        else:
+            names = set(os.listdir("/dev/shm")) - self.shm_before
+            assert not any(not in_use(name) for name in names), names
 
     def stop(self, number: int = signal.SIGINT, seconds: float = 15) -> int:
         """Send a signal to the supervisor and wait; asserts that nothing is left. Returns the exit status."""

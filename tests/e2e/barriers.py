@@ -1,0 +1,94 @@
+"""The test's end of `tests/e2e/inside/sitecustomize.py`: hold a process of the server at a place, and look into it."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+INSIDE = Path(__file__).parent / "inside"
+
+
+def eventually(check: Callable[[], T], seconds: float = 8) -> T:
+    """The result of `check` once it raises no AssertionError any more; the last one when time is up."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return check()
+        except AssertionError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.02)
+
+
+class Inside:
+    """`with Inside() as inside, RunningServer(environ=inside.environ) as server:`"""
+
+    def __enter__(self) -> Inside:
+        self._temporary = tempfile.TemporaryDirectory(prefix="me-in-")  # short: sockets are bound in it
+        self.directory = self._temporary.name
+        path = os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")]))
+        self.environ = {"PYTHONPATH": path, "MINI_ENGINE_TEST_INSIDE": self.directory}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._temporary.cleanup()
+
+    @contextlib.contextmanager
+    def barrier(self, name: str) -> Iterator[Barrier]:
+        """Hold the next passage, in whichever process it happens, while the block runs."""
+        barrier = Barrier(Path(self.directory), name)
+        barrier.armed.touch()
+        try:
+            yield barrier
+        finally:
+            barrier.let_go()
+
+    def figures(self, pid: int) -> dict[str, dict[str, int]]:
+        """What a process holds for requests, and what it keeps for those to come.
+
+        Raises:
+            AssertionError: it cannot tell: it is dead, or has only just begun.
+        """
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(10)
+            try:
+                connection.connect(f"{self.directory}/{pid}.figures")
+                with connection.makefile() as answer:
+                    return json.loads(answer.read())
+            except (OSError, ValueError) as error:
+                raise AssertionError(f"process {pid} does not tell what it holds: {error}") from error
+
+
+class Barrier:
+    """One arming of a barrier."""
+
+    def __init__(self, directory: Path, name: str):
+        self.armed = directory / f"{name}.armed"
+        self._held = str(directory / f"{name}.held.*[0-9]")
+
+    def wait_until_held(self, seconds: float = 15) -> dict[str, Any]:
+        """What the process that is held tells: its `pid`, and more. Raises AssertionError when nobody comes."""
+        return eventually(self._told, seconds)
+
+    def let_go(self) -> None:
+        """Hold nobody any more, and whoever is held goes on."""
+        self.armed.unlink(missing_ok=True)
+        for path in glob.glob(self._held):
+            os.unlink(path)
+
+    def _told(self) -> dict[str, Any]:
+        paths = glob.glob(self._held)
+        assert paths, f"nobody has come to {self.armed.stem}"
+        text = Path(paths[0]).read_text()
+        assert text, "it is still writing"
+        return json.loads(text)

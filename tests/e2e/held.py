@@ -1,0 +1,66 @@
+"""What the processes of a server hold: descriptors, shared mappings, what they count themselves, and the gauges."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.e2e.barriers import Inside
+from tests.e2e.pinned import call
+from tests.e2e.running_server import RunningServer
+
+# Each is 0 when no request is there.
+GAUGES = (
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "ipc_buffered_bytes", "mm_cache_references",
+)  # fmt: skip
+
+
+def samples(server: RunningServer, title: str) -> dict[str, float]:
+    """`/metrics` as one API server shows it, by name with labels, without the prefix."""
+    lines = call(server, title, "GET", "/metrics").splitlines()
+    pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
+    return {name.removeprefix("mini_engine:"): float(value) for name, _, value in pairs}
+
+
+def total(figures: dict[str, float], name: str) -> float:
+    """A metric of `samples`, summed over its labels."""
+    found = [value for key, value in figures.items() if key.partition("{")[0] == name]
+    assert found, f"/metrics has no {name}"
+    return sum(found)
+
+
+def processes(server: RunningServer) -> dict[str, int]:
+    """The server's processes by title."""
+    return {title: pid for title, pid in server.pids().items() if title.startswith(("supervisor", "mini-engine: "))}
+
+
+def descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def mappings(pid: int) -> int:
+    """Mappings of shared memory that the package has made."""
+    return sum("memfd:mini-engine" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+
+
+def assert_nothing_held(server: RunningServer, inside: Inside, witness: str, titles: Iterable[str]) -> None:
+    """By the gauges that the API server `witness` shows, and by the count of each process, no request is there."""
+    figures = samples(server, witness)
+    left: dict[str, object] = {name: value for name in GAUGES if (value := total(figures, name))}
+    pids = processes(server)
+    for title in titles:
+        held = inside.figures(pids[title])["held"]
+        left |= {f"{title}: {name}": value for name, value in held.items() if value}
+    assert not left, left
+
+
+def holdings(server: RunningServer, inside: Inside) -> dict[str, dict[str, int]]:
+    """All that each process holds and keeps, by its title."""
+    state = {}
+    for title, pid in processes(server).items():
+        state[title] = {"descriptors": descriptors(pid), "mappings": mappings(pid)}
+        if title != "supervisor":
+            figures = inside.figures(pid)
+            state[title] |= figures["held"] | figures["kept"]
+    return state

@@ -1,0 +1,256 @@
+"""Barriers and figures inside the processes of a server under test, whose code is the same with and without them.
+
+Python imports this file at the start of every process that has its directory on PYTHONPATH. It waits for a few modules
+of the package to be loaded, and wraps functions of theirs. The other end is `tests/e2e/barriers.py`; both work in the
+directory that MINI_ENGINE_TEST_INSIDE names, and without that variable nothing happens.
+
+A barrier holds the first passage through it once the file `NAME.armed` is there: it
+takes that file under the name `NAME.held.PID`, writes into it what was held, and waits until the file is gone. The
+figures of a process are asked for by connecting to its socket, `PID.figures`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+DIRECTORY = os.environ.get("MINI_ENGINE_TEST_INSIDE")
+POLL_SECONDS = 0.002
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+# What requests hold, all of it 0 at rest; and what may be kept for those to come.
+Figures = tuple[dict[str, int], dict[str, int]]
+
+
+# --- barriers ---------------------------------------------------------------------------------------------------------
+
+
+def hold(name: str, tell: Callable[[], dict[str, Any]] = dict) -> None:
+    """Stop here if the barrier is armed, until it is let go. `tell` says what is held."""
+    held = f"{DIRECTORY}/{name}.held.{os.getpid()}"
+    try:
+        os.rename(f"{DIRECTORY}/{name}.armed", held)
+    except FileNotFoundError:
+        return
+    with open(held + ".part", "w") as file:
+        json.dump({"pid": os.getpid(), **tell()}, file)
+    os.rename(held + ".part", held)
+    while os.path.exists(held):
+        time.sleep(POLL_SECONDS)
+
+
+def behind(name: str, when: Callable[..., bool] = lambda *_, **__: True) -> Wrap:
+    """A function, behind a barrier for the calls `when` is true of."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if when(*args, **kwargs):
+                hold(name)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    return wrap
+
+
+class AskedSignal:
+    """A signal of cancellation that holds the one who asks for it, in the middle of his work."""
+
+    def __init__(self, signal: Any):
+        self._signal = signal
+        self._asked = 0
+
+    def is_set(self) -> bool:
+        self._asked += 1
+        if self._asked == 10:
+            hold("decoding")
+        return self._signal.is_set()
+
+
+def in_mid_decode(decode: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(decode)
+    def wrapper(*args: Any, cancelled: Any, **kwargs: Any) -> Any:
+        return decode(*args, cancelled=AskedSignal(cancelled), **kwargs)
+
+    return wrapper
+
+
+def in_mid_request(execute: Callable[..., Any]) -> Callable[..., Any]:
+    """Before a step in the middle of a prompt, or of a video in the vision tower."""
+
+    @functools.wraps(execute)
+    def wrapper(runner: Any, step: Any) -> Any:
+        told = {
+            "chunks": [[chunk.start, chunk.num_tokens] for chunk in step.chunks],
+            "encode": [[item.first, item.count] for item in step.encode],
+        }
+        if any(chunk.start and not chunk.samples for chunk in step.chunks):
+            hold("prefilling", lambda: told)
+        if any(item.first for item in step.encode):
+            hold("encoding", lambda: told)
+        return execute(runner, step)
+
+    return wrapper
+
+
+# module -> the functions that have a barrier, and how each gets it
+BARRIERS: dict[str, dict[str, Wrap]] = {
+    "mini_engine.api.media_loader": {"decode_video": in_mid_decode},
+    "mini_engine.media.processor": {"MediaProcessor.process_video": behind("processing")},
+    "mini_engine.worker.media_inputs": {
+        # A connection is readable, and nothing has been read from it.
+        "MediaInputs._serve_source": behind("receiving", lambda self, source: source != self._wake),
+    },
+    "mini_engine.core.engine_core": {"EngineCore._accept": behind("accepting")},
+    "mini_engine.worker.model_runner": {"ModelRunner.execute": in_mid_request},
+}
+
+
+# --- figures: module -> class -> what an instance of it holds and keeps -----------------------------------------------
+
+
+def of_tensor_queue(sender: Any) -> Figures:
+    pool = sender._pool
+    held = {"unconsumed messages": len(sender._held), "credit": sender._credit.used}
+    held["buffers in use"] = len(pool.alive) - len(pool._idle)
+    kept = {"buffers": len(pool.alive), "buffer descriptors": sum(buffer.fd is not None for buffer in pool._idle)}
+    for address, link in sender._links:
+        kept[f"buffers mapped by worker {address.engine}.{address.rank}"] = len(link._known & pool.alive)
+    return held, kept
+
+
+def of_core(core: Any) -> Figures:
+    held = {
+        "requests": len(core.requests),
+        "awaiting media": len(core.awaiting_media) + len(core.waiters),
+        "messages in the directory": len(core.directory),
+        "KV blocks": core.blocks.num_used,
+        "encoder tokens in use": core.encoder.num_tokens - core.encoder.idle.size,
+        "media references": core.media.num_references,
+        "media bytes in use": core.media.num_bytes - core.media.idle.size,
+        "steps in flight": len(core.in_flight),
+        "untold": len(core.finished) + len(core.release) + len(core.drop_senders),
+    }
+    return held, {"encoder tokens": core.encoder.num_tokens, "media bytes": core.media.num_bytes}
+
+
+def of_inputs(inputs: Any) -> Figures:
+    number, nbytes = inputs.buffered()
+    return {"tensors": number, "tensor bytes": nbytes}, {"senders": len(inputs._senders)}
+
+
+def of_runner(runner: Any) -> Figures:
+    begun = len(runner._encoded._begun)
+    return {"sequences": len(runner._sequences), "items half encoded": begun}, {
+        "encoded items": len(runner._encoded),
+        "kept items": len(runner._store),
+    }
+
+
+FIGURES: dict[str, dict[str, Callable[[Any], Figures]]] = {
+    "mini_engine.api.admission": {
+        "MediaAdmission": lambda admission: ({"admitted": admission.admitted, "in line": admission.waiting}, {}),
+    },
+    "mini_engine.api.media_loader": {
+        "MediaLoader": lambda loader: ({"at work": len(loader._flights), "jobs": loader._pool._work_queue.qsize()}, {}),
+    },
+    "mini_engine.api.engine": {
+        "Engine": lambda engine: ({"samples": len(engine.requests), "preparing": engine.preparing}, {}),
+    },
+    "mini_engine.transport.tensor_ipc": {"TensorIpcSender": of_tensor_queue},
+    "mini_engine.transport.direct_rpc": {
+        "DirectRpcSender": lambda sender: ({"messages": len(sender._held), "credit": sender._credit.used}, {}),
+    },
+    "mini_engine.core.engine_core": {"EngineCore": of_core},
+    "mini_engine.worker.media_inputs": {"MediaInputs": of_inputs},
+    "mini_engine.worker.model_runner": {"ModelRunner": of_runner},
+}
+
+watched: weakref.WeakKeyDictionary[Any, Callable[[Any], Figures]] = weakref.WeakKeyDictionary()
+
+
+def watch(cls: type, figures: Callable[[Any], Figures]) -> None:
+    """Count what every instance holds, from the end of its `__init__` on."""
+    init = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(init)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        watched[self] = figures
+
+    cls.__init__ = wrapper  # type: ignore[misc]
+
+
+def all_figures() -> Mapping[str, Mapping[str, int]]:
+    """The sums over all instances."""
+    held: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
+    for instance, figures in list(watched.items()):
+        theirs, keeps = figures(instance)
+        held.update(theirs)
+        kept.update(keeps)
+    return {"held": held, "kept": kept}
+
+
+def answer_for_good(listener: socket.socket) -> None:
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(json.dumps(all_figures()).encode())
+
+
+@functools.cache
+def start_answering() -> None:
+    """Once in a process, in a thread of its own."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{DIRECTORY}/{os.getpid()}.figures")
+    listener.listen()
+    threading.Thread(target=answer_for_good, args=(listener,), name="figures", daemon=True).start()
+
+
+# --- the way in ------------------------------------------------------------------------------------------------------
+
+
+def equip(module: Any) -> None:
+    """Wrap what the tables name in a module that was just loaded. A name that is gone is an error."""
+    for path, wrap in BARRIERS.get(module.__name__, {}).items():
+        owner_name, _, attribute = path.rpartition(".")
+        owner = getattr(module, owner_name) if owner_name else module
+        setattr(owner, attribute, wrap(getattr(owner, attribute)))
+    for class_name, figures in FIGURES.get(module.__name__, {}).items():
+        watch(getattr(module, class_name), figures)
+        start_answering()
+
+
+class Finder(importlib.machinery.PathFinder):
+    """Finds the modules of both tables as ever, and has them equipped once they are loaded."""
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname not in BARRIERS and fullname not in FIGURES:
+            return None
+        spec = super().find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                load(module)
+                equip(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if DIRECTORY:
+    sys.meta_path.insert(0, Finder)

@@ -1,0 +1,122 @@
+"""Requests to an API server of the test's choice.
+
+The kernel spreads connections over the servers' sockets. Which of them has accepted one is seen from outside: the
+connection's other end is a socket in /proc/net/tcp, whose inode is among the descriptors of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import select
+import socket
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tests.e2e.asked import Asked
+from tests.e2e.running_server import RunningServer, message
+
+ACCEPT_SECONDS = 0.5  # for a busy server; in the line of a server that has just died nobody accepts
+
+
+def connect(server: RunningServer, title: str, seconds: float = 60) -> http.client.HTTPConnection:
+    """A connection that the process with this title has accepted."""
+    address = urlsplit(server.url)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+        connection.connect()
+        if (inode := accepted_as(connection.sock)) and has_socket(server.pids().get(title), inode):
+            return connection
+        connection.close()
+    raise AssertionError(f"{title} accepts no connections\n{server.log}")
+
+
+def accepted_as(ours: socket.socket) -> int | None:
+    """The inode of the connection's other end; None when it was not accepted in time."""
+    here, there = ours.getsockname()[1], ours.getpeername()[1]
+    deadline = time.monotonic() + ACCEPT_SECONDS
+    while time.monotonic() < deadline:
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            fields = line.split()
+            local, remote = (int(fields[place].rpartition(":")[2], 16) for place in (1, 2))
+            if (local, remote) == (there, here) and fields[9] != "0":
+                return int(fields[9])
+        time.sleep(0.002)
+    return None
+
+
+def has_socket(pid: int | None, inode: int) -> bool:
+    """Whether the process has this socket open."""
+    with contextlib.suppress(OSError):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.readlink(fd) == f"socket:[{inode}]":
+                    return True
+    return False
+
+
+def call(server: RunningServer, title: str, method: str, path: str) -> str:
+    """The body of a response of this API server, which has to be a 200."""
+    with contextlib.closing(connect(server, title)) as connection:
+        connection.request(method, path)
+        response = connection.getresponse()
+        body = response.read().decode()
+        assert response.status == 200, body
+        return body
+
+
+class Asking:
+    """A question that is on its way to one API server."""
+
+    def __init__(self, server: RunningServer, title: str, one: Asked, **more: object):
+        self._connection = connect(server, title)
+        self._response: http.client.HTTPResponse | None = None
+        parts = message(one.text, one.urls)
+        body = {"model": server.model, "messages": [parts], "temperature": 0, **more}
+        self._connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+
+    def reply(self) -> dict:
+        """The whole response, which has to be a 200."""
+        response = self._connection.getresponse()
+        body = json.loads(response.read())
+        self._connection.close()
+        assert response.status == 200, body
+        return body
+
+    def answer(self) -> str:
+        """The answer's text."""
+        return self.reply()["choices"][0]["message"]["content"]
+
+    def read_events(self, count: int) -> None:
+        """Wait for that many events of a stream that is not at its end."""
+        self._response = self._response or self._connection.getresponse()
+        while count:
+            line = self._response.readline()
+            assert line and b"[DONE]" not in line, "the stream has ended"
+            count -= line.startswith(b"data: ")
+
+    def has_nothing_yet(self) -> bool:
+        """Whether not a byte has come."""
+        return not select.select([self._connection.sock], [], [], 0)[0]
+
+    def hang_up(self) -> None:
+        """Close the connection, whatever has come by now. Without effect when closed."""
+        if self._response is not None:
+            self._response.close()
+        self._connection.close()
+
+    def is_cut(self) -> bool:
+        """Whether the connection ends without the end of the answer."""
+        try:
+            if self._response is None:
+                self._connection.getresponse()
+                return False
+            return b"[DONE]" not in self._response.read()
+        except (ConnectionError, http.client.HTTPException):
+            return True
+        finally:
+            self.hang_up()

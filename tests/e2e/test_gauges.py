@@ -1,0 +1,41 @@
+"""The gauges of `/metrics` say what is, also while nothing has come back for a request, and after a reset."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.e2e.asked import Asked, ask_small
+from tests.e2e.barriers import eventually
+from tests.e2e.pinned import Asking, call
+from tests.e2e.running_server import RunningServer
+
+API = "mini-engine: api 0"
+
+
+def assert_total(server: RunningServer, name: str, wanted: float) -> None:
+    assert server.total(name) == wanted, name
+
+
+@pytest.mark.xfail(reason="the core sends its figures with outputs only, so the first come with the first token")
+def test_a_request_shows_while_its_prompt_is_computed(server):
+    worker = server.pids()["mini-engine: worker 0.0"]
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        asking = Asking(server, API, Asked("tell me", "", []), max_tokens=2)
+        eventually(lambda: assert_total(server, "num_requests_running", 1), 2)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+        asking.answer()
+
+
+@pytest.mark.xfail(reason="the core sends its figures with outputs only, and not with the answer to a reset")
+def test_empty_caches_show(server):
+    one = ask_small(6000)
+    assert server.ask(one.text, one.urls) == one.answer
+    assert server.total("encoder_cache_tokens") > 0 and server.total("mm_store_bytes") > 0
+    call(server, API, "POST", "/reset_caches")
+    eventually(lambda: assert_total(server, "encoder_cache_tokens", 0), 2)
+    assert_total(server, "mm_store_bytes", 0)
