@@ -9,7 +9,6 @@ can be read before its first event. Knows nothing of HTTP.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable
 from typing import get_args
 
@@ -37,6 +36,8 @@ NOTHING_HAPPENED = EngineCounters()
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 _E2E_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2, 2.0, 3.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
+_STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+
 
 def _counter(name: str, help: str, labels: Iterable[str] = ()) -> Counter:
     return Counter(f"mini_engine:{name}", help, labels, registry=REGISTRY)
@@ -51,6 +52,10 @@ def _histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
     return Histogram(f"mini_engine:{name}", help, buckets=buckets, registry=REGISTRY)
 
 
+def _stage_histogram(name: str, what: str) -> Histogram:
+    return _histogram(f"request_{name}_time_seconds", f"{what}, of each request that succeeded.", _STAGE_BUCKETS)
+
+
 ipc_messages_total = _counter("ipc_messages_total", "Media tensors sent to workers, each rank counted.", ["transport"])
 ipc_bytes_total = _counter("ipc_bytes_total", "Bytes of media tensors sent, each rank counted.", ["transport"])
 ipc_fallbacks_total = _counter(
@@ -59,6 +64,12 @@ ipc_fallbacks_total = _counter(
 ipc_buffered_bytes = Gauge(
     "mini_engine:ipc_buffered_bytes",
     "Bytes of media tensors reserved or sent and not yet consumed by all ranks.",
+    multiprocess_mode="livesum",
+    registry=REGISTRY,
+)
+ipc_buffered_tensors = Gauge(
+    "mini_engine:ipc_buffered_tensors",
+    "Media tensors copied for, or sent to, the ranks and not yet consumed by all of them.",
     multiprocess_mode="livesum",
     registry=REGISTRY,
 )
@@ -116,6 +127,18 @@ time_to_first_token_seconds = _histogram(
 e2e_request_latency_seconds = _histogram(
     "e2e_request_latency_seconds", "From the request's arrival to its last token.", _E2E_BUCKETS
 )
+# Where a request's time goes, by the stages of `api/timings.py`; vLLM has the three without another name here.
+stage_seconds = {
+    "admission": _stage_histogram("admission", "In line for a place among the requests that load media"),
+    "fetch": _stage_histogram("media_fetch", "Fetching and hashing the media"),
+    "media_decode": _stage_histogram("media_decode", "Decoding the media, or waiting for it"),
+    "process": _stage_histogram("media_process", "The processor alone, while none of the media is decoded"),
+    "transport": _stage_histogram("transport", "From the placing of the tensors until the engine has it all"),
+    "queue": _stage_histogram("queue", "In the engine's line"),
+    "encode": _stage_histogram("encode", "From the first step until the last of the media is encoded"),
+    "prefill": _stage_histogram("prefill", "From there to the first token"),
+    "generation": _stage_histogram("decode", "From the first token to the last"),
+}
 media_decodes_total = _counter("media_decodes_total", "Images and videos decoded and processed.")
 
 
@@ -185,31 +208,3 @@ def exposition() -> bytes:
     everyone = CollectorRegistry()
     multiprocess.MultiProcessCollector(everyone)
     return generate_latest(everyone)
-
-
-class RequestClock:
-    """One request's times and its end, counted once however it ends. Made when the request arrives."""
-
-    def __init__(self) -> None:
-        self._arrived = time.perf_counter()
-        self._started = False
-        self._ended = False
-
-    def tokens(self, prompt: int, generated: int) -> None:
-        """`generated` more tokens were delivered; the first time, the prompt's count too."""
-        if not generated:
-            return
-        if not self._started:
-            self._started = True
-            time_to_first_token_seconds.observe(time.perf_counter() - self._arrived)
-            prompt_tokens_total.inc(prompt)
-        generation_tokens_total.inc(generated)
-
-    def end(self, reason: FinishReason) -> None:
-        """The request is over. Calls after the first have no effect."""
-        if self._ended:
-            return
-        self._ended = True
-        request_success_total.labels(reason).inc()
-        if reason in ("stop", "length"):
-            e2e_request_latency_seconds.observe(time.perf_counter() - self._arrived)

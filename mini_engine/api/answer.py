@@ -14,8 +14,8 @@ from mini_engine.api.errors import EngineError
 from mini_engine.api.generation import Generation, NewTokens
 from mini_engine.api.logprobs import LogprobList
 from mini_engine.api.responses import FinishedBy, ListedToken, Usage, usage
+from mini_engine.api.timings import RequestClock
 from mini_engine.messages import FinishReason
-from mini_engine.metrics import RequestClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Answer:
             self._generation.stop(piece.index)  # of a stop string its engine does not know
             self._unfinished -= 1
             if self.over:
-                self._clock.end(piece.finish_reason)
+                self._clock.end(piece.finish_reason, self._generation.times)
         return piece
 
     def __enter__(self) -> Answer:

@@ -34,9 +34,9 @@ from mini_engine.api.media_loader import FetchedItem, MediaLoader
 from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place
 from mini_engine.api.protocol import ChatRequest, parse_chat_request
 from mini_engine.api.sampling import SamplingResolver, siblings
+from mini_engine.api.timings import RequestClock
 from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.messages import CachedMedia, EngineLimits, NewRequest, SamplingParams
-from mini_engine.metrics import RequestClock
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +73,14 @@ class Frontend:
         messages = chat.plain_messages()
         refs = self.renderer.collect(messages, self.item_limits)
         token_ids = await self._render(messages)
+        clock.enter("admission")
         async with self.admission.admit(len(refs)):
+            clock.enter("fetch")
             fetched = await self.media.fetch(refs)
+            clock.enter("other")
             hashes = {item.media_hash for item in fetched}
             with self.engines.choose(hashes, chat.num_choices) as engine:
-                items = await self._prepare(fetched, engine.media.look_up(hashes))
+                items = await self._prepare(fetched, engine.media.look_up(hashes), clock)
                 check_budget(items, self.limits)
                 prompt = self.renderer.expand(token_ids, [(item.modality, item.num_tokens) for item in items])
                 sampling = self.sampling.resolve(chat, len(prompt.token_ids))
@@ -92,17 +95,24 @@ class Frontend:
                 )
                 samples = [self._sample_text(chat, sampling) for _ in range(chat.num_choices)]
             # The fetched bytes stay until the engine has accepted the request: it may have dropped media meanwhile.
-            generation = await engine.submit(request, partial(self._refill, fetched))
+            clock.enter("transport")
+            generation = await engine.submit(request, partial(self._refill, fetched, clock))
+            clock.enter("other")
         return Answer(generation, samples, clock, len(prompt.token_ids))
 
-    async def _prepare(self, fetched: list[FetchedItem], kept: Mapping[bytes, CachedMedia]) -> list[PromptItem]:
+    async def _prepare(
+        self, fetched: list[FetchedItem], kept: Mapping[bytes, CachedMedia], clock: RequestClock
+    ) -> list[PromptItem]:
         """The prompt's items, those processed that the engine does not keep."""
-        processed = await self.media.process(item for item in fetched if item.media_hash not in kept)
+        processed = await self.media.process((item for item in fetched if item.media_hash not in kept), clock)
         hashes = [item.media_hash for item in fetched]
         return [PromptItem.of(digest, processed[digest] if digest in processed else kept[digest]) for digest in hashes]
 
-    async def _refill(self, fetched: list[FetchedItem], request: NewRequest, missing: Collection[bytes]) -> NewRequest:
-        return fill_in(request, await self.media.process(item for item in fetched if item.media_hash in missing))
+    async def _refill(
+        self, fetched: list[FetchedItem], clock: RequestClock, request: NewRequest, missing: Collection[bytes]
+    ) -> NewRequest:
+        lacking = (item for item in fetched if item.media_hash in missing)
+        return fill_in(request, await self.media.process(lacking, clock))
 
     def _sample_text(self, chat: ChatRequest, sampling: SamplingParams) -> SampleText:
         include_stop = bool(chat.include_stop_str_in_output)
@@ -125,7 +135,8 @@ class Frontend:
             async for piece in answer:
                 pieces[piece.index].append(piece)
         choices = [_choice(index, theirs) for index, theirs in enumerate(pieces)]
-        return responses.completion(request_id, self.model_names[0], choices, answer.usage)
+        timings = clock.timings() if chat.return_timings else None
+        return responses.completion(request_id, self.model_names[0], choices, answer.usage, timings)
 
     async def stream(self, chat: ChatRequest, request_id: str, clock: RequestClock) -> AsyncGenerator[bytes, None]:
         """The answer as events, the first of them with the first token. The last ones leave together.
@@ -137,9 +148,11 @@ class Frontend:
         with await self.answer(chat, request_id, clock) as answer:
             try:
                 async for piece in answer:
-                    event = writer.delta(piece.index, piece.text, piece.finish_reason, piece.logprobs)
+                    timings = clock.timings() if chat.return_timings and answer.over else None
+                    with_text = None if chat.include_usage else timings
+                    event = writer.delta(piece.index, piece.text, piece.finish_reason, piece.logprobs, with_text)
                     if answer.over:
-                        event += (writer.usage(answer.usage) if chat.include_usage else b"") + responses.DONE
+                        event += (writer.usage(answer.usage, timings) if chat.include_usage else b"") + responses.DONE
                     if event:
                         yield event
                     started = True

@@ -100,6 +100,11 @@ class Engine:
         return sum(sender.buffered_bytes for sender in self._sender.senders)
 
     @property
+    def buffered_tensors(self) -> int:
+        """Tensors copied or sent and not yet consumed by all ranks."""
+        return sum(sender.buffered_tensors for sender in self._sender.senders)
+
+    @property
     def load(self) -> int:
         """Samples that the engine has to finish, or will be sent."""
         return len(self.requests) + self.preparing

@@ -122,3 +122,4 @@ class EngineClient:
 
     def _show_memory(self) -> None:
         metrics.ipc_buffered_bytes.set(sum(engine.buffered_bytes for engine in self.engines))
+        metrics.ipc_buffered_tensors.set(sum(engine.buffered_tensors for engine in self.engines))

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import msgspec
+
 from mini_engine.api.errors import EngineError
-from mini_engine.messages import FinishReason, RequestOutput, TokenLogprob
+from mini_engine.messages import EngineTimes, FinishReason, RequestOutput, TokenLogprob
 
 
 class Ender(Protocol):
@@ -40,6 +43,7 @@ class Sample:
         self.request_id = request_id
         self.over = False  # nobody waits for its tokens any more
         self.num_cached_tokens = 0
+        self.times: EngineTimes | None = None  # the first sample's, once its first token came
         self.generation = generation
         self._new = NewTokens(index, [], None)
 
@@ -54,6 +58,7 @@ class Sample:
         else:
             new = self._new
             self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
+            self.times = output.times or self.times
             self._new = NewTokens(
                 self.index,
                 new.token_ids + output.token_ids if new.token_ids else output.token_ids,
@@ -65,6 +70,12 @@ class Sample:
     def fail(self, error: EngineError) -> None:
         """The engine will send no more."""
         self.generation.fail(error)
+
+    def cut(self) -> None:
+        """Nobody waits for more of its tokens: the last is the one that came before now."""
+        self.over = True
+        if self.times is not None:
+            self.times = msgspec.structs.replace(self.times, last_token=time.monotonic())
 
     def take(self) -> NewTokens:
         """What has come since the last call."""
@@ -98,6 +109,11 @@ class Generation:
         The others find what the first has computed.
         """
         return self.samples[0].num_cached_tokens
+
+    @property
+    def times(self) -> EngineTimes | None:
+        """When the first sample came how far; None before its first token. Whole once the sample is over."""
+        return self.samples[0].times
 
     @property
     def over(self) -> bool:
@@ -172,7 +188,7 @@ class Generation:
     def _finish(self, sample: Sample, reason: Literal["stop", "abort"]) -> None:
         if sample.over:
             return
-        sample.over = True
+        sample.cut()
         if sample in self._waiting:
             self._waiting.remove(sample)
         self._engine.finish(sample.request_id, reason)

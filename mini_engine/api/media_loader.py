@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mini_engine import metrics
 from mini_engine.api.chat import MediaRef
+from mini_engine.api.timings import RequestClock
 from mini_engine.media.errors import DecodeCancelled, MediaError
 from mini_engine.media.fetch import fetch
 from mini_engine.media.hashing import media_hash
@@ -42,11 +44,21 @@ class FetchedItem:
     media_hash: bytes
 
 
+@dataclass(frozen=True, eq=False)
+class _Worked:
+    """A processed item, and when what was done for it; seconds of `time.monotonic()`."""
+
+    item: ProcessedItem
+    began: float  # to decode
+    decoded: float
+    processed: float
+
+
 @dataclass(eq=False)
 class _Flight:
     """One hash at work, for all who ask for it meanwhile. Once nobody waits any more it is given up."""
 
-    work: asyncio.Future[ProcessedItem]
+    work: asyncio.Future[_Worked]
     cancelled: threading.Event
     waiters: int = 0
 
@@ -84,8 +96,11 @@ class MediaLoader:
         finally:
             cancelled.set()
 
-    async def process(self, items: Iterable[FetchedItem]) -> dict[bytes, ProcessedItem]:
+    async def process(self, items: Iterable[FetchedItem], clock: RequestClock) -> dict[bytes, ProcessedItem]:
         """The processed items by hash. A hash that is already at work, for whomever, is waited for and shared.
+
+        On `clock` the wait counts as `process` while items are processed and none is decoded, the rest of it as
+        `media_decode`: a wait for a free thread too. Work that others began counts from when it is waited for.
 
         Cancelling it, or the failure of one item, stops the work on those that nobody else waits for within a frame's
         time. What is returned may be shared with other requests: it must not be changed.
@@ -94,14 +109,20 @@ class MediaLoader:
             MediaError: an item cannot be decoded or processed; it has the name that the item has in `items`.
         """
         distinct = {item.media_hash: item for item in items}
-        processed = await _all(self._process(item) for item in distinct.values())
-        return dict(zip(distinct, processed, strict=True))
+        if not distinct:
+            return {}
+        began = time.monotonic()
+        before = clock.enter("media_decode")
+        worked = await _all(self._process(item) for item in distinct.values())
+        clock.enter(before)
+        clock.move(_seconds_of_processing(worked, began), "media_decode", "process")
+        return {media_hash: one.item for media_hash, one in zip(distinct, worked, strict=True)}
 
     def close(self) -> None:
         """Take no more work. What is at work ends by its own cancellation."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _process(self, item: FetchedItem) -> ProcessedItem:
+    async def _process(self, item: FetchedItem) -> _Worked:
         flight = self._flights.get(item.media_hash) or self._start(item)
         flight.waiters += 1
         try:
@@ -134,19 +155,40 @@ class MediaLoader:
         data = fetch(ref.url, self.policy, ref.name, cancelled=cancelled)
         return FetchedItem(ref.modality, ref.name, data, media_hash(data, self._hash_keys[ref.modality]))
 
-    def _decode_and_process(self, item: FetchedItem, cancelled: threading.Event) -> ProcessedItem:
+    def _decode_and_process(self, item: FetchedItem, cancelled: threading.Event) -> _Worked:
         if cancelled.is_set():
             raise DecodeCancelled
+        began = time.monotonic()
         if item.modality == "image":
-            processed = self.processor.process_image(decode_image(item.data, item=item.name), item=item.name)
+            image = decode_image(item.data, item=item.name)
+            decoded = time.monotonic()
+            processed = self.processor.process_image(image, item=item.name)
         else:
             video = decode_video(item.data, self.sampling, item=item.name, cancelled=cancelled)
+            decoded = time.monotonic()
             processed = self.processor.process_video(video, item=item.name)
         metrics.media_decodes_total.inc()
-        return processed
+        return _Worked(processed, began, decoded, time.monotonic())
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def _seconds_of_processing(worked: Sequence[_Worked], since: float) -> float:
+    """For how long after `since` items were processed and none was decoded."""
+    decoding = [(one.began, one.decoded) for one in worked]
+    processing = [(one.decoded, one.processed) for one in worked]
+    return _covered(decoding + processing, since) - _covered(decoding, since)
+
+
+def _covered(spans: Iterable[tuple[float, float]], since: float) -> float:
+    """How much time after `since` lies in at least one of the spans."""
+    seconds, until = 0.0, since
+    for start, end in sorted(spans):
+        if end > until:
+            seconds += end - max(start, until)
+            until = end
+    return seconds
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -157,6 +157,7 @@ class ChatRequest(_Model):
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_timings: bool | None = None  # ours: say where the request's time went
 
     @property
     def stop_strings(self) -> list[str]:

@@ -31,6 +31,21 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptTokensDetails
 
 
+class Timings(msgspec.Struct, frozen=True):
+    """Where a request's seconds went, from its arrival to its last token. All of them together are the whole time."""
+
+    admission: float  # in line for a place among the requests that load media
+    fetch: float  # the media's bytes, and their hashes
+    media_decode: float  # until the last item is decoded, but for `process`
+    process: float  # the processor at work, and no item being decoded
+    transport: float  # from the placing of the tensors until all ranks have them and the engine the request
+    queue: float  # from there to the first step
+    encode: float  # from there until the last item's embeddings are there; 0 if they were
+    prefill: float  # from there to the first token
+    generation: float  # from there to the last token
+    other: float  # all else: the body, the chat template, text
+
+
 class LikelyToken(msgspec.Struct, frozen=True):
     """A token that could have stood at a place. `bytes` may be a part of a character; `token` has U+FFFD for it."""
 
@@ -73,6 +88,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     choices: list[Choice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
+    metrics: Timings | msgspec.UnsetType = msgspec.UNSET
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -94,6 +110,7 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True):
     choices: list[ChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     usage: Usage | None | msgspec.UnsetType = msgspec.UNSET  # null until the last chunk, if it was asked for
+    metrics: Timings | msgspec.UnsetType = msgspec.UNSET  # in the last chunk, if it was asked for
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -118,13 +135,19 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usa
     return Usage(prompt_tokens, completion_tokens, total, PromptTokensDetails(cached_tokens))
 
 
-def completion(request_id: str, model: str, choices: list[Choice], used: Usage) -> bytes:
+def completion(
+    request_id: str, model: str, choices: list[Choice], used: Usage, timings: Timings | None = None
+) -> bytes:
     """The body of a response that is not streamed."""
-    return _encoder.encode(ChatCompletion(request_id, int(time.time()), model, choices, used))
+    body = ChatCompletion(request_id, int(time.time()), model, choices, used, metrics=timings or msgspec.UNSET)
+    return _encoder.encode(body)
 
 
 class EventWriter:
-    """Writes the events of one stream, each a `data:` line and an empty one."""
+    """Writes the events of one stream, each a `data:` line and an empty one.
+
+    The request's timings, if it asked for them, go with the last: the usage, or else the last piece of text.
+    """
 
     def __init__(self, request_id: str, model: str, include_usage: bool):
         self._id = request_id
@@ -134,7 +157,12 @@ class EventWriter:
         self._begun: set[int] = set()
 
     def delta(
-        self, index: int, text: str, finish_reason: FinishedBy | None, logprobs: list[ListedToken] | None = None
+        self,
+        index: int,
+        text: str,
+        finish_reason: FinishedBy | None,
+        logprobs: list[ListedToken] | None = None,
+        timings: Timings | None = None,
     ) -> bytes:
         """The next piece of a choice's text; its first carries the role. One that says nothing new is no event."""
         role: Literal["assistant"] | None = None
@@ -145,14 +173,17 @@ class EventWriter:
             return b""
         delta = Delta(role, text if text or role else None)
         listed = ChoiceLogprobs(logprobs) if logprobs else None
-        return self._event([ChunkChoice(index, delta, finish_reason, listed)], self._usage)
+        return self._event([ChunkChoice(index, delta, finish_reason, listed)], self._usage, timings)
 
-    def usage(self, used: Usage) -> bytes:
+    def usage(self, used: Usage, timings: Timings | None = None) -> bytes:
         """The chunk that `include_usage` asks for."""
-        return self._event([], used)
+        return self._event([], used, timings)
 
-    def _event(self, choices: list[ChunkChoice], used: Usage | None | msgspec.UnsetType) -> bytes:
-        chunk = ChatCompletionChunk(self._id, self._created, self._model, choices, usage=used)
+    def _event(
+        self, choices: list[ChunkChoice], used: Usage | None | msgspec.UnsetType, timings: Timings | None
+    ) -> bytes:
+        metrics = timings or msgspec.UNSET
+        chunk = ChatCompletionChunk(self._id, self._created, self._model, choices, usage=used, metrics=metrics)
         return b"data: " + _encoder.encode(chunk) + b"\n\n"
 
 

@@ -7,7 +7,8 @@ it until it ends: so requests that wait for room hold none, and a preempted one 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 
 from mini_engine.core.idle import Idle
 
@@ -21,6 +22,7 @@ class Entry:
     num_grids: int = 0  # temporal grids that dispatched steps encode
     encoded_by: str | None = None  # the request for which the last of them was dispatched
     ready: bool = False  # that step has retired: any request may rely on it
+    ready_at: float = 0.0  # when it retired, by `time.monotonic()`
 
 
 class EncoderCache:
@@ -79,8 +81,13 @@ class EncoderCache:
         """The step that encodes the last of it has run."""
         entry = self._entries[value]
         entry.ready = True
+        entry.ready_at = time.monotonic()
         if not entry.users:
             self.idle.add(value, entry.num_tokens)
+
+    def ready_since(self, items: Iterable[bytes]) -> float:
+        """When the last of these items, all reserved, came to be ready, by `time.monotonic()`; 0 if none is."""
+        return max((self._entries[value].ready_at for value in items), default=0.0)
 
     def forget_unused(self) -> None:
         """Evict every item without users whose embeddings are there."""

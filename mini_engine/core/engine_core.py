@@ -194,6 +194,7 @@ class EngineCore:
 
     def _enter(self, request: Request) -> None:
         """Queue a request whose media lie on all ranks; they may be of use to others."""
+        request.accepted_at = time.monotonic()
         if request.media:
             self.outbox.accepted(sockets.identity(request.sender, request.incarnation), request.id)
         if not request.released:
@@ -233,6 +234,8 @@ class EngineCore:
     def _dispatch(self) -> bool:
         """Send the next step to every rank; False when there is nothing to do or to tell."""
         plan = self.scheduler.schedule(self.steps.heavy_in_flight)
+        for new in plan.started:
+            self.requests[new.request_id].scheduled_at = time.monotonic()
         self._release_encoded(plan)
         return self.steps.dispatch(plan)
 
@@ -291,12 +294,16 @@ class EngineCore:
             reason = "stop"
         elif request.num_delivered == request.sampling.max_tokens:
             reason = "length"
+        times = None
+        if first or reason is not None:  # so that the tokens between them cost nothing
+            times = request.times_so_far(self.encoder.ready_since(request.media_tokens))
         output = RequestOutput(
             request.id,
             [sampled.token_id],
             reason,
             logprobs=[sampled.logprobs] if sampled.logprobs else [],
             num_cached_tokens=(request.num_cached or 0) if first else 0,
+            times=times,
         )
         self._output(request, output)
         if reason is not None:

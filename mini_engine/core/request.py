@@ -6,12 +6,13 @@ import array
 import dataclasses
 import hashlib
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from mini_engine.messages import MediaItem, MessageId, NewRequest, SamplingParams, TensorHandle
+from mini_engine.messages import EngineTimes, MediaItem, MessageId, NewRequest, SamplingParams, TensorHandle
 
 HASH_BYTES = 16
 
@@ -46,6 +47,9 @@ class Request:
     references: list[Any] = dataclasses.field(default_factory=list)  # keys of the cached media that it refers to
     released: bool = False  # its tensor messages and references were given back, or are about to be
     num_cached: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
+    accepted_at: float = 0.0  # when all ranks had its media, by `time.monotonic()`
+    scheduled_at: float = 0.0  # when a step first began to work on it
+    times: EngineTimes | None = None  # known with its first token
 
     def __post_init__(self) -> None:
         self.tokens = list(self.new.prompt_token_ids)
@@ -91,6 +95,19 @@ class Request:
     def messages(self) -> list[MessageId]:
         """The tensor messages that carry its media, each once."""
         return tensor_messages(self.new)
+
+    def times_so_far(self, media_ready: float) -> EngineTimes | None:
+        """What to tell with its first token, and with its last; None for a sibling. Called as the token comes.
+
+        `media_ready`: when the last of its media was encoded; before it was scheduled, if it found them encoded.
+        """
+        if self.id != self.new.request_id:
+            return None
+        now = time.monotonic()
+        if self.times is None:
+            encoded = max(self.scheduled_at, media_ready)
+            self.times = EngineTimes(self.accepted_at, self.scheduled_at, encoded, now, now)
+        return msgspec.structs.replace(self.times, last_token=now)
 
     def block_hashes(self, block_size: int) -> list[bytes]:
         """A hash for each full block of `tokens`: of its tokens, the media that lie in it, and all before it.

@@ -163,6 +163,19 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
 
 
+class EngineTimes(msgspec.Struct, frozen=True, array_like=True):
+    """When a request came how far at its engine: seconds of `time.monotonic()`, one clock for all processes of a host.
+
+    Each is no sooner than the one before it.
+    """
+
+    accepted: float  # all ranks have its media
+    scheduled: float  # a step has begun to work on it
+    encoded: float  # the last of its media, by the end of that step; as `scheduled` when all were, or there are none
+    first_token: float  # the step that sampled it has ended
+    last_token: float  # of those told so far
+
+
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request. The one with a `finish_reason` is the last, and there is exactly one."""
 
@@ -174,6 +187,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
         list[TokenLogprob]
     ] = []  # one for each of `token_ids` if asked for: the token itself, then the likeliest
     num_cached_tokens: int = 0  # with the first tokens: how many of the prompt's tokens the prefix cache held
+    times: EngineTimes | None = None  # with the first and the last tokens of a request, not with those of its siblings
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):

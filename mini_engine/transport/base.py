@@ -80,5 +80,9 @@ class TensorSender(Protocol):
     def buffered_bytes(self) -> int:
         """Bytes reserved or sent and not yet consumed."""
 
+    @property
+    def buffered_tensors(self) -> int:
+        """Tensors copied or sent and not yet consumed."""
+
     def close(self) -> None:
         """Close all connections and give all memory back."""

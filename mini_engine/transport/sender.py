@@ -203,6 +203,11 @@ class PackedSender(ABC, Generic[BufferT, LinkT]):
         """See `base.TensorSender`."""
         return sum(outgoing.reserved for outgoing in self._held.values())
 
+    @property
+    def buffered_tensors(self) -> int:
+        """See `base.TensorSender`."""
+        return sum(len(outgoing.layouts) for outgoing in self._held.values())
+
     def close(self) -> None:
         """See `base.TensorSender`."""
         self._closed = True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,6 +24,7 @@ from mini_engine.messages import (
     Consumed,
     EngineCounters,
     EngineStats,
+    EngineTimes,
     Evicted,
     Finish,
     MediaItem,
@@ -78,6 +80,10 @@ class MemoryTransport:
     @property
     def buffered_bytes(self) -> int:
         return sum(outgoing.nbytes for outgoing in self.held.values())
+
+    @property
+    def buffered_tensors(self) -> int:
+        return sum(len(outgoing.tensors) for outgoing in self.held.values())
 
     def close(self) -> None:
         self.closed = True
@@ -146,6 +152,7 @@ class ScriptedCore:
         self.requests: list[NewRequest] = []
         self.finishes: list[Finish] = []
         self.running: dict[str, NewRequest] = {}
+        self.times: dict[str, EngineTimes] = {}  # as last told, of requests; not of their siblings
         self.changed = asyncio.Event()
         self._encoder = Encoder("core 0", 2)
         self._socket = sockets.bind_router(context, endpoint)
@@ -194,6 +201,7 @@ class ScriptedCore:
     async def accept(self, request: NewRequest) -> None:
         """Take a request, and answer it by the script."""
         samples = [request, *as_requests(request)]
+        self.times[request.request_id] = EngineTimes(*[time.monotonic()] * 2, 0, 0, 0)
         await self._send(request, Accepted([request.request_id]))
         if self.keeps:
             await self.keep([item for item in request.media if item.patches is not None])
@@ -229,15 +237,29 @@ class ScriptedCore:
         logprobs = []
         if request.sampling.logprobs is not None:
             logprobs = [logprobs_of(token, request.sampling.logprobs) for token in tokens]
-        await self._outputs(request, RequestOutput(request.request_id, tokens, None, None, logprobs, self.cached))
+        before = self.times.get(request.request_id)
+        times = None if before and before.first_token else self._times_of(request)
+        output = RequestOutput(request.request_id, tokens, None, None, logprobs, self.cached, times)
+        await self._outputs(request, output)
 
     async def end(
         self, request: NewRequest, reason: Any, error: str | None = None, tokens: list[int] | None = None
     ) -> None:
         del self.running[request.request_id]
-        await self._outputs(request, RequestOutput(request.request_id, tokens or [], reason, error))
+        times = self._times_of(request) if reason in ("stop", "length") else None
+        await self._outputs(request, RequestOutput(request.request_id, tokens or [], reason, error, times=times))
         if request in self.requests:
             await self._consumed(request)
+
+    def _times_of(self, request: NewRequest) -> EngineTimes | None:
+        """All up to now; nothing takes it any time but to be queued and to generate."""
+        times = self.times.get(request.request_id)
+        if times is None:
+            return None
+        now = time.monotonic()
+        first = times.first_token or now
+        self.times[request.request_id] = EngineTimes(times.accepted, first, first, first, now)
+        return self.times[request.request_id]
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until something that has come makes `condition` true."""

@@ -10,6 +10,8 @@ from openai.types.chat import completion_create_params
 
 from mini_engine.api.app import router
 from mini_engine.api.protocol import IGNORED, NEUTRAL, ChatRequest, range_of
+from mini_engine.api.responses import Timings
+from mini_engine.metrics import stage_seconds
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 ROWS = re.findall(r"^\| `(\w+)` \| (supported|ignored|refused) \| ?(.*?) ?\|$", PAGE, re.MULTILINE)
@@ -38,6 +40,14 @@ def test_the_ranges_are_the_codes(name: str) -> None:
 def test_the_values_of_refused_fields_are_the_codes(name: str) -> None:
     values = [f"`{msgspec.json.encode(value).decode()}`" for value in NEUTRAL[name]]
     assert NOTES[name] == ("unless " + ", ".join(values) if values else "")
+
+
+def test_the_stages_of_a_request_are_named_with_their_histograms() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (?:`(request_\w+_seconds)` )?\|$", PAGE, re.MULTILINE)
+    stages = {stage: name for stage, name in rows if stage not in NOTES}
+    assert list(stages) == list(Timings.__struct_fields__)
+    histograms = {stage: histogram.describe()[0].name for stage, histogram in stage_seconds.items()}
+    assert stages == {stage: name.removeprefix("mini_engine:") for stage, name in histograms.items()} | {"other": ""}
 
 
 def test_every_endpoint_is_named() -> None:

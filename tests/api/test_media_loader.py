@@ -9,6 +9,7 @@ import pytest
 
 from mini_engine.api.chat import MediaRef
 from mini_engine.api.media_loader import MediaLoader
+from mini_engine.api.timings import RequestClock
 from mini_engine.media.errors import MediaError
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
@@ -60,7 +61,7 @@ class Gated:
 async def load(one: MediaLoader, refs: list[MediaRef]) -> list[ProcessedItem]:
     """Both steps; equal items come once for each."""
     fetched = await one.fetch(refs)
-    processed = await one.process(fetched)
+    processed = await one.process(fetched, RequestClock())
     return [processed[item.media_hash] for item in fetched]
 
 
@@ -228,7 +229,9 @@ def test_a_failure_is_shared_and_named_for_each(processor: MediaProcessor) -> No
         (broken,) = await one.fetch([BROKEN])
         (renamed,) = await one.fetch([MediaRef("video", BROKEN.url, "video 2")])
         decodes = REGISTRY.get_sample_value("mini_engine:media_decodes_total")
-        failures = await asyncio.gather(one.process([broken]), one.process([renamed]), return_exceptions=True)
+        failures = await asyncio.gather(
+            one.process([broken], RequestClock()), one.process([renamed], RequestClock()), return_exceptions=True
+        )
         first, second = map(str, failures)
         assert first.startswith("video 9: ")
         assert second == first.replace("video 9", "video 2")

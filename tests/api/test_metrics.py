@@ -7,18 +7,20 @@ from pathlib import Path
 
 COUNT = """
 from mini_engine import metrics
-from mini_engine.messages import EngineCounters, EngineStats
+from mini_engine.api.timings import RequestClock
+from mini_engine.messages import EngineCounters, EngineStats, EngineTimes
 metrics.ipc_messages_total.labels("torch_shm").inc(3)
 metrics.ipc_buffered_bytes.set(100)
+metrics.ipc_buffered_tensors.set(3)
 engine = metrics.EngineFigures(0, 1000)
 metrics.EngineFigures(1, 1000)
 engine.resends.inc()
 engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5), EngineCounters(10, 4, 3, 2, 1, 6))
 engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5), EngineCounters())
-clock = metrics.RequestClock()
+clock = RequestClock()
 clock.tokens(10, 2)
 clock.tokens(10, 3)
-clock.end("stop")
+clock.end("stop", EngineTimes(0, 1, 1.5, 1.75, 100))
 clock.end("abort")
 """
 
@@ -56,11 +58,21 @@ def test_the_figures_of_all_processes_are_summed(tmp_path: Path) -> None:
         'mini_engine:mm_cache_references{engine="0"} 3.0',
         'mini_engine:mm_cache_oldest_seconds{engine="0"} 1.5',
         "mini_engine:ipc_buffered_bytes 200.0",
+        "mini_engine:ipc_buffered_tensors 6.0",
         "mini_engine:prompt_tokens_total 20.0",
         "mini_engine:generation_tokens_total 10.0",
         'mini_engine:request_success_total{finished_reason="stop"} 2.0',
         'mini_engine:request_success_total{finished_reason="abort"} 0.0',
         "mini_engine:time_to_first_token_seconds_count 2.0",
         "mini_engine:e2e_request_latency_seconds_count 2.0",
+        "mini_engine:request_queue_time_seconds_sum 2.0",
+        "mini_engine:request_encode_time_seconds_sum 1.0",
+        "mini_engine:request_prefill_time_seconds_sum 0.5",
+        "mini_engine:request_decode_time_seconds_sum 196.5",
+        "mini_engine:request_admission_time_seconds_count 2.0",
+        "mini_engine:request_media_fetch_time_seconds_count 2.0",
+        "mini_engine:request_media_decode_time_seconds_count 2.0",
+        "mini_engine:request_media_process_time_seconds_count 2.0",
+        "mini_engine:request_transport_time_seconds_count 2.0",
     ):
         assert line in lines

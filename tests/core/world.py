@@ -14,6 +14,7 @@ from mini_engine.messages import (
     Accepted,
     Cached,
     Consumed,
+    EngineTimes,
     Envelope,
     Evicted,
     MediaItem,
@@ -52,6 +53,7 @@ class World:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, list[str]] = {}
         self.errors: dict[str, str] = {}
+        self.times: dict[str, list[EngineTimes]] = {}
         self.cached: dict[str, int] = {}
         self.counters = Counter()
         self.consumed: list[MessageId] = []
@@ -102,6 +104,8 @@ class World:
         assert output.request_id not in self.ends, "told something after its end"
         self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
         self.cached[output.request_id] = self.cached.get(output.request_id, 0) + output.num_cached_tokens
+        if output.times is not None:
+            self.times.setdefault(output.request_id, []).append(output.times)
         if output.finish_reason:
             self.ends.setdefault(output.request_id, []).append(output.finish_reason)
             self.errors[output.request_id] = output.error

@@ -1,0 +1,83 @@
+"""Where a request's time goes. Each moment of it belongs to one stage, so that the stages add up to the whole:
+
+    arrival ► admission ► fetch ► media_decode ► process ► transport ► queue ► encode ► prefill ► generation ► end
+
+and what lies between and beside them is `other`: reading the body, the chat template, text. The API server's part is
+measured as it happens; the engine tells its part by moments of the clock that all processes of a host share. Knows
+nothing of HTTP or media.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+from mini_engine import metrics
+from mini_engine.api.responses import Timings
+from mini_engine.messages import EngineTimes, FinishReason
+
+Stage = Literal["admission", "fetch", "media_decode", "process", "transport", "other"]
+
+
+class RequestClock:
+    """One request's times and its end, counted once however it ends. Made when the request arrives.
+
+    Belongs to the request's own task: it is at one stage at a time.
+    """
+
+    def __init__(self) -> None:
+        self._arrived = self._entered = time.monotonic()
+        self._started = False
+        self._ended = False
+        self._stage: Stage = "other"
+        self._spent = dict.fromkeys((*metrics.stage_seconds, "other"), 0.0)
+
+    def enter(self, stage: Stage) -> Stage:
+        """From now on the request's time is spent at `stage`; returns the one before."""
+        now = time.monotonic()
+        self._spent[self._stage] += now - self._entered
+        before, self._stage, self._entered = self._stage, stage, now
+        return before
+
+    def move(self, seconds: float, source: Stage, target: Stage) -> None:
+        """So much of what was counted as `source` was `target`."""
+        self._spent[source] -= seconds
+        self._spent[target] += seconds
+
+    def tokens(self, prompt: int, generated: int) -> None:
+        """`generated` more tokens were delivered; the first time, the prompt's count too."""
+        if not generated:
+            return
+        if not self._started:
+            self._started = True
+            metrics.time_to_first_token_seconds.observe(time.monotonic() - self._arrived)
+            metrics.prompt_tokens_total.inc(prompt)
+        metrics.generation_tokens_total.inc(generated)
+
+    def end(self, reason: FinishReason, times: EngineTimes | None = None) -> None:
+        """The request is over; with `times` if it has an answer. Calls after the first have no effect."""
+        if self._ended:
+            return
+        self._ended = True
+        metrics.request_success_total.labels(reason).inc()
+        if times is None:
+            return
+        now = time.monotonic()
+        self._add_engine(times, now)
+        metrics.e2e_request_latency_seconds.observe(now - self._arrived)
+        for stage, histogram in metrics.stage_seconds.items():
+            histogram.observe(self._spent[stage])
+
+    def timings(self) -> Timings:
+        """The seconds of each stage, to the microsecond. For a request that has ended with an answer."""
+        return Timings(**{stage: round(seconds, 6) for stage, seconds in self._spent.items()})
+
+    def _add_engine(self, times: EngineTimes, now: float) -> None:
+        """Divide the time since transport was left; it has lasted until the engine had accepted the request."""
+        spent = self._spent
+        spent["transport"] += times.accepted - self._entered
+        spent["queue"] = times.scheduled - times.accepted
+        spent["encode"] = times.encoded - times.scheduled
+        spent["prefill"] = times.first_token - times.encoded
+        spent["generation"] = times.last_token - times.first_token
+        spent["other"] += now - times.last_token

@@ -1,0 +1,273 @@
+"""Where a request's time goes: each pause falls to the stage in which it was made, and all of them are the whole."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mini_engine.api import media_loader
+from mini_engine.api.timings import RequestClock
+from mini_engine.media.processor import MediaProcessor
+from mini_engine.messages import EngineTimes
+from mini_engine.metrics import REGISTRY, stage_seconds
+from tests.api.peers import eventually
+from tests.api.serving import Served, image, serve, words
+from tests.api.test_media_loader import Gated, image_ref, loader, waiters
+
+PAUSE = 0.06
+AT_LEAST = 0.9 * PAUSE  # clocks are coarse
+ANSWER = ("a red", " circle")
+
+
+def sample(name: str) -> float:
+    value = REGISTRY.get_sample_value(f"mini_engine:{name}")
+    assert value is not None
+    return value
+
+
+def counts() -> dict[str, float]:
+    return {stage: sample(f"{name_of(stage)}_count") for stage in stage_seconds}
+
+
+def name_of(stage: str) -> str:
+    return stage_seconds[stage].describe()[0].name.removeprefix("mini_engine:")
+
+
+def test_the_stages_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 50.0
+    monkeypatch.setattr("mini_engine.api.timings.time.monotonic", lambda: now)
+    before, sums = counts(), {stage: sample(f"{name_of(stage)}_sum") for stage in stage_seconds}
+    clock = RequestClock()
+    now = 51.0  # 1 s of other
+    assert clock.enter("admission") == "other"
+    now = 53.0
+    clock.enter("fetch")
+    now = 56.0
+    clock.enter("transport")
+    now = 60.0  # 4 s, and the media are wanted again
+    assert clock.enter("media_decode") == "transport"
+    now = 65.0
+    clock.enter("transport")
+    clock.move(2.0, "media_decode", "process")
+    now = 71.0  # 6 s
+    clock.enter("other")
+    now = 100.0
+    # The engine had accepted the request half a second before this server heard of it.
+    clock.end("length", EngineTimes(70.5, 72.0, 75.0, 79.0, 99.25))
+    clock.end("abort")
+    spent = {
+        "admission": 2.0, "fetch": 3.0, "media_decode": 3.0, "process": 2.0, "transport": 9.5,
+        "queue": 1.5, "encode": 3.0, "prefill": 4.0, "generation": 20.25, "other": 1.75,
+    }  # fmt: skip
+    timings = clock.timings()
+    assert {field: getattr(timings, field) for field in timings.__struct_fields__} == spent
+    assert sum(spent.values()) == 50.0
+    assert counts() == {stage: count + 1 for stage, count in before.items()}
+    assert {stage: sample(f"{name_of(stage)}_sum") - sums[stage] for stage in stage_seconds} == pytest.approx(
+        {stage: spent[stage] for stage in stage_seconds}
+    )
+
+
+def test_a_request_without_an_answer_is_in_no_histogram() -> None:
+    before = counts()
+    RequestClock().end("abort")
+    assert counts() == before
+
+
+@pytest.mark.parametrize(
+    ("spans", "seconds"),
+    [
+        ([], 0),
+        ([(1, 3), (2, 5)], 4),  # they overlap
+        ([(1, 9), (2, 5), (3, 4)], 8),  # one in another
+        ([(6, 7), (1, 2)], 2),
+        ([(-5, -1), (-2, 1), (4, 5)], 2),  # what others had begun before
+    ],
+)
+def test_overlapping_spans_count_once(spans: list[tuple[float, float]], seconds: float) -> None:
+    assert media_loader._covered(spans, since=0) == seconds
+
+
+def slow_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode_image = media_loader.decode_image
+
+    def slow(*args: Any, **more: Any) -> Any:
+        time.sleep(PAUSE)
+        return decode_image(*args, **more)
+
+    monkeypatch.setattr(media_loader, "decode_image", slow)
+
+
+async def loaded(one: Any, *sides: int) -> tuple[float, float]:
+    """Seconds of `media_decode` and `process`."""
+    clock = RequestClock()
+    items = await one.fetch([image_ref(number, side) for number, side in enumerate(sides)])
+    await one.process(items, clock)
+    spent = clock.timings()
+    return spent.media_decode, spent.process
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_decoding_and_processing_share_the_wait(
+    processor: MediaProcessor, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    slow_decoding(monkeypatch)
+    one = loader(processor, processor.default_sampling, threads)
+    started = time.monotonic()
+    decode, process = asyncio.run(loaded(one, 56, 57, 58, 59))
+    assert decode >= AT_LEAST * 4 / threads
+    assert 0 < process
+    assert decode + process <= time.monotonic() - started
+    one.close()
+
+
+def test_shared_work_counts_from_when_it_is_waited_for(
+    processor: MediaProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_decoding(monkeypatch)
+
+    async def scenario() -> None:
+        gated = Gated(processor)
+        one = loader(gated, processor.default_sampling)
+        first = asyncio.create_task(loaded(one, 56))
+        await eventually(lambda: gated.inside == 1)  # it is decoded
+        second = asyncio.create_task(loaded(one, 56))
+        await eventually(lambda: waiters(one) == [2])
+        await asyncio.sleep(PAUSE)
+        gated.door.set()
+        (decode, process), (no_decode, also) = await asyncio.gather(first, second)
+        assert decode >= AT_LEAST > no_decode
+        assert process >= also >= AT_LEAST
+        one.close()
+
+    asyncio.run(scenario())
+
+
+async def asked(served: Served, **more: Any) -> dict[str, float]:
+    response = await served.post(return_timings=True, **more)
+    assert response.status_code == 200, response.text
+    return response.json()["metrics"]
+
+
+def test_each_pause_falls_to_its_stage(processor: MediaProcessor, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serve(processor, tmp_path, lambda request: []) as served:
+            core, before, whole = served.core, counts(), sample("e2e_request_latency_seconds_sum")
+            core.hold, core.accepts = True, False
+            async with served.frontend.admission.admit(4):
+                asking = asyncio.create_task(asked(served, content=[image()], n=2))
+                await eventually(lambda: served.frontend.admission.waiting == 1)
+                await asyncio.sleep(PAUSE)
+            await core.until(lambda: bool(core.requests))
+            (request,) = core.requests
+            sibling = core.running[request.siblings[0].request_id]
+            await asyncio.sleep(PAUSE)
+            await core.accept(request)
+            await asyncio.sleep(PAUSE)
+            await core.output(request, [65])
+            await asyncio.sleep(PAUSE)
+            await core.end(request, "length", tokens=[66])
+            await core.output(sibling, [65])
+            await asyncio.sleep(PAUSE)
+            await core.end(sibling, "length")
+            spent = await asking
+            for stage in ("admission", "transport", "queue", "generation", "other"):
+                assert spent[stage] >= AT_LEAST, stage
+            assert (spent["encode"], spent["prefill"]) == (0, 0)
+            assert all(spent[stage] > 0 for stage in ("fetch", "media_decode", "process"))
+            whole = sample("e2e_request_latency_seconds_sum") - whole
+            assert sum(spent.values()) == pytest.approx(whole, abs=1e-5)
+            assert counts() == {stage: count + 1 for stage, count in before.items()}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_a_stream_has_them_in_its_last_chunk(processor: MediaProcessor, tmp_path: Path, include_usage: bool) -> None:
+    async def scenario() -> None:
+        async with serve(processor, tmp_path, words(processor, *ANSWER)) as served:
+            options = {"stream_options": {"include_usage": True}} if include_usage else {}
+            response = await served.post(stream=True, return_timings=True, n=2, **options)
+            *events, done, end = response.text.split("\n\n")
+            assert (done, end) == ("data: [DONE]", "")
+            *others, last = [json.loads(event.removeprefix("data: ")) for event in events]
+            assert not any("metrics" in chunk for chunk in others)
+            assert ("usage" in last) is include_usage
+            assert [choice["finish_reason"] for choice in last["choices"]] == ([] if include_usage else ["length"])
+            assert list(last["metrics"]) == [*stage_seconds, "other"]
+            assert last["metrics"]["transport"] > 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("fields", [{}, {"return_timings": False}, {"return_timings": None}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_does_not_ask_is_not_told(
+    processor: MediaProcessor, tmp_path: Path, fields: dict[str, Any], stream: bool
+) -> None:
+    async def scenario() -> None:
+        async with serve(processor, tmp_path, words(processor, *ANSWER)) as served:
+            before = counts()
+            response = await served.post(stream=stream, **fields)
+            assert response.status_code == 200 and "metrics" not in response.text
+            assert counts() == {stage: count + 1 for stage, count in before.items()}
+
+    asyncio.run(scenario())
+
+
+def test_a_stop_string_ends_the_generation(processor: MediaProcessor, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serve(processor, tmp_path, words(processor, "a")) as served:
+            core = served.core
+            core.hold = True
+            asking = asyncio.create_task(asked(served, stop="red"))
+            await core.until(lambda: bool(core.requests))
+            await asyncio.sleep(PAUSE)
+            (red,) = words(processor, " red circle")(core.requests[0])
+            await core.output(core.requests[0], red)
+            spent = await asking
+            assert spent["generation"] >= AT_LEAST > spent["other"]
+
+    asyncio.run(scenario())
+
+
+def test_kept_media_cost_nothing_and_a_miss_what_it_costs(processor: MediaProcessor, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serve(processor, tmp_path, words(processor, *ANSWER)) as served:
+            served.core.keeps = True
+            cold = await asked(served, content=[image()])
+            warm = await asked(served, content=[image()])
+            assert cold["media_decode"] > 0 < cold["process"]
+            assert (warm["media_decode"], warm["process"]) == (0, 0)
+            assert cold["fetch"] > 0 < warm["fetch"]
+            served.core.kept.clear()  # this server has not heard of it
+            gated = served.frontend.media.processor = Gated(processor)  # type: ignore[assignment]
+            asking = asyncio.create_task(asked(served, content=[image()]))
+            await eventually(lambda: gated.inside == 1)
+            await asyncio.sleep(PAUSE)
+            gated.door.set()
+            missed = await asking
+            assert missed["process"] >= AT_LEAST > missed["transport"] > 0
+
+    asyncio.run(scenario())
+
+
+def test_the_tensors_on_their_way_are_counted(processor: MediaProcessor, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serve(processor, tmp_path, words(processor, *ANSWER)) as served:
+            core = served.core
+            core.accepts = False
+            asking = asyncio.create_task(asked(served, content=[image(), image(112)]))
+            await core.until(lambda: bool(core.requests))
+            assert sample("ipc_buffered_tensors") == 2
+            await core.accept(core.requests[0])
+            await asking
+            await eventually(lambda: not served.transports[0].held)
+            assert sample("ipc_buffered_tensors") == 0 == sample("ipc_buffered_bytes")
+
+    asyncio.run(scenario())

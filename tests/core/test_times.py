@@ -1,0 +1,102 @@
+"""What the core tells of a request's time: moments in order, with the first and the last tokens only."""
+
+from __future__ import annotations
+
+import pytest
+
+from mini_engine.messages import EngineTimes, Finish, Sibling
+from tests.core.test_caches import A, message
+from tests.core.world import World, item
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
+
+    def run(self, world, until=lambda: False):
+        """To rest, or until something is so; each step takes the ranks a second."""
+        while True:
+            world.turn()
+            if until() or not world.links.steps:
+                return
+            self.now += 1
+            world.links.run_step()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def test_the_moments_of_a_request_with_media(clock):
+    world = World(max_tokens=16, async_scheduling=False)
+    world.request("a", prompt=30, max_tokens=3, media=[item(message(1), 1, 8, media_hash=A)])
+    clock.run(world)
+    assert not world.times  # not accepted: no rank has its media
+    clock.now = 200.0
+    world.media_ready(message(1))
+    clock.run(world)
+    # Of the first step's 16 tokens the item takes 8; the prompt's other 22 take two steps; each later token one.
+    first, last = world.times["a"]
+    assert first == EngineTimes(200, 200, encoded=201, first_token=203, last_token=203)
+    assert last == EngineTimes(200, 200, encoded=201, first_token=203, last_token=205)
+    world.assert_at_rest()
+
+
+def test_a_request_in_line(clock):
+    world = World(max_seqs=1, async_scheduling=False)
+    world.request("a", max_tokens=4)
+    world.request("b", max_tokens=1, first_token=60)
+    clock.run(world)
+    assert world.times["a"][-1] == EngineTimes(100, 100, 100, 101, 104)
+    assert world.times["b"] == [EngineTimes(100, 104, 104, 105, 105)]  # one token: the first and the last
+
+
+def test_an_item_that_another_request_encodes_is_waited_for(clock):
+    world = World(max_tokens=24)
+
+    def ask(name, number):
+        media = [item(message(number), 2, 8, media_hash=A)]
+        world.request(name, prompt=12, max_tokens=1, media=media, cache_salt=name)
+        world.media_ready(message(number))
+
+    ask("a", 1)
+    world.turn()
+    assert world.core.encoder.holds(A) and len(world.links.steps) == 1
+    clock.now += 0.25
+    ask("b", 2)  # two tokens of text come before the item: they are computed while a's step runs
+    clock.run(world)
+    (a,), (b,) = world.times["a"], world.times["b"]
+    assert a == EngineTimes(100, 100, 101.25, 101.25, 101.25)  # one step encodes and computes the prompt
+    assert b == EngineTimes(100.25, 100.25, encoded=101.25, first_token=103.25, last_token=103.25)
+    ask("c", 3)
+    clock.run(world)
+    (c,) = world.times["c"]
+    assert c.scheduled == c.encoded == c.first_token - 1
+
+
+def test_a_preempted_request_keeps_its_first_moments(clock):
+    world = World(blocks=8, async_scheduling=False)
+    names = ["a", "b"]
+    for number, name in enumerate(names):
+        world.request(name, prompt=8, max_tokens=16, first_token=20 + 40 * number)
+    clock.run(world)
+    assert world.counters["preemptions"] > 0
+    for name in names:
+        first, last = world.times[name]
+        assert first.accepted == first.scheduled == 100 and first.first_token == 101
+        assert last.first_token == 101
+    generation = [world.times[name][-1].last_token - 101 for name in names]
+    assert min(generation) == 15 < max(generation)  # the other one's detour is in its generation
+
+
+def test_siblings_and_ends_from_outside_are_told_without(clock):
+    world = World(async_scheduling=False)
+    world.request("a", max_tokens=3, siblings=[Sibling("a-1", 2)])
+    world.request("b", max_tokens=9, first_token=60)
+    clock.run(world, until=lambda: len(world.tokens.get("b", ())) == 2)
+    world.receive(Finish("b", "stop"))
+    clock.run(world)
+    assert world.ends == {"a": ["length"], "a-1": ["length"], "b": ["stop"]}
+    assert {name: len(times) for name, times in world.times.items()} == {"a": 2, "b": 1}
