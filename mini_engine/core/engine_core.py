@@ -101,7 +101,7 @@ class EngineCore:
         self._expire_media()
         while len(self.steps.in_flight) < self.max_in_flight and self._dispatch():
             pass
-        self.outbox.send(self._figures, self.media)
+        self.outbox.send(self._stats(), self._take_counters, self.media)
 
     # --- receive -----------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,6 @@ class EngineCore:
             return
         patience = min(MEDIA_TIMEOUT_SECONDS, self.config.collective_timeout)
         self.awaiting_media.add(request, time.monotonic() + patience)
-        self.outbox.show_figures(sockets.identity(request.sender, request.incarnation))
 
     def _start_if_ready(self, message: MessageId) -> None:
         request = self.awaiting_media.request_for(message)
@@ -343,10 +342,9 @@ class EngineCore:
     def _output(self, request: Request, output: RequestOutput) -> None:
         self.outbox.output(sockets.identity(request.sender, request.incarnation), output)
 
-    def _figures(self) -> tuple[EngineStats, EngineCounters]:
-        """The gauges, and what has happened since this was last asked."""
+    def _stats(self) -> EngineStats:
         running = len(self.scheduler.running)
-        stats = EngineStats(
+        return EngineStats(
             running,
             len(self.requests) - running,
             self.blocks.num_used,
@@ -357,9 +355,12 @@ class EngineCore:
             self.media.num_references,
             self.media.idle.oldest_seconds(),
         )
+
+    def _take_counters(self) -> EngineCounters:
+        """What has happened since this was last asked."""
         counters, self.scheduler.counters = self.scheduler.counters, Counters()
         evictions, self.media.num_evictions = self.media.num_evictions, 0
-        return stats, EngineCounters(**dataclasses.asdict(counters), media_evictions=evictions)
+        return EngineCounters(**dataclasses.asdict(counters), media_evictions=evictions)
 
 
 def run(child: Child) -> None:

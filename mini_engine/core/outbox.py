@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from mini_engine.core.directory import Directory
 from mini_engine.core.links import Links
 from mini_engine.messages import (
@@ -31,14 +33,11 @@ class Outbox:
         self._outputs: dict[bytes, list[RequestOutput]] = {}
         self._consumed: dict[bytes, list[MessageId]] = {}
         self._accepted: dict[bytes, list[str]] = {}
+        self._told: tuple[Any, ...] = ()  # figures that some peer knows
 
     def output(self, peer: bytes, output: RequestOutput) -> None:
         """Tokens, or the end, of a request."""
         self._outputs.setdefault(peer, []).append(output)
-
-    def show_figures(self, peer: bytes) -> None:
-        """Send the figures, tokens or not."""
-        self._outputs.setdefault(peer, [])
 
     def consumed(self, message: MessageId) -> None:
         """No rank will read it again; its sender is told if it lives."""
@@ -51,21 +50,27 @@ class Outbox:
         self._accepted.setdefault(peer, []).append(request_id)
 
     def forget(self, peer: bytes) -> None:
-        """A peer is dead. The others show the gauges from now on."""
+        """A peer is dead. If it was the last to be told the figures, nobody shows them now."""
         for waiting in (self._outputs, self._consumed, self._accepted):
             waiting.pop(peer, None)
-        for other in self._links.identities.values():
-            self.show_figures(other)
+        self._told = ()
 
-    def send(self, figures: Callable[[], tuple[EngineStats, EngineCounters]], media: Directory[Any]) -> None:
-        """Tell everybody everything. `figures` is asked only if somebody gets them; its counters go to one peer."""
+    def send(self, stats: EngineStats, take_counters: Callable[[], EngineCounters], media: Directory[Any]) -> None:
+        """Tell everybody everything. The figures go along with outputs; if they have changed without any, to one peer.
+
+        `take_counters` is asked only if somebody gets them.
+        """
         for peer, request_ids in self._accepted.items():
             self._links.send(peer, Accepted(request_ids))
+        figures = msgspec.structs.astuple(stats)[:-1]  # not the one that changes with time
+        if figures != self._told and not self._outputs and self._links.identities:
+            self._outputs[next(iter(self._links.identities.values()))] = []
         if self._outputs:
-            stats, counters = figures()
+            counters = take_counters()
             for peer, outputs in self._outputs.items():
                 self._links.send(peer, Outputs(outputs, stats, counters))
                 counters = EngineCounters()
+            self._told = figures
         for peer, messages in self._consumed.items():
             self._links.send(peer, Consumed(messages))
         self._accepted, self._outputs, self._consumed = {}, {}, {}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 
-import pytest
-
 from tests.e2e.asked import Asked, ask_small
 from tests.e2e.barriers import eventually
 from tests.e2e.pinned import Asking, call
@@ -19,7 +17,6 @@ def assert_total(server: RunningServer, name: str, wanted: float) -> None:
     assert server.total(name) == wanted, name
 
 
-@pytest.mark.xfail(reason="the core sends its figures with outputs only, so the first come with the first token")
 def test_a_request_shows_while_its_prompt_is_computed(server):
     worker = server.pids()["mini-engine: worker 0.0"]
     os.kill(worker, signal.SIGSTOP)
@@ -31,7 +28,6 @@ def test_a_request_shows_while_its_prompt_is_computed(server):
         asking.answer()
 
 
-@pytest.mark.xfail(reason="the core sends its figures with outputs only, and not with the answer to a reset")
 def test_empty_caches_show(server):
     one = ask_small(6000)
     assert server.ask(one.text, one.urls) == one.answer
