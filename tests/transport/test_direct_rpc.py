@@ -76,12 +76,13 @@ def test_tensors_reach_every_rank(make_pair, message, run, held, size) -> None:
         outgoing(tensor)
     assert outgoing.send() == 4
     assert sender.buffered_bytes == sum(tensor.nbytes for tensor in tensors)
+    assert sender.buffered_tensors == 2
     for receiver in receivers:
         (arrival,) = take(receiver)
         assert arrival.message == message(1)
         assert all(torch.equal(sent, came) for sent, came in zip(tensors, arrival.tensors, strict=True))
     sender.consumed([message(1), message(2)])
-    assert sender.buffered_bytes == 0 == sender._credit.used
+    assert sender.buffered_bytes == 0 == sender._credit.used == sender.buffered_tensors
     assert held.in_dev_shm() == []
 
 

@@ -175,10 +175,12 @@ def test_an_oversize_buffer_does_not_outlive_its_message(make_pair, message, dra
 def test_discard_gives_all_back(make_pair, message, run) -> None:
     pair = make_pair()
     outgoing = run(pair.sender.reserve(message(1), 1000))
-    assert pair.sender.buffered_bytes == 1000
+    assert (pair.sender.buffered_bytes, pair.sender.buffered_tensors) == (1000, 0)
+    outgoing(torch.ones(10, dtype=torch.uint8))
+    assert (pair.sender.buffered_bytes, pair.sender.buffered_tensors) == (1000, 1)
     outgoing.discard()
     outgoing.discard()
-    assert pair.sender.buffered_bytes == 0 == pair.sender._credit.used
+    assert pair.sender.buffered_bytes == 0 == pair.sender._credit.used == pair.sender.buffered_tensors
     with pytest.raises(TransportError):
         outgoing.send()
     with pytest.raises(TransportError):
