@@ -37,6 +37,7 @@ from mini_engine.messages import (
     TensorHandle,
     TokenLogprob,
     TransportName,
+    Withdraw,
 )
 from mini_engine.transport import sockets
 from mini_engine.transport.base import TransportError
@@ -149,6 +150,7 @@ class ScriptedCore:
         self.misses: list[MediaMiss] = []
         self.answers_resets = True
         self.resets: list[int] = []
+        self.withdrawn: list[MessageId] = []
         self.requests: list[NewRequest] = []
         self.finishes: list[Finish] = []
         self.running: dict[str, NewRequest] = {}
@@ -174,6 +176,8 @@ class ScriptedCore:
                     self.finishes.append(finish)
                     if request_id in self.running:
                         await self.end(self.running[request_id], reason)
+                case Withdraw(messages=messages):
+                    self.withdrawn += messages
                 case ResetCaches(number=number):
                     self.resets.append(number)
                     if self.answers_resets:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mini_engine.core import engine_core
-from mini_engine.messages import Finish, MediaFailed, MessageId, NewRequest, PeerGone, SamplingParams, Sibling
+from mini_engine.messages import Finish, MediaFailed, MessageId, NewRequest, PeerGone, SamplingParams, Sibling, Withdraw
 from tests.core.simulated_ranks import token_of
 from tests.core.world import API, MODEL, World, item
 
@@ -123,6 +123,18 @@ def test_media_that_never_come_are_to_be_sent_again(monkeypatch):
     assert world.links.released == [message]
     assert world.consumed == [message]
     world.media_ready(message)  # late, after the end of its request
+    world.run()
+    world.assert_at_rest()
+
+
+def test_a_message_that_no_request_will_come_for_is_given_back():
+    world = World(ranks=2)
+    message = MessageId(API[1], 1)
+    world.media_ready(message, rank=0)  # the sender got no further
+    world.receive(Withdraw([message]))
+    world.run()
+    assert world.links.released == [message] == world.consumed
+    world.media_ready(message, rank=1)  # it did, after all
     world.run()
     world.assert_at_rest()
 
