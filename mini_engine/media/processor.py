@@ -36,6 +36,7 @@ class ProcessedItem:
     grid_thw: tuple[int, int, int]  # in patches
     num_tokens: int  # placeholders in the prompt, after merging merge_size**2 patches each
     second_per_grid: float | None  # seconds between temporal patches; None: an image, or a model that does not ask
+    missing: str | None = None  # of a video of which not all could be read: what is not there
 
 
 class MediaProcessor:
@@ -110,34 +111,42 @@ class MediaProcessor:
         from transformers.video_utils import VideoMetadata
 
         _check_aspect_ratio(video.frames.shape[1:], item)
+        # Processors take a frame's time to be its index / fps, and the rate of the kept frames from how many of the total
+        # they are: so the indices are those that the times would have at an even rate, and the total is the window's.
         metadata = VideoMetadata(
-            total_num_frames=video.total_frames,
+            total_num_frames=video.window_frames,
             fps=video.fps,
             duration=video.duration,
-            frames_indices=video.frames_indices.tolist(),
+            frames_indices=np.rint(video.timestamps * video.fps).astype(int).tolist(),
         )
         # Channels first, but in the memory order of the frames: torch resizes that without a copy.
         pixels = torch.from_numpy(video.frames).permute(0, 3, 1, 2)
         out = self.hf_processor.video_processor([pixels], video_metadata=[metadata], **self._video_kwargs)
         # As Qwen2_5_VLProcessor computes it: from the mean rate of the frames that were kept.
         seconds = self.temporal_patch_size / out["video_metadata"][0].sampled_fps
-        return self._item(
-            "video", out["pixel_values_videos"], out["video_grid_thw"], seconds if self._has_second_per_grid else None
-        )
+        if not self._has_second_per_grid:
+            seconds = None
+        return self._item("video", out["pixel_values_videos"], out["video_grid_thw"], seconds, video.missing)
 
     def _item(
-        self, modality: Literal["image", "video"], patches: "torch.Tensor", grid: "torch.Tensor", seconds: float | None
+        self,
+        modality: Literal["image", "video"],
+        patches: "torch.Tensor",
+        grid: "torch.Tensor",
+        seconds: float | None,
+        missing: str | None = None,
     ) -> ProcessedItem:
         frames, height, width = grid[0].tolist()
         tokens = frames * height * width // self.merge_size**2
-        return ProcessedItem(modality, patches.contiguous(), (frames, height, width), tokens, seconds)
+        return ProcessedItem(modality, patches.contiguous(), (frames, height, width), tokens, seconds, missing)
 
     def _try_out(self, kwargs: Mapping[str, Any]) -> None:
         """Processes a grey image and video: finds settings that do not work, and does transformers' late imports."""
         frames = np.full((2, 64, 64, 3), 128, np.uint8)
         try:
             image = self.process_image(frames[0])
-            video = self.process_video(DecodedVideo(frames, np.arange(2), fps=2.0, total_frames=2))
+            one_second = DecodedVideo(frames, np.arange(2), np.arange(2) / 2, 2.0, total_frames=2, window_frames=2)
+            video = self.process_video(one_second)
         except Exception as error:
             if not kwargs:
                 raise

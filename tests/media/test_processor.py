@@ -19,7 +19,8 @@ SIZES = [(48, 64), (90, 62), (300, 40), (224, 224)]
 def decoded(frames: int, height: int, width: int, fps: float = 10.0, total: int | None = None) -> DecodedVideo:
     pixels = np.random.default_rng(frames).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
     total = total or frames
-    return DecodedVideo(pixels, np.linspace(0, total - 1, frames).astype(int), fps, total)
+    indices = np.linspace(0, total - 1, frames).astype(int)
+    return DecodedVideo(pixels, indices, indices / fps, fps, total, total)
 
 
 def normalised(processor: MediaProcessor, item: ProcessedItem) -> torch.Tensor:
