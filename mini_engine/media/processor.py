@@ -111,8 +111,8 @@ class MediaProcessor:
         from transformers.video_utils import VideoMetadata
 
         _check_aspect_ratio(video.frames.shape[1:], item)
-        # Processors take a frame's time to be its index / fps, and the rate of the kept frames from how many of the total
-        # they are: so the indices are those that the times would have at an even rate, and the total is the window's.
+        # Processors take a frame's time to be its index / fps, and the rate of the kept frames from their share in the
+        # total: so the indices are those that the times would have at an even rate, and the total is the window's.
         metadata = VideoMetadata(
             total_num_frames=video.window_frames,
             fps=video.fps,

@@ -14,44 +14,10 @@ from tests.media import clips
 EIGHT = VideoSampling(num_frames=8)
 
 
-@pytest.mark.parametrize(("codec", "container"), clips.CONTAINERS)
-def test_uniform_sampling_equals_sampling_the_fully_decoded_list(codec: str, container: str) -> None:
-    data = clips.encode(21, codec=codec, container=container)
-    every = clips.decode_all(data)
-    for count in (1, 2, 8, 20, 21, 50):
-        decoded = decode_video(data, VideoSampling(num_frames=count))
-        expected = np.arange(21) if count >= 21 else np.linspace(0, 20, count).astype(int)
-        np.testing.assert_array_equal(decoded.frames_indices, expected)
-        np.testing.assert_array_equal(decoded.frames, every[expected])
-    assert decoded.frames.flags.c_contiguous
-    assert decoded.frames.dtype == np.uint8
-    assert (decoded.total_frames, decoded.fps, decoded.duration) == (21, 10.0, 2.1)
-
-
-@pytest.mark.parametrize(("codec", "container"), clips.CONTAINERS)
-def test_fps_sampling(codec: str, container: str) -> None:
-    data = clips.encode(20, codec=codec, container=container)
-    decoded = decode_video(data, VideoSampling(fps=2))
-    assert decoded.frames_indices.tolist() == [0, 5, 10, 15]
-    np.testing.assert_array_equal(decoded.frames, clips.decode_all(data)[[0, 5, 10, 15]])
-
-
-def test_variable_frame_rate() -> None:
-    data = clips.encode(6, stamps=[0, 1, 2, 10, 11, 20])
-    decoded = decode_video(data, VideoSampling(fps=1))
-    assert decoded.frames_indices.tolist() == [0, 3, 5]
-    assert decoded.fps == pytest.approx(5 / 2)
-
-
 @pytest.mark.parametrize(("width", "height"), [(64, 48), (98, 62), (126, 34)])
 def test_lines_that_ffmpeg_pads(width: int, height: int) -> None:
     data = clips.encode(3, width=width, height=height)
     np.testing.assert_array_equal(decode_video(data, EIGHT).frames, clips.decode_all(data))
-
-
-def test_one_frame() -> None:
-    decoded = decode_video(clips.encode(1), VideoSampling(fps=2))
-    assert (decoded.frames.shape, decoded.total_frames) == ((1, 48, 64, 3), 1)
 
 
 def test_a_wrong_prediction_is_mended_by_a_second_walk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +142,7 @@ def test_cut_short(codec: str, container: str, share: float) -> None:
 
 @pytest.mark.parametrize("share", [0.6, 0.8, 0.95])
 def test_mp4_with_its_index_first_cut_short(share: float, tmp_path: Path) -> None:
-    data = clips.encode(60, faststart=tmp_path / "clip.mp4")
+    data = clips.encode_with_index_first(60, tmp_path / "clip.mp4")
     media = data.index(b"mdat")
     cut = media + int((len(data) - media) * share)
     with pytest.raises(MediaError, match="cut short or damaged"):
