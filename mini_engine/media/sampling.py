@@ -56,6 +56,29 @@ class VideoSampling:
             raise ValueError(f"video sampling has no {', '.join(unknown)}; it takes {', '.join(known)}")
         return cls(**kwargs)
 
+    def narrowed(self, asked: Mapping[str, Any], most_frames: int) -> "VideoSampling":
+        """Returns what a request asks for of a server that samples like this: less than the server, never more.
+
+        `asked` has the same fields; what it leaves out or sets to None stays as it is. Where the server's sampling sets
+        no count of its own, no request may keep more than `most_frames` frames. Raises ValueError, whose text names the
+        field and is safe for a client.
+        """
+        asked = {name: value for name, value in asked.items() if value is not None}
+        wanted = {field.name: getattr(self, field.name) for field in fields(self)}
+        count = self.num_frames or self.max_frames or most_frames
+        if "num_frames" in asked:
+            wanted |= {"fps": None, "max_frames": None}
+        elif "fps" in asked and self.num_frames is not None:
+            wanted |= {"num_frames": None, "max_frames": count}
+        narrowed = VideoSampling.from_kwargs(wanted | asked)
+        bounds = (("num_frames", count), ("max_frames", count), ("fps", self.fps), ("end", self.end))
+        for name, most in bounds:
+            if name in asked and most is not None and asked[name] > most:
+                raise ValueError(f"video sampling: {name} is {asked[name]:g}, more than the {most:g} of this server")
+        if self.start is not None and (narrowed.start or 0.0) < self.start:
+            raise ValueError(f"video sampling: start is {narrowed.start:g}, before the {self.start:g} of this server")
+        return narrowed
+
     def window(self, times: Sequence[float]) -> range:
         """Returns the places of the frames that are on show at some time from `start` up to `end`; never empty.
 
