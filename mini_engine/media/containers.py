@@ -33,6 +33,13 @@ def declared_size(data: bytes, tick: Tick = lambda: None) -> int | None:
     return None
 
 
+def declared_canvas(data: bytes) -> tuple[int, int]:
+    """Returns width and height of a GIF, of which FFmpeg says nothing when they are too large; (0, 0) for others."""
+    if data[:3] != b"GIF":
+        return (0, 0)
+    return int.from_bytes(data[6:8], "little"), int.from_bytes(data[8:10], "little")
+
+
 def claimed_samples(data: bytes, tick: Tick = lambda: None) -> int:
     """Returns how many frames of picture and sound an mp4's or mov's index claims, all tracks together; 0 for others.
 

@@ -21,7 +21,7 @@ import numpy as np
 from av.stream import Disposition
 from numpy.typing import NDArray
 
-from mini_engine.media.containers import claimed_samples, declared_size
+from mini_engine.media.containers import claimed_samples, declared_canvas, declared_size
 from mini_engine.media.errors import MediaError
 from mini_engine.media.frames import FrameRows
 from mini_engine.media.limits import CUT_SHORT, CancelSignal, Damage, DecodeLimits, Guard
@@ -74,6 +74,7 @@ def decode_video(
     """
     guard = Guard(item, limits or DecodeLimits(), cancelled)
     damage = Damage(item, allow_partial)
+    guard.check_size(*declared_canvas(data))
     guard.check_index(claimed_samples(data, guard.tick))
     if (size := declared_size(data, guard.tick)) is not None and size > len(data):
         damage.add(f"{len(data)} of {size} bytes are there")
@@ -136,6 +137,8 @@ class _Decode:
             if not frames.holds(indices.tolist()):
                 del frames  # the new ones take its room
                 frames, _ = self._walk(indices)
+                if not frames.holds(indices.tolist()):  # a decoder that has seen damage may remember it
+                    raise MediaError(self.guard.item, CUT_SHORT.format("it decodes to other frames each time"))
         return DecodedVideo(
             frames.take(indices.tolist()),
             indices,
