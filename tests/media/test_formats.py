@@ -69,6 +69,32 @@ def test_each_frame_by_itself(codec: str, container: str) -> None:
         np.testing.assert_array_equal(decoded.frames[0], every[index])
 
 
+@pytest.mark.parametrize(
+    ("codec", "container", "options"),
+    [
+        ("libx264", "mp4", {"x264-params": "open-gop=1:keyint=10:min-keyint=10:bframes=3:b-adapt=0:scenecut=0"}),
+        ("libx264", "matroska", {"x264-params": "intra-refresh=1:keyint=10:bframes=0"}),
+        ("libx264", "mp4", {"x264-params": "interlaced=1:keyint=10"}),
+        ("libx265", "mp4", {"x265-params": "log-level=none:open-gop=1:keyint=10:min-keyint=10:bframes=4:scenecut=0"}),
+        ("libx265", "matroska", {"x265-params": "log-level=none:intra-refresh=1:keyint=10:bframes=0"}),
+        ("libsvtav1", "mp4", {"svtav1-params": "irefresh-type=1:keyint=10"}),
+        ("libvpx-vp9", "webm", {"g": "10", "lag-in-frames": "16", "auto-alt-ref": "1"}),
+        ("mpeg4", "matroska", {"bf": "2", "g": "10"}),
+        ("mpeg4", "avi", {"bf": "2", "g": "10"}),
+    ],
+)
+def test_key_frames_of_every_kind(codec: str, container: str, options: dict[str, str]) -> None:
+    """Open groups, pictures refreshed stripe by stripe, forward key frames: some can be started from, some cannot."""
+    if clips.lacks(codec):
+        pytest.skip(f"no encoder {codec} here")
+    data = clips.encode(41, codec=codec, container=container, options=options)
+    every = clips.decode_all(data)
+    for index in range(41):
+        decoded = decode_video(data, VideoSampling(num_frames=1, start=index / 10 + 0.01))
+        assert (decoded.frames_indices.tolist(), decoded.total_frames) == ([index], 41)
+        np.testing.assert_array_equal(decoded.frames[0], every[index])
+
+
 @pytest.mark.parametrize(("codec", "container"), SEEKABLE)
 def test_what_is_not_needed_is_not_decoded(codec: str, container: str, decoded_packets: list[int]) -> None:
     data = clips.cached(codec, container, 31, g="5")
