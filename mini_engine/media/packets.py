@@ -37,8 +37,9 @@ def read_packets(
             if packet.size:
                 packets.append(packet)
     except av.error.FFmpegError:
-        guard.tick()
+        guard.tick()  # first: a file also ends when its time is up
         damage.add(f"frame {read} cannot be read")
+    guard.tick()
     # An mp4 lists its frames, without those that its edit list cuts away; most others say nothing, or what is not so.
     if "mov" in container.format.name and read < (listed := len(stream.index_entries)):
         damage.add(f"{read} of {listed} frames are there")

@@ -111,6 +111,7 @@ class _Decode:
         self, container: av.container.InputContainer, sampling: VideoSampling, guard: Guard, damage: Damage
     ) -> None:
         self.container, self.sampling, self.guard, self.damage = container, sampling, guard, damage
+        guard.tick()  # what the opening found may be all there was time for
         self.stream = stream = _video_stream(container, guard)
         # FFmpeg's own threads multiply with the server's decoder threads, and AUTO has been seen to hang at exit.
         stream.thread_type = "NONE"

@@ -180,20 +180,24 @@ def test_a_decode_past_its_time_ends_and_the_next_one_is_not_affected() -> None:
     assert caught.value.limit == "media_decode_timeout"
 
 
-def test_the_clock_ends_the_opening_of_a_file_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FFmpeg may read for long before it hands out a packet: its reads come to an end."""
-    reads = []
+@pytest.mark.parametrize(("codec", "container"), WHOLE)
+def test_time_may_run_out_anywhere(codec: str, container: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While FFmpeg opens a file too, which ends for it then: that is never taken for damage of the file."""
+    data = clips.cached(codec, container)
+    left = [10**9]  # looks at the clock until the time is up
 
-    def up_after_two_reads(self: Guard) -> bool:
-        reads.append(1)
-        return len(reads) > 2
+    def is_up(self: Guard) -> bool:
+        left[0] -= 1
+        return left[0] < 0
 
-    data = clips.encode_live(21, "libvpx-vp9", "webm")
-    with monkeypatch.context() as patch:
-        patch.setattr("mini_engine.media.video.declared_size", lambda data, tick: None)
-        patch.setattr("mini_engine.media.video.claimed_samples", lambda data, tick: 0)
-        patch.setattr(Guard, "time_is_up", property(up_after_two_reads))
-        refused(data + bytes(200_000), "--media-decode-timeout")
+    monkeypatch.setattr(Guard, "time_is_up", property(is_up))
+    decode_video(data, EIGHT)
+    looks = 10**9 - left[0]
+    assert looks > 40
+    for count in range(looks):
+        left[0] = count
+        assert refused(data).limit == "media_decode_timeout"
+    left[0] = 10**9  # for the good file
 
 
 def test_what_a_file_says_of_its_size(tmp_path: Path) -> None:
