@@ -8,7 +8,8 @@ class MediaError(ValueError):
     """A media item that cannot be used, through no fault of the server.
 
     The text names the item, what is wrong and the remedy. It never holds a path, an address or bytes of the item.
-    `limit` is the name of the limit that was exceeded, as a field of `MediaPolicy`, `DecodeLimits` or `ImageLimits`.
+    `limit` is the name of the limit that was exceeded, as a field of `MediaPolicy`, `DecodeLimits` or `ImageLimits`;
+    the flag that sets it has the same name.
     """
 
     def __init__(self, item: str, problem: str, *, limit: str | None = None) -> None:

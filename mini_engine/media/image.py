@@ -2,6 +2,7 @@
 
 import io
 import struct
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from mini_engine.media.errors import MediaError
+from mini_engine.media.limits import flag_of
 
 # Pillow knows dozens of formats, some of which start other programs (EPS) or are rarely fuzzed.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -17,9 +19,10 @@ _UNREADABLE = "cannot be read as an image, or is damaged; send a whole PNG, JPEG
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """What one image may cost. Exceeding a limit is a MediaError that names the limit's field."""
+    """What one image may cost. Exceeding a limit is a MediaError that names the limit by its flag."""
 
-    max_pixels: int = 64 << 20
+    max_image_pixels: int = 64 << 20
+    media_decode_timeout: float = 30.0  # seconds of wall time, looked at whenever Pillow reads on
 
 
 def decode_image(data: bytes, limits: ImageLimits | None = None, *, item: str = "image") -> NDArray[np.uint8]:
@@ -29,9 +32,9 @@ def decode_image(data: bytes, limits: ImageLimits | None = None, *, item: str = 
     """
     limits = limits or ImageLimits()
     try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+        with Image.open(_Source(data, item, limits), formats=_FORMATS) as image:
             width, height = image.size
-            if width * height > limits.max_pixels:
+            if width * height > limits.max_image_pixels:
                 raise _too_large(item, f"{width}x{height} is", limits)
             return np.array(_to_rgb(ImageOps.exif_transpose(image)))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -41,6 +44,21 @@ def decode_image(data: bytes, limits: ImageLimits | None = None, *, item: str = 
     # What Pillow raises for a damaged file depends on the format and on the damage.
     except (EOFError, OSError, ValueError, SyntaxError, LookupError, TypeError, OverflowError, struct.error) as error:
         raise MediaError(item, _UNREADABLE) from error
+
+
+class _Source(io.BytesIO):
+    """The file, which Pillow reads bit by bit as it decodes, while there is time."""
+
+    def __init__(self, data: bytes, item: str, limits: ImageLimits) -> None:
+        super().__init__(data)
+        self._item, self._seconds = item, limits.media_decode_timeout
+        self._started = time.monotonic()
+
+    def read(self, size: int | None = -1) -> bytes:
+        if time.monotonic() - self._started > self._seconds:
+            problem = f"decoding takes more than {self._seconds:g} s, the limit of {flag_of('media_decode_timeout')}"
+            raise MediaError(self._item, f"{problem}; send a smaller image", limit="media_decode_timeout")
+        return super().read(size)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -54,5 +72,5 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _too_large(item: str, what: str, limits: ImageLimits) -> MediaError:
-    problem = f"{what} more than {limits.max_pixels} pixels (limit max_pixels); send a smaller image"
-    return MediaError(item, problem, limit="max_pixels")
+    problem = f"{what} more than {limits.max_image_pixels} pixels, the limit of {flag_of('max_image_pixels')}"
+    return MediaError(item, f"{problem}; send a smaller image", limit="max_image_pixels")

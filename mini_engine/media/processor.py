@@ -6,7 +6,7 @@ Loads transformers and torch when a `MediaProcessor` is made, not when this file
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,9 +22,21 @@ if TYPE_CHECKING:
 
 # What may be tuned: how large items get. The rest of a processor's settings must match the model's weights.
 _TUNABLE = ("size", "min_pixels", "max_pixels", "resample", "cap_pixels_per_frame", "max_video_tokens")
-_SAMPLING = ("num_frames", "fps", "max_frames")
+_SAMPLING = tuple(field.name for field in fields(VideoSampling))
+# What a request may ask for less of, beside the sampling.
+_NARROWED = ("size", "min_pixels", "max_pixels", "cap_pixels_per_frame")
 _DEFAULT_SAMPLING = VideoSampling(num_frames=32)
 _MAX_ASPECT_RATIO = 200  # where the Qwen-VL processors refuse
+
+
+@dataclass(frozen=True, eq=False)
+class MediaSettings:
+    """How media are sampled and processed: for the whole server, or for one request that asks for less."""
+
+    sampling: VideoSampling
+    processor_kwargs: Mapping[str, Any]  # as they were given, JSON values: what a media hash covers
+    image_call: Mapping[str, Any]  # arguments of the two halves of the processor
+    video_call: Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +48,7 @@ class ProcessedItem:
     grid_thw: tuple[int, int, int]  # in patches
     num_tokens: int  # placeholders in the prompt, after merging merge_size**2 patches each
     second_per_grid: float | None  # seconds between temporal patches; None: an image, or a model that does not ask
+    missing: str | None = None  # of a video of which not all could be read: what is not there
 
 
 class MediaProcessor:
@@ -79,11 +92,15 @@ class MediaProcessor:
         kwargs = dict(mm_processor_kwargs or {})
         self._sampling_given = {key: kwargs.pop(key) for key in _SAMPLING if key in kwargs}
         _check_known(kwargs, image, video)
-        self._image_kwargs = _call_kwargs(image, kwargs)
-        self._video_kwargs = _call_kwargs(video, kwargs) | {"do_sample_frames": False, "return_metadata": True}
         self.default_sampling = (
             VideoSampling.from_kwargs(self._sampling_given) if self._sampling_given else _own_sampling(video)
         )
+        video_call = _call_kwargs(video, kwargs) | {"do_sample_frames": False, "return_metadata": True}
+        self._settings = MediaSettings(
+            self.default_sampling, dict(mm_processor_kwargs or {}), _call_kwargs(image, kwargs), video_call
+        )
+        if "max_video_tokens" in kwargs:
+            video.max_video_tokens = kwargs["max_video_tokens"]  # transformers reads it here only, not in calls
         self._try_out(kwargs)
 
     def sampling(self, video_io_kwargs: Mapping[str, Any] | None) -> VideoSampling:
@@ -95,49 +112,99 @@ class MediaProcessor:
             raise ValueError(f"--mm-processor-kwargs ({given}) and --media-io-kwargs both say how videos are sampled")
         return VideoSampling.from_kwargs(video_io_kwargs)
 
-    def process_image(self, frame: NDArray[np.uint8], *, item: str = "image") -> ProcessedItem:
+    def settings(self, sampling: VideoSampling) -> MediaSettings:
+        """The settings of a server that samples videos by `sampling`."""
+        return replace(self._settings, sampling=sampling)
+
+    def narrowed(
+        self,
+        settings: MediaSettings,
+        video_io_kwargs: Mapping[str, Any],
+        processor_kwargs: Mapping[str, Any],
+        most_frames: int,
+    ) -> MediaSettings:
+        """Returns the settings of one request, which asks for less than the server's `settings`, never for more.
+
+        Args:
+            video_io_kwargs: the `video` part of the request's media_io_kwargs.
+            processor_kwargs: the request's mm_processor_kwargs. `num_frames` and the like may stand in either.
+            most_frames: the most frames of a video that may be kept where `settings` do not say.
+
+        Raises ValueError, whose text names the field and is safe for a client.
+        """
+        asked = {key: value for key, value in processor_kwargs.items() if value is not None}
+        sampling = {key: asked.pop(key) for key in _SAMPLING if key in asked}
+        if sampling and video_io_kwargs:
+            raise ValueError("mm_processor_kwargs and media_io_kwargs both say how videos are sampled")
+        unknown = [str(key)[:40] for key in asked if key not in _NARROWED]
+        if unknown:
+            accepted = ", ".join((*_NARROWED, *_SAMPLING))
+            raise ValueError(f"mm_processor_kwargs has no {', '.join(unknown)} that a request may set, only {accepted}")
+        if "size" in asked and ("min_pixels" in asked or "max_pixels" in asked):
+            raise ValueError("mm_processor_kwargs takes either size or min_pixels and max_pixels")
+        return MediaSettings(
+            settings.sampling.narrowed(sampling or video_io_kwargs, most_frames),
+            {**settings.processor_kwargs, **asked},
+            _narrowed_call("image", self.hf_processor.image_processor, settings.image_call, asked),
+            _narrowed_call("video", self.hf_processor.video_processor, settings.video_call, asked),
+        )
+
+    def process_image(
+        self, frame: NDArray[np.uint8], *, item: str = "image", settings: MediaSettings | None = None
+    ) -> ProcessedItem:
         """Processes one image, uint8 [H, W, 3]. Raises MediaError for a shape that the processor refuses."""
         import torch
 
         _check_aspect_ratio(frame.shape, item)
         pixels = torch.from_numpy(frame).permute(2, 0, 1)
-        out = self.hf_processor.image_processor([pixels], **self._image_kwargs)
+        out = self.hf_processor.image_processor([pixels], **(settings or self._settings).image_call)
         return self._item("image", out["pixel_values"], out["image_grid_thw"], None)
 
-    def process_video(self, video: DecodedVideo, *, item: str = "video") -> ProcessedItem:
+    def process_video(
+        self, video: DecodedVideo, *, item: str = "video", settings: MediaSettings | None = None
+    ) -> ProcessedItem:
         """Processes the sampled frames of one video. Raises MediaError for a shape that the processor refuses."""
         import torch
         from transformers.video_utils import VideoMetadata
 
         _check_aspect_ratio(video.frames.shape[1:], item)
+        # Processors take a frame's time to be its index / fps, and the rate of the kept frames from their share in the
+        # total: so the indices are those that the times would have at an even rate, and the total is the window's.
         metadata = VideoMetadata(
-            total_num_frames=video.total_frames,
+            total_num_frames=video.window_frames,
             fps=video.fps,
             duration=video.duration,
-            frames_indices=video.frames_indices.tolist(),
+            frames_indices=np.rint(video.timestamps * video.fps).astype(int).tolist(),
         )
         # Channels first, but in the memory order of the frames: torch resizes that without a copy.
         pixels = torch.from_numpy(video.frames).permute(0, 3, 1, 2)
-        out = self.hf_processor.video_processor([pixels], video_metadata=[metadata], **self._video_kwargs)
+        call = (settings or self._settings).video_call
+        out = self.hf_processor.video_processor([pixels], video_metadata=[metadata], **call)
         # As Qwen2_5_VLProcessor computes it: from the mean rate of the frames that were kept.
         seconds = self.temporal_patch_size / out["video_metadata"][0].sampled_fps
-        return self._item(
-            "video", out["pixel_values_videos"], out["video_grid_thw"], seconds if self._has_second_per_grid else None
-        )
+        if not self._has_second_per_grid:
+            seconds = None
+        return self._item("video", out["pixel_values_videos"], out["video_grid_thw"], seconds, video.missing)
 
     def _item(
-        self, modality: Literal["image", "video"], patches: "torch.Tensor", grid: "torch.Tensor", seconds: float | None
+        self,
+        modality: Literal["image", "video"],
+        patches: "torch.Tensor",
+        grid: "torch.Tensor",
+        seconds: float | None,
+        missing: str | None = None,
     ) -> ProcessedItem:
         frames, height, width = grid[0].tolist()
         tokens = frames * height * width // self.merge_size**2
-        return ProcessedItem(modality, patches.contiguous(), (frames, height, width), tokens, seconds)
+        return ProcessedItem(modality, patches.contiguous(), (frames, height, width), tokens, seconds, missing)
 
     def _try_out(self, kwargs: Mapping[str, Any]) -> None:
         """Processes a grey image and video: finds settings that do not work, and does transformers' late imports."""
         frames = np.full((2, 64, 64, 3), 128, np.uint8)
         try:
             image = self.process_image(frames[0])
-            video = self.process_video(DecodedVideo(frames, np.arange(2), fps=2.0, total_frames=2))
+            one_second = DecodedVideo(frames, np.arange(2), np.arange(2) / 2, 2.0, total_frames=2, window_frames=2)
+            video = self.process_video(one_second)
         except Exception as error:
             if not kwargs:
                 raise
@@ -179,6 +246,43 @@ def _call_kwargs(processor: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         "input_data_format": "channels_first",  # told, not guessed: guessing fails for images 1 or 3 pixels high
         "return_tensors": "pt",
     }
+
+
+def _narrowed_call(kind: str, processor: Any, call: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """`call` with the bounds that a request asks for, each no more than it is now. Raises ValueError."""
+    size = dict(call.get("size") or {edge: processor.size[edge] for edge in ("shortest_edge", "longest_edge")})
+    bounds = _asked_bounds(asked)
+    for name, edge, value in bounds:
+        if type(value) is not int or value < 1:
+            raise ValueError(f"mm_processor_kwargs: {name} must be a whole number of at least 1")
+        if value > size[edge]:
+            raise ValueError(
+                f"mm_processor_kwargs: {name} is {value}, more than the {size[edge]} of this server's {kind}s"
+            )
+    size |= {edge: value for _, edge, value in bounds}
+    if size["shortest_edge"] > size["longest_edge"]:
+        if any(edge == "shortest_edge" for _, edge, _ in bounds):
+            raise ValueError("mm_processor_kwargs: the least number of pixels is more than the greatest")
+        size["shortest_edge"] = size["longest_edge"]
+    narrowed = {**call, "size": size} if bounds else dict(call)
+    capped = asked.get("cap_pixels_per_frame")
+    if capped is not None and "cap_pixels_per_frame" in _valid_kwargs(processor):
+        if type(capped) is not bool:
+            raise ValueError("mm_processor_kwargs: cap_pixels_per_frame must be true or false")
+        if not capped and call.get("cap_pixels_per_frame", getattr(processor, "cap_pixels_per_frame", False)):
+            raise ValueError("mm_processor_kwargs: cap_pixels_per_frame is on for this server and cannot be turned off")
+        narrowed["cap_pixels_per_frame"] = capped
+    return narrowed
+
+
+def _asked_bounds(asked: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
+    """Each bound on an item's pixels that a request sets: its name there, its name in `size`, its value."""
+    edges = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
+    size = asked.get("size", {})
+    if not isinstance(size, Mapping) or not set(size) <= set(edges):
+        raise ValueError(f"mm_processor_kwargs: size must be an object of {' and '.join(edges)}")
+    bounds = [(f"size.{edge}", edge, value) for edge, value in size.items()]
+    return bounds + [(name, edge, asked[name]) for edge, name in edges.items() if name in asked]
 
 
 def _own_sampling(video_processor: Any) -> VideoSampling:

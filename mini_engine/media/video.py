@@ -1,62 +1,52 @@
-"""Bytes of a video file -> the sampled frames as RGB, with PyAV, in memory.
+"""Bytes of a video file -> the sampled frames as RGB, upright, with PyAV, in memory.
 
-Decoding walks the file once. First the packets are read, which costs next to nothing and tells how many frames there
-should be and when; that predicts which frames the sampling takes. Then every packet is decoded, and only the predicted
-frames are converted to RGB. Sampling over what really was decoded has the last word: should it ask for frames that
-were not kept (headers and packets can lie), a second walk fetches those. Memory holds the file's packets and the kept
-frames, never all frames.
+First the packets are read, which costs next to nothing and tells how many frames there should be and when; that
+predicts which frames the sampling takes. If the key frames show that those need few of the packets, these alone are
+decoded. Otherwise, and whenever anything comes out that was not predicted, every packet is decoded, and sampling over
+what really was decoded has the last word: should it ask for frames that were not kept (headers and packets can lie),
+one more walk fetches them. Only sampled frames are converted to RGB. Memory holds the file's packets and the kept
+frames.
 
 Each call decodes on its own thread only: the caller decides how many run at once. Knows nothing of models or requests.
 """
 
 import io
-import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import av
 import av.container
 import av.video
 import numpy as np
-from av.video.reformatter import VideoReformatter
+from av.stream import Disposition
 from numpy.typing import NDArray
 
-from mini_engine.media.errors import DecodeCancelled, MediaError
-from mini_engine.media.matroska import declared_size
+from mini_engine.media.containers import claimed_samples, declared_canvas, declared_size
+from mini_engine.media.errors import MediaError
+from mini_engine.media.frames import FrameRows
+from mini_engine.media.limits import CUT_SHORT, CancelSignal, Damage, DecodeLimits, Guard
+from mini_engine.media.packets import can_seek, in_order_of_showing, read_packets, runs_for, seconds, stamps_from
 from mini_engine.media.sampling import VideoSampling
 
 # FFmpeg's names. Others stay shut: a playlist (hls, dash, concat) is a list of addresses that FFmpeg would go and open.
 _CONTAINERS = "mov,matroska,avi,gif"
-_UNREADABLE = "cannot be read as a video; send H.264, H.265, VP8, VP9, AV1 or MPEG-4 in mp4, mov, mkv, webm or avi"
-_CUT_SHORT = "the file is cut short or damaged: {}; send the whole file"
-
-
-@dataclass(frozen=True)
-class DecodeLimits:
-    """What one decode may cost. Exceeding a limit is a MediaError that names the limit's field."""
-
-    max_frames_walked: int = 54_000  # half an hour at 30 frames per second
-    max_frames_kept: int = 768  # as many as the Qwen-VL processors take
-    max_pixels_per_frame: int = 4096 * 4096
-    max_pixels_kept: int = 512 << 20  # over all kept frames: 1.5 GiB of RGB
-    max_decode_seconds: float = 30.0  # wall time
-
-
-class CancelSignal(Protocol):
-    """What `threading.Event` offers of this is enough."""
-
-    def is_set(self) -> bool: ...
+_UNREADABLE = (
+    "cannot be read as a video; send a GIF, or H.264, H.265, VP8, VP9, AV1 or MPEG-4 in mp4, mov, mkv, webm or avi"
+)
+_WORTH_SEEKING = 0.75  # decode runs of packets when they are at most this share of all
 
 
 @dataclass(frozen=True, eq=False)
 class DecodedVideo:
     """The sampled frames of a video, and what the processor must know of the whole."""
 
-    frames: NDArray[np.uint8]  # [T, H, W, 3], RGB, contiguous
+    frames: NDArray[np.uint8]  # [T, H, W, 3], RGB, contiguous, upright
     frames_indices: NDArray[np.int64]  # [T], places of `frames` among all frames
+    timestamps: NDArray[np.float64]  # [T], seconds after the video's first frame
     fps: float  # of the source, not of the sampling
-    total_frames: int  # really decoded, whatever the header says
+    total_frames: int  # that the file really has, whatever its header says
+    window_frames: int  # of these, within the start and end of the sampling
+    missing: str | None = None  # what of the file could not be read; None: nothing
 
     @property
     def duration(self) -> float:
@@ -71,146 +61,193 @@ def decode_video(
     *,
     item: str = "video",
     cancelled: CancelSignal | None = None,
+    allow_partial: bool = False,
 ) -> DecodedVideo:
     """Decodes a video file in the calling thread. `item` is the item's name in errors, such as "video 1".
 
-    Raises MediaError for a file that cannot be read to its end or exceeds a limit, and DecodeCancelled within a frame's
-    time after `cancelled` is set.
+    A file of which not all can be read is refused, unless `allow_partial`: then the frames that can be are all frames
+    there are, and `missing` of the result says what is not there. Damage in frames that need not be decoded for those
+    that are sampled goes unseen.
+
+    Raises MediaError for a file that cannot be read or exceeds a limit, and DecodeCancelled within a frame's time after
+    `cancelled` is set.
     """
-    guard = _Guard(item, limits or DecodeLimits(), cancelled)
-    if (size := declared_size(data)) is not None and size > len(data):
-        raise MediaError(item, _CUT_SHORT.format(f"{len(data)} of {size} bytes are there"))
+    guard = Guard(item, limits or DecodeLimits(), cancelled)
+    damage = Damage(item, allow_partial)
+    guard.check_size(*declared_canvas(data))
+    guard.check_index(claimed_samples(data, guard.tick))
+    if (size := declared_size(data, guard.tick)) is not None and size > len(data):
+        damage.add(f"{len(data)} of {size} bytes are there")
     try:
         with av.open(
-            io.BytesIO(data),
+            _Source(data, guard),
             mode="r",
             metadata_errors="replace",
             container_options={"format_whitelist": _CONTAINERS, "protocol_whitelist": ""},
             # FFmpeg decodes a little while it opens a file: nothing above the limit may be allocated there either.
-            options={"max_pixels": str(guard.limits.max_pixels_per_frame)},
+            options={"max_pixels": str(guard.limits.max_frame_pixels)},
         ) as container:
-            return _decode(container, sampling, guard)
+            return _Decode(container, sampling, guard, damage).run(len(data))
     except (av.error.FFmpegError, UnicodeDecodeError) as error:
-        raise MediaError(item, _UNREADABLE) from error
+        guard.tick()  # the clock ends a file for FFmpeg
+        raise MediaError(item, CUT_SHORT.format(damage.found[0]) if damage.found else _UNREADABLE) from error
 
 
-@dataclass
-class _Guard:
-    """Holds one decode to its limits."""
+class _Source(io.BytesIO):
+    """The file, which comes to its end when the decode must: FFmpeg may read for long before it hands out anything."""
 
-    item: str
-    limits: DecodeLimits
-    cancelled: CancelSignal | None
-    started: float = field(default_factory=time.monotonic)
+    def __init__(self, data: bytes, guard: Guard) -> None:
+        super().__init__(data)
+        self._guard = guard
 
-    def tick(self, frames_walked: int) -> None:
-        """Called for each packet and frame."""
-        if self.cancelled is not None and self.cancelled.is_set():
-            raise DecodeCancelled
-        if frames_walked > self.limits.max_frames_walked:
-            self._exceeded("max_frames_walked", f"more than {self.limits.max_frames_walked} frames", "a shorter video")
-        if time.monotonic() - self.started > self.limits.max_decode_seconds:
-            seconds = f"{self.limits.max_decode_seconds:g}"
-            self._exceeded("max_decode_seconds", f"decoding takes more than {seconds} s", "a shorter or smaller video")
-
-    def check_size(self, width: int, height: int) -> None:
-        """Called before anything of this size is allocated."""
-        if width * height > self.limits.max_pixels_per_frame:
-            most = self.limits.max_pixels_per_frame
-            self._exceeded(
-                "max_pixels_per_frame", f"{width}x{height} is more than {most} pixels per frame", "a smaller video"
-            )
-
-    def check_kept(self, frames: int, width: int, height: int) -> None:
-        """Called before the frames of a sampling are kept."""
-        if frames > self.limits.max_frames_kept:
-            most = self.limits.max_frames_kept
-            self._exceeded("max_frames_kept", f"its sampling keeps {frames} frames, more than {most}", "fewer frames")
-        if frames * width * height > self.limits.max_pixels_kept:
-            kept = f"{frames} frames of {width}x{height} are more than {self.limits.max_pixels_kept} pixels in all"
-            self._exceeded("max_pixels_kept", kept, "fewer or smaller frames")
-
-    def _exceeded(self, limit: str, problem: str, remedy: str) -> None:
-        raise MediaError(self.item, f"{problem} (limit {limit}); send {remedy}", limit=limit)
+    def read(self, size: int | None = -1) -> bytes:
+        return b"" if self._guard.time_is_up or self._guard.is_cancelled else super().read(size)
 
 
-@dataclass
-class _Walk:
-    """One decode of all packets: when each frame is shown, and those that were to be kept."""
+class _Decode:
+    """One file at work."""
 
-    times: list[float | None] = field(default_factory=list)  # seconds; None: the file does not say
-    kept: dict[int, av.VideoFrame] = field(default_factory=dict)  # place among all frames -> RGB
+    def __init__(
+        self, container: av.container.InputContainer, sampling: VideoSampling, guard: Guard, damage: Damage
+    ) -> None:
+        self.container, self.sampling, self.guard, self.damage = container, sampling, guard, damage
+        guard.tick()  # what the opening found may be all there was time for
+        self.stream = stream = _video_stream(container, guard)
+        # FFmpeg's own threads multiply with the server's decoder threads, and AUTO has been seen to hang at exit.
+        stream.thread_type = "NONE"
+        self.codec = stream.codec_context
+        self.codec.thread_count = 1
+        self.codec.options = {"max_pixels": str(guard.limits.max_frame_pixels)}  # frames may grow on the way
+        guard.check_size(self.codec.width, self.codec.height)
+        self.rate = float(stream.average_rate or stream.guessed_rate or 0) or 24.0
+
+    def run(self, file_bytes: int) -> DecodedVideo:
+        self.packets = read_packets(self.container, self.stream, file_bytes, self.guard, self.damage)
+        self.order = in_order_of_showing(self.packets, self.codec.codec.canonical_name)
+        if not self.order:
+            raise MediaError(self.guard.item, CUT_SHORT.format("no frame can be decoded"))
+        stamps = [self.packets[place].pts for place in self.order]
+        times = _fill_times([seconds(self.stream, stamp) for stamp in stamps], self.rate)
+        self.guard.check_seconds(times[-1] - times[0])
+        predicted = self._sample(times)
+        self.guard.check_kept(len(predicted), self.codec.width, self.codec.height)
+        indices, frames = predicted, self._seek(predicted)
+        if frames is None:
+            frames, times = self._walk(predicted)
+            indices = self._sample(times)
+            if not frames.holds(indices.tolist()):
+                del frames  # the new ones take its room
+                frames, _ = self._walk(indices)
+                if not frames.holds(indices.tolist()):  # a decoder that has seen damage may remember it
+                    raise MediaError(self.guard.item, CUT_SHORT.format("it decodes to other frames each time"))
+        return DecodedVideo(
+            frames.take(indices.tolist()),
+            indices,
+            np.asarray(times)[indices] - times[0],
+            fps=_source_fps(times, self.rate),
+            total_frames=len(times),
+            window_frames=len(self.sampling.window(times)),
+            missing=self.damage.account(len(times), len(self.order)),
+        )
+
+    def _sample(self, times: Sequence[float]) -> NDArray[np.int64]:
+        try:
+            return self.sampling.indices(times)
+        except ValueError as error:
+            raise MediaError(self.guard.item, str(error)) from error
+
+    def _seek(self, indices: NDArray[np.int64]) -> FrameRows | None:
+        """The frames at `indices`, decoded from key frames. None: that is not possible, saves little, or went wrong.
+
+        It went wrong when not exactly the frames come out that the packets promise: then some of these are no key
+        frames, or no frames of their own, and there is no telling which frame of the whole is which.
+        """
+        if self.damage.found or not can_seek(self.container, self.packets, self.order):
+            return None
+        runs = runs_for(self.packets, (self.order[index] for index in indices.tolist()))
+        if runs is None or sum(map(len, runs)) > _WORTH_SEEKING * len(self.packets):
+            return None
+        index_of = {self.packets[place].pts: index for index, place in enumerate(self.order)}
+        shown = set(self.order)
+        frames = FrameRows(indices.tolist(), self.guard)
+        for run in runs:
+            key = self.packets[run.start].pts
+            assert key is not None  # `can_seek`
+            stamps = {self.packets[place].pts for place in run if place in shown}
+            promised = stamps_from(self.packets, shown.intersection(run), key)
+            try:
+                for frame in self._frames_of(self.packets[run.start : run.stop]):
+                    is_sound = frame.pts in stamps and not frame.is_corrupt and not frame.interlaced_frame
+                    if not is_sound or (frame.pts == key and not frame.key_frame):
+                        return None
+                    promised.discard(frame.pts)
+                    frames.offer(index_of[frame.pts], frame)
+            except av.error.FFmpegError:
+                return None
+            if promised:
+                return None
+        return frames
+
+    def _walk(self, indices: NDArray[np.int64]) -> tuple[FrameRows, list[float]]:
+        """Decodes all packets. Returns the frames at `indices`, and the times of all frames in order."""
+        frames = FrameRows(indices.tolist(), self.guard)
+        times: list[float | None] = []
+        stamps, interlaced = set(), False
+        for frame in self._frames_of(self.packets, tolerant=True):
+            if frame.is_corrupt:
+                self.damage.add(f"frame {len(times)} cannot be decoded whole")
+                continue
+            self.guard.check_frames(len(times) + 1)
+            frames.offer(len(times), frame)
+            times.append(seconds(self.stream, frame.pts))
+            stamps.add(frame.pts)
+            interlaced |= frame.interlaced_frame
+        # The halves of an interlaced frame may come in packets of their own.
+        if not interlaced and (lost := len(self._promised() - stamps)):
+            self.damage.add(f"{lost} of {len(self.order)} frames cannot be decoded")
+        if not times:
+            raise MediaError(self.guard.item, CUT_SHORT.format("no frame can be decoded"))
+        return frames, _fill_times(times, self.rate)
+
+    def _promised(self) -> set[int]:
+        """The times of the frames that must come out of the decoder, where packets have times to tell them by.
+
+        A file may begin with frames that refer to what was cut away before its first key frame: none of these.
+        """
+        first = next((packet.pts for packet in self.packets if packet.is_keyframe), None)
+        if first is None or not can_seek(self.container, self.packets, self.order):
+            return set()
+        return stamps_from(self.packets, self.order, first)
+
+    def _frames_of(self, packets: Sequence[av.Packet], tolerant: bool = False) -> Iterator[av.VideoFrame]:
+        """Decodes `packets`, of which the first is a key frame. Being tolerant is going on, if `damage` allows it."""
+        self.codec.flush_buffers()
+        count = 0
+        for packet in (*packets, None):
+            self.guard.tick()
+            try:
+                frames = self.stream.decode(packet)
+            except av.error.FFmpegError:
+                if not tolerant:
+                    raise
+                self.damage.add(f"frame {count} cannot be decoded")
+                continue
+            for frame in frames:
+                self.guard.tick()
+                count += 1
+                yield frame
 
 
-def _decode(container: av.container.InputContainer, sampling: VideoSampling, guard: _Guard) -> DecodedVideo:
-    stream = container.streams.best("video")
-    if not isinstance(stream, av.video.VideoStream):
+def _video_stream(container: av.container.InputContainer, guard: Guard) -> av.video.VideoStream:
+    """The one that FFmpeg takes for the main one: marked as default, with most pictures, with most bits."""
+    videos = [stream for stream in container.streams.video if not stream.disposition & Disposition.attached_pic]
+    if not videos:  # the cover of a song is a stream too
         raise MediaError(guard.item, "the file holds no video stream")
+    best = container.streams.best("video")
+    stream = next((video for video in videos if video is best), videos[0])
     if stream.codec_context is None:  # a codec that this FFmpeg does not have
         raise MediaError(guard.item, _UNREADABLE)
-    # FFmpeg's own threads multiply with the server's decoder threads, and AUTO has been seen to hang at exit.
-    stream.thread_type = "NONE"
-    stream.codec_context.thread_count = 1
-    guard.check_size(stream.codec_context.width, stream.codec_context.height)
-    rate = float(stream.average_rate or stream.guessed_rate or 0) or 24.0
-    packets = _read_packets(container, stream, guard)
-
-    stamps = [_time(packet) for packet in packets if packet.size and not packet.is_discard]
-    predicted = sampling.indices(_fill_times(stamps, rate)) if stamps else np.zeros(0, np.int64)
-    guard.check_kept(len(predicted), stream.codec_context.width, stream.codec_context.height)
-    walk = _walk(stream, packets, set(predicted.tolist()), guard)
-    if not walk.times:
-        raise MediaError(guard.item, _CUT_SHORT.format("no frame can be decoded"))
-
-    times = _fill_times(walk.times, rate)
-    indices = sampling.indices(times)
-    missing = set(indices.tolist()) - walk.kept.keys()
-    if missing:
-        guard.check_kept(len(indices), stream.codec_context.width, stream.codec_context.height)
-        stream.codec_context.flush_buffers()
-        walk.kept.update(_walk(stream, packets, missing, guard).kept)
-    frames = _stack([walk.kept[index] for index in indices.tolist()])
-    return DecodedVideo(frames, indices, fps=_source_fps(times, rate), total_frames=len(times))
-
-
-def _read_packets(
-    container: av.container.InputContainer, stream: av.video.VideoStream, guard: _Guard
-) -> list[av.Packet]:
-    """All packets of the stream in decoding order, the last of them empty: it makes the decoder hand out the rest."""
-    packets: list[av.Packet] = []
-    for packet in container.demux(stream):
-        guard.tick(len(packets))
-        if packet.is_corrupt:
-            raise MediaError(guard.item, _CUT_SHORT.format(f"frame {len(packets)} is incomplete"))
-        packets.append(packet)
-    # The index of an mp4 tells how many packets there are; most other containers say nothing (0).
-    if len(packets) - 1 < stream.frames:
-        raise MediaError(guard.item, _CUT_SHORT.format(f"{len(packets) - 1} of {stream.frames} frames are there"))
-    return packets
-
-
-def _walk(stream: av.video.VideoStream, packets: Sequence[av.Packet], keep: Collection[int], guard: _Guard) -> _Walk:
-    """Decodes `packets` and converts the frames whose place is in `keep`, scaled to the size of the first of them."""
-    walk = _Walk()
-    reformatter = VideoReformatter()
-    width = height = None
-    for packet in packets:
-        guard.tick(len(walk.times))
-        for frame in stream.decode(packet):
-            guard.tick(len(walk.times) + 1)
-            if frame.is_corrupt:
-                raise MediaError(guard.item, _CUT_SHORT.format(f"frame {len(walk.times)} cannot be decoded"))
-            if len(walk.times) in keep:
-                guard.check_size(frame.width, frame.height)
-                width, height = width or frame.width, height or frame.height
-                rgb = reformatter.reformat(frame, width=width, height=height, format="rgb24", threads=1)
-                walk.kept[len(walk.times)] = rgb
-            walk.times.append(frame.time)
-    return walk
-
-
-def _time(packet: av.Packet) -> float | None:
-    return None if packet.pts is None or packet.time_base is None else float(packet.pts * packet.time_base)
+    return stream
 
 
 def _fill_times(stamps: Sequence[float | None], rate: float) -> list[float]:
@@ -226,14 +263,3 @@ def _source_fps(times: Sequence[float], header_rate: float) -> float:
         return header_rate
     measured = (len(times) - 1) / span
     return header_rate if abs(measured - header_rate) < 0.02 * header_rate else measured
-
-
-def _stack(frames: Sequence[av.VideoFrame]) -> NDArray[np.uint8]:
-    """RGB frames of one size -> [T, H, W, 3]. One copy: FFmpeg pads the lines of its frames."""
-    height, width = frames[0].height, frames[0].width
-    stacked = np.empty((len(frames), height, width, 3), np.uint8)
-    for row, frame in zip(stacked, frames, strict=True):
-        plane = frame.planes[0]
-        lines = np.frombuffer(memoryview(plane), np.uint8).reshape(-1, plane.line_size)
-        row[...] = lines[:height, : width * 3].reshape(height, width, 3)
-    return stacked

@@ -1,21 +1,92 @@
 """Encodes small videos for the tests, with PyAV."""
 
 import io
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 
 CONTAINERS = [("libx264", "mp4"), ("libx264", "matroska"), ("mpeg4", "mp4"), ("mpeg4", "avi"), ("libvpx-vp9", "webm")]
 
+# Every codec in every container that takes it.
+ALL = [
+    *[("libx264", container) for container in ("mp4", "mov", "matroska", "avi")],
+    *[("libx265", container) for container in ("mp4", "mov", "matroska")],
+    *[("libvpx", container) for container in ("webm", "matroska", "avi")],
+    *[("libvpx-vp9", container) for container in ("mp4", "webm", "matroska")],
+    *[("libsvtav1", container) for container in ("mp4", "webm", "matroska")],
+    *[("mpeg4", container) for container in ("mp4", "mov", "matroska", "avi")],
+    ("gif", "gif"),
+]
+QUIET = {"libx265": {"x265-params": "log-level=none"}}
+
+
+def lacks(codec: str) -> bool:
+    """Whether this build of FFmpeg cannot encode with `codec`."""
+    return codec not in av.codecs_available
+
 
 def frame(index: int, width: int, height: int) -> np.ndarray:
     """A picture that differs from that of every other index: a bright bar that wanders over a slope of grey."""
     pixels = np.empty((height, width, 3), np.uint8)
     pixels[...] = np.linspace(0, 120, width, dtype=np.uint8)[:, None]
-    start = index * 3 % (width - 8)
+    start = index * 3 % max(1, width - 8)
     pixels[:, start : start + 8] = (255, (index * 37) % 256, 40)
     return pixels
+
+
+class Pipe(io.RawIOBase):
+    """A file that cannot go back, so that no header learns what came later."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.data += bytes(data)
+        return len(data)
+
+
+def video_stream(output: Any, codec: str, width: int, height: int, rate: int, options: dict[str, str]) -> Any:
+    """A stream of `output`. `options` are the encoder's; `g` is the most frames from one key frame to the next."""
+    stream = output.add_stream(codec, rate=rate, options=QUIET.get(codec, {}) | options)
+    stream.width, stream.height = width, height
+    stream.pix_fmt = "rgb8" if codec == "gif" else "yuv444p" if codec == "libx264" and width % 2 else "yuv420p"
+    stream.thread_count = 1
+    return stream
+
+
+def write_frames(output: Any, stream: Any, indices: Sequence[int], stamps: Sequence[int] | None = None) -> None:
+    """Encodes the pictures of `indices`, shown at `stamps` (else 0, 1, 2, ...), and ends the stream."""
+    for place, index in enumerate(indices):
+        picture = av.VideoFrame.from_ndarray(frame(index, stream.width, stream.height), format="rgb24")
+        picture.pts = stamps[place] if stamps else place
+        output.mux(stream.encode(picture.reformat(format=stream.pix_fmt)))
+    output.mux(stream.encode(None))
+
+
+def write_sound(output: Any, stream: Any, blocks: int) -> None:
+    """Encodes `blocks` times 1024 samples of silence, and ends the stream."""
+    for block in range(blocks):
+        sound = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        sound.sample_rate, sound.pts = 8000, block * 1024
+        output.mux(stream.encode(sound))
+    output.mux(stream.encode(None))
+
+
+@cache
+def _encoded(codec: str, container: str, frames: int, width: int, height: int, options: tuple[Any, ...]) -> bytes:
+    return encode(frames, width, height, codec=codec, container=container, options=dict(options))
+
+
+def cached(codec: str, container: str, frames: int = 21, width: int = 64, height: int = 48, **options: str) -> bytes:
+    """`encode`, once for the same arguments."""
+    return _encoded(codec, container, frames, width, height, tuple(options.items()))
 
 
 def encode(
@@ -26,27 +97,35 @@ def encode(
     codec: str = "libx264",
     container: str = "mp4",
     stamps: list[int] | None = None,
-    faststart: Path | None = None,
+    options: dict[str, str] | None = None,
 ) -> bytes:
-    """A video file. `stamps` are the frames' times in units of 1/`rate` s where they are not 0, 1, 2, ...
-
-    `faststart` is a file to write through: FFmpeg must read it again to put the index of an mp4 before the frames.
-    """
+    """A video file. `stamps` are the frames' times in units of 1/`rate` s where they are not 0, 1, 2, ..."""
     buffer = io.BytesIO()
-    options = {"movflags": "faststart"} if faststart else {}
-    with av.open(str(faststart) if faststart else buffer, "w", format=container, options=options) as output:
-        stream = output.add_stream(codec, rate=rate)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        stream.thread_count = 1
-        for index in range(frames):
-            picture = av.VideoFrame.from_ndarray(frame(index, width, height), format="rgb24")
-            picture.pts = stamps[index] if stamps else index
-            output.mux(stream.encode(picture))
-        output.mux(stream.encode(None))
-    return faststart.read_bytes() if faststart else buffer.getvalue()
+    if frames == 1 and codec == "libx265":  # now and then it leaves out the time that mp4 wants of a single frame
+        options = {"x265-params": "log-level=none:bframes=0"}
+    with av.open(buffer, "w", format=container) as output:
+        stream = video_stream(output, codec, width, height, rate, options or {})
+        write_frames(output, stream, range(frames), stamps)
+    return buffer.getvalue()
 
 
-def decode_all(data: bytes) -> np.ndarray:
+def encode_with_index_first(frames: int, path: Path) -> bytes:
+    """An mp4, written through the file `path`: FFmpeg must read it again to put its index before the frames."""
+    with av.open(str(path), "w", format="mp4", options={"movflags": "faststart"}) as output:
+        write_frames(output, video_stream(output, "libx264", 64, 48, 10, {}), range(frames))
+    return path.read_bytes()
+
+
+def encode_live(frames: int, codec: str = "libx264", container: str = "mp4") -> bytes:
+    """As one writes who sends at once: no sizes, no duration, an mp4 in fragments. A key frame every five."""
+    pipe: Any = Pipe()
+    muxer = {"movflags": "frag_keyframe+empty_moov"} if container in ("mp4", "mov") else {}
+    with av.open(pipe, "w", format=container, options=muxer) as output:
+        write_frames(output, video_stream(output, codec, 64, 48, 10, {"g": "5"}), range(frames))
+    return bytes(pipe.data)
+
+
+def decode_all(data: bytes, stream: int = 0) -> np.ndarray:
     """All frames, [N, H, W, 3]: the plain decode that the sampling decoder is held to."""
     with av.open(io.BytesIO(data)) as container:
-        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=stream)])

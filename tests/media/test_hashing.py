@@ -1,6 +1,8 @@
+import time
 from typing import Any
 
 from mini_engine.media.hashing import media_hash, settings_key
+from mini_engine.media.processor import MediaProcessor
 from mini_engine.media.sampling import VideoSampling
 
 
@@ -29,6 +31,9 @@ def test_whatever_changes_the_patches_changes_the_hash() -> None:
         key(sampling=None),
         key(sampling=VideoSampling(num_frames=9)),
         key(sampling=VideoSampling(fps=8)),
+        key(sampling=VideoSampling(num_frames=8, start=1.0)),
+        key(sampling=VideoSampling(num_frames=8, end=1.0)),
+        key(processor_kwargs={"size": {"longest_edge": 10}}),
         key(processor_kwargs={}),
         key(processor_kwargs={"max_pixels": 11, "min_pixels": 1}),
         key(model=("b", None)),
@@ -36,6 +41,23 @@ def test_whatever_changes_the_patches_changes_the_hash() -> None:
         key(model=("a", "None")),
     ]
     assert len({media_hash(b"abc", one) for one in keys}) == len(keys)
+
+
+def test_a_requests_own_settings_have_their_own_hash(processor: MediaProcessor) -> None:
+    server = processor.settings(VideoSampling(num_frames=8))
+
+    def of(video_io: dict[str, Any], kwargs: dict[str, Any]) -> bytes:
+        settings = processor.narrowed(server, video_io, kwargs, 100)
+        return key(sampling=settings.sampling, processor_kwargs=settings.processor_kwargs)
+
+    plain = key(sampling=server.sampling, processor_kwargs=server.processor_kwargs)
+    assert of({}, {}) == of({"num_frames": 8}, {}) == of({}, {"num_frames": 8}) == plain
+    others = [of({"num_frames": 4}, {}), of({"start": 1}, {}), of({}, {"max_pixels": 784}), of({}, {"min_pixels": 784})]
+    assert len({plain, *others}) == 5
+    started = time.perf_counter()
+    for _ in range(200):
+        of({"num_frames": 4, "start": 1.5}, {"size": {"longest_edge": 3136}})
+    assert (time.perf_counter() - started) / 200 < 0.002  # seconds: little beside one request
 
 
 def test_settings_that_read_alike_when_strung_together() -> None:

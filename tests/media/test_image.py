@@ -1,4 +1,5 @@
 import io
+import itertools
 import struct
 import zlib
 
@@ -81,10 +82,48 @@ def test_exif_orientation() -> None:
 
 def test_too_many_pixels() -> None:
     data = saved(Image.new("L", (200, 100)), "PNG")
-    assert decode_image(data, ImageLimits(max_pixels=20_000)).shape == (100, 200, 3)
-    with pytest.raises(MediaError, match="^image 2: 200x100 is more than 19999 pixels") as caught:
-        decode_image(data, ImageLimits(max_pixels=19_999), item="image 2")
-    assert caught.value.limit == "max_pixels"
+    assert decode_image(data, ImageLimits(max_image_pixels=20_000)).shape == (100, 200, 3)
+    hint = "^image 2: 200x100 is more than 19999 pixels, the limit of --max-image-pixels; send"
+    with pytest.raises(MediaError, match=hint) as caught:
+        decode_image(data, ImageLimits(max_image_pixels=19_999), item="image 2")
+    assert caught.value.limit == "max_image_pixels"
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_a_decode_past_its_time_ends_and_the_next_one_is_not_affected(
+    format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (400, 600, 3), np.uint8))
+    data = saved(noise, format)
+    whole = decode_image(data)
+    clock = itertools.count(0, 0.2)  # a fifth of a second goes by between two looks
+    with monkeypatch.context() as patch:
+        patch.setattr("mini_engine.media.image.time.monotonic", lambda: next(clock))
+        hint = r"^image 1: decoding takes more than 0\.3 s, the limit of --media-decode-timeout"
+        with pytest.raises(MediaError, match=hint) as caught:
+            decode_image(data, ImageLimits(media_decode_timeout=0.3), item="image 1")
+    assert caught.value.limit == "media_decode_timeout"
+    np.testing.assert_array_equal(decode_image(data, ImageLimits(media_decode_timeout=30)), whole)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_all_exif_orientations(orientation: int) -> None:
+    """What each of the eight means, as EXIF 2.3 has it: the side at which the stored row 0 and column 0 belong."""
+    stored = np.zeros((4, 8, 3), np.uint8)
+    stored[0, :, 0] = 255  # the first row red
+    stored[:, 0, 2] = 255  # the first column blue
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    pixels = decode_image(saved(Image.fromarray(stored), "PNG", exif=exif))
+    sides = {"top": pixels[0], "bottom": pixels[-1], "left": pixels[:, 0], "right": pixels[:, -1]}
+    row, column = [
+        ("top", "left"), ("top", "right"), ("bottom", "right"), ("bottom", "left"),
+        ("left", "top"), ("right", "top"), ("right", "bottom"), ("left", "bottom"),
+    ][orientation - 1]  # fmt: skip
+    assert pixels.shape == ((4, 8, 3) if orientation < 5 else (8, 4, 3))
+    assert (sides[row][:, 0] == 255).all()
+    assert (sides[column][:, 2] == 255).all()
+    assert (pixels[..., 0] == 255).sum() == 8
 
 
 @pytest.mark.parametrize("side", [10_000, 12_000, 60_000])

@@ -19,7 +19,8 @@ SIZES = [(48, 64), (90, 62), (300, 40), (224, 224)]
 def decoded(frames: int, height: int, width: int, fps: float = 10.0, total: int | None = None) -> DecodedVideo:
     pixels = np.random.default_rng(frames).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
     total = total or frames
-    return DecodedVideo(pixels, np.linspace(0, total - 1, frames).astype(int), fps, total)
+    indices = np.linspace(0, total - 1, frames).astype(int)
+    return DecodedVideo(pixels, indices, indices / fps, fps, total, total)
 
 
 def normalised(processor: MediaProcessor, item: ProcessedItem) -> torch.Tensor:
@@ -137,6 +138,111 @@ def test_sampling(model_dir: Path, processor: MediaProcessor) -> None:
     assert given.sampling(None) == VideoSampling(fps=2.0)
     with pytest.raises(ValueError, match="both say how videos are sampled"):
         given.sampling({"num_frames": 8})
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"max_pixels": 4 * 784},
+        {"size": {"longest_edge": 4 * 784}},
+        {"size": {"shortest_edge": 784, "longest_edge": 6 * 784}},
+        {"min_pixels": 784},
+        {"max_pixels": 784},  # less than the least of the server, which then gives way
+    ],
+)
+def test_a_request_may_ask_for_smaller_items(model_dir: Path, processor: MediaProcessor, asked: dict) -> None:
+    settings = processor.narrowed(processor.settings(VideoSampling(fps=1)), {}, asked, 10)
+    assert settings.sampling == VideoSampling(fps=1)
+    assert settings.processor_kwargs == asked
+    given = asked.get("size", asked)
+    size = {
+        "shortest_edge": given.get(
+            "shortest_edge", given.get("min_pixels", min(4 * 784, given.get("max_pixels", 1e9)))
+        ),
+        "longest_edge": given.get("longest_edge", given.get("max_pixels", 24 * 784)),
+    }
+    for height, width in SIZES:
+        video = decoded(4, height, width)
+        expected = full_call(processor, video, size=size)
+        item = processor.process_video(video, settings=settings)
+        assert item.grid_thw == tuple(expected["video_grid_thw"][0].tolist())
+        image = processor.process_image(video.frames[0], settings=settings)
+        assert image.num_tokens <= processor.process_image(video.frames[0]).num_tokens
+        assert item.num_tokens <= processor.process_video(video).num_tokens
+
+
+@pytest.mark.parametrize(
+    ("io_kwargs", "asked", "hint"),
+    [
+        ({}, {"max_pixels": 48 * 784 + 1}, "max_pixels is 37633, more than the 37632 of this server's images"),
+        ({}, {"max_pixels": 25 * 784}, "max_pixels is 19600, more than the 18816 of this server's videos"),
+        ({}, {"min_pixels": 5 * 784}, "min_pixels is 3920, more than the 3136 of this server's images"),
+        ({}, {"size": {"longest_edge": 10**9}}, r"size\.longest_edge is 1000000000, more than"),
+        ({}, {"size": {"height": 1}}, "size must be an object of shortest_edge and longest_edge"),
+        ({}, {"size": 5}, "size must be an object"),
+        ({}, {"max_pixels": "9"}, "max_pixels must be a whole number"),
+        ({}, {"max_pixels": 0}, "max_pixels must be a whole number of at least 1"),
+        ({}, {"max_pixels": 784, "min_pixels": 1568}, "the least number of pixels is more than the greatest"),
+        ({}, {"max_pixels": 784, "size": {}}, "either size or min_pixels"),
+        ({}, {"cap_pixels_per_frame": 1}, "cap_pixels_per_frame must be true or false"),
+        ({}, {"resample": 2}, "has no resample that a request may set, only size, min_pixels"),
+        ({}, {"do_normalize": True}, "has no do_normalize"),
+        ({"num_frames": 4}, {"fps": 1}, "both say how videos are sampled"),
+        ({"num_frames": 33}, {}, "num_frames is 33, more than the 32 of this server"),
+    ],
+)
+def test_a_request_cannot_ask_for_larger_items(
+    processor: MediaProcessor, io_kwargs: dict, asked: dict, hint: str
+) -> None:
+    with pytest.raises(ValueError, match=hint):
+        processor.narrowed(processor.settings(processor.default_sampling), io_kwargs, asked, 100)
+
+
+def test_a_request_may_give_the_sampling_in_either_place(processor: MediaProcessor) -> None:
+    server = processor.settings(VideoSampling(num_frames=8))
+    for asked in (({"num_frames": 4}, {}), ({}, {"num_frames": 4})):
+        assert processor.narrowed(server, *asked, 100).sampling == VideoSampling(num_frames=4)
+
+
+def test_capping_a_videos_pixels(model_dir: Path) -> None:
+    video = decoded(8, 100, 100)
+    tuned = MediaProcessor(model_dir, mm_processor_kwargs={"max_video_tokens": 8})
+    free = tuned.process_video(video)
+    server = tuned.settings(tuned.default_sampling)
+    capped = tuned.process_video(video, settings=tuned.narrowed(server, {}, {"cap_pixels_per_frame": True}, 9))
+    assert capped.num_tokens < free.num_tokens
+    strict = MediaProcessor(model_dir, mm_processor_kwargs={"cap_pixels_per_frame": True, "max_video_tokens": 8})
+    assert strict.process_video(video).grid_thw == capped.grid_thw
+    with pytest.raises(ValueError, match="cannot be turned off"):
+        strict.narrowed(strict.settings(strict.default_sampling), {}, {"cap_pixels_per_frame": False}, 9)
+
+
+def test_times_of_a_variable_rate_reach_the_processor(
+    processor: MediaProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    half = processor.hf_processor.video_processor
+    original = type(half).__call__
+
+    def watched(self, videos, **kwargs):
+        seen.extend(kwargs["video_metadata"])
+        return original(self, videos, **kwargs)
+
+    monkeypatch.setattr(type(half), "__call__", watched)
+    data = clips.encode(7, stamps=[0, 1, 2, 30, 31, 59, 60])
+    item = processor.process_video(decode_video(data, VideoSampling(num_frames=4)))
+    assert seen[0].timestamps == pytest.approx([0.0, 0.2, 3.1, 6.0], abs=0.5)  # to half a frame at the mean rate
+    whole = decode_video(clips.encode(60), VideoSampling(num_frames=60))
+    assert processor.process_video(whole) and seen[1].timestamps == pytest.approx(whole.timestamps)
+    assert item.missing is None
+
+
+def test_seconds_per_grid_of_a_part(processor: MediaProcessor) -> None:
+    """A frame each half second makes a step of two frames a second long, wherever it is taken from."""
+    data = clips.encode(60, rate=10)
+    for window in ({}, {"start": 1.0, "end": 4.0}, {"start": 4.0}):
+        item = processor.process_video(decode_video(data, VideoSampling(fps=2, **window)))
+        assert item.second_per_grid == pytest.approx(1.0)
 
 
 def test_what_the_worker_and_the_prompt_need(processor: MediaProcessor) -> None:

@@ -4,43 +4,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mini_engine.media import video
 from mini_engine.media.errors import DecodeCancelled, MediaError
-from mini_engine.media.matroska import declared_size
+from mini_engine.media.limits import DecodeLimits, flag_of
 from mini_engine.media.sampling import VideoSampling
-from mini_engine.media.video import DecodeLimits, decode_video
+from mini_engine.media.video import decode_video
 from tests.media import clips
 
 EIGHT = VideoSampling(num_frames=8)
-
-
-@pytest.mark.parametrize(("codec", "container"), clips.CONTAINERS)
-def test_uniform_sampling_equals_sampling_the_fully_decoded_list(codec: str, container: str) -> None:
-    data = clips.encode(21, codec=codec, container=container)
-    every = clips.decode_all(data)
-    for count in (1, 2, 8, 20, 21, 50):
-        decoded = decode_video(data, VideoSampling(num_frames=count))
-        expected = np.arange(21) if count >= 21 else np.linspace(0, 20, count).astype(int)
-        np.testing.assert_array_equal(decoded.frames_indices, expected)
-        np.testing.assert_array_equal(decoded.frames, every[expected])
-    assert decoded.frames.flags.c_contiguous
-    assert decoded.frames.dtype == np.uint8
-    assert (decoded.total_frames, decoded.fps, decoded.duration) == (21, 10.0, 2.1)
-
-
-@pytest.mark.parametrize(("codec", "container"), clips.CONTAINERS)
-def test_fps_sampling(codec: str, container: str) -> None:
-    data = clips.encode(20, codec=codec, container=container)
-    decoded = decode_video(data, VideoSampling(fps=2))
-    assert decoded.frames_indices.tolist() == [0, 5, 10, 15]
-    np.testing.assert_array_equal(decoded.frames, clips.decode_all(data)[[0, 5, 10, 15]])
-
-
-def test_variable_frame_rate() -> None:
-    data = clips.encode(6, stamps=[0, 1, 2, 10, 11, 20])
-    decoded = decode_video(data, VideoSampling(fps=1))
-    assert decoded.frames_indices.tolist() == [0, 3, 5]
-    assert decoded.fps == pytest.approx(5 / 2)
 
 
 @pytest.mark.parametrize(("width", "height"), [(64, 48), (98, 62), (126, 34)])
@@ -49,15 +19,9 @@ def test_lines_that_ffmpeg_pads(width: int, height: int) -> None:
     np.testing.assert_array_equal(decode_video(data, EIGHT).frames, clips.decode_all(data))
 
 
-def test_one_frame() -> None:
-    decoded = decode_video(clips.encode(1), VideoSampling(fps=2))
-    assert (decoded.frames.shape, decoded.total_frames) == ((1, 48, 64, 3), 1)
-
-
 def test_a_wrong_prediction_is_mended_by_a_second_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the packets had promised twice the frames that come out."""
-    data = clips.encode(21)
-    monkeypatch.setattr(video, "_time", lambda packet: packet.pts * 2.0)
+    data = clips.encode(21, codec="mpeg4", container="avi")
     monkeypatch.setattr(VideoSampling, "indices", _first_call_gets_it_wrong(VideoSampling.indices))
     decoded = decode_video(data, EIGHT)
     expected = np.linspace(0, 20, 8).astype(int)
@@ -125,21 +89,22 @@ def test_cancel() -> None:
 @pytest.mark.parametrize(
     ("limits", "name"),
     [
-        (DecodeLimits(max_frames_walked=19), "max_frames_walked"),
-        (DecodeLimits(max_frames_kept=7), "max_frames_kept"),
-        (DecodeLimits(max_pixels_per_frame=64 * 48 - 1), "max_pixels_per_frame"),
-        (DecodeLimits(max_pixels_kept=8 * 64 * 48 - 1), "max_pixels_kept"),
-        (DecodeLimits(max_decode_seconds=0), "max_decode_seconds"),
+        (DecodeLimits(max_video_frames=19), "max_video_frames"),
+        (DecodeLimits(max_video_seconds=1.8), "max_video_seconds"),
+        (DecodeLimits(max_video_frames_kept=7), "max_video_frames_kept"),
+        (DecodeLimits(max_frame_pixels=64 * 48 - 1), "max_frame_pixels"),
+        (DecodeLimits(max_video_pixels_kept=8 * 64 * 48 - 1), "max_video_pixels_kept"),
+        (DecodeLimits(media_decode_timeout=0), "media_decode_timeout"),
     ],
 )
 def test_limits(limits: DecodeLimits, name: str) -> None:
-    with pytest.raises(MediaError, match=rf"^video 3: .*limit {name}\); send") as caught:
+    with pytest.raises(MediaError, match=rf"^video 3: .*, the limit of {flag_of(name)}; send") as caught:
         decode_video(clips.encode(20), EIGHT, limits, item="video 3")
     assert caught.value.limit == name
 
 
 def test_just_within_the_limits() -> None:
-    limits = DecodeLimits(20, 8, 64 * 48, 8 * 64 * 48, 60.0)
+    limits = DecodeLimits(20, 8, 1.9, 64 * 48, 8 * 64 * 48, 60.0)
     assert len(decode_video(clips.encode(20), EIGHT, limits).frames) == 8
 
 
@@ -166,36 +131,6 @@ def test_files_that_are_no_video(tmp_path: Path) -> None:
         assert "/" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("codec", "container"), clips.CONTAINERS)
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.7])
-def test_cut_short(codec: str, container: str, share: float) -> None:
-    data = clips.encode(40, codec=codec, container=container)
-    with pytest.raises(MediaError):
-        decode_video(data[: int(len(data) * share)], EIGHT)
-
-
-@pytest.mark.parametrize("share", [0.6, 0.8, 0.95])
-def test_mp4_with_its_index_first_cut_short(share: float, tmp_path: Path) -> None:
-    data = clips.encode(60, faststart=tmp_path / "clip.mp4")
-    media = data.index(b"mdat")
-    cut = media + int((len(data) - media) * share)
-    with pytest.raises(MediaError, match="cut short or damaged"):
-        decode_video(data[:cut], EIGHT)
-
-
-def test_flipped_bytes_end_in_frames_or_a_media_error() -> None:
-    random = np.random.default_rng(0)
-    for codec, container in clips.CONTAINERS:
-        data = np.frombuffer(clips.encode(10, codec=codec, container=container), np.uint8)
-        for _ in range(15):
-            broken = data.copy()
-            broken[random.integers(0, len(data), 6)] = random.integers(0, 256, 6)
-            try:
-                assert len(decode_video(broken.tobytes(), EIGHT).frames) <= 8
-            except MediaError:
-                continue
-
-
 def test_a_file_without_video() -> None:
     import io
 
@@ -210,12 +145,3 @@ def test_a_file_without_video() -> None:
         output.mux(stream.encode(None))
     with pytest.raises(MediaError, match="holds no video stream"):
         decode_video(buffer.getvalue(), EIGHT)
-
-
-def test_declared_size() -> None:
-    data = clips.encode(5, codec="libvpx-vp9", container="webm")
-    assert declared_size(data) == len(data)
-    assert declared_size(data[: len(data) // 2]) == len(data)
-    assert declared_size(clips.encode(2)) is None
-    for length in range(60):  # cut anywhere in the two headers: no answer, or the right one
-        assert declared_size(data[:length]) in (None, len(data))

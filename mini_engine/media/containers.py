@@ -1,0 +1,193 @@
+"""What a video file's outermost structure says of itself: how long it should be, how long an index it claims to have.
+
+FFmpeg reads most files that are cut short to their end without a word, and believes an mp4's tables: a hundred bytes
+can make it set aside gigabytes. Knows the frames of the four containers, nothing of codecs. Each walk calls `tick` for
+each step, which may raise: a file can be made of nothing but the smallest elements.
+"""
+
+from collections.abc import Callable, Iterator
+
+Tick = Callable[[], None]
+
+_EBML = b"\x1a\x45\xdf\xa3"
+_SEGMENT = b"\x18\x53\x80\x67"
+_CLUSTER = b"\x1f\x43\xb6\x75"
+_BOXES_THAT_HOLD_BOXES = (b"moov", b"mdia", b"minf", b"stbl", b"moof", b"traf")
+_DEEPEST = 10  # as deep as FFmpeg goes
+_FIRST_BOXES = (b"ftyp", b"styp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
+
+
+def declared_size(data: bytes, tick: Tick = lambda: None) -> int | None:
+    """Returns the bytes that the file should have, or None: unknown, such as a recording that does not say.
+
+    More than there are means that the file is cut short. Fewer mean that something else follows it.
+    """
+    if data.startswith(_EBML):
+        return _end_of_matroska(data, tick)
+    if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
+        return _end_of_riff(data, tick)
+    if data[:3] == b"GIF":
+        return _end_of_gif(data, tick)
+    if data[4:8] in _FIRST_BOXES:
+        return _end_of_boxes(data, tick)
+    return None
+
+
+def declared_canvas(data: bytes) -> tuple[int, int]:
+    """Returns width and height of a GIF, of which FFmpeg says nothing when they are too large; (0, 0) for others."""
+    if data[:3] != b"GIF":
+        return (0, 0)
+    return int.from_bytes(data[6:8], "little"), int.from_bytes(data[8:10], "little")
+
+
+def claimed_samples(data: bytes, tick: Tick = lambda: None) -> int:
+    """Returns how many frames of picture and sound an mp4's or mov's index claims, all tracks together; 0 for others.
+
+    Plain PCM counts by the thousand: its frames are single samples, of which FFmpeg takes 1024 for an entry.
+    """
+    if data[4:8] not in _FIRST_BOXES:
+        return 0
+    samples = 0
+    for name, start, after in _tables(data, 0, len(data), tick):
+        if name == b"trak":
+            samples += _samples_of_track(data, start, after, tick)
+        elif name == b"trun":  # a run of frames in a fragment
+            samples += _number(data, start + 4)
+    return samples
+
+
+def _end_of_matroska(data: bytes, tick: Tick) -> int | None:
+    """An EBML header and one segment, each an id, a size and its content (RFC 8794, section 6; RFC 9559).
+
+    A live recording leaves the sizes of the segment and its clusters open; what lies in them still has sizes.
+    """
+    place: int | None = _end_of_element(data, len(_EBML))
+    if place is None or data[place : place + 4] != _SEGMENT:
+        return None
+    end = _end_of_element(data, place + 4)
+    if end is not None:
+        return end
+    place = _content_of_element(data, place + 4)
+    while place is not None and place < len(data):
+        tick()
+        size_at = place + 9 - data[place].bit_length()  # the length of an id is told as that of a size
+        end = _end_of_element(data, size_at)
+        if end is None:
+            if data[place:size_at] != _CLUSTER:
+                return None
+            end = _content_of_element(data, size_at)
+        place = end
+    return place
+
+
+def _content_of_element(data: bytes, place: int) -> int | None:
+    """Where the content begins of an element whose size stands at `place`; None: beyond the end of the file."""
+    length = 9 - data[place].bit_length() if place < len(data) else 9
+    return place + length if length <= 8 and place + length <= len(data) else None
+
+
+def _end_of_element(data: bytes, place: int) -> int | None:
+    """Where the element ends whose size stands at `place`, right after its id; None: unknown size."""
+    start = _content_of_element(data, place)
+    if start is None:
+        return None
+    marker = 1 << (7 * (start - place))  # the leading zero bits tell how many bytes the number has
+    size = int.from_bytes(data[place:start], "big")
+    return None if size == 2 * marker - 1 else start + size - marker  # all ones: not known when it was written
+
+
+def _end_of_riff(data: bytes, tick: Tick) -> int | None:
+    """One RIFF list, or several: past a gigabyte OpenDML goes on in further ones."""
+    end = 0
+    while data[end : end + 4] == b"RIFF":
+        tick()
+        size = int.from_bytes(data[end + 4 : end + 8], "little")
+        if size in (0, 0xFFFFFFFF) or len(data) < end + 8:  # written where nobody could go back and fill it in
+            return None
+        end += 8 + size + size % 2
+    return end - size % 2  # the padding of the last list is often left out
+
+
+def _end_of_gif(data: bytes, tick: Tick) -> int | None:
+    """Header, palette, then blocks (GIF89a, appendix B): extensions, pictures, and the trailer, which ends the file."""
+    if len(data) < 13:
+        return None
+    place = 13 + _palette(data[10])
+    while place < len(data):
+        tick()
+        kind = data[place]
+        if kind == 0x3B:
+            return place + 1
+        if kind == 0x21:
+            place += 2
+        elif kind == 0x2C:
+            place += 11 + (_palette(data[place + 9]) if place + 9 < len(data) else 0)
+        else:
+            return None
+        while place < len(data) and data[place]:
+            tick()
+            place += data[place] + 1
+        place += 1
+    return place + 1
+
+
+def _palette(flags: int) -> int:
+    return 3 << ((flags & 7) + 1) if flags & 0x80 else 0
+
+
+def _end_of_boxes(data: bytes, tick: Tick) -> int | None:
+    """The boxes of ISO/IEC 14496-12, section 4.2, one behind the other. What follows and is no box is no matter."""
+    end = None
+    for name, _, after in _boxes(data, 0, len(data), tick):
+        if not name.isalnum():
+            break
+        end = after
+    return end
+
+
+def _boxes(data: bytes, place: int, end: int, tick: Tick) -> Iterator[tuple[bytes, int, int]]:
+    """Name, begin of the content and end (which may lie beyond the data) of each box between `place` and `end`."""
+    while place + 8 <= end:
+        tick()
+        size, name, head = int.from_bytes(data[place : place + 4], "big"), data[place + 4 : place + 8], 8
+        if size == 1:
+            size, head = int.from_bytes(data[place + 8 : place + 16], "big"), 16
+        elif size == 0:  # up to the end
+            size = end - place
+        if size < head:
+            return
+        yield name, place + head, place + size
+        place += size
+
+
+def _tables(data: bytes, place: int, end: int, tick: Tick, depth: int = 0) -> Iterator[tuple[bytes, int, int]]:
+    """Name, begin of the content and end of each box that holds no boxes, and of each track, which is not gone into."""
+    for name, start, after in _boxes(data, place, min(end, len(data)), tick):
+        if name in _BOXES_THAT_HOLD_BOXES and depth < _DEEPEST:
+            yield from _tables(data, start, after, tick, depth + 1)
+        else:
+            yield name, start, after
+
+
+def _samples_of_track(data: bytes, start: int, end: int, tick: Tick) -> int:
+    """The greater of what the track's table of sizes and its table of chunks claim."""
+    sizes, chunks, most_in_chunk = 0, 0, 0
+    handlers, durations = set(), set()
+    for name, place, _ in _tables(data, start, end, tick):
+        if name in (b"stsz", b"stz2"):
+            sizes += _number(data, place + 8)
+        elif name in (b"stco", b"co64"):
+            chunks += _number(data, place + 4)
+        elif name == b"stsc":
+            entries = min(_number(data, place + 4), (len(data) - place - 8) // 12)
+            most_in_chunk = max([most_in_chunk, *(_number(data, place + 12 + 12 * entry) for entry in range(entries))])
+        elif name == b"hdlr":
+            handlers.add(data[place + 8 : place + 12])
+        elif name == b"stts":
+            durations.add((_number(data, place + 4), _number(data, place + 12)))
+    is_pcm = b"soun" in handlers and b"vide" not in handlers and durations == {(1, 1)}
+    return chunks + chunks * most_in_chunk // 1024 if is_pcm else sizes
+
+
+def _number(data: bytes, place: int) -> int:
+    return int.from_bytes(data[place : place + 4], "big")
