@@ -81,8 +81,8 @@ class Ground:
         """Until a process counts what is wanted; `_` in the names stands for a blank."""
 
         def check() -> None:
-            for name, number in wanted.items():
-                assert self.held(title, name.replace("_", " ")) == number, (title, name)
+            counted = {name: self.held(title, name.replace("_", " ")) for name in wanted}
+            assert counted == wanted, title
 
         eventually(check)
 
