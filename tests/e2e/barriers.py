@@ -18,16 +18,18 @@ T = TypeVar("T")
 INSIDE = Path(__file__).parent / "inside"
 
 
-def eventually(check: Callable[[], T], seconds: float = 8) -> T:
+def eventually(check: Callable[[], T], seconds: float = 15) -> T:
     """The result of `check` once it raises no AssertionError any more; the last one when time is up."""
     deadline = time.monotonic() + seconds
+    pause = 0.01
     while True:
         try:
             return check()
         except AssertionError:
             if time.monotonic() > deadline:
                 raise
-        time.sleep(0.02)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)
 
 
 class Inside:
@@ -76,7 +78,7 @@ class Barrier:
         self.armed = directory / f"{name}.armed"
         self._held = str(directory / f"{name}.held.*[0-9]")
 
-    def wait_until_held(self, seconds: float = 15) -> dict[str, Any]:
+    def wait_until_held(self, seconds: float = 30) -> dict[str, Any]:
         """What the process that is held tells: its `pid`, and more. Raises AssertionError when nobody comes."""
         return eventually(self._told, seconds)
 

@@ -13,40 +13,58 @@ import os
 import select
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.e2e.asked import Asked
+from tests.e2e.barriers import eventually
 from tests.e2e.running_server import RunningServer, message
-
-ACCEPT_SECONDS = 0.5  # for a busy server; in the line of a server that has just died nobody accepts
 
 
 def connect(server: RunningServer, title: str, seconds: float = 60) -> http.client.HTTPConnection:
     """A connection that the process with this title has accepted."""
     address = urlsplit(server.url)
     deadline = time.monotonic() + seconds
+    patience = 0.25  # a busy server takes longer; in the line of one that has just died nobody accepts
     while time.monotonic() < deadline:
         connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
         connection.connect()
-        if (inode := accepted_as(connection.sock)) and has_socket(server.pids().get(title), inode):
+        inode = accepted_as(connection.sock, patience)
+        if inode and has_socket(server.pids().get(title), inode):
             return connection
         connection.close()
+        patience = patience if inode else min(2 * patience, 2)
     raise AssertionError(f"{title} accepts no connections\n{server.log}")
 
 
-def accepted_as(ours: socket.socket) -> int | None:
+def accepted_as(ours: socket.socket, seconds: float) -> int | None:
     """The inode of the connection's other end; None when it was not accepted in time."""
-    here, there = ours.getsockname()[1], ours.getpeername()[1]
-    deadline = time.monotonic() + ACCEPT_SECONDS
+    ends = ours.getpeername()[1], ours.getsockname()[1]
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-            fields = line.split()
-            local, remote = (int(fields[place].rpartition(":")[2], 16) for place in (1, 2))
-            if (local, remote) == (there, here) and fields[9] != "0":
-                return int(fields[9])
-        time.sleep(0.002)
+        for local, remote, inode in tcp_sockets():
+            if (local, remote) == ends and inode:
+                return inode
+        time.sleep(0.005)
     return None
+
+
+def tcp_sockets() -> Iterator[tuple[int, int, int]]:
+    """Local port, remote port, and the inode once a process has it, of each TCP socket."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        yield int(fields[1][-4:], 16), int(fields[2][-4:], 16), int(fields[9])
+
+
+def wait_for_no_clients(server: RunningServer) -> None:
+    """Until the API servers have closed every connection."""
+
+    def check() -> None:
+        ours = [inode for local, remote, inode in tcp_sockets() if local == urlsplit(server.url).port and remote]
+        assert not any(ours), "an API server has a connection"
+
+    eventually(check)
 
 
 def has_socket(pid: int | None, inode: int) -> bool:

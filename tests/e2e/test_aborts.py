@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,7 +18,7 @@ import pytest
 from tests.e2e.asked import Asked, ask_small
 from tests.e2e.barriers import Inside, eventually
 from tests.e2e.held import assert_nothing_held, holdings, processes, samples, total
-from tests.e2e.pinned import Asking, call
+from tests.e2e.pinned import Asking, call, wait_for_no_clients
 from tests.e2e.running_server import CACHES, RunningServer, message
 
 VICTIM, OTHER, CORE = "mini-engine: api 0", "mini-engine: api 1", "mini-engine: core 0"
@@ -59,7 +58,8 @@ class Ground:
         server.client.close()  # its connection would count
         for _ in range(2):
             self.ask_everybody()
-        self.before = self.holdings_at_rest()
+        wait_for_no_clients(server)
+        self.before = holdings(server, inside)
 
     def new(self) -> Asked:
         """A question about a video that nobody has seen."""
@@ -81,8 +81,8 @@ class Ground:
         """Until a process counts what is wanted; `_` in the names stands for a blank."""
 
         def check() -> None:
-            for name, number in wanted.items():
-                assert self.held(title, name.replace("_", " ")) == number, (title, name)
+            counted = {name: self.held(title, name.replace("_", " ")) for name in wanted}
+            assert counted == wanted, title
 
         eventually(check)
 
@@ -109,18 +109,6 @@ class Ground:
             assert not full
 
         eventually(at_rest)
-
-    def holdings_at_rest(self) -> dict[str, dict[str, int]]:
-        """What the processes hold once it changes no more: a connection may take a moment to close."""
-        state: list[dict[str, dict[str, int]]] = [{}]
-
-        def settled() -> dict[str, dict[str, int]]:
-            time.sleep(0.1)
-            state.append(holdings(self.server, self.inside))
-            assert state[-1] == state[-2]
-            return state[-1]
-
-        return eventually(settled)
 
     def assert_as_before(self) -> None:
         """Every API server answers right, and no process holds or keeps more than it did, or less."""

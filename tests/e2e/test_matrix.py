@@ -21,7 +21,7 @@ import pytest
 from tests.e2e.asked import Asked, ask_video
 from tests.e2e.barriers import Inside, eventually
 from tests.e2e.held import assert_nothing_held, descriptors, mappings, processes, samples, total
-from tests.e2e.pinned import Asking, call
+from tests.e2e.pinned import Asking, call, wait_for_no_clients
 from tests.e2e.running_server import CACHES, RunningServer
 
 CLIENTS, FEW_CLIENTS = 48, 16
@@ -72,6 +72,7 @@ class Crowd:
         server.client.close()  # its connection would count
         for title in self.apis:
             assert self.samples(title)  # what a first request opens is open
+        wait_for_no_clients(server)
         self.before = self.beside_buffers()
 
     def samples(self, title: str | None = None) -> dict[str, float]:
@@ -98,7 +99,7 @@ class Crowd:
         """What has been counted while `work` ran and all came to rest."""
         before = self.samples()
         work()
-        eventually(self.assert_at_rest, 15)
+        eventually(self.assert_at_rest)
         after = self.samples()
         grown = {name: value - before.get(name, 0) for name, value in after.items()}
         messages = {name: grown[f'ipc_messages_total{{transport="{name}"}}'] for name in TRANSPORTS}

@@ -170,7 +170,10 @@ FIGURES: dict[str, dict[str, Callable[[Any], Figures]]] = {
     },
     "mini_engine.transport.tensor_ipc": {"TensorIpcSender": of_tensor_queue},
     "mini_engine.transport.direct_rpc": {
-        "DirectRpcSender": lambda sender: ({"messages": len(sender._held), "credit": sender._credit.used}, {}),
+        "DirectRpcSender": lambda sender: (
+            {"unconsumed messages": len(sender._held), "credit": sender._credit.used},
+            {},
+        ),
     },
     "mini_engine.core.engine_core": {"EngineCore": of_core},
     "mini_engine.worker.media_inputs": {"MediaInputs": of_inputs},
