@@ -211,6 +211,7 @@ class MediaStore:
         media = CachedMedia(item.media_hash, item.modality, item.num_tokens, item.grid_thw, item.second_per_grid)
         stored = Stored(handle, media, pins=1)  # at first: it is not itself to make room for the next
         self._objects[stored.number] = self._by_hash[item.media_hash] = stored
+        self._offer([stored])  # though the one it was made for may have left
         if tensor.nbytes >= self._refused:
             self._make_room(tensor.nbytes, self._segment.allocated_bytes // HEADROOM)  # the next may be like it
         stored.pins -= 1

@@ -18,7 +18,11 @@ ROOT = Path(__file__).parent.parent.parent
 START_SECONDS = 240  # on a machine with more at work
 
 # The types of the media cache, and the flags for each.
-CACHES = {"off": ["--mm-processor-cache-gb", "0"], "lru": []}
+CACHES = {
+    "off": ["--mm-processor-cache-gb", "0"],
+    "lru": ["--mm-processor-cache-type", "lru"],
+    "shm": ["--mm-processor-cache-type", "shm"],
+}
 
 
 class RunningServer:

@@ -26,7 +26,14 @@ FLAGS = [
     "--api-server-count", "2", "--maximum-concurrent-videos", "1", "--max-num-seqs", "1",
     "--max-num-batched-tokens", "128", "--max-num-encoder-input-tokens", "8",
 ]  # fmt: skip
-KEPT = {"encoder tokens", "media bytes", "encoded items", "kept items"}  # what empty caches have none of
+KEPT = {
+    "encoder tokens",
+    "media bytes",
+    "encoded items",
+    "kept items",
+    "objects",
+    "store bytes",
+}  # what empty caches have none of
 LONG_TEXT = "word " * 600
 FOR_GOOD = {"max_tokens": 60_000, "ignore_eos": True, "stream": True}
 
@@ -86,6 +93,27 @@ class Ground:
 
         eventually(check)
 
+    def wait_for_tensors(self, number: int) -> None:
+        """Until so many lie on each rank, in messages that are not consumed."""
+        self.wait_for(VICTIM, unconsumed_messages=number)
+        for worker in self.workers:
+            self.wait_for(worker, tensors=number)
+
+    def wait_for_media(self) -> None:
+        """Until the core's one request has its item: on all ranks, or in the store, with a reference to it."""
+        if self.setup.cache == "shm":
+            self.wait_for(VICTIM, pins=0, unconsumed_messages=0)
+            self.wait_for(CORE, media_references=1)
+        else:
+            self.wait_for_tensors(1)
+
+    @property
+    def media_gone(self) -> list[tuple[str, str, int]]:
+        """What is counted once that request is over."""
+        if self.setup.cache == "shm":
+            return [(CORE, "media references", 0), (CORE, "media bytes in use", 0)]
+        return [(VICTIM, "unconsumed messages", 0)]
+
     def wait_for_gauges(self, **wanted: float) -> None:
         def check() -> None:
             figures = samples(self.server, OTHER)
@@ -104,7 +132,7 @@ class Ground:
         def at_rest() -> None:
             assert_nothing_held(self.server, self.inside, OTHER, [VICTIM, OTHER, CORE, *self.workers])
             pids = processes(self.server)
-            kept = {title: self.inside.figures(pids[title])["kept"] for title in [CORE, *self.workers]}
+            kept = {title: self.inside.figures(pids[title])["kept"] for title in [VICTIM, OTHER, CORE, *self.workers]}
             full = [f"{title}: {name}" for title, names in kept.items() for name in KEPT & names.keys() if names[name]]
             assert not full
 
@@ -178,6 +206,17 @@ def processing(ground: Ground) -> contextlib.AbstractContextManager[Reached]:
 
 
 @contextlib.contextmanager
+def storing(ground: Ground) -> Iterator[Reached]:
+    """In the middle of the copy into the store."""
+    with ground.inside.barrier("storing") as barrier:
+        asking = ground.ask(ground.new())
+        assert barrier.wait_until_held()["pid"] == processes(ground.server)[VICTIM]
+        ground.wait_for(VICTIM, samples=1, being_written=1, pins=0)
+        ground.wait_for(CORE, requests=0)
+        yield Reached(asking, [(VICTIM, "samples", 0), (VICTIM, "admitted", 0), (VICTIM, "being written", 1)])
+
+
+@contextlib.contextmanager
 def sent(ground: Ground) -> Iterator[Reached]:
     """Accepted, its tensors sent; one rank has not read them."""
     name = f'ipc_messages_total{{transport="{ground.setup.transport}"}}'
@@ -204,10 +243,12 @@ def received(ground: Ground) -> Iterator[Reached]:
     with ground.inside.barrier("accepting") as barrier:
         asking = ground.ask(ground.new())
         assert barrier.wait_until_held()["pid"] == processes(ground.server)[CORE]
-        for worker in ground.workers:
-            ground.wait_for(worker, tensors=1)
         ground.wait_for(CORE, requests=0)
-        ground.wait_for(VICTIM, samples=1, unconsumed_messages=1)
+        ground.wait_for(VICTIM, samples=1)
+        if ground.setup.cache == "shm":
+            ground.wait_for(VICTIM, pins=1, unconsumed_messages=0)
+        else:
+            ground.wait_for_tensors(1)
         yield Reached(asking, [(VICTIM, "samples", 1)])  # its end is the core's to tell
 
 
@@ -232,10 +273,8 @@ def behind_another(ground: Ground, one: Asked) -> Iterator[Asking]:
 def waiting(ground: Ground) -> Iterator[Reached]:
     """In the core's line, its tensors on all ranks."""
     with behind_another(ground, ground.new()) as asking:
-        ground.wait_for(VICTIM, unconsumed_messages=1)
-        for worker in ground.workers:
-            ground.wait_for(worker, tensors=1)
-        yield Reached(asking, [(CORE, "requests", 1), (VICTIM, "unconsumed messages", 0)])
+        ground.wait_for_media()
+        yield Reached(asking, [(CORE, "requests", 1), *ground.media_gone])
 
 
 @contextlib.contextmanager
@@ -266,7 +305,7 @@ def prefilling(ground: Ground) -> Iterator[Reached]:
         ground.wait_for(CORE, requests=1, awaiting_media=0)
         assert ground.held(CORE, "KV blocks") >= start // 16
         assert ground.held(CORE, "encoder tokens in use") == 16
-        ground.wait_for(VICTIM, unconsumed_messages=1)
+        ground.wait_for_media()
         assert asking.has_nothing_yet()
         gone = [(CORE, "requests", 0), (CORE, "KV blocks", 0), (CORE, "encoder tokens in use", 0)]
         yield Reached(asking, gone)
@@ -298,17 +337,19 @@ def generating(ground: Ground) -> Iterator[Reached]:
 
 
 STAGES: list[Callable[[Ground], contextlib.AbstractContextManager[Reached]]] = [
-    queued, decoding, processing, sent, received, waiting, waiting_on_kept_media, prefilling, encoding, generating,
+    queued, decoding, processing, storing, sent, received, waiting, waiting_on_kept_media, prefilling, encoding, generating,
 ]  # fmt: skip
 SETUPS = [Setup(*setup) for setup in itertools.product(CACHES, ("torch_shm", "direct_rpc"), (1, 2))]
-FAST = Setup("lru", "torch_shm", 1)
+FAST = [Setup(cache, "torch_shm", 1) for cache in ("lru", "shm")]
+# What there is not: nothing is kept, nothing is stored, or no rank is sent anything.
+ABSENT = {"off": {waiting_on_kept_media, storing}, "lru": {storing}, "shm": {sent}}
 
 
 def cases() -> Iterator[object]:
     for setup in SETUPS:
-        marks = [] if setup == FAST else [pytest.mark.slow]
+        marks = [] if setup in FAST else [pytest.mark.slow]
         for stage, how in itertools.product(STAGES, ("client leaves", "API server is killed")):
-            if not (setup.cache == "off" and stage is waiting_on_kept_media):
+            if stage not in ABSENT[setup.cache]:
                 yield pytest.param(setup, stage, how, marks=marks, id=f"{setup}-{stage.__name__}-{how}")
 
 

@@ -104,10 +104,25 @@ def in_mid_request(execute: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-# module -> the functions that have a barrier, and how each gets it
+def scrubbing(init: Callable[..., None]) -> Callable[..., None]:
+    """The store fills what it frees with 0xFF: whoever still reads it gives another answer."""
+
+    @functools.wraps(init)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        init(*args, **kwargs, scrub=True)
+
+    return wrapper
+
+
+# What is else copied in the event loop, for it is small, is copied in a thread: a barrier holds nobody else there.
+CONSTANTS = {"mini_engine.api.media_store": {"INLINE_COPY_BYTES": 0}}
+
+# module -> the functions that have a barrier, or are changed, and how
 BARRIERS: dict[str, dict[str, Wrap]] = {
     "mini_engine.api.media_loader": {"decode_video": in_mid_decode},
     "mini_engine.media.processor": {"MediaProcessor.process_video": behind("processing")},
+    "mini_engine.transport.segment": {"Slot.fill": behind("storing")},
+    "mini_engine.transport.shm_store": {"ShmStoreWriter.__init__": scrubbing},
     "mini_engine.worker.media_inputs": {
         # A connection is readable, and nothing has been read from it.
         "MediaInputs._serve_source": behind("receiving", lambda self, source: source != self._wake),
@@ -133,21 +148,29 @@ def of_tensor_queue(sender: Any) -> Figures:
 def of_core(core: Any) -> Figures:
     held = {
         "requests": len(core.requests),
-        "awaiting media": len(core.awaiting_media) + len(core.waiters),
-        "messages in the directory": len(core.directory),
+        "awaiting media": len(core.awaiting_media) + len(core.awaiting_media._by_message),
+        "messages in the directory": len(core.arrivals),
         "KV blocks": core.blocks.num_used,
         "encoder tokens in use": core.encoder.num_tokens - core.encoder.idle.size,
         "media references": core.media.num_references,
         "media bytes in use": core.media.num_bytes - core.media.idle.size,
-        "steps in flight": len(core.in_flight),
-        "untold": len(core.finished) + len(core.release) + len(core.drop_senders),
+        "steps in flight": len(core.steps.in_flight),
+        "untold": sum(map(len, (core.steps.finished, core.steps.release, core.steps.drop_senders))),
+        "unreferenced": len(core.steps.unreferenced),
     }
     return held, {"encoder tokens": core.encoder.num_tokens, "media bytes": core.media.num_bytes}
 
 
+def of_store(store: Any) -> Figures:
+    objects = store._objects.values()
+    held = {"pins": sum(one.pins for one in objects), "votes": sum(len(one.asked) for one in objects)}
+    return held | {"being written": len(store._writing)}, {"objects": len(objects)}
+
+
 def of_inputs(inputs: Any) -> Figures:
     number, nbytes = inputs.buffered()
-    return {"tensors": number, "tensor bytes": nbytes}, {"senders": len(inputs._senders)}
+    kept = {"senders": len(inputs._senders), "segments": len(inputs._segments)}
+    return {"tensors": number, "tensor bytes": nbytes}, kept
 
 
 def of_runner(runner: Any) -> Figures:
@@ -167,6 +190,10 @@ FIGURES: dict[str, dict[str, Callable[[Any], Figures]]] = {
     },
     "mini_engine.api.engine": {
         "Engine": lambda engine: ({"samples": len(engine.requests), "preparing": engine.preparing}, {}),
+    },
+    "mini_engine.api.media_store": {"MediaStore": of_store},
+    "mini_engine.transport.shm_store": {
+        "ShmStoreWriter": lambda store: ({}, {"store bytes": store.used_bytes, "slots": len(store._slots)}),
     },
     "mini_engine.transport.tensor_ipc": {"TensorIpcSender": of_tensor_queue},
     "mini_engine.transport.direct_rpc": {
@@ -227,6 +254,9 @@ def start_answering() -> None:
 
 def equip(module: Any) -> None:
     """Wrap what the tables name in a module that was just loaded. A name that is gone is an error."""
+    for name, value in CONSTANTS.get(module.__name__, {}).items():
+        assert hasattr(module, name)
+        setattr(module, name, value)
     for path, wrap in BARRIERS.get(module.__name__, {}).items():
         owner_name, _, attribute = path.rpartition(".")
         owner = getattr(module, owner_name) if owner_name else module
