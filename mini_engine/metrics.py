@@ -156,7 +156,7 @@ _create_labels()
 
 
 class EngineFigures:
-    """One engine's figures, as they come with its outputs. Its counters can be read, as 0, from the start.
+    """One engine's figures, as it tells them when the metrics are read. Its counters can be read, as 0, from the start.
 
     `media_capacity`: most bytes of cached media that it can read.
     """

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 RENDER_INLINE_CHARACTERS = 16_384  # shorter texts are tokenised faster than a thread would take to answer
 ENGINE_GONE = "An engine has stopped."
 RESET_SECONDS = 30.0  # for the engines to answer; a step of theirs may run first
+FIGURES_SECONDS = 1.0  # for the engines to say how they are; Prometheus gives a whole scrape ten
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for the log's sake: nobody reads this response
 
 
@@ -271,8 +272,9 @@ async def reset_caches(request: Request) -> Response:
 
 
 @router.get("/metrics")
-async def show_metrics() -> Response:
-    """Figures of all API servers in Prometheus's text format."""
+async def show_metrics(request: Request) -> Response:
+    """Figures of all API servers, and of the engines at this moment, in Prometheus's text format."""
+    await _frontend(request).engines.refresh_figures(FIGURES_SECONDS)
     return Response(await asyncio.to_thread(metrics.exposition), headers={"content-type": metrics.CONTENT_TYPE})
 
 

@@ -24,12 +24,14 @@ from mini_engine.api.sending import MEDIA_NOT_SENT, RequestSender
 from mini_engine.messages import (
     Accepted,
     AnyMessage,
+    AskFigures,
     Attach,
     Busy,
     Cached,
     CachesReset,
     Consumed,
     Evicted,
+    Figures,
     Finish,
     FinishReason,
     LastUsed,
@@ -84,6 +86,7 @@ class Engine:
         self._store = surroundings.store
         self._figures = metrics.EngineFigures(number, surroundings.media_capacity)
         self._resets: dict[int, asyncio.Future[None]] = {}
+        self._asked: asyncio.Future[None] | None = None  # for its figures
         self._sender = RequestSender(
             self._encoder,
             senders,
@@ -155,6 +158,15 @@ class Engine:
         if request_id in self.requests:
             self.tell(Finish(request_id, reason))
 
+    async def refresh_figures(self) -> None:
+        """Bring the engine's metrics up to date; without effect when it is gone. Cancelling it stops the wait only."""
+        if self.stopped is not None:
+            return
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.get_running_loop().create_future()
+            self.tell(AskFigures())
+        await asyncio.wait([self._asked])
+
     def reset_caches(self, number: int) -> asyncio.Future[None]:
         """Ask the core to forget what its caches hold; `number` has not been used before. Done when it has answered.
 
@@ -175,6 +187,8 @@ class Engine:
         requests, self.requests = self.requests, {}
         for sample in requests.values():
             sample.fail(EngineError(why, engine_gone=True))
+        if self._asked is not None:
+            self._asked.cancel()
         for reset in list(self._resets.values()):
             if not reset.done():
                 reset.set_exception(EngineError(why, engine_gone=True))
@@ -194,20 +208,28 @@ class Engine:
 
     def _handle(self, body: AnyMessage) -> None:
         match body:
-            case Outputs(outputs=outputs, stats=stats, counters=counters):
+            case Outputs(outputs=outputs):
                 for output in outputs:
                     self._on_output(output)
+            case Accepted(request_ids=request_ids):
+                self._on_accepted(request_ids)
+            case MediaMiss(request_id=request_id, hashes=hashes):
+                self._on_miss(request_id, hashes)
+            case Figures(stats=stats, counters=counters):
                 self._figures.update(stats, counters)
+                if self._asked is not None and not self._asked.done():
+                    self._asked.set_result(None)
+            case _:
+                self._handle_media(body)
+
+    def _handle_media(self, body: AnyMessage) -> None:
+        match body:
             case Consumed(messages=messages):
                 self._sender.consumed(messages)
             case Cached(items=items):
                 self.media.add(items)
             case Evicted(hashes=hashes):
                 self.media.drop(hashes)
-            case Accepted(request_ids=request_ids):
-                self._on_accepted(request_ids)
-            case MediaMiss(request_id=request_id, hashes=hashes):
-                self._on_miss(request_id, hashes)
             case Retracted() | Busy() | LastUsed() | Unwanted() if self._store is not None:
                 self._store.hear(self.number, body)
             case CachesReset(number=number):

@@ -84,6 +84,13 @@ class EngineClient:
         finally:
             engine.preparing -= samples
 
+    async def refresh_figures(self, seconds: float) -> None:
+        """Bring the engines' metrics up to date; those of an engine that does not answer in time stay as they are."""
+        asking = [asyncio.create_task(engine.refresh_figures()) for engine in self.engines]
+        await asyncio.wait(asking, timeout=seconds)
+        for task in asking:
+            task.cancel()
+
     async def reset_caches(self) -> None:
         """Empty the caches of every engine, but for what running requests use. Cancelling it stops the wait only.
 

@@ -29,6 +29,7 @@ from mini_engine.core.stored_media import StoredObjects
 from mini_engine.core.validation import problem_with
 from mini_engine.messages import (
     AnyMessage,
+    AskFigures,
     Attach,
     Cached,
     CachesReset,
@@ -36,6 +37,7 @@ from mini_engine.messages import (
     EngineLimits,
     EngineStats,
     Envelope,
+    Figures,
     Finish,
     FinishReason,
     MediaFailed,
@@ -101,7 +103,7 @@ class EngineCore:
         self._expire_media()
         while len(self.steps.in_flight) < self.max_in_flight and self._dispatch():
             pass
-        self.outbox.send(self._stats(), self._take_counters, self.media)
+        self.outbox.send(self.media)
 
     # --- receive -----------------------------------------------------------------------------------------------------
 
@@ -134,10 +136,10 @@ class EngineCore:
             case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
                 self._on_api_server_gone(sender, incarnation)
             case body:
-                self._handle_directory(body, sockets.identity(envelope.sender, envelope.incarnation), envelope)
+                self._handle_other(body, sockets.identity(envelope.sender, envelope.incarnation), envelope)
 
-    def _handle_directory(self, body: AnyMessage, peer: bytes, envelope: Envelope) -> None:
-        """What API servers say of cached media and of tensor messages."""
+    def _handle_other(self, body: AnyMessage, peer: bytes, envelope: Envelope) -> None:
+        """What API servers say beside their requests."""
         match body:
             case Attach():
                 self.links.send(peer, Cached(self.media.all_listed()))
@@ -146,6 +148,8 @@ class EngineCore:
             case Retract(numbers=numbers) if isinstance(self.media, StoredObjects):
                 for answer in self.media.retract(envelope.incarnation, numbers):
                     self.links.send(peer, answer)
+            case AskFigures():
+                self.links.send(peer, self._figures())
             case Withdraw(messages=messages):
                 self.steps.release += messages
             case ResetCaches(number=number):
@@ -342,9 +346,10 @@ class EngineCore:
     def _output(self, request: Request, output: RequestOutput) -> None:
         self.outbox.output(sockets.identity(request.sender, request.incarnation), output)
 
-    def _stats(self) -> EngineStats:
+    def _figures(self) -> Figures:
+        """The gauges, and what has happened since this was last asked."""
         running = len(self.scheduler.running)
-        return EngineStats(
+        stats = EngineStats(
             running,
             len(self.requests) - running,
             self.blocks.num_used,
@@ -355,12 +360,9 @@ class EngineCore:
             self.media.num_references,
             self.media.idle.oldest_seconds(),
         )
-
-    def _take_counters(self) -> EngineCounters:
-        """What has happened since this was last asked."""
         counters, self.scheduler.counters = self.scheduler.counters, Counters()
         evictions, self.media.num_evictions = self.media.num_evictions, 0
-        return EngineCounters(**dataclasses.asdict(counters), media_evictions=evictions)
+        return Figures(stats, EngineCounters(**dataclasses.asdict(counters), media_evictions=evictions))
 
 
 def run(child: Child) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
-
-import msgspec
 
 from mini_engine.core.directory import Directory
 from mini_engine.core.links import Links
@@ -13,8 +11,6 @@ from mini_engine.messages import (
     Accepted,
     Cached,
     Consumed,
-    EngineCounters,
-    EngineStats,
     Evicted,
     LastUsed,
     MessageId,
@@ -33,7 +29,6 @@ class Outbox:
         self._outputs: dict[bytes, list[RequestOutput]] = {}
         self._consumed: dict[bytes, list[MessageId]] = {}
         self._accepted: dict[bytes, list[str]] = {}
-        self._told: tuple[Any, ...] = ()  # figures that some peer knows
 
     def output(self, peer: bytes, output: RequestOutput) -> None:
         """Tokens, or the end, of a request."""
@@ -50,27 +45,16 @@ class Outbox:
         self._accepted.setdefault(peer, []).append(request_id)
 
     def forget(self, peer: bytes) -> None:
-        """A peer is dead. If it was the last to be told the figures, nobody shows them now."""
+        """A peer is dead."""
         for waiting in (self._outputs, self._consumed, self._accepted):
             waiting.pop(peer, None)
-        self._told = ()
 
-    def send(self, stats: EngineStats, take_counters: Callable[[], EngineCounters], media: Directory[Any]) -> None:
-        """Tell everybody everything. The figures go along with outputs; if they have changed without any, to one peer.
-
-        `take_counters` is asked only if somebody gets them.
-        """
+    def send(self, media: Directory[Any]) -> None:
+        """Tell everybody everything."""
         for peer, request_ids in self._accepted.items():
             self._links.send(peer, Accepted(request_ids))
-        figures = msgspec.structs.astuple(stats)[:-1]  # not the one that changes with time
-        if figures != self._told and not self._outputs and self._links.identities:
-            self._outputs[next(iter(self._links.identities.values()))] = []
-        if self._outputs:
-            counters = take_counters()
-            for peer, outputs in self._outputs.items():
-                self._links.send(peer, Outputs(outputs, stats, counters))
-                counters = EngineCounters()
-            self._told = figures
+        for peer, outputs in self._outputs.items():
+            self._links.send(peer, Outputs(outputs))
         for peer, messages in self._consumed.items():
             self._links.send(peer, Consumed(messages))
         self._accepted, self._outputs, self._consumed = {}, {}, {}

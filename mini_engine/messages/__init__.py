@@ -30,6 +30,7 @@ from mini_engine.messages.handshake import (
 )
 from mini_engine.messages.requests import (
     Accepted,
+    AskFigures,
     Attach,
     Busy,
     Cached,
@@ -40,6 +41,7 @@ from mini_engine.messages.requests import (
     EngineStats,
     EngineTimes,
     Evicted,
+    Figures,
     Finish,
     FinishReason,
     LastUsed,
@@ -88,6 +90,7 @@ from mini_engine.messages.tensors import (
 __all__ = [
     "Accepted",
     "AnyMessage",
+    "AskFigures",
     "Attach",
     "Busy",
     "Cached",
@@ -102,6 +105,7 @@ __all__ = [
     "EngineTimes",
     "Envelope",
     "Evicted",
+    "Figures",
     "Finish",
     "FinishReason",
     "Hello",
@@ -170,7 +174,7 @@ AnyMessage = (
     Hello | Init | Ready | Start | Serving | PeerGone
     | NewRequest | Finish | ResetCaches | Outputs | Consumed | CachesReset
     | Attach | Cached | Evicted | Accepted | MediaMiss
-    | Offer | Retract | Retracted | Busy | LastUsed | Unwanted | Withdraw
+    | Offer | Retract | Retracted | Busy | LastUsed | Unwanted | Withdraw | AskFigures | Figures
     | Step | StepResult | WorkerReady | MediaReady | MediaFailed
     | TensorMessage | ProbeResult | Segment | SegmentGrown
 )  # fmt: skip

@@ -191,7 +191,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """Gauges of one engine core at the moment of sending."""
+    """Gauges of one engine core at this moment."""
 
     running: int
     waiting: int
@@ -205,7 +205,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineCounters(msgspec.Struct, frozen=True, array_like=True):
-    """What has happened in an engine core since it last told; each event is told to one API server only."""
+    """What has happened in an engine core since it last told; each event is told once, to who asked."""
 
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # prompt tokens found
@@ -216,11 +216,20 @@ class EngineCounters(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outputs(Message, frozen=True):
-    """Core -> API server: what one retired step brought for its requests, and the engine's figures."""
+    """Core -> API server: what one retired step brought for its requests."""
 
     outputs: list[RequestOutput]
+
+
+class AskFigures(Message, frozen=True):
+    """API server -> core: somebody reads the metrics."""
+
+
+class Figures(Message, frozen=True):
+    """Core -> API server, at once: the answer."""
+
     stats: EngineStats
-    counters: EngineCounters = EngineCounters()
+    counters: EngineCounters
 
 
 class CachesReset(Message, frozen=True):

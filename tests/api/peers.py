@@ -17,6 +17,7 @@ import zmq.asyncio
 from mini_engine.messages import (
     Accepted,
     AnyMessage,
+    AskFigures,
     Attach,
     Cached,
     CachedMedia,
@@ -26,6 +27,7 @@ from mini_engine.messages import (
     EngineStats,
     EngineTimes,
     Evicted,
+    Figures,
     Finish,
     MediaItem,
     MediaMiss,
@@ -141,7 +143,7 @@ class ScriptedCore:
         self.script = script
         self.hold = False
         self.cached = 0  # tokens that each prompt finds in the prefix cache
-        self.counters = EngineCounters()  # told with every output
+        self.counters = EngineCounters()  # told to who asks
         self.accepts = True
         self.keeps = False
         self.kept: dict[bytes, CachedMedia] = {}
@@ -149,6 +151,7 @@ class ScriptedCore:
         self.attached: list[bytes] = []
         self.misses: list[MediaMiss] = []
         self.answers_resets = True
+        self.answers_figures = True
         self.resets: list[int] = []
         self.withdrawn: list[MessageId] = []
         self.requests: list[NewRequest] = []
@@ -176,6 +179,8 @@ class ScriptedCore:
                     self.finishes.append(finish)
                     if request_id in self.running:
                         await self.end(self.running[request_id], reason)
+                case AskFigures() if self.answers_figures:
+                    await self._socket.send_multipart([peer, self._encoder.encode(Figures(STATS, self.counters))])
                 case Withdraw(messages=messages):
                     self.withdrawn += messages
                 case ResetCaches(number=number):
@@ -281,7 +286,7 @@ class ScriptedCore:
             await self._send(request, Consumed(messages))
 
     async def _outputs(self, request: NewRequest, output: RequestOutput) -> None:
-        await self._send(request, Outputs([output], STATS, self.counters))
+        await self._send(request, Outputs([output]))
 
     async def _send(self, request: NewRequest, body: AnyMessage) -> None:
         await self._socket.send_multipart([self._peers[request.request_id], self._encoder.encode(body)])

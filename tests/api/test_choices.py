@@ -191,12 +191,31 @@ def test_resetting_the_caches(processor: MediaProcessor, tmp_path: Path, monkeyp
     asyncio.run(scenario())
 
 
-def test_the_engines_counters_are_added(processor: MediaProcessor, tmp_path: Path) -> None:
+def test_the_engines_figures_are_asked_for_when_the_metrics_are_read(processor: MediaProcessor, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor, "a red")) as served:
             hits = metric("prefix_cache_hits_total", engine="0")
             served.core.counters = EngineCounters(10, 4, 0, 0, 0)
-            await served.ask()
-            await eventually(lambda: metric("prefix_cache_hits_total", engine="0") == hits + 2 * 4)  # two outputs
+            both = await asyncio.gather(served.http.get("/metrics"), served.http.get("/metrics"))
+            assert (
+                f'mini_engine:prefix_cache_hits_total{{engine="0"}} {hits + 4}' in both[0].text
+            )  # asked once for both
+            assert (await served.http.get("/metrics")).status_code == 200
+            assert metric("prefix_cache_hits_total", engine="0") == hits + 2 * 4
+
+    asyncio.run(scenario())
+
+
+def test_the_metrics_can_be_read_though_an_engine_is_silent_or_gone(
+    processor: MediaProcessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "FIGURES_SECONDS", 0.2)
+
+    async def scenario() -> None:
+        async with serve(processor, tmp_path, words(processor, "a red")) as served:
+            served.core.answers_figures = False
+            assert "mini_engine:num_requests_running" in (await served.http.get("/metrics")).text
+            served.frontend.engines.stop("gone")
+            assert "mini_engine:num_requests_running" in (await served.http.get("/metrics")).text
 
     asyncio.run(scenario())

@@ -8,14 +8,12 @@ from mini_engine.bench.engine_alone import Arrival, Generation
 from mini_engine.bench.engine_step import WARM_UP_STEPS, Requests, engine_config, step_seconds
 from mini_engine.bench.report import BenchError
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.messages import EngineStats, Outputs, RequestOutput
-
-STATS = EngineStats(0, 0, 0, 0)
+from mini_engine.messages import Outputs, RequestOutput
 
 
 def arrival(when: float, tokens: dict[str, int], finish: bool = False) -> Arrival:
     outputs = [RequestOutput(name, [7] * count, "length" if finish else None) for name, count in tokens.items()]
-    return Arrival(when, Outputs(outputs, STATS))
+    return Arrival(when, Outputs(outputs))
 
 
 def warm(*names: str) -> list[Arrival]:

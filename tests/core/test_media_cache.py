@@ -81,7 +81,7 @@ def test_the_longest_unused_makes_room_and_use_is_use_by_name_too():
     finish(world, "by name")
     seen(world, "r3", 3, C)
     assert world.listed == {A, C}
-    assert world.counters["media_evictions"] == 1
+    assert world.figures().counters.media_evictions == 1
     world.assert_at_rest()
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
-import msgspec
-
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.core.engine_core import EngineCore
 from mini_engine.core.kept_media import KeptMedia
 from mini_engine.core.limits import budgets, engine_limits
 from mini_engine.messages import (
     Accepted,
+    AskFigures,
     Cached,
     Consumed,
     EngineTimes,
     Envelope,
     Evicted,
+    Figures,
     MediaItem,
     MediaMiss,
     MediaReady,
@@ -55,7 +53,6 @@ class World:
         self.errors: dict[str, str] = {}
         self.times: dict[str, list[EngineTimes]] = {}
         self.cached: dict[str, int] = {}
-        self.counters = Counter()
         self.consumed: list[MessageId] = []
         self.accepted: list[str] = []
         self.listed: set[bytes] = set()  # its copy of the media directory
@@ -83,7 +80,6 @@ class World:
         self.core.turn()
         for _, body in self.links.sent:
             if isinstance(body, Outputs):
-                self.counters.update(msgspec.structs.asdict(body.counters))
                 for output in body.outputs:
                     self._take(output)
             elif isinstance(body, Consumed):
@@ -109,6 +105,12 @@ class World:
         if output.finish_reason:
             self.ends.setdefault(output.request_id, []).append(output.finish_reason)
             self.errors[output.request_id] = output.error
+
+    def figures(self) -> Figures:
+        """What the engine says when it is asked; it counts anew from then on."""
+        self.receive(AskFigures())
+        self.turn()
+        return next(body for body in reversed(self.told) if isinstance(body, Figures))
 
     @property
     def started(self):
