@@ -337,7 +337,8 @@ def generating(ground: Ground) -> Iterator[Reached]:
 
 
 STAGES: list[Callable[[Ground], contextlib.AbstractContextManager[Reached]]] = [
-    queued, decoding, processing, storing, sent, received, waiting, waiting_on_kept_media, prefilling, encoding, generating,
+    queued, decoding, processing, storing, sent, received,
+    waiting, waiting_on_kept_media, prefilling, encoding, generating,
 ]  # fmt: skip
 SETUPS = [Setup(*setup) for setup in itertools.product(CACHES, ("torch_shm", "direct_rpc"), (1, 2))]
 FAST = [Setup(cache, "torch_shm", 1) for cache in ("lru", "shm")]
