@@ -75,8 +75,7 @@ class _DecodeGroup:
     """Consecutive single-token rows, the longest context first.
 
     `_blocks`: int64 `[rows, width]`, and `_table` the same flat on the device. `_mask`: additive, on the device,
-    `[rows, 1, 1, width * block_size]`; None where nothing is masked. `_newest`: int64 `[rows]`, the place in the
-    flat mask of each row's last token.
+    `[rows, 1, 1, width * block_size]`; None where nothing is masked.
     """
 
     def __init__(self, cache: KVCache, singles: Sequence[Span], rows: slice) -> None:
@@ -98,12 +97,20 @@ class _DecodeGroup:
         device, dtype = self._cache.storage.device, self._cache.storage.dtype
         length = self._blocks.shape[1] * self._cache.block_size
         self._table = torch.from_numpy(self._blocks.ravel()).to(device)
-        self._mask: Tensor | None = None
-        if contexts[-1] < length:
-            additive = np.where(np.arange(length) < contexts[:, None], np.float32(0), np.float32(-np.inf))
-            self._mask = torch.from_numpy(additive[:, None, None]).to(device=device, dtype=dtype)
-        self._newest = np.arange(len(contexts)) * length + contexts - 1
+        # Wider than a mask by a block: each step looks at it from one place further left, and so sees one token more.
+        visible = np.arange(length + self._cache.block_size) < contexts[:, None] + self._cache.block_size
+        additive = np.where(visible, np.float32(0), np.float32(-np.inf))
+        self._masks = torch.from_numpy(additive[:, None, None]).to(device=device, dtype=dtype)
+        self._left = self._cache.block_size
         self._length = length
+        self._mask = self._mask_of(contexts)
+
+    def _mask_of(self, contexts: np.ndarray) -> Tensor | None:
+        if contexts.item(-1) == self._length:
+            return None
+        mask = self._masks[..., self._left : self._left + self._length]
+        # CUDA's kernels read a mask by several numbers at a time, from aligned addresses.
+        return mask if mask.device.type == "cpu" else mask.clone(memory_format=torch.contiguous_format)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         count, (kv_heads, dim) = self.rows.stop - self.rows.start, keys.shape[2:]
@@ -128,11 +135,8 @@ class _DecodeGroup:
             return
         if mine:
             self._table = torch.from_numpy(self._blocks.ravel()).to(self._table.device)
-        assert self._mask is not None  # else all blocks were full
-        self._newest += 1
-        self._mask.view(-1).index_fill_(0, torch.from_numpy(self._newest).to(self._table.device), 0)
-        if contexts.item(-1) == self._length:
-            self._mask = None
+        self._left -= 1
+        self._mask = self._mask_of(contexts)
 
 
 @dataclass(frozen=True)
