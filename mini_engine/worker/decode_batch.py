@@ -18,7 +18,7 @@ from mini_engine.worker.batch import FlatBatch
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.paged_attention import CausalMask, PagedAttention, Span
 
-# Steps after which the sequences get their tokens at the latest. At once for all costs a twentieth of one by one.
+# Steps after which the sequences get their tokens at the latest: what a batch keeps must not grow with its answers.
 MOST_TAKEN = 64
 
 
