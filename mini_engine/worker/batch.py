@@ -33,19 +33,22 @@ class FlatBatch:
     """All tokens of a step, chunks one after the other in the order that attention wants.
 
     Tensors are int64 on the CPU: `token_ids` `[n]`, `positions` `[3, n]`, `slots` `[n]` (block * block_size + place),
-    `last_rows` `[s]`, the last row of each chunk that samples. `sampled` are the sequences of these, and `stops`, int64
-    `[s]`, the indices in them of the tokens to be sampled. `in_prompt` are the chunks that begin in a prompt: others
-    have no media. `greedy`: nobody wants more than the largest logit.
+    `last_rows` `[s]`, the last row of each chunk that samples. `sampled` are the sequences of these, `names` their
+    request ids, and `stops`, int64 `[s]`, the indices in them of the tokens to be sampled. `in_prompt` are the chunks
+    that begin in a prompt: others have no media. `greedy`: nobody wants more than the largest logit; `adjusts`:
+    somebody's logits depend on the tokens so far.
     """
 
     in_prompt: list[Part]
     sampled: list[SequenceState]
+    names: list[str]
     stops: np.ndarray
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
     last_rows: Tensor
     greedy: bool
+    adjusts: bool
 
     @property
     def decodes(self) -> bool:
@@ -81,12 +84,14 @@ def build_batch(work: Sequence[tuple[Chunk, SequenceState]], block_size: int) ->
     batch = FlatBatch(
         in_prompt=[part for part in parts if part.chunk.start < part.sequence.prompt_length],
         sampled=[part.sequence for part in sampled],
+        names=[part.chunk.request_id for part in sampled],
         stops=np.array([part.stop for part in sampled], dtype=np.int64),
         token_ids=token_ids[0],
         positions=positions,
         slots=slots[0],
         last_rows=torch.tensor([part.first + part.chunk.num_tokens - 1 for part in sampled], dtype=torch.int64),
         greedy=all(part.sequence.recipe.plain for part in sampled),
+        adjusts=any(part.sequence.recipe.adjusts for part in sampled),
     )
     return batch, [spans[i] for i in order]
 

@@ -6,8 +6,11 @@ that. `build_batch` and a new `PagedAttention` give the same, always, and are wh
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from mini_engine.messages import Chunk
@@ -15,9 +18,14 @@ from mini_engine.worker.batch import FlatBatch
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.paged_attention import CausalMask, PagedAttention, Span
 
+# Steps after which the sequences get their tokens at the latest: what a batch keeps must not grow with its answers.
+MOST_TAKEN = 64
+
 
 class DecodeBatch:
     """Owns `batch` and `attend` of a step, and changes them in place for the next.
+
+    What its sequences sample is kept here, and in them only after `settle`: before anybody reads their tokens.
 
     Args:
         chunks: the step's chunks, in the core's order.
@@ -29,20 +37,41 @@ class DecodeBatch:
         self, chunks: Sequence[Chunk], batch: FlatBatch, attend: PagedAttention, cache: KVCache, causal: CausalMask
     ) -> None:
         assert batch.decodes
-        self.batch = batch
+        # One array, which one addition takes a token on; in numpy, where that costs a third of what it does in torch.
+        self._rows = np.vstack((batch.positions.numpy(), batch.slots.numpy(), batch.stops))
+        positions, slots, stops = self._rows[:3], self._rows[3], self._rows[4]
+        self.batch = dataclasses.replace(
+            batch, positions=torch.from_numpy(positions), slots=torch.from_numpy(slots), stops=stops
+        )
         self.attend = attend
         self._cache = cache
         self._causal = causal
         self._names = [chunk.request_id for chunk in chunks]
         self._starts = [chunk.start for chunk in chunks]
         self._steps = 0  # that this batch has gone on since
-        # In numpy, where a small operation costs a third of what it does in torch.
-        self._slots = batch.slots.numpy()
-        self._positions = batch.positions.numpy()
+        # Rows by the step, modulo the block size, before which they have filled their blocks.
+        self._entering: dict[int, list[int]] = {}
+        for row, stop in enumerate(stops.tolist()):
+            self._entering.setdefault(-stop % cache.block_size, []).append(row)
+        self._taken: list[list[int]] = []  # the tokens of each step that are not in the sequences
+        self._settled = stops.copy()  # where in the sequences they belong
 
-    def take(self, tokens: Tensor) -> None:
-        """int64 `[n]`, what was sampled: the next step's input."""
+    def take(self, tokens: Tensor, values: list[int]) -> None:
+        """int64 `[n]`, what was sampled, and the same in Python: the next step's input."""
         self.batch.token_ids.copy_(tokens)
+        self._taken.append(values)
+        if len(self._taken) == MOST_TAKEN:
+            self.settle()
+
+    def settle(self) -> None:
+        """Put what was taken into the sequences; later tokens, from before a restart, are gone."""
+        if not self._taken:
+            return
+        by_sequence = zip(*self._taken, strict=True)
+        for sequence, start, tokens in zip(self.batch.sampled, self._settled.tolist(), by_sequence, strict=True):
+            sequence.tokens.extend_at(start, tokens)
+        self._settled += len(self._taken)
+        self._taken.clear()
 
     def advance(self, chunks: Sequence[Chunk]) -> bool:
         """Go on to a step with these chunks, whose blocks are in the tables already.
@@ -52,15 +81,12 @@ class DecodeBatch:
         if not self._follows(chunks):
             return False
         size, stops, sequences = self._cache.block_size, self.batch.stops, self.batch.sampled
-        self._positions += 1
-        self._slots += 1
         # `stops` are now this step's tokens. Each is next to the one before, or the first in a block.
-        entered = [
-            (row, sequences[row].blocks[stops.item(row) // size]) for row in (stops % size == 0).nonzero()[0].tolist()
-        ]
+        rows = self._entering.get((self._steps - 1) % size, ())
+        entered = [(row, sequences[row].blocks[stops.item(row) // size]) for row in rows]
+        self._rows += 1
         for row, block in entered:
-            self._slots[row] = block * size
-        stops += 1
+            self._rows[3, row] = block * size
         slots = self.batch.slots.to(self._cache.storage.device)
         if not self.attend.advance(slots, stops, entered):
             spans = [Span(stop - 1, 1, one.blocks.array) for one, stop in zip(sequences, stops.tolist(), strict=True)]

@@ -133,10 +133,17 @@ class ModelRunner:
         return self._model.encode_vision(self._normalise(joined, self._dtype), grids)
 
     def _forget(self, finished: Sequence[str]) -> None:
+        if finished:
+            # They may be in the batch, which would keep them alive; and the next of that name is another.
+            self._end_decode()
         for request_id in finished:
-            # It may be in the batch, which would keep it alive; and the next of its name is another.
-            self._decode = None
             del self._sequences[request_id]
+
+    def _end_decode(self) -> None:
+        """The last step's batch is not carried on; its sequences get their tokens."""
+        if self._decode is not None:
+            self._decode.settle()
+            self._decode = None
 
     def _begin(self, started: Sequence[NewSequence]) -> None:
         for new in started:
@@ -162,6 +169,7 @@ class ModelRunner:
             return []
         self._take_blocks(chunks)
         if self._decode is None or not self._decode.advance(chunks):
+            self._end_decode()
             return self._compute_anew(chunks)
         return self._run(self._decode.batch, self._decode.attend)
 
@@ -203,16 +211,19 @@ class ModelRunner:
         elif batch.greedy:
             sampled = sampler.sample_plain(logits)
         else:
+            if self._decode is not None and batch.adjusts:
+                self._decode.settle()
             sampled = sampler.sample(logits, list(map(_sampler_row, batch.sampled, batch.stops.tolist())))
         chosen = self._tp.broadcast(sampled.tokens)
-        if self._decode is not None:
-            self._decode.take(chosen)
         tokens: list[int] = chosen.tolist()
-        for sequence, stop, token in zip(batch.sampled, batch.stops.tolist(), tokens, strict=True):
-            sequence.tokens.put(stop, token)  # later ones, from before a restart, are gone
+        if self._decode is not None:
+            self._decode.take(chosen, tokens)
+        else:
+            for sequence, stop, token in zip(batch.sampled, batch.stops.tolist(), tokens, strict=True):
+                sequence.tokens.put(stop, token)  # later ones, from before a restart, are gone
         if self._tp.rank != 0:
             return []
-        result = [SampledToken(seq.request_id, token) for seq, token in zip(batch.sampled, tokens, strict=True)]
+        result = list(map(SampledToken, batch.names, tokens))
         for i, report in sampled.logprobs.items():
             result[i] = SampledToken(result[i].request_id, result[i].token_id, report)
         return result

@@ -72,7 +72,7 @@ class CausalMask:
 
 
 class _DecodeGroup:
-    """Consecutive single-token rows.
+    """Consecutive single-token rows, the longest context first.
 
     `_blocks`: int64 `[rows, width]`, and `_table` the same flat on the device. `_mask`: additive, on the device,
     `[rows, 1, 1, width * block_size]`; None where nothing is masked.
@@ -80,6 +80,7 @@ class _DecodeGroup:
 
     def __init__(self, cache: KVCache, singles: Sequence[Span], rows: slice) -> None:
         self.rows = rows
+        self._cache = cache
         spans, size = singles[rows], cache.block_size
         contexts = np.array([span.context for span in spans])
         used = (-(-contexts // size)).tolist()
@@ -89,15 +90,27 @@ class _DecodeGroup:
             if length < used[0]:
                 # Its own block and no other's: whatever that one held would reach this sequence if it is not finite.
                 self._blocks[row, length:] = span.blocks[length - 1]
-        self._length = used[0] * size
-        self._device = cache.storage.device
-        self._table = torch.from_numpy(self._blocks.ravel()).to(self._device)
-        self._mask: Tensor | None = None
-        if contexts[-1] < self._length:
-            additive = np.where(np.arange(self._length) < contexts[:, None], np.float32(0), np.float32(-np.inf))
-            self._mask = torch.from_numpy(additive[:, None, None]).to(device=self._device, dtype=cache.storage.dtype)
-        # What a context adds to be the place of its last token in the flat mask.
-        self._last = np.arange(len(spans)) * self._length - 1
+        self._lay_out(contexts)
+
+    def _lay_out(self, contexts: np.ndarray) -> None:
+        """Make all that follows from `_blocks` and the rows' contexts."""
+        device, dtype = self._cache.storage.device, self._cache.storage.dtype
+        length = self._blocks.shape[1] * self._cache.block_size
+        self._table = torch.from_numpy(self._blocks.ravel()).to(device)
+        # Wider than a mask by a block: each step looks at it from one place further left, and so sees one token more.
+        visible = np.arange(length + self._cache.block_size) < contexts[:, None] + self._cache.block_size
+        additive = np.where(visible, np.float32(0), np.float32(-np.inf))
+        self._masks = torch.from_numpy(additive[:, None, None]).to(device=device, dtype=dtype)
+        self._left = self._cache.block_size
+        self._length = length
+        self._mask = self._mask_of(contexts)
+
+    def _mask_of(self, contexts: np.ndarray) -> Tensor | None:
+        if contexts.item(-1) == self._length:
+            return None
+        mask = self._masks[..., self._left : self._left + self._length]
+        # CUDA's kernels read a mask by several numbers at a time, from aligned addresses.
+        return mask if mask.device.type == "cpu" else mask.clone(memory_format=torch.contiguous_format)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         count, (kv_heads, dim) = self.rows.stop - self.rows.start, keys.shape[2:]
@@ -105,20 +118,25 @@ class _DecodeGroup:
         k, v = (x.index_select(0, self._table).view(count, -1, kv_heads, dim).transpose(1, 2) for x in (keys, values))
         return F.scaled_dot_product_attention(queries, k, v, attn_mask=self._mask).flatten(1, 2)
 
-    def advance(self, contexts: np.ndarray, entered: Sequence[tuple[int, int]], block_size: int) -> bool:
-        """See `PagedAttention.advance`; False if the longest of these contexts needs one more block."""
-        if contexts[0] > self._length:
-            return False
+    def outgrown(self, contexts: np.ndarray) -> bool:
+        """Whether the longest of these contexts needs one more block."""
+        return contexts.item(0) > self._length
+
+    def advance(self, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> None:
+        """See `PagedAttention.advance`; contexts of this group's rows alone."""
+        outgrown = self.outgrown(contexts)
+        if outgrown:
+            self._blocks = np.concatenate((self._blocks, self._blocks[:, -1:]), axis=1)
         mine = [(row - self.rows.start, block) for row, block in entered if self.rows.start <= row < self.rows.stop]
         for row, block in mine:
-            self._blocks[row, (contexts.item(row) - 1) // block_size :] = block
+            self._blocks[row, (contexts.item(row) - 1) // self._cache.block_size :] = block
+        if outgrown:
+            self._lay_out(contexts)
+            return
         if mine:
-            self._table = torch.from_numpy(self._blocks.ravel()).to(self._device)
-        assert self._mask is not None  # else all blocks were full
-        self._mask.view(-1).index_fill_(0, torch.from_numpy(contexts + self._last).to(self._device), 0)
-        if contexts[-1] == self._length:
-            self._mask = None
-        return True
+            self._table = torch.from_numpy(self._blocks.ravel()).to(self._table.device)
+        self._left -= 1
+        self._mask = self._mask_of(contexts)
 
 
 @dataclass(frozen=True)
@@ -163,7 +181,7 @@ class PagedAttention:
         self._cache = cache
         self._slots = slots
         singles = [span for span in spans if span.length == 1]
-        self._groups = [_DecodeGroup(cache, singles, rows) for rows in _cut(cache, singles)]
+        self._groups = [_DecodeGroup(cache, singles, rows) for rows in _cut(cache, [span.context for span in singles])]
         self._prefills: list[_Prefill] = []
         first = len(singles)
         for span in spans[first:]:
@@ -194,13 +212,17 @@ class PagedAttention:
         self._slots = slots
         # While no group's longest row needs another block, `_cut` would cut as it did: within a group padding shrinks,
         # and the row that did not join it, being the next group's longest, has kept its length.
-        size = self._cache.block_size
-        return all(group.advance(contexts[group.rows], entered, size) for group in self._groups)
+        if any(group.outgrown(contexts[group.rows]) for group in self._groups):
+            if list(_cut(self._cache, contexts.tolist())) != [group.rows for group in self._groups]:
+                return False
+        for group in self._groups:
+            group.advance(contexts[group.rows], entered)
+        return True
 
 
-def _cut(cache: KVCache, singles: Sequence[Span]) -> Iterator[slice]:
+def _cut(cache: KVCache, contexts: Sequence[int]) -> Iterator[slice]:
     """Groups of rows, longest first: a row joins while its padding and the group's size stay within bounds."""
-    lengths = [-(-span.context // cache.block_size) for span in singles]
+    lengths = [-(-context // cache.block_size) for context in contexts]
     pad, most = PAD_BYTES // cache.block_bytes, GROUP_BYTES // cache.block_bytes
     first = 0
     for row, length in enumerate(lengths):

@@ -19,7 +19,6 @@ company, after a preemption, and on any number of ranks. Knows nothing of sequen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -65,8 +64,7 @@ class Row(NamedTuple):
     tokens: np.ndarray
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """`tokens`: int64 `[n]` on the logits' device. `logprobs`: by row, for those that ask: the token itself, then the
     likeliest."""
 

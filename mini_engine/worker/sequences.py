@@ -92,8 +92,8 @@ class SequenceState:
         """
         first = 0 if chunk.restart else len(self.blocks)
         self.blocks.extend_at(first, chunk.block_ids)
-        filled = (chunk.start + chunk.num_tokens) // block_size
-        return [b for i, b in enumerate(chunk.block_ids, first) if i >= filled and i * block_size >= chunk.start]
+        filled, computed = (chunk.start + chunk.num_tokens) // block_size, -(-chunk.start // block_size)
+        return chunk.block_ids[max(0, filled - first, computed - first) :]
 
     def position(self, index: int) -> int:
         """Position of a token past the prompt."""

@@ -44,6 +44,7 @@ def main() -> None:
         requests = tiny.mixed_requests(media, **sampling)
         *steps, last = script.write_steps(requests, COUNT, 64, BLOCK_SIZE, NUM_BLOCKS)
         results[name] = script.run(runner, steps)
+        runner._end_decode()
         results["kept"] = [state.tokens.array.tolist() for state in runner._sequences.values()]
         runner.execute(last)
     first, second = requests_that_share(media)

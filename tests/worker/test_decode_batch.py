@@ -15,12 +15,13 @@ from mini_engine.model.config import ModelConfig
 from mini_engine.model.qwen2_5_vl import AttentionShape
 from mini_engine.worker import paged_attention
 from mini_engine.worker.batch import FlatBatch, build_batch
-from mini_engine.worker.decode_batch import DecodeBatch
+from mini_engine.worker.decode_batch import MOST_TAKEN, DecodeBatch
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.paged_attention import CausalMask, PagedAttention
 from mini_engine.worker.sequences import SequenceState
 from tests.worker import script, tiny
+from tests.worker.conftest import NUM_BLOCKS
 
 SIZE, CPU = 4, torch.device("cpu")
 NAMES = "abcdef"
@@ -105,10 +106,12 @@ def play(config: ModelConfig, lengths: list[int], steps: list[dict[str, str]]) -
         else:
             kept = DecodeBatch(chunks, batch, attend, CACHE, CAUSAL) if batch.decodes else None
         tokens = [(31 * number + 7 * i) % 190 for i in range(len(batch.sampled))]
-        for state, stop, token in zip(batch.sampled, batch.stops.tolist(), tokens, strict=True):
-            state.tokens.put(stop, token)
         if kept is not None:
-            kept.take(torch.tensor(tokens))
+            kept.take(torch.tensor(tokens), tokens)
+            kept.settle()
+        else:
+            for state, stop, token in zip(batch.sampled, batch.stops.tolist(), tokens, strict=True):
+                state.tokens.put(stop, token)
     return carried
 
 
@@ -135,13 +138,35 @@ def test_an_undisturbed_batch_is_never_built_anew(config):
     assert play(config, [5, 3, 2], [{}] * 42) == 40
 
 
-def test_attention_is_made_anew_only_when_the_longest_of_a_group_fills_a_block(config, monkeypatch):
+@pytest.mark.parametrize(("most", "made_anew"), [(1 << 30, 0), (12, 3)])
+def test_attention_is_made_anew_only_when_the_groups_change(most, made_anew, config, monkeypatch):
+    """Three rows stay one group; or they are in groups of 3, of 2 and 1, of 1 and 2, and at last of one each."""
     made = []
     monkeypatch.setattr(
         "mini_engine.worker.decode_batch.PagedAttention", lambda *a: made.append(a) or PagedAttention(*a)
     )
-    play(config, [5, 3, 2], [{}] * 42)  # the longest is at 6 first
-    assert len(made) == 10
+    monkeypatch.setattr(paged_attention, "GROUP_BYTES", most * CACHE.block_bytes)
+    play(config, [5, 4, 4], [{}] * 42)
+    assert len(made) == made_anew
+
+
+def test_the_sequences_get_what_was_taken(config):
+    """Without `settle` once there is much of it. One has a later token, from before a restart, which goes."""
+    core = Core(config, [4])
+    core.step({})
+    state = core.sequences["a"]
+    state.tokens.extend_at(4, [7, 8, 9])
+    state.blocks.extend_at(0, range(40))
+    chunks = [Chunk("a", 4 + i, 1, [], True) for i in range(MOST_TAKEN + 6)]
+    batch, spans = build_batch([(chunks[0], state)], SIZE)
+    ours = DecodeBatch(chunks[:1], batch, PagedAttention(CACHE, batch.slots, spans, CAUSAL), CACHE, CAUSAL)
+    for i, chunk in enumerate(chunks):
+        assert i == 0 or ours.advance([chunk])
+        ours.take(torch.tensor([i]), [i])
+    assert state.tokens.array[4:].tolist() == [7, *range(MOST_TAKEN)]
+    for _ in range(2):
+        ours.settle()
+        assert state.tokens.array[4:].tolist() == [7, *range(len(chunks))]
 
 
 @pytest.mark.parametrize(
@@ -187,3 +212,14 @@ def test_a_finished_sequence_is_not_kept_by_the_batch(make_runner, monkeypatch):
     assert runner._decode is None
     monkeypatch.setattr(DecodeBatch, "advance", lambda *_: False)
     assert run(make_runner(media)) == ours
+
+
+def test_penalties_see_the_tokens_of_a_carried_batch(make_runner, monkeypatch):
+    def run() -> dict[str, list[int]]:
+        media = tiny.MemoryMedia()
+        requests = tiny.mixed_requests(media, frequency_penalty=2.0)
+        return script.run(make_runner(media), script.write_steps(requests, 20, 100_000, 16, NUM_BLOCKS))
+
+    ours = run()
+    monkeypatch.setattr(DecodeBatch, "advance", lambda *_: False)
+    assert run() == ours

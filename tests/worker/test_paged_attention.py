@@ -87,7 +87,9 @@ def test_groups_keep_both_bounds(monkeypatch):
     spans = random_spans(np.random.default_rng(7), [(n, 1) for n in (3, 7, 8, 40, 41, 42, 120, 121)], 4)
     monkeypatch.setattr(paged_attention, "PAD_BYTES", 2 * cache.block_bytes)
     monkeypatch.setattr(paged_attention, "GROUP_BYTES", 33 * cache.block_bytes)
-    groups = [[span.context for span in spans[rows]] for rows in paged_attention._cut(cache, spans)]
+    groups = [
+        [span.context for span in spans[rows]] for rows in paged_attention._cut(cache, [span.context for span in spans])
+    ]
     assert groups == [[122], [121], [43, 42, 41], [9, 8, 4]]
 
 
