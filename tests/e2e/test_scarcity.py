@@ -37,6 +37,11 @@ def sized(seed: int, side: int = 84, num_frames: int = 8, kind: str | None = Non
     return Asked(question.text, question.answer, [("video_url", video_url(clip, "mp4", "mpeg4"))])
 
 
+@pytest.fixture(scope="module")
+def forty() -> list[Asked]:
+    return [ask_video(seed) for seed in range(300, 340)]
+
+
 def right(asked: Sequence[Asked]) -> list[str]:
     return [one.answer for one in asked]
 
@@ -120,20 +125,19 @@ def test_an_item_that_the_store_does_not_take_goes_by_the_queue_and_is_counted()
 
 
 @pytest.mark.parametrize("cache", CACHE_TYPES)
-def test_a_cache_that_evicts_all_the_time_still_hits_and_is_right(cache):
+def test_a_cache_that_evicts_all_the_time_still_hits_and_is_right(cache, forty):
     """Room for about sixteen of the videos; every second request asks for one of four of them."""
     rng = random.Random(5)
-    asked = [ask_video(seed) for seed in range(300, 340)]
     flags = ["--api-server-count", "2", "--mm-processor-cache-type", cache, "--mm-processor-cache-gb", "0.0023"]
     with RunningServer(*flags) as server:
         hits = evictions = 0.0
         for _ in range(3):
-            some = [rng.choice(asked[:4] if rng.random() < 0.5 else asked) for _ in range(60)]
+            some = [rng.choice(forty[:4] if rng.random() < 0.5 else forty) for _ in range(50)]
             assert ask_all(server, some, 12) == right(some)
             assert server.total("mm_cache_hits_total") >= hits + 10
             assert server.total("mm_cache_evictions_total") > evictions
             hits, evictions = server.total("mm_cache_hits_total"), server.total("mm_cache_evictions_total")
-        hang_up_at_once(server, asked[:12], rng, 0.3)
+        hang_up_at_once(server, forty[:12], rng, 0.3)
         assert_nothing_held(server)
 
 
@@ -141,8 +145,8 @@ def test_a_cache_that_evicts_all_the_time_still_hits_and_is_right(cache):
 
 
 @pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_256_descriptors_in_each_process_are_enough(engines):
-    asked = [ask_video(seed) for seed in range(28)]
+def test_256_descriptors_in_each_process_are_enough(engines, forty):
+    asked = forty[:28]
     server = RunningServer("-tp", "2", "-dp", str(engines), "--api-server-count", "2")
     server.command = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *server.command]
     with server:
