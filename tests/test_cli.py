@@ -52,6 +52,13 @@ def test_every_field_can_be_set_by_its_environment_variable():
             assert config.flag_of(field.name) in str(error)
 
 
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
+def test_a_number_that_is_not_finite_is_refused(text):
+    for name in ("mm_processor_cache_gb", "startup_timeout"):
+        with pytest.raises(ConfigError, match="not a finite number"):
+            parse([], {config.env_of(name): text})
+
+
 def test_a_flag_wins_over_the_environment():
     environ = {"MINI_ENGINE_MAX_NUM_SEQS": "3", "MINI_ENGINE_ASYNC_SCHEDULING": "false"}
     settings = parse(["--max-num-seqs", "5"], environ)

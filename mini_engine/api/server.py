@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -71,12 +70,14 @@ def run(child: Child) -> None:
         gc.collect()
         gc.freeze()
         asyncio.run(_main(child, init, front))
+        status = 0
     except ConfigError as error:
         logger.error("%s", error)
-        sys.exit(1)
-    # All is closed. The interpreter would take seconds more to free what the kernel frees anyway.
+        status = 1
+    # All is closed. The interpreter would take seconds more to free what the kernel frees anyway, and libraries would
+    # print what they leak below an error's one line.
     logging.shutdown()
-    os._exit(0)
+    os._exit(status)
 
 
 def load(init: Init) -> ModelFront:

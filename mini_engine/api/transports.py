@@ -71,7 +71,7 @@ def connect_store(
     except TransportError as error:
         raise ConfigError(
             f"--mm-processor-cache-type {config.mm_processor_cache_type}: media cannot be kept in shared memory: "
-            f"{error}. Use --mm-processor-cache-type lru."
+            f"{error}. Use --mm-processor-cache-type lru, or no cache: --mm-processor-cache-gb 0."
         ) from error
     return store
 

@@ -1,0 +1,242 @@
+"""A running server with too little of something: cache, descriptors, /dev/shm, memory. It serves, or says why not."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from mini_engine.demo import questions, videos
+from tests.e2e.asked import Asked, ask_video, video_url
+from tests.e2e.running_server import ROOT, RunningServer
+from tests.e2e.test_media_cache import ask, ask_all
+from tests.e2e.test_topologies import assert_at_rest, hang_up
+
+CACHE_TYPES = ("shm", "lru")
+AS_IT_IS = [  # videos reach the model in the size and with all the frames that they are rendered with
+    "--media-io-kwargs", '{"video": {"num_frames": 96}}',
+    "--mm-processor-kwargs", '{"size": {"shortest_edge": 3136, "longest_edge": 40000000}}',
+]  # fmt: skip
+
+
+def sized(seed: int, side: int = 84, num_frames: int = 8, kind: str | None = None) -> Asked:
+    """A question about a video of `3 * num_frames * side**2` bytes once processed `AS_IT_IS`.
+
+    MPEG-4, whose encoder writes the same bytes each time.
+    """
+    clip = videos.render(10**9 + seed, width=side, height=side, num_frames=num_frames, fps=4)
+    question = questions.ask([clip], kind, seed)
+    return Asked(question.text, question.answer, [("video_url", video_url(clip, "mp4", "mpeg4"))])
+
+
+@pytest.fixture(scope="module")
+def forty() -> list[Asked]:
+    return [ask_video(seed) for seed in range(300, 340)]
+
+
+def right(asked: Sequence[Asked]) -> list[str]:
+    return [one.answer for one in asked]
+
+
+def fallbacks(server: RunningServer, reason: str) -> float:
+    return server.metrics()[f'mini_engine:ipc_fallbacks_total{{reason="{reason}"}}']
+
+
+def sent(server: RunningServer, transport: str) -> float:
+    return server.metrics()[f'mini_engine:ipc_messages_total{{transport="{transport}"}}']
+
+
+def assert_nothing_held(server: RunningServer) -> None:
+    """Nothing is on its way, and no request refers to cached media, as the figures say without another request."""
+    assert_at_rest(server)
+    deadline = time.monotonic() + 15
+    while True:
+        metrics = server.metrics()
+        held = {
+            name: value
+            for name, value in metrics.items()
+            if (name.startswith("mini_engine:mm_cache_references") or 'state="pinned"' in name) and value
+        }
+        if not held:
+            return
+        assert time.monotonic() < deadline, held
+        time.sleep(0.1)
+
+
+def hang_up_at_once(server: RunningServer, asked: Sequence[Asked], rng: random.Random, longest: float) -> None:
+    """Clients that leave `server` at random stages."""
+    quitters = [threading.Thread(target=hang_up, args=(server, one, rng.uniform(0, longest))) for one in asked]
+    for thread in quitters:
+        thread.start()
+    for thread in quitters:
+        thread.join()
+
+
+# --- a small cache ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", CACHE_TYPES)
+def test_a_video_larger_than_the_cache_and_early_disconnects_leave_it_caching(cache):
+    gib = 0.05
+    over_long = sized(7, 448, 96, "colour")
+    kept, fresh, left = ([sized(seed) for seed in range(first, first + 8)] for first in (10, 22, 30))
+    flags = [*AS_IT_IS, "--mm-processor-cache-type", cache, "--mm-processor-cache-gb", str(gib)]
+    with RunningServer(*flags) as server:
+        assert ask_all(server, kept, 4) == right(kept)
+        by_queue = server.total("ipc_bytes_total")
+        assert ask(server, over_long) == over_long.answer
+        assert server.total("ipc_bytes_total") - by_queue > gib * (1 << 30)
+        assert fallbacks(server, "store_full") == (cache == "shm")
+
+        hang_up_at_once(server, [*left, *left, over_long, *fresh[:3]], random.Random(1), 0.5)
+        assert_nothing_held(server)
+        assert ask_all(server, fresh, 4) == right(fresh)  # clients that left may have brought some of them
+        decodes, hits = server.total("media_decodes_total"), server.total("mm_cache_hits_total")
+        for _ in range(2):
+            assert ask_all(server, [*kept, *fresh], 4) == right([*kept, *fresh])
+        assert server.total("media_decodes_total") == decodes
+        assert server.total("mm_cache_hits_total") == hits + 2 * (len(kept) + len(fresh))
+        assert server.total("mm_cache_evictions_total") == 0
+        assert_nothing_held(server)
+
+
+def test_an_item_that_the_store_does_not_take_goes_by_the_queue_and_is_counted():
+    oversize, too_large, small = sized(7, 252, 8, "colour"), sized(8, 168, 8, "colour"), sized(9)
+    flags = [*AS_IT_IS, "-tp", "2", "--mm-processor-cache-type", "shm"]
+    with RunningServer(*flags, "--mm-processor-cache-gb", "0.0005", "--mm-shm-cache-max-object-size-mb", "1") as server:
+        for round_ in (1, 2):
+            assert ask(server, small) == small.answer
+            assert ask(server, oversize) == oversize.answer
+            assert ask(server, too_large) == too_large.answer
+            assert fallbacks(server, "store_oversize") == fallbacks(server, "store_full") == round_
+            assert sent(server, "torch_shm") == 2 * 2 * round_  # to each of two ranks
+        assert sent(server, "shm_store") == 2
+        assert server.total("media_decodes_total") == 5  # what went by the queue was not kept
+        assert server.total("mm_cache_hits_total") == 1
+        assert_nothing_held(server)
+
+
+@pytest.mark.parametrize("cache", CACHE_TYPES)
+def test_a_cache_that_evicts_all_the_time_still_hits_and_is_right(cache, forty):
+    """Room for about sixteen of the videos; every second request asks for one of four of them."""
+    rng = random.Random(5)
+    flags = ["--api-server-count", "2", "--mm-processor-cache-type", cache, "--mm-processor-cache-gb", "0.0023"]
+    with RunningServer(*flags) as server:
+        hits = evictions = 0.0
+        for _ in range(3):
+            some = [rng.choice(forty[:4] if rng.random() < 0.5 else forty) for _ in range(50)]
+            assert ask_all(server, some, 12) == right(some)
+            assert server.total("mm_cache_hits_total") >= hits + 10
+            assert server.total("mm_cache_evictions_total") > evictions
+            hits, evictions = server.total("mm_cache_hits_total"), server.total("mm_cache_evictions_total")
+        hang_up_at_once(server, forty[:12], rng, 0.3)
+        assert_nothing_held(server)
+
+
+# --- a small host ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_256_descriptors_in_each_process_are_enough(engines, forty):
+    asked = forty[:28]
+    server = RunningServer("-tp", "2", "-dp", str(engines), "--api-server-count", "2")
+    server.command = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *server.command]
+    with server:
+        limits = [Path(f"/proc/{pid}/limits").read_text() for pid in server.pids().values()]
+        assert all("Max open files            256                  256" in text for text in limits)
+        for _ in range(2):
+            assert ask_all(server, asked, len(asked)) == right(asked)
+        assert_nothing_held(server)
+
+
+def can_mount_privately() -> bool:
+    command = ["unshare", "-m", "mount", "-t", "tmpfs", "scarce", "/dev/shm"]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("cache", ["shm", pytest.param("lru", marks=pytest.mark.slow)])
+def test_a_dev_shm_of_one_megabyte_is_not_used(cache):
+    if not can_mount_privately():
+        pytest.skip("this user may not mount a /dev/shm of its own")
+    asked = [sized(seed, 168) for seed in range(10)]  # 0.7 MB each
+    server = RunningServer(*AS_IT_IS, "-tp", "2", "--mm-processor-cache-type", cache)
+    script = 'mount -t tmpfs -o size=1M scarce /dev/shm && exec "$@"'
+    server.command = ["unshare", "-m", "sh", "-c", script, "sh", *server.command]
+    with server:
+        inside = Path(f"/proc/{server.process.pid}/root/dev/shm")
+        room = os.statvfs(inside)
+        assert room.f_blocks * room.f_frsize == 1 << 20
+        answers = ask_all(server, asked, 5)
+        assert ask_all(server, asked, 5) == answers
+        assert server.total("media_decodes_total") == len(asked)
+        for pid in server.pids().values():
+            assert not os.listdir(f"/proc/{pid}/root/dev/shm")
+        assert room.f_bfree == os.statvfs(inside).f_bfree
+        assert_nothing_held(server)
+
+
+def refused(*flags: str, prefix: Sequence[str] = ()) -> str:
+    """What `serve.py` says when it ends instead of starting."""
+    command = [*prefix, sys.executable, "serve.py", "--host", "127.0.0.1", "--port", "0", *flags]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode > 0, ended  # neither success nor a signal
+    assert not ended.stdout
+    return ended.stderr
+
+
+def assert_tells_of_memory(line: str, asked: str) -> None:
+    """One line that names the flag, what is free, and what to do."""
+    assert line.count("\n") == 1 and "Traceback" not in line, line
+    assert line.startswith(f"serve.py: --mm-processor-cache-gb: {asked} GiB"), line
+    assert "GiB of memory are free" in line and "lower it" in line
+
+
+@pytest.mark.parametrize("cache", ["auto", *CACHE_TYPES])
+def test_a_cache_larger_than_memory_is_refused_in_one_line(cache):
+    assert_tells_of_memory(refused("--mm-processor-cache-type", cache, "--mm-processor-cache-gb", "100000"), "100000")
+
+
+LIMITS = (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max"))
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group of this test's own with a memory limit of 0.6 GiB."""
+    for parent, limit in LIMITS:
+        try:
+            group = Path(tempfile.mkdtemp(prefix="me-test-", dir=parent))
+        except OSError:
+            continue
+        try:
+            (group / limit).write_text(str(int(0.6 * (1 << 30))))
+            subprocess.run(in_group(group, "true"), check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            group.rmdir()
+            continue
+        yield group
+        leave = time.monotonic() + 5
+        while (group / "cgroup.procs").read_text() and time.monotonic() < leave:
+            time.sleep(0.05)
+        group.rmdir()
+        return
+    pytest.skip("this user may not make a control group with a memory limit")
+
+
+def in_group(group: Path, *command: str) -> list[str]:
+    return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *command]
+
+
+@pytest.mark.parametrize("cache", CACHE_TYPES)
+def test_a_cache_larger_than_a_control_group_allows_is_refused(cache, memory_group):
+    flags = ["--mm-processor-cache-type", cache, "--mm-processor-cache-gb", "1"]
+    line = refused(*flags, prefix=in_group(memory_group))
+    assert_tells_of_memory(line, "1")
+    assert 0 < float(line.partition(" of memory are free")[0].split()[-2]) <= 0.6, line
