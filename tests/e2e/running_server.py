@@ -53,6 +53,7 @@ class RunningServer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.client.close()
         self.stop()
         self.temporary.cleanup()
 
