@@ -152,6 +152,7 @@ class Supervisor:
                 for rank in range(self.config.tensor_parallel_size)
             ],
             media_cache=self.media_cache,
+            late=self.announced,
         )
 
     def _wait_until_serving(self) -> None:
@@ -281,13 +282,10 @@ class Supervisor:
             self._on_engine_death(child)
         if not child.serving:
             self.early_deaths += 1
-        if not self._all_served_once() or self.early_deaths >= API_RESTARTS_IN_A_ROW:
+        if not self.announced or self.early_deaths >= API_RESTARTS_IN_A_ROW:
             logger.error("start failed: %s", child.name)
             raise Stop(1)
         self._start("api", child.index, self.listeners[int(child.index)])
-
-    def _all_served_once(self) -> bool:
-        return all(child.serving for child in self.children.values() if child.role != "api")
 
     def _on_engine_death(self, child: ChildProcess) -> None:
         """A dead worker ends its engine, and a dead engine the server, once every client has its answer."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from mini_engine.child import Child
     from mini_engine.media.processor import MediaProcessor
+    from mini_engine.transport.shm_store import ShmStoreWriter
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
         for engine in range(len(init.cores))
     ]
     plan = init.media_cache
-    segment = transports.connect_store(init.config, child.encoder, init.ranks, plan) if plan.kind == "shm" else None
+    segment = open_store(child, init) if plan.kind == "shm" else None
     # The same context, so the same I/O thread, seen through asyncio.
     context = zmq.asyncio.Context(shadow=child.context)
     engines = EngineClient(
@@ -154,7 +155,7 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
         init.cores,
         [one.senders for one in usable],
         num_ranks=init.config.tensor_parallel_size,
-        media_capacity=plan.nbytes * (init.config.api_server_count if segment else 1),
+        media_capacity=plan.nbytes * (init.config.api_server_count if plan.kind == "shm" else 1),
         store=None
         if segment is None
         else partial(MediaStore, segment, init.config.mm_shm_cache_max_object_size_mb << 20),
@@ -175,6 +176,21 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
         front.media.close()
         engines.close()
         link.socket.close()
+
+
+def open_store(child: Child, init: Init) -> ShmStoreWriter | None:
+    """This server's part of the shared-memory store. None: it has none, and what it processes is not cached.
+
+    Raises:
+        ConfigError: there can be none, and the server has not been running yet.
+    """
+    try:
+        return transports.connect_store(init.config, child.encoder, init.ranks, init.media_cache)
+    except ConfigError as error:
+        if not init.late:
+            raise
+        logger.error("this API server caches no media of its own: %s", error)
+        return None
 
 
 async def _serve(

@@ -50,6 +50,7 @@ class Init(Message, frozen=True):
     core_workers: list[str]  # ZMQ endpoint for workers, by engine
     ranks: list[RankAddress]  # all ranks of all engines
     media_cache: MediaCachePlan
+    late: bool = False  # the server runs already: this process takes the place of one that died
 
 
 class TransportChoice(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,8 @@ import pytest
 
 from mini_engine.demo import questions, videos
 from tests.e2e.asked import Asked, ask_video, video_url
+from tests.e2e.barriers import Inside, eventually
+from tests.e2e.pinned import Asking
 from tests.e2e.running_server import ROOT, RunningServer
 from tests.e2e.test_media_cache import ask, ask_all
 from tests.e2e.test_topologies import assert_at_rest, hang_up
@@ -183,10 +186,11 @@ def test_a_dev_shm_of_one_megabyte_is_not_used(cache):
         assert_nothing_held(server)
 
 
-def refused(*flags: str, prefix: Sequence[str] = ()) -> str:
+def refused(*flags: str, prefix: Sequence[str] = (), environ: dict[str, str] | None = None) -> str:
     """What `serve.py` says when it ends instead of starting."""
     command = [*prefix, sys.executable, "serve.py", "--host", "127.0.0.1", "--port", "0", *flags]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    environ = {**os.environ, **(environ or {})}
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environ)
     assert ended.returncode > 0, ended  # neither success nor a signal
     assert not ended.stdout
     return ended.stderr
@@ -240,3 +244,32 @@ def test_a_cache_larger_than_a_control_group_allows_is_refused(cache, memory_gro
     line = refused(*flags, prefix=in_group(memory_group))
     assert_tells_of_memory(line, "1")
     assert 0 < float(line.partition(" of memory are free")[0].split()[-2]) <= 0.6, line
+
+
+def test_a_start_without_memory_for_the_store_fails_in_one_line():
+    with Inside() as inside:
+        Path(inside.directory, "no-memory").touch()
+        log = refused("--mm-processor-cache-type", "shm", environ=inside.environ)
+    assert "--mm-processor-cache-type shm: media cannot be kept in shared memory" in log
+    assert log.count("start failed") == 1 and "Traceback" not in log
+
+
+def test_an_api_server_that_starts_anew_without_memory_serves_without_a_store(forty):
+    flags = ["--mm-processor-cache-type", "shm", "--api-server-count", "2"]
+    with Inside() as inside, RunningServer(*flags, environ=inside.environ) as server:
+        assert ask_all(server, forty[:8]) == right(forty[:8])
+        Path(inside.directory, "no-memory").touch()
+        os.kill(server.pids()["mini-engine: api 0"], signal.SIGKILL)
+        eventually(lambda: assert_in("serves in the place of", server.log), 60)
+        assert_in("caches no media of its own", server.log)
+        for _ in range(2):
+            assert Asking(server, "mini-engine: api 0", forty[9]).answer() == forty[9].answer
+        assert sent(server, "torch_shm") == 2  # it has no store
+        for title in ("mini-engine: api 1", "mini-engine: api 0"):
+            assert Asking(server, title, forty[10]).answer() == forty[10].answer
+        assert sent(server, "torch_shm") == 2  # but it finds what the other one has stored
+        assert_nothing_held(server)
+
+
+def assert_in(text: str, log: str) -> None:
+    assert text in log, log

@@ -104,12 +104,18 @@ def in_mid_request(execute: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def scrubbing(init: Callable[..., None]) -> Callable[..., None]:
-    """The store fills what it frees with 0xFF: whoever still reads it gives another answer."""
+def strict(init: Callable[..., None]) -> Callable[..., None]:
+    """The store fills what it frees with 0xFF: whoever still reads it gives another answer. And it is told that no
+    memory is free while there is a file `no-memory`."""
 
     @functools.wraps(init)
     def wrapper(*args: Any, **kwargs: Any) -> None:
-        init(*args, **kwargs, scrub=True)
+        from mini_engine.free_memory import available_memory
+
+        def available() -> int:
+            return 0 if os.path.exists(f"{DIRECTORY}/no-memory") else available_memory()
+
+        init(*args, **kwargs, scrub=True, available=available)
 
     return wrapper
 
@@ -122,7 +128,7 @@ BARRIERS: dict[str, dict[str, Wrap]] = {
     "mini_engine.api.media_loader": {"decode_video": in_mid_decode},
     "mini_engine.media.processor": {"MediaProcessor.process_video": behind("processing")},
     "mini_engine.transport.segment": {"Slot.fill": behind("storing")},
-    "mini_engine.transport.shm_store": {"ShmStoreWriter.__init__": scrubbing},
+    "mini_engine.transport.shm_store": {"ShmStoreWriter.__init__": strict},
     "mini_engine.worker.media_inputs": {
         # A connection is readable, and nothing has been read from it.
         "MediaInputs._serve_source": behind("receiving", lambda self, source: source != self._wake),
