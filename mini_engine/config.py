@@ -119,6 +119,10 @@ class EngineConfig:
     startup_timeout: float = option(
         600.0, "Seconds within which all processes must be ready, or the start fails.", "Server", minimum=1
     )
+    health_timeout: float = option(
+        10.0, "Seconds within which all workers must answer a ping, or end a running step, for `/health` to be 200.",
+        "Server", minimum=0.1, maximum=3600,
+    )  # fmt: skip
     log_level: LogLevel = option("info", "Least severe log lines to print.", "Server")
 
     # --- parallelism

@@ -45,6 +45,7 @@ from mini_engine.messages import (
     NewRequest,
     Offer,
     PeerGone,
+    Ping,
     RequestOutput,
     ResetCaches,
     Retract,
@@ -137,7 +138,7 @@ class EngineCore:
                 self._handle_directory(body, sockets.identity(envelope.sender, envelope.incarnation), envelope)
 
     def _handle_directory(self, body: AnyMessage, peer: bytes, envelope: Envelope) -> None:
-        """What API servers say of cached media and of tensor messages."""
+        """What API servers say of cached media and of tensor messages, and ask of the engine as a whole."""
         match body:
             case Attach():
                 self.links.send(peer, Cached(self.media.all_listed()))
@@ -148,6 +149,8 @@ class EngineCore:
                     self.links.send(peer, answer)
             case Withdraw(messages=messages):
                 self.steps.release += messages
+            case Ping(number=number):
+                self.steps.pings.append((peer, number))
             case ResetCaches(number=number):
                 self.blocks.forget_prefixes()
                 self.encoder.forget_unused()

@@ -32,6 +32,8 @@ from mini_engine.messages import (
     MessageId,
     NewRequest,
     Outputs,
+    Ping,
+    Pong,
     RequestOutput,
     ResetCaches,
     TensorHandle,
@@ -150,6 +152,8 @@ class ScriptedCore:
         self.misses: list[MediaMiss] = []
         self.answers_resets = True
         self.resets: list[int] = []
+        self.answers_pings = True
+        self.pings: list[int] = []
         self.withdrawn: list[MessageId] = []
         self.requests: list[NewRequest] = []
         self.finishes: list[Finish] = []
@@ -178,6 +182,10 @@ class ScriptedCore:
                         await self.end(self.running[request_id], reason)
                 case Withdraw(messages=messages):
                     self.withdrawn += messages
+                case Ping(number=number):
+                    self.pings.append(number)
+                    if self.answers_pings:
+                        await self._socket.send_multipart([peer, self._encoder.encode(Pong(number))])
                 case ResetCaches(number=number):
                     self.resets.append(number)
                     if self.answers_resets:
