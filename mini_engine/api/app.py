@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import time
-import uuid
 from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,22 +16,21 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from mini_engine.api import operation, responses
+from mini_engine.api import completions, operation, responses
 from mini_engine.api.admission import MediaAdmission
 from mini_engine.api.answer import Answer, Piece, SampleText
 from mini_engine.api.chat import ChatRenderer
-from mini_engine.api.connection import EventStream, until_disconnect
+from mini_engine.api.delivery import Delivery, deliver
 from mini_engine.api.detokenizer import Detokenizer
 from mini_engine.api.door import Door
 from mini_engine.api.engine_client import EngineClient
-from mini_engine.api.errors import ApiError, ClientGone
+from mini_engine.api.errors import ApiError
 from mini_engine.api.logprobs import LogprobList
 from mini_engine.api.media_loader import FetchedItem, MediaLoader
 from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place
-from mini_engine.api.protocol import ChatRequest, parse_chat_request
+from mini_engine.api.protocol import ChatRequest, GenerationRequest, parse_body
 from mini_engine.api.refusal import error_response, explain
 from mini_engine.api.sampling import SamplingResolver, siblings
 from mini_engine.api.timings import RequestClock
@@ -41,7 +39,6 @@ from mini_engine.config import EngineConfig
 from mini_engine.messages import CachedMedia, EngineLimits, NewRequest, SamplingParams
 
 RENDER_INLINE_CHARACTERS = 16_384  # shorter texts are tokenised faster than a thread would take to answer
-CLIENT_CLOSED_REQUEST = 499  # nginx's status for the log's sake: nobody reads this response
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ class Frontend:
                     cache_salt=chat.cache_salt or "",
                     siblings=siblings(request_id, sampling.seed, chat.num_choices),
                 )
-                samples = [self._sample_text(chat, sampling) for _ in range(chat.num_choices)]
+                samples = [self.sample_text(chat, sampling) for _ in range(chat.num_choices)]
             # The fetched bytes stay until the engine has accepted the request: it may have dropped media meanwhile.
             clock.enter("transport")
             generation = await engine.submit(request, partial(self._refill, fetched, clock))
@@ -112,11 +109,12 @@ class Frontend:
         lacking = (item for item in fetched if item.media_hash in missing)
         return fill_in(request, await self.media.process(lacking, clock))
 
-    def _sample_text(self, chat: ChatRequest, sampling: SamplingParams) -> SampleText:
-        include_stop = bool(chat.include_stop_str_in_output)
-        skip_special = chat.skip_special_tokens is not False
+    def sample_text(self, asked: GenerationRequest, sampling: SamplingParams) -> SampleText:
+        """What makes the text of one sample of the answer to `asked`, which was resolved to `sampling`."""
+        include_stop = bool(asked.include_stop_str_in_output)
+        skip_special = asked.skip_special_tokens is not False
         detokenizer = Detokenizer(
-            self.tokenizer, chat.stop_strings, include_stop, skip_special, min_tokens=sampling.min_tokens
+            self.tokenizer, asked.stop_strings, include_stop, skip_special, min_tokens=sampling.min_tokens
         )
         logprobs = None if sampling.logprobs is None else LogprobList(self.vocabulary, skip_special)
         return SampleText(detokenizer, logprobs, () if include_stop else sampling.stop_token_ids)
@@ -191,30 +189,12 @@ def _frontend(request: Request) -> Frontend:
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
     frontend = _frontend(request)
-    clock = RequestClock()
-    request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    headers = {"x-request-id": request_id}
-    try:
-        chat = parse_chat_request(await request.body(), frontend.model_names)
-        if not chat.stream:
-            body = await until_disconnect(request.receive, frontend.complete(chat, request_id, clock))
-            return Response(body, headers=headers, media_type="application/json")
-        events = frontend.stream(chat, request_id, clock)
-        try:
-            first = await until_disconnect(request.receive, _next(events))
-        except BaseException:
-            await events.aclose()
-            raise
-        return EventStream(first, events, headers)
-    except (ClientGone, ClientDisconnect):
-        clock.end("abort")
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    except Exception as error:  # noqa: BLE001 - explain() logs what it does not know
-        return error_response(explain(error, request_id, clock), request_id)
 
+    def begin(body: bytes, request_id: str, clock: RequestClock) -> Delivery:
+        chat = parse_body(body, ChatRequest, frontend.model_names)
+        return (frontend.stream if chat.stream else frontend.complete)(chat, request_id, clock)
 
-async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
-    return await anext(events)
+    return await deliver(request, "chatcmpl", begin)
 
 
 @router.get("/v1/models")
@@ -239,7 +219,7 @@ def create_app(frontend: Frontend, config: EngineConfig) -> FastAPI:
     app.state.frontend = frontend
     app.state.config = config
     app.state.created = int(time.time())
-    for part in (router, operation.router):
+    for part in (router, completions.router, operation.router):
         app.include_router(part)
     app.add_exception_handler(HTTPException, _http_error)
     return app
