@@ -18,7 +18,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from mini_engine.api import completions, operation, responses
+from mini_engine.api import completions, operation, responses, tokens
 from mini_engine.api.admission import MediaAdmission
 from mini_engine.api.answer import Answer, Piece, SampleText
 from mini_engine.api.chat import ChatRenderer
@@ -219,7 +219,7 @@ def create_app(frontend: Frontend, config: EngineConfig) -> FastAPI:
     app.state.frontend = frontend
     app.state.config = config
     app.state.created = int(time.time())
-    for part in (router, completions.router, operation.router):
+    for part in (router, completions.router, tokens.router, operation.router):
         app.include_router(part)
     app.add_exception_handler(HTTPException, _http_error)
     return app

@@ -128,12 +128,14 @@ class ChatRenderer:
         """The token ids that stand for media."""
         return frozenset(self._modality_of)
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool, allow_placeholders: bool = False) -> list[int]:
         """The token ids of a text that is no conversation.
 
-        Raises ChatError for one that holds the model's placeholder tokens, or that is too long however it is tokenised.
+        Raises ChatError for one that is too long however it is tokenised, or that holds the model's placeholder tokens
+        unless they are allowed.
         """
-        self._check_text(text)
+        if not allow_placeholders:
+            self._check_text(text)
         self._check_length(text, "the prompt")
         return self._encoder.encode(text, add_special_tokens=add_special_tokens).ids
 

@@ -249,7 +249,12 @@ class ChatRequest(GenerationRequest):
 
     def plain_messages(self) -> list[dict[str, Any]]:
         """The messages as plain data, for the chat template."""
-        return [message.model_dump(exclude_none=True) for message in self.messages]
+        return plain(self.messages)
+
+
+def plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as plain data, for the chat template."""
+    return [message.model_dump(exclude_none=True) for message in messages]
 
 
 _INNER_FIELDS = {name for model in (ChatMessage, ContentPart, MediaUrl, StreamOptions) for name in model.model_fields}

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 from openai.types import chat, completion_create_params
 
-from mini_engine.api import app, completions, operation
+from mini_engine.api import app, completions, operation, tokens
 from mini_engine.api.completion_protocol import CompletionRequest
 from mini_engine.api.protocol import Body, ChatRequest, range_of
 from mini_engine.api.responses import Timings
+from mini_engine.api.tokens import DetokenizeRequest, TokenizeRequest
 from mini_engine.metrics import stage_seconds
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
@@ -27,6 +28,8 @@ def rows_below(heading: str) -> list[tuple[str, str, str]]:
 ROWS: dict[type[Body], list[tuple[str, str, str]]] = {
     ChatRequest: rows_below("Fields of a chat request"),
     CompletionRequest: rows_below("Fields of a completion request"),
+    TokenizeRequest: rows_below("Fields of a tokenize request"),
+    DetokenizeRequest: rows_below("Fields of a detokenize request"),
 }
 NOTES = {kind: {name: note for name, _, note in rows} for kind, rows in ROWS.items()}
 FIELDS = [(kind, name) for kind in ROWS for name in kind.model_fields]
@@ -73,6 +76,6 @@ def test_the_stages_of_a_request_are_named_with_their_histograms() -> None:
 
 
 def test_every_endpoint_is_named() -> None:
-    routes = [*app.router.routes, *completions.router.routes, *operation.router.routes]
+    routes = [*app.router.routes, *completions.router.routes, *tokens.router.routes, *operation.router.routes]
     ours = {f"{method} {route.path}" for route in routes for method in route.methods} - HEADS
     assert ours == set(re.findall(r"^\| `((?:GET|POST) [^`]+)` \|", PAGE, re.MULTILINE))
