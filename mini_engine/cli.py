@@ -74,7 +74,7 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, opt: Option, kind: Any,
     elif kind is bool:
         group.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, help=text)
     elif get_origin(kind) is list:
-        group.add_argument(flag_of(name), nargs="+", metavar=opt.metavar, help=text)
+        group.add_argument(flag_of(name), nargs="+", action="extend", metavar=opt.metavar, help=text)
     else:
         flags = [flag_of(name), *([opt.short] if opt.short else [])]
         choices = "{" + ",".join(literal_choices(kind)) + "}" if literal_choices(kind) else None

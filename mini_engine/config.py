@@ -120,6 +120,15 @@ class EngineConfig:
     startup_timeout: float = option(
         600.0, "Seconds within which all processes must be ready, or the start fails.", "Server", minimum=1
     )
+    api_key: list[str] = option(
+        [], "Keys of which clients must send one in the header `Authorization: Bearer KEY`, but for `/health` and "
+        "`/live`; may be given several times. Default: no key is asked for. A flag shows in the list of processes, the "
+        "environment variable does not.", "Server", metavar="KEY",
+    )  # fmt: skip
+    health_timeout: float = option(
+        10.0, "Seconds within which all workers must answer a ping, or end a running step, for `/health` to be 200.",
+        "Server", minimum=0.1, maximum=3600,
+    )  # fmt: skip
     log_level: LogLevel = option("info", "Least severe log lines to print.", "Server")
 
     # --- parallelism
@@ -248,6 +257,8 @@ class EngineConfig:
                 parse_allowed_host(host)
             except ValueError as error:
                 raise ConfigError(f"--allowed-media-domains: {error}") from None
+        if not all(self.api_key):
+            raise ConfigError("--api-key: a key must not be empty; leave the flag out to ask for none")
         for flag, path in (("--chat-template", self.chat_template),):
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{flag}: {path} is not a file")

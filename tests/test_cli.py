@@ -59,6 +59,11 @@ def test_a_number_that_is_not_finite_is_refused(text):
             parse([], {config.env_of(name): text})
 
 
+def test_a_list_may_come_in_parts():
+    assert parse(["--api-key", "a", "b", "--port", "1", "--api-key=c"], {}).api_key == ["a", "b", "c"]
+    assert parse([], {"MINI_ENGINE_API_KEY": "a, b"}).api_key == ["a", "b"]
+
+
 def test_a_flag_wins_over_the_environment():
     environ = {"MINI_ENGINE_MAX_NUM_SEQS": "3", "MINI_ENGINE_ASYNC_SCHEDULING": "false"}
     settings = parse(["--max-num-seqs", "5"], environ)
@@ -91,6 +96,8 @@ def test_the_tensor_transport_switch(argv, environ, expected):
         (["--enable-multimodal-tensor-ipc", "--mm-tensor-ipc", "direct_rpc"], {}, "different transports"),
         ([], {"MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "1", "MINI_ENGINE_MM_TENSOR_IPC": "direct_rpc"}, "MINI_ENGINE_MM"),
         ([], {"MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "maybe"}, "'maybe' is not 1 or 0"),
+        (["--api-key", ""], {}, "--api-key"),
+        ([], {"MINI_ENGINE_API_KEY": "a,"}, "--api-key"),
         (["--bogus"], {}, "--bogus"),
         (["--port", "x"], {}, "--port"),
         (["--port", "70000"], {}, "65535"),

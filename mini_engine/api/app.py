@@ -1,15 +1,14 @@
-"""The HTTP endpoints, and the road of a request through this process: `Frontend.answer`.
+"""The HTTP application, and the road of a request through this process: `Frontend.answer`.
 
-Each step of the road is a line there and a file of its own. This file knows nothing of sockets or processes.
+Each step of the road is a line there and a file of its own; what operators ask for is in `operation.py`. This file
+knows nothing of sockets or processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import logging
 import time
-import uuid
 from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,34 +16,29 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from mini_engine import metrics
-from mini_engine.api import responses
+from mini_engine.api import completions, operation, responses, tokens
 from mini_engine.api.admission import MediaAdmission
 from mini_engine.api.answer import Answer, Piece, SampleText
 from mini_engine.api.chat import ChatRenderer
-from mini_engine.api.connection import EventStream, until_disconnect
+from mini_engine.api.delivery import Delivery, deliver
 from mini_engine.api.detokenizer import Detokenizer
+from mini_engine.api.door import Door
 from mini_engine.api.engine_client import EngineClient
-from mini_engine.api.errors import ApiError, ClientGone, EngineError, as_api_error, internal_error
+from mini_engine.api.errors import ApiError
 from mini_engine.api.logprobs import LogprobList
 from mini_engine.api.media_loader import FetchedItem, MediaLoader
 from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place
-from mini_engine.api.protocol import ChatRequest, parse_chat_request
+from mini_engine.api.protocol import ChatRequest, GenerationRequest, parse_body
+from mini_engine.api.refusal import error_response, explain
 from mini_engine.api.sampling import SamplingResolver, siblings
 from mini_engine.api.timings import RequestClock
 from mini_engine.api.vocabulary import Vocabulary
+from mini_engine.config import EngineConfig
 from mini_engine.messages import CachedMedia, EngineLimits, NewRequest, SamplingParams
 
-logger = logging.getLogger(__name__)
-
 RENDER_INLINE_CHARACTERS = 16_384  # shorter texts are tokenised faster than a thread would take to answer
-ENGINE_GONE = "An engine has stopped."
-RESET_SECONDS = 30.0  # for the engines to answer; a step of theirs may run first
-FIGURES_SECONDS = 1.0  # for the engines to say how they are; Prometheus gives a whole scrape ten
-CLIENT_CLOSED_REQUEST = 499  # nginx's status for the log's sake: nobody reads this response
 
 
 @dataclass(frozen=True)
@@ -94,7 +88,7 @@ class Frontend:
                     cache_salt=chat.cache_salt or "",
                     siblings=siblings(request_id, sampling.seed, chat.num_choices),
                 )
-                samples = [self._sample_text(chat, sampling) for _ in range(chat.num_choices)]
+                samples = [self.sample_text(chat, sampling) for _ in range(chat.num_choices)]
             # The fetched bytes stay until the engine has accepted the request: it may have dropped media meanwhile.
             clock.enter("transport")
             generation = await engine.submit(request, partial(self._refill, fetched, clock))
@@ -115,11 +109,12 @@ class Frontend:
         lacking = (item for item in fetched if item.media_hash in missing)
         return fill_in(request, await self.media.process(lacking, clock))
 
-    def _sample_text(self, chat: ChatRequest, sampling: SamplingParams) -> SampleText:
-        include_stop = bool(chat.include_stop_str_in_output)
-        skip_special = chat.skip_special_tokens is not False
+    def sample_text(self, asked: GenerationRequest, sampling: SamplingParams) -> SampleText:
+        """What makes the text of one sample of the answer to `asked`, which was resolved to `sampling`."""
+        include_stop = bool(asked.include_stop_str_in_output)
+        skip_special = asked.skip_special_tokens is not False
         detokenizer = Detokenizer(
-            self.tokenizer, chat.stop_strings, include_stop, skip_special, min_tokens=sampling.min_tokens
+            self.tokenizer, asked.stop_strings, include_stop, skip_special, min_tokens=sampling.min_tokens
         )
         logprobs = None if sampling.logprobs is None else LogprobList(self.vocabulary, skip_special)
         return SampleText(detokenizer, logprobs, () if include_stop else sampling.stop_token_ids)
@@ -178,23 +173,6 @@ def _text_length(message: Mapping[str, Any]) -> int:
     return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
 
 
-def explain(error: Exception, request_id: str, clock: RequestClock) -> ApiError:
-    """What the client is told of `error`. One that is nobody's fault but the server's goes to the log."""
-    answer = as_api_error(error)
-    if answer is None:
-        logger.error("%s failed", request_id, exc_info=error)
-        answer = internal_error(request_id)
-    if answer.status >= 500:
-        clock.end("error")
-    return answer
-
-
-def error_response(error: ApiError, request_id: str | None = None) -> Response:
-    """`error` as a response."""
-    headers = {} if request_id is None else {"x-request-id": request_id}
-    return Response(error.encode(), error.status, headers, "application/json")
-
-
 router = APIRouter()
 
 
@@ -211,30 +189,12 @@ def _frontend(request: Request) -> Frontend:
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
     frontend = _frontend(request)
-    clock = RequestClock()
-    request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    headers = {"x-request-id": request_id}
-    try:
-        chat = parse_chat_request(await request.body(), frontend.model_names)
-        if not chat.stream:
-            body = await until_disconnect(request.receive, frontend.complete(chat, request_id, clock))
-            return Response(body, headers=headers, media_type="application/json")
-        events = frontend.stream(chat, request_id, clock)
-        try:
-            first = await until_disconnect(request.receive, _next(events))
-        except BaseException:
-            await events.aclose()
-            raise
-        return EventStream(first, events, headers)
-    except (ClientGone, ClientDisconnect):
-        clock.end("abort")
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    except Exception as error:  # noqa: BLE001 - explain() logs what it does not know
-        return error_response(explain(error, request_id, clock), request_id)
 
+    def begin(body: bytes, request_id: str, clock: RequestClock) -> Delivery:
+        chat = parse_body(body, ChatRequest, frontend.model_names)
+        return (frontend.stream if chat.stream else frontend.complete)(chat, request_id, clock)
 
-async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
-    return await anext(events)
+    return await deliver(request, "chatcmpl", begin)
 
 
 @router.get("/v1/models")
@@ -246,55 +206,20 @@ async def models(request: Request) -> Response:
     return Response(body, media_type="application/json")
 
 
-@router.get("/health")
-async def health(request: Request) -> Response:
-    """200 when a request can be served, 503 when not."""
-    if _frontend(request).engines.alive:
-        return Response()
-    return error_response(ApiError(503, ENGINE_GONE, code="engine_unavailable"))
-
-
-@router.post("/reset_caches")
-async def reset_caches(request: Request) -> Response:
-    """Empty the prefix and encoder caches of every engine, but for what running requests use.
-
-    200 when all have done so; 503 when an engine is gone; 504 when one does not answer in time.
-    """
-    try:
-        async with asyncio.timeout(RESET_SECONDS):
-            await _frontend(request).engines.reset_caches()
-    except EngineError:
-        return error_response(ApiError(503, ENGINE_GONE, code="engine_unavailable"))
-    except TimeoutError:
-        text = f"An engine has not answered within {RESET_SECONDS:g} s; its caches may be reset later, or not at all."
-        return error_response(ApiError(504, text, code="timeout"))
-    return Response()
-
-
-@router.get("/metrics")
-async def show_metrics(request: Request) -> Response:
-    """Figures of all API servers, and of the engines at this moment, in Prometheus's text format."""
-    await _frontend(request).engines.refresh_figures(FIGURES_SECONDS)
-    return Response(await asyncio.to_thread(metrics.exposition), headers={"content-type": metrics.CONTENT_TYPE})
-
-
-@router.get("/version")
-async def version() -> Response:
-    """The version of this server."""
-    return JSONResponse({"version": importlib.metadata.version("mini-engine")})
-
-
 async def _http_error(_: Request, error: Exception) -> Response:
     """Starlette's own refusals, an unknown path or method, in OpenAI's form."""
     assert isinstance(error, HTTPException)
     return error_response(ApiError(error.status_code, f"{error.detail}."))
 
 
-def create_app(frontend: Frontend) -> FastAPI:
+def create_app(frontend: Frontend, config: EngineConfig) -> FastAPI:
     """The ASGI application over `frontend`."""
     app = FastAPI(title="mini-engine", version=importlib.metadata.version("mini-engine"))
+    app.add_middleware(Door, api_keys=config.api_key)
     app.state.frontend = frontend
+    app.state.config = config
     app.state.created = int(time.time())
-    app.include_router(router)
+    for part in (router, completions.router, tokens.router, operation.router):
+        app.include_router(part)
     app.add_exception_handler(HTTPException, _http_error)
     return app

@@ -123,12 +123,28 @@ class ChatRenderer:
             )
         return token_ids
 
-    def _check_length(self, text: str) -> None:
+    @property
+    def placeholders(self) -> frozenset[int]:
+        """The token ids that stand for media."""
+        return frozenset(self._modality_of)
+
+    def encode(self, text: str, add_special_tokens: bool, allow_placeholders: bool = False) -> list[int]:
+        """The token ids of a text that is no conversation.
+
+        Raises ChatError for one that is too long however it is tokenised, or that holds the model's placeholder tokens
+        unless they are allowed.
+        """
+        if not allow_placeholders:
+            self._check_text(text)
+        self._check_length(text, "the prompt")
+        return self._encoder.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _check_length(self, text: str, what: str = "the conversation") -> None:
         """Refuse what no tokenisation could make short enough, since tokenising it would hold up everybody else."""
         least = len(text) // self._longest_token
         if self.max_tokens is not None and least > self.max_tokens:
             raise ChatError(
-                f"the conversation has {len(text)} characters, which is at least {least} tokens; this server takes "
+                f"{what} has {len(text)} characters, which is at least {least} tokens; this server takes "
                 f"{self.max_tokens} tokens for prompt and answer together"
             )
 

@@ -20,6 +20,7 @@ from mini_engine.api.errors import EngineError
 from mini_engine.api.generation import Generation, Sample
 from mini_engine.api.media_cache import MediaCopy
 from mini_engine.api.media_store import MediaStore
+from mini_engine.api.pulse import Pulse
 from mini_engine.api.sending import MEDIA_NOT_SENT, RequestSender
 from mini_engine.messages import (
     Accepted,
@@ -38,6 +39,7 @@ from mini_engine.messages import (
     MediaMiss,
     NewRequest,
     Outputs,
+    Pong,
     RequestOutput,
     ResetCaches,
     Retracted,
@@ -87,6 +89,7 @@ class Engine:
         self._figures = metrics.EngineFigures(number, surroundings.media_capacity)
         self._resets: dict[int, asyncio.Future[None]] = {}
         self._asked: asyncio.Future[None] | None = None  # for its figures
+        self._pulse = Pulse(lambda ping: self._send(self._encoder.encode(ping)))
         self._sender = RequestSender(
             self._encoder,
             senders,
@@ -178,6 +181,10 @@ class Engine:
         done.add_done_callback(lambda _: self._resets.pop(number, None))
         return done
 
+    async def answers(self, within: float) -> bool:
+        """Whether the core and all its ranks answer a ping within so many seconds."""
+        return self.stopped is None and await self._pulse.check(within)
+
     def stop(self, why: str) -> None:
         """End all requests and refuse new ones: the engine is gone, or this server is going. Clients are told `why`."""
         if self.stopped is not None:
@@ -192,6 +199,7 @@ class Engine:
         for reset in list(self._resets.values()):
             if not reset.done():
                 reset.set_exception(EngineError(why, engine_gone=True))
+        self._pulse.stop()
         self._sender.close(EngineError(why, engine_gone=True))
 
     def close(self) -> None:
@@ -232,6 +240,8 @@ class Engine:
                 self.media.drop(hashes)
             case Retracted() | Busy() | LastUsed() | Unwanted() if self._store is not None:
                 self._store.hear(self.number, body)
+            case Pong(number=number):
+                self._pulse.pong(number)
             case CachesReset(number=number):
                 if (reset := self._resets.get(number)) is not None and not reset.done():
                     reset.set_result(None)

@@ -54,8 +54,12 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """Whether every engine serves."""
+        """Whether every engine serves, as far as is known without asking."""
         return all(engine.stopped is None for engine in self.engines)
+
+    async def healthy(self, within: float) -> bool:
+        """Whether every engine serves, and answers a ping through all of its ranks within so many seconds."""
+        return all(await asyncio.gather(*(engine.answers(within) for engine in self.engines)))
 
     async def run(self) -> None:
         """Take what the cores send, until cancelled."""

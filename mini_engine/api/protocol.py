@@ -1,14 +1,15 @@
 """The body of a chat request: which fields there are, what they may hold, and what is said of one that may not be.
 
 Each field of a request is either supported (a field of `ChatRequest`), ignored (`IGNORED`), known but unsupported and
-so accepted only at the value that changes nothing (`NEUTRAL`), or refused as unknown. Knows nothing of defaults that
-depend on the model (`sampling.py`), nor of what the messages say (`chat.py`).
+so accepted only at the value that changes nothing (`NEUTRAL`), or refused as unknown. What it shares with other
+requests is in `GenerationRequest` and `Body`. Knows nothing of defaults that depend on the model (`sampling.py`), nor
+of what the messages say (`chat.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -123,13 +124,29 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 WrittenTokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]  # the keys of JSON objects are strings
 
 
-class ChatRequest(_Model):
-    """The supported fields of a chat request. None means: the default of the model or the server."""
+class Body(_Model):
+    """A request's body: its supported fields, and what is known of others. None means: the server's default."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     model: str | None = None
-    messages: list[ChatMessage] = Field(min_length=1)
+
+    def check(self) -> None:
+        """Whether the fields go together.
+
+        Raises:
+            ApiError: 400.
+        """
+
+
+class GenerationRequest(Body):
+    """The supported fields of every request for text. None means: the default of the model or the server."""
+
+    prompt_field: ClassVar[str]  # what errors about the prompt name
+    default_tokens: ClassVar[int | None] = None  # of answer, where neither the request nor the model says
+
     max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)  # -1 and 0 are off
@@ -145,8 +162,6 @@ class ChatRequest(_Model):
     )
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=128)
     include_stop_str_in_output: bool | None = None
@@ -157,7 +172,16 @@ class ChatRequest(_Model):
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    return_timings: bool | None = None  # ours: say where the request's time went
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """Most tokens of answer; None: the request does not say."""
+        return self.max_tokens
+
+    @property
+    def asked_logprobs(self) -> int | None:
+        """Of how many likeliest tokens to tell the logprobs beside the chosen one's; None: not even of that."""
+        raise NotImplementedError
 
     @property
     def stop_strings(self) -> list[str]:
@@ -179,32 +203,81 @@ class ChatRequest(_Model):
         """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    def check(self) -> None:
+        """See `Body.check`."""
+        limit = self.asked_tokens
+        if self.min_tokens is not None and limit is not None and self.min_tokens > limit:
+            raise bad_request(
+                f"Invalid 'min_tokens': must be at most {limit}, the most tokens asked for.",
+                "min_tokens",
+                "invalid_value",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+
+
+class ChatRequest(GenerationRequest):
+    """The supported fields of a chat request."""
+
+    ignored = IGNORED
+    neutral = NEUTRAL
+    prompt_field = "messages"
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_timings: bool | None = None  # ours: say where the request's time went
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """See `GenerationRequest.asked_tokens`."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def asked_logprobs(self) -> int | None:
+        """See `GenerationRequest.asked_logprobs`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        """See `Body.check`."""
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise bad_request("Send either 'max_completion_tokens' or 'max_tokens', not both.", "max_tokens")
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
+        super().check()
+
     def plain_messages(self) -> list[dict[str, Any]]:
         """The messages as plain data, for the chat template."""
-        return [message.model_dump(exclude_none=True) for message in self.messages]
+        return plain(self.messages)
 
 
-_FIELDS = {
-    name for model in (ChatRequest, ChatMessage, ContentPart, MediaUrl, StreamOptions) for name in model.model_fields
-}
+def plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as plain data, for the chat template."""
+    return [message.model_dump(exclude_none=True) for message in messages]
 
 
-def parse_chat_request(body: bytes, served_names: Sequence[str]) -> ChatRequest:
+_INNER_FIELDS = {name for model in (ChatMessage, ContentPart, MediaUrl, StreamOptions) for name in model.model_fields}
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+def parse_body(body: bytes, kind: type[BodyT], served_names: Sequence[str]) -> BodyT:
     """The request in `body`.
 
     Raises:
         ApiError: 400 that names the field and what it may hold; 404 for a model that is not served.
     """
     fields = _parse_json(body)
-    for name in IGNORED & fields.keys():
+    for name in kind.ignored & fields.keys():
         del fields[name]
-    for name in NEUTRAL.keys() & fields.keys():
-        _check_neutral(name, fields.pop(name))
+    for name in kind.neutral.keys() & fields.keys():
+        _check_neutral(name, fields.pop(name), kind.neutral[name])
     try:
-        request = ChatRequest.model_validate(fields)
+        request = kind.model_validate(fields)
     except ValidationError as error:
-        raise _refusal(error) from None
-    _check_combinations(request)
+        raise _refusal(error, kind) from None
+    request.check()
     if request.model is not None and request.model not in served_names:
         raise ApiError(
             404,
@@ -227,8 +300,7 @@ def _parse_json(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def _check_neutral(name: str, value: Any) -> None:
-    neutral = NEUTRAL[name]
+def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
     # True == 1 in Python, but not in JSON.
     if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
         return
@@ -238,25 +310,7 @@ def _check_neutral(name: str, value: Any) -> None:
     )
 
 
-def _check_combinations(request: ChatRequest) -> None:
-    if request.max_tokens is not None and request.max_completion_tokens is not None:
-        raise bad_request("Send either 'max_completion_tokens' or 'max_tokens', not both.", "max_tokens")
-    limit = _longest(request)
-    if request.min_tokens is not None and limit is not None and request.min_tokens > limit:
-        raise bad_request(
-            f"Invalid 'min_tokens': must be at most {limit}, the most tokens asked for.", "min_tokens", "invalid_value"
-        )
-    if request.top_logprobs and not request.logprobs:
-        raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
-    if request.stream_options is not None and not request.stream:
-        raise bad_request("'stream_options' is only allowed when 'stream' is true.", "stream_options")
-
-
-def _longest(request: ChatRequest) -> int | None:
-    return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-
-
-def _refusal(error: ValidationError) -> ApiError:
+def _refusal(error: ValidationError, kind: type[Body]) -> ApiError:
     # Where a field may hold one of several types there is an error for each: the deepest knows most, and of several
     # the one that is about more than the type.
     details: ErrorDetails = max(
@@ -264,18 +318,18 @@ def _refusal(error: ValidationError) -> ApiError:
         key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")),
     )
     unknown = details["type"] == "extra_forbidden"
-    param = _param(details["loc"], unknown)
+    param = _param(details["loc"], unknown, kind)
     if unknown:
         return bad_request(f"Unknown parameter: '{param}'.", param, "unknown_parameter")
     if details["type"] == "missing":
         return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
     problem = details["msg"]
-    if param in ChatRequest.model_fields and (says := _demand(param, details["type"])):
+    if param in kind.model_fields and (says := _demand(kind, param, details["type"])):
         problem = f"must be {says}"
     return bad_request(f"Invalid '{param}': {problem}.", param, "invalid_value")
 
 
-def _param(location: Sequence[int | str], unknown: bool) -> str:
+def _param(location: Sequence[int | str], unknown: bool, kind: type[Body]) -> str:
     """`("messages", 0, "content", "str")` -> `messages[0].content`: without pydantic's names for union members.
 
     With `unknown` the last part is a name that no model has.
@@ -284,25 +338,25 @@ def _param(location: Sequence[int | str], unknown: bool) -> str:
     for place, part in enumerate(location):
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part in _FIELDS or (unknown and place == len(location) - 1):
+        elif part in kind.model_fields or part in _INNER_FIELDS or (unknown and place == len(location) - 1):
             text += f".{part[:60]}" if text else part[:60]
     return text
 
 
-def _demand(name: str, error_type: str) -> str:
-    """What a field of `ChatRequest` may hold, where that says more than pydantic's own words; "" where not."""
-    described = ChatRequest.model_fields[name].description
+def _demand(kind: type[Body], name: str, error_type: str) -> str:
+    """What a field of `kind` may hold, where that says more than pydantic's own words; "" where not."""
+    described = kind.model_fields[name].description
     if described is not None:
         return described
-    return range_of(name) if error_type.startswith(("greater_than", "less_than")) else ""
+    return range_of(kind, name) if error_type.startswith(("greater_than", "less_than")) else ""
 
 
-def range_of(name: str) -> str:
-    """The limits of a number field of `ChatRequest` in words; "" where it has none."""
+def range_of(kind: type[Body], name: str) -> str:
+    """The limits of a number field of `kind` in words; "" where it has none."""
     words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     limits = [
         f"{word} {getattr(limit, key):g}" if abs(getattr(limit, key)) < 1e6 else f"{word} {getattr(limit, key)}"
-        for limit in ChatRequest.model_fields[name].metadata
+        for limit in kind.model_fields[name].metadata
         for key, word in words.items()
         if getattr(limit, key, None) is not None
     ]

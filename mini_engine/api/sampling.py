@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_engine.api.errors import bad_request
-from mini_engine.api.protocol import ChatRequest
+from mini_engine.api.protocol import GenerationRequest
 from mini_engine.config import ConfigError
 from mini_engine.messages import SamplingParams, Sibling
 
@@ -72,7 +72,7 @@ class SamplingResolver:
         # The incarnation makes API servers, and a server's successor, draw different seeds.
         self._random = random.Random(f"{seed}/{incarnation}")
 
-    def check(self, request: ChatRequest) -> None:
+    def check(self, request: GenerationRequest) -> None:
         """What can be refused before the prompt is known.
 
         Raises:
@@ -88,7 +88,7 @@ class SamplingResolver:
                     "invalid_value",
                 )
 
-    def resolve(self, request: ChatRequest, prompt_tokens: int) -> SamplingParams:
+    def resolve(self, request: GenerationRequest, prompt_tokens: int) -> SamplingParams:
         """The parameters of `request`, whose expanded prompt has `prompt_tokens` tokens.
 
         Raises:
@@ -117,27 +117,27 @@ class SamplingResolver:
             frequency_penalty=_first(request.frequency_penalty, 0.0),
             logit_bias=request.token_biases,
             min_tokens=_first(request.min_tokens, 0),
-            logprobs=_first(request.top_logprobs, 0) if request.logprobs else None,
+            logprobs=request.asked_logprobs,
             stop_token_ids=sorted({*ends, *(request.stop_token_ids or ())}),
         )
 
-    def _max_tokens(self, request: ChatRequest, prompt_tokens: int) -> int:
+    def _max_tokens(self, request: GenerationRequest, prompt_tokens: int) -> int:
         room = self.max_model_len - prompt_tokens
         if room < 1:
             raise bad_request(
                 f"The prompt has {prompt_tokens} tokens, images and videos included; with at least one token of "
                 f"answer that is more than the {self.max_model_len} that this server takes. Send less.",
-                "messages",
+                request.prompt_field,
                 "context_length_exceeded",
             )
-        asked = _first(request.max_completion_tokens, request.max_tokens)
+        asked = request.asked_tokens
         if asked is None:
-            return min(room, self.defaults.max_tokens or room)
+            return min(room, request.default_tokens or self.defaults.max_tokens or room)
         if asked > room:
             raise bad_request(
                 f"The prompt has {prompt_tokens} tokens, images and videos included; with {asked} tokens of answer "
                 f"that is more than the {self.max_model_len} that this server takes. Ask for at most {room}.",
-                "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens",
+                "max_completion_tokens" if request.max_tokens is None else "max_tokens",
                 "context_length_exceeded",
             )
         return asked

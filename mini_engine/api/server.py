@@ -212,7 +212,7 @@ async def _serve(
         engines=engines,
         limits=limits,
     )
-    server = HttpServer(create_app(frontend), link.say_serving)
+    server = HttpServer(create_app(frontend, config), link.say_serving)
 
     def stop() -> None:
         engines.stop(STOPPING)

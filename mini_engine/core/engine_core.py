@@ -47,6 +47,7 @@ from mini_engine.messages import (
     NewRequest,
     Offer,
     PeerGone,
+    Ping,
     RequestOutput,
     ResetCaches,
     Retract,
@@ -152,6 +153,8 @@ class EngineCore:
                 self.links.send(peer, self._figures())
             case Withdraw(messages=messages):
                 self.steps.release += messages
+            case Ping(number=number):
+                self.steps.pings.append((peer, number))
             case ResetCaches(number=number):
                 self.blocks.forget_prefixes()
                 self.encoder.forget_unused()

@@ -16,7 +16,7 @@ from mini_engine.core.directory import Directory
 from mini_engine.core.encoder_cache import EncoderCache
 from mini_engine.core.links import Links
 from mini_engine.core.scheduler import Plan, Work
-from mini_engine.messages import MessageId, SampledToken, Step, StepResult
+from mini_engine.messages import MessageId, Pong, SampledToken, Step, StepResult
 
 
 @dataclasses.dataclass
@@ -48,6 +48,8 @@ class Steps:
         self.drop_senders: list[int] = []
         # What it will give back when it retires:
         self.unreferenced: list[Any] = []
+        # Who waits for a sign of all ranks, and the number of the ping: answered when the next step retires.
+        self.pings: list[tuple[bytes, int]] = []
 
     @property
     def heavy_in_flight(self) -> bool:
@@ -55,13 +57,14 @@ class Steps:
         return any(flight.heavy for flight in self.in_flight)
 
     def dispatch(self, plan: Plan) -> bool:
-        """Send the next step to every rank; False when there is nothing to do or to tell."""
+        """Send the next step to every rank; False when there is nothing to do, to tell or to ask."""
         directory, encoder = self._directory, self._encoder
         if not (plan.requests or self.finished):  # the ranks have never heard of the requests that referred to these
             directory.release(self.unreferenced)
             self.unreferenced = []
         told = (self.finished, self.release, self.drop_senders, encoder.evicted)
-        if not (plan.requests or any(told) or directory.drop or directory.keep or directory.drop_segments):
+        unasked = bool(self.pings) and not self.in_flight  # else a step on its way will answer
+        if not (plan.requests or any(told) or unasked or directory.drop or directory.keep or directory.drop_segments):
             return False
         step = Step(
             next(self._numbers),
@@ -89,4 +92,7 @@ class Steps:
         if result.tokens:
             flight.tokens = result.tokens
         while self.in_flight and self.in_flight[0].reported == self._num_ranks:
+            pings, self.pings = self.pings, []
+            for peer, number in pings:
+                self._links.send(peer, Pong(number))
             yield self.in_flight.popleft()

@@ -49,6 +49,8 @@ from mini_engine.messages.requests import (
     NewRequest,
     Offer,
     Outputs,
+    Ping,
+    Pong,
     RequestOutput,
     ResetCaches,
     Retract,
@@ -126,6 +128,8 @@ __all__ = [
     "Outputs",
     "PROTOCOL_VERSION",
     "PeerGone",
+    "Ping",
+    "Pong",
     "ProbeResult",
     "RankAddress",
     "Ready",
@@ -172,7 +176,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 AnyMessage = (
     Hello | Init | Ready | Start | Serving | PeerGone
-    | NewRequest | Finish | ResetCaches | Outputs | Consumed | CachesReset
+    | NewRequest | Finish | ResetCaches | Outputs | Consumed | CachesReset | Ping | Pong
     | Attach | Cached | Evicted | Accepted | MediaMiss
     | Offer | Retract | Retracted | Busy | LastUsed | Unwanted | Withdraw | AskFigures | Figures
     | Step | StepResult | WorkerReady | MediaReady | MediaFailed

@@ -156,6 +156,12 @@ class ResetCaches(Message, frozen=True):
     number: int  # comes back in `CachesReset`
 
 
+class Ping(Message, frozen=True):
+    """API server -> core: are you and all your ranks at work?"""
+
+    number: int  # comes back in `Pong`
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Natural logarithm of a token's probability before temperature, penalties and filters."""
 
@@ -234,6 +240,12 @@ class Figures(Message, frozen=True):
 
 class CachesReset(Message, frozen=True):
     """Core -> API server: `ResetCaches(number)` is done."""
+
+    number: int
+
+
+class Pong(Message, frozen=True):
+    """Core -> API server: since `Ping(number)` came, all ranks have reported a step."""
 
     number: int
 

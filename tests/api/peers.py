@@ -34,6 +34,8 @@ from mini_engine.messages import (
     MessageId,
     NewRequest,
     Outputs,
+    Ping,
+    Pong,
     RequestOutput,
     ResetCaches,
     TensorHandle,
@@ -153,6 +155,8 @@ class ScriptedCore:
         self.answers_resets = True
         self.answers_figures = True
         self.resets: list[int] = []
+        self.answers_pings = True
+        self.pings: list[int] = []
         self.withdrawn: list[MessageId] = []
         self.requests: list[NewRequest] = []
         self.finishes: list[Finish] = []
@@ -183,6 +187,10 @@ class ScriptedCore:
                     await self._socket.send_multipart([peer, self._encoder.encode(Figures(STATS, self.counters))])
                 case Withdraw(messages=messages):
                     self.withdrawn += messages
+                case Ping(number=number):
+                    self.pings.append(number)
+                    if self.answers_pings:
+                        await self._socket.send_multipart([peer, self._encoder.encode(Pong(number))])
                 case ResetCaches(number=number):
                     self.resets.append(number)
                     if self.answers_resets:

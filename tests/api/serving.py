@@ -26,6 +26,7 @@ from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.server import HttpServer
 from mini_engine.api.vocabulary import Vocabulary
+from mini_engine.config import EngineConfig
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import EngineLimits, NewRequest
@@ -96,6 +97,7 @@ async def serve(
     limits: dict[str, int] | None = None,
     transports: list[MemoryTransport] | None = None,
     media_cache: bool = True,
+    settings: dict[str, Any] | None = None,
 ) -> AsyncIterator[Served]:
     """Everything up, a request may be sent; everything down again at the end."""
     context = zmq.asyncio.Context()
@@ -125,7 +127,7 @@ async def serve(
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     started = asyncio.Event()
-    server = HttpServer(create_app(frontend), started.set)
+    server = HttpServer(create_app(frontend, EngineConfig(**(settings or {}))), started.set)
     tasks = [asyncio.create_task(work) for work in (core.run(), engines.run())]
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await started.wait()

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from mini_engine.api import app
+from mini_engine.api import operation
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import EngineCounters, NewRequest, SamplingParams
 from tests.api.peers import eventually, logprobs_of
@@ -181,7 +181,7 @@ def test_resetting_the_caches(processor: MediaProcessor, tmp_path: Path, monkeyp
             assert (await served.http.post("/reset_caches")).status_code == 200
             assert len(served.core.resets) == 1
             served.core.answers_resets = False
-            monkeypatch.setattr(app, "RESET_SECONDS", 0.05)
+            monkeypatch.setattr(operation, "RESET_SECONDS", 0.05)
             response = await served.http.post("/reset_caches")
             assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
             served.frontend.engines.peer_gone("core 0")
@@ -209,7 +209,7 @@ def test_the_engines_figures_are_asked_for_when_the_metrics_are_read(processor: 
 def test_the_metrics_can_be_read_though_an_engine_is_silent_or_gone(
     processor: MediaProcessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "FIGURES_SECONDS", 0.2)
+    monkeypatch.setattr(operation, "FIGURES_SECONDS", 0.2)
 
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor, "a red")) as served:

@@ -6,50 +6,76 @@ from typing import get_type_hints
 
 import msgspec
 import pytest
-from openai.types.chat import completion_create_params
+from openai.types import chat, completion_create_params
 
-from mini_engine.api.app import router
-from mini_engine.api.protocol import IGNORED, NEUTRAL, ChatRequest, range_of
+from mini_engine.api import app, completions, operation, tokens
+from mini_engine.api.completion_protocol import CompletionRequest
+from mini_engine.api.protocol import Body, ChatRequest, range_of
 from mini_engine.api.responses import Timings
+from mini_engine.api.tokens import DetokenizeRequest, TokenizeRequest
 from mini_engine.metrics import stage_seconds
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
-ROWS = re.findall(r"^\| `(\w+)` \| (supported|ignored|refused) \| ?(.*?) ?\|$", PAGE, re.MULTILINE)
-NOTES = {name: note for name, _, note in ROWS}
+HEADS = {"HEAD /health", "HEAD /live"}  # as their GETs
 
 
-def test_every_field_stands_in_the_table_as_what_it_is() -> None:
-    expected = dict.fromkeys(ChatRequest.model_fields, "supported")
-    expected |= dict.fromkeys(IGNORED, "ignored") | dict.fromkeys(NEUTRAL, "refused")
-    assert {name: state for name, state, _ in ROWS} == expected
-    assert len(ROWS) == len(expected), "a field stands there twice"
+def rows_below(heading: str) -> list[tuple[str, str, str]]:
+    """Name, state and note of each field in the table of one section."""
+    section = re.split(r"^## ", PAGE.partition(f"## {heading}\n")[2], flags=re.MULTILINE)[0]
+    return re.findall(r"^\| `(\w+)` \| (supported|ignored|refused) \| ?(.*?) ?\|$", section, re.MULTILINE)
 
 
-def test_every_field_of_openai_is_known() -> None:
-    theirs = set(get_type_hints(completion_create_params.CompletionCreateParamsStreaming))
-    assert not theirs - NOTES.keys()
+ROWS: dict[type[Body], list[tuple[str, str, str]]] = {
+    ChatRequest: rows_below("Fields of a chat request"),
+    CompletionRequest: rows_below("Fields of a completion request"),
+    TokenizeRequest: rows_below("Fields of a tokenize request"),
+    DetokenizeRequest: rows_below("Fields of a detokenize request"),
+}
+NOTES = {kind: {name: note for name, _, note in rows} for kind, rows in ROWS.items()}
+FIELDS = [(kind, name) for kind in ROWS for name in kind.model_fields]
+REFUSED = [(kind, name) for kind in ROWS for name in kind.neutral]
 
 
-@pytest.mark.parametrize("name", ChatRequest.model_fields)
-def test_the_ranges_are_the_codes(name: str) -> None:
-    assert range_of(name) in NOTES[name]
-    assert (ChatRequest.model_fields[name].description or "") in NOTES[name]
+@pytest.mark.parametrize("kind", ROWS)
+def test_every_field_stands_in_the_table_as_what_it_is(kind: type[Body]) -> None:
+    expected = dict.fromkeys(kind.model_fields, "supported")
+    expected |= dict.fromkeys(kind.ignored, "ignored") | dict.fromkeys(kind.neutral, "refused")
+    assert {name: state for name, state, _ in ROWS[kind]} == expected
+    assert len(ROWS[kind]) == len(expected), "a field stands there twice"
 
 
-@pytest.mark.parametrize("name", NEUTRAL)
-def test_the_values_of_refused_fields_are_the_codes(name: str) -> None:
-    values = [f"`{msgspec.json.encode(value).decode()}`" for value in NEUTRAL[name]]
-    assert NOTES[name] == ("unless " + ", ".join(values) if values else "")
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        (ChatRequest, chat.completion_create_params.CompletionCreateParamsStreaming),
+        (CompletionRequest, completion_create_params.CompletionCreateParamsStreaming),
+    ],
+)
+def test_every_field_of_openai_is_known(kind: type[Body], params: type) -> None:
+    assert not set(get_type_hints(params)) - NOTES[kind].keys()
+
+
+@pytest.mark.parametrize(("kind", "name"), FIELDS)
+def test_the_ranges_are_the_codes(kind: type[Body], name: str) -> None:
+    assert range_of(kind, name) in NOTES[kind][name]
+    assert (kind.model_fields[name].description or "") in NOTES[kind][name]
+
+
+@pytest.mark.parametrize(("kind", "name"), REFUSED)
+def test_the_values_of_refused_fields_are_the_codes(kind: type[Body], name: str) -> None:
+    values = [f"`{msgspec.json.encode(value).decode()}`" for value in kind.neutral[name]]
+    assert NOTES[kind][name] == ("unless " + ", ".join(values) if values else "")
 
 
 def test_the_stages_of_a_request_are_named_with_their_histograms() -> None:
     rows = re.findall(r"^\| `(\w+)` \| .* \| (?:`(request_\w+_seconds)` )?\|$", PAGE, re.MULTILINE)
-    stages = {stage: name for stage, name in rows if stage not in NOTES}
+    stages = {stage: name for stage, name in rows if not any(stage in notes for notes in NOTES.values())}
     assert list(stages) == list(Timings.__struct_fields__)
     histograms = {stage: histogram.describe()[0].name for stage, histogram in stage_seconds.items()}
     assert stages == {stage: name.removeprefix("mini_engine:") for stage, name in histograms.items()} | {"other": ""}
 
 
 def test_every_endpoint_is_named() -> None:
-    ours = {f"{method} {route.path}" for route in router.routes for method in route.methods}
+    routes = [*app.router.routes, *completions.router.routes, *tokens.router.routes, *operation.router.routes]
+    ours = {f"{method} {route.path}" for route in routes for method in route.methods} - HEADS
     assert ours == set(re.findall(r"^\| `((?:GET|POST) [^`]+)` \|", PAGE, re.MULTILINE))

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from mini_engine.api.errors import ApiError
-from mini_engine.api.protocol import IGNORED, NEUTRAL, ChatRequest, parse_chat_request
+from mini_engine.api.protocol import IGNORED, NEUTRAL, ChatRequest, parse_body
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 def parse(**fields: Any) -> ChatRequest:
-    return parse_chat_request(json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode(), ["m"])
+    return parse_body(json.dumps({"model": "m", "messages": MESSAGES, **fields}).encode(), ChatRequest, ["m"])
 
 
 def refusal(**fields: Any) -> ApiError:
@@ -148,7 +148,7 @@ def test_the_model_may_be_left_out() -> None:
 )
 def test_bad_json(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        parse_chat_request(body, ["m"])
+        parse_body(body, ChatRequest, ["m"])
     assert caught.value.status == 400
     assert caught.value.body.code in ("invalid_json", "unknown_parameter", "missing_required_parameter")
 

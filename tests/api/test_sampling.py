@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mini_engine.api.errors import ApiError
-from mini_engine.api.protocol import ChatRequest, parse_chat_request
+from mini_engine.api.protocol import ChatRequest, parse_body
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver, siblings
 from mini_engine.config import ConfigError
 from mini_engine.messages import SamplingParams, Sibling
@@ -13,7 +13,7 @@ from mini_engine.messages import SamplingParams, Sibling
 
 def chat(**fields: Any) -> ChatRequest:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
-    return parse_chat_request(json.dumps(body).encode(), [])
+    return parse_body(json.dumps(body).encode(), ChatRequest, [])
 
 
 def resolver(defaults: SamplingDefaults | None = None, seed: int = 0, incarnation: int = 1) -> SamplingResolver:

@@ -134,3 +134,21 @@ def test_bad_json_is_a_400_in_openais_form(server):
 def test_a_good_request_is_right_after_all_that(server, one):
     assert server.ask(one.text, one.urls) == one.answer
     assert Path(f"/proc/{server.process.pid}").exists()
+
+
+def test_a_conversation_as_token_ids_has_the_same_completion(server):
+    chat = server.ask("hello", [], max_tokens=8)
+    body = json.dumps({"messages": [message("hello", [])]}).encode()
+    with urllib.request.urlopen(server.url.removesuffix("/v1") + "/tokenize", body, timeout=30) as response:
+        tokens = json.load(response)["tokens"]
+    prompts = [tokens, tokens[:5]]
+    reply = server.client.completions.create(model=server.model, prompt=prompts, temperature=0, max_tokens=8)
+    assert reply.choices[0].text == chat
+    assert len(reply.choices) == 2
+    stream = server.client.completions.create(
+        model=server.model, prompt=prompts, temperature=0, max_tokens=8, stream=True, logprobs=1
+    )
+    texts = ["", ""]
+    for chunk in stream:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in reply.choices]

@@ -1,0 +1,79 @@
+"""The endpoints for those who run the server: health, figures, caches, version. They know nothing of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from mini_engine import metrics
+from mini_engine.api.errors import ApiError, EngineError
+from mini_engine.api.refusal import error_response
+
+if TYPE_CHECKING:
+    from mini_engine.api.engine_client import EngineClient
+    from mini_engine.config import EngineConfig
+
+ENGINE_GONE = "An engine has stopped."
+RESET_SECONDS = 30.0  # for the engines to answer; a step of theirs may run first
+FIGURES_SECONDS = 1.0  # for the engines to say how they are; Prometheus gives a whole scrape ten
+
+router = APIRouter()
+
+
+def _engines(request: Request) -> EngineClient:
+    return request.app.state.frontend.engines
+
+
+@router.head("/health", include_in_schema=False)
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 when every engine answers a ping through all of its ranks within `--health-timeout`, 503 when not."""
+    engines = _engines(request)
+    config: EngineConfig = request.app.state.config
+    if await engines.healthy(config.health_timeout):
+        return Response()
+    if not engines.alive:
+        return error_response(ApiError(503, ENGINE_GONE, code="engine_unavailable"))
+    text = f"An engine has not answered within the {config.health_timeout:g} s of --health-timeout."
+    return error_response(ApiError(503, text, code="timeout"))
+
+
+@router.head("/live", include_in_schema=False)
+@router.get("/live")
+async def live() -> Response:
+    """200 while this process runs, whatever the engines do."""
+    return Response()
+
+
+@router.post("/reset_caches")
+async def reset_caches(request: Request) -> Response:
+    """Empty the prefix and encoder caches of every engine, but for what running requests use.
+
+    200 when all have done so; 503 when an engine is gone; 504 when one does not answer in time.
+    """
+    try:
+        async with asyncio.timeout(RESET_SECONDS):
+            await _engines(request).reset_caches()
+    except EngineError:
+        return error_response(ApiError(503, ENGINE_GONE, code="engine_unavailable"))
+    except TimeoutError:
+        text = f"An engine has not answered within {RESET_SECONDS:g} s; its caches may be reset later, or not at all."
+        return error_response(ApiError(504, text, code="timeout"))
+    return Response()
+
+
+@router.get("/metrics")
+async def show_metrics(request: Request) -> Response:
+    """Figures of all API servers, and of the engines at this moment, in Prometheus's text format."""
+    await _engines(request).refresh_figures(FIGURES_SECONDS)
+    return Response(await asyncio.to_thread(metrics.exposition), headers={"content-type": metrics.CONTENT_TYPE})
+
+
+@router.get("/version")
+async def version() -> Response:
+    """The version of this server."""
+    return JSONResponse({"version": importlib.metadata.version("mini-engine")})

@@ -1,0 +1,32 @@
+"""How a request that cannot be served ends: a line in the log if the server is at fault, and OpenAI's error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from starlette.responses import Response
+
+from mini_engine.api.errors import ApiError, as_api_error, internal_error
+from mini_engine.api.timings import RequestClock
+
+logger = logging.getLogger(__name__)
+
+
+def explain(error: Exception, request_id: str, clock: RequestClock) -> ApiError:
+    """What the client is told of `error`. One that is nobody's fault but the server's goes to the log."""
+    answer = as_api_error(error)
+    if answer is None:
+        logger.error("%s failed", request_id, exc_info=error)
+        answer = internal_error(request_id)
+    if answer.status >= 500:
+        clock.end("error")
+    return answer
+
+
+def error_response(
+    error: ApiError, request_id: str | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
+    """`error` as a response."""
+    named = {} if request_id is None else {"x-request-id": request_id}
+    return Response(error.encode(), error.status, {**named, **(headers or {})}, "application/json")

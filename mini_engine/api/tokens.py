@@ -1,0 +1,129 @@
+"""POST /tokenize and /detokenize: text or a conversation to token ids, and back, in vLLM's form. No engine is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from mini_engine.api.chat import ChatError
+from mini_engine.api.delivery import CLIENT_CLOSED_REQUEST
+from mini_engine.api.errors import ApiError, bad_request
+from mini_engine.api.protocol import Body, BodyT, ChatMessage, TokenId, parse_body, plain
+from mini_engine.api.refusal import error_response
+
+if TYPE_CHECKING:
+    from mini_engine.api.app import Frontend
+
+INLINE_BYTES = 16_384  # a shorter body is worked on faster than a thread would take to answer
+
+router = APIRouter()
+
+
+class TokenizeRequest(Body):
+    """The supported fields of a tokenize request: a text, or a conversation."""
+
+    neutral = {
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+        "tools": ([],),
+    }
+
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        """See `Body.check`."""
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("Send either 'prompt' or 'messages'.", "prompt", "missing_required_parameter")
+        if self.messages is not None and self.add_special_tokens:
+            text = "'add_special_tokens' is only allowed with 'prompt': a chat template writes its own."
+            raise bad_request(text, "add_special_tokens")
+
+
+class DetokenizeRequest(Body):
+    """The supported fields of a detokenize request."""
+
+    tokens: list[TokenId]
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """The answer to a tokenize request. `token_strs`: the tokens as the vocabulary writes them, if asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(msgspec.Struct, frozen=True):
+    """The answer to a detokenize request, special tokens included."""
+
+    prompt: str
+
+
+def _schema(kind: type[Body]) -> dict[str, object]:
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
+
+
+@router.post("/tokenize", openapi_extra=_schema(TokenizeRequest))
+async def tokenize(request: Request) -> Response:
+    """The token ids of a text, or of a conversation with a place for each image and video, which are not loaded."""
+    frontend: Frontend = request.app.state.frontend
+
+    def work(asked: TokenizeRequest) -> Tokens:
+        tokens = _tokens(frontend, asked)
+        names = frontend.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
+        return Tokens(len(tokens), frontend.sampling.max_model_len, tokens, names)
+
+    return await _respond(request, TokenizeRequest, work)
+
+
+@router.post("/detokenize", openapi_extra=_schema(DetokenizeRequest))
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    frontend: Frontend = request.app.state.frontend
+
+    def work(asked: DetokenizeRequest) -> Text:
+        unknown = max(asked.tokens, default=0)
+        if unknown >= frontend.sampling.vocab_size:
+            raise bad_request(f"Invalid 'tokens': the model has no token {unknown}.", "tokens", "invalid_value")
+        return Text(frontend.tokenizer.backend_tokenizer.decode(asked.tokens, skip_special_tokens=False))
+
+    return await _respond(request, DetokenizeRequest, work)
+
+
+def _tokens(frontend: Frontend, asked: TokenizeRequest) -> list[int]:
+    try:
+        if asked.prompt is not None:
+            special = asked.add_special_tokens is not False
+            return frontend.renderer.encode(asked.prompt, special, allow_placeholders=True)
+        messages = plain(asked.messages or [])
+        frontend.renderer.collect(messages, frontend.item_limits)
+        return frontend.renderer.render(messages)
+    except ChatError as error:
+        raise bad_request(str(error), "messages" if asked.prompt is None else "prompt") from None
+
+
+async def _respond(request: Request, kind: type[BodyT], work: Callable[[BodyT], msgspec.Struct]) -> Response:
+    frontend: Frontend = request.app.state.frontend
+    try:
+        body = await request.body()
+        asked = parse_body(body, kind, frontend.model_names)
+        answer = work(asked) if len(body) <= INLINE_BYTES else await asyncio.to_thread(work, asked)
+    except ApiError as error:
+        return error_response(error)
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return Response(msgspec.json.encode(answer), media_type="application/json")
