@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_engine.api.engine import Engine, Surroundings
+from mini_engine.api.errors import EngineError
 from mini_engine.api.media_store import MediaStore
 from mini_engine.core.stored_media import StoredObjects
 from mini_engine.messages import (
@@ -501,5 +502,25 @@ def test_a_reset_makes_everything_cold():
         assert objects(everything) == [] and everything.apis[0].segment.allocator.used_bytes == 0
         await stored(everything, 1, 1)
         assert everything.apis[1].decodes == 1
+
+    play(scenario)
+
+
+def test_a_request_that_is_refused_after_its_media_were_stored_leaves_them_cached_and_unreferenced():
+    async def scenario(everything: Everything) -> None:
+        api = everything.apis[0]
+        media_hash, patches, count = media_of(1)
+        item = MediaItem("video", 0, count, (1, 2, 2 * count), 1.0, patches, media_hash)
+        request = NewRequest("bad", [20] * 8, SamplingParams(max_tokens=3, seed=1), [item])  # no placeholders there
+        refused = asyncio.create_task(api.engines[0].submit(request, api._refill))
+        while not refused.done():
+            await everything.tick(1.0)
+        with pytest.raises(EngineError):
+            with refused.result() as generation:
+                await anext(generation)
+        await everything.settle()
+        everything.assert_at_rest()
+        await stored(everything, 1, 1)
+        assert everything.apis[1].decodes == 0 and objects(everything) == [1]
 
     play(scenario)
