@@ -22,16 +22,17 @@ from starlette.responses import JSONResponse, Response
 
 from mini_engine import metrics
 from mini_engine.api import responses
-from mini_engine.api.admission import MediaAdmission
+from mini_engine.api.admission import MediaAdmission, RequestAdmission
 from mini_engine.api.answer import Answer, Piece, SampleText
 from mini_engine.api.chat import ChatRenderer
-from mini_engine.api.connection import EventStream, until_disconnect
+from mini_engine.api.connection import EventStream, read_body, until_disconnect
 from mini_engine.api.detokenizer import Detokenizer
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.errors import ApiError, ClientGone, EngineError, as_api_error, internal_error
 from mini_engine.api.logprobs import LogprobList
 from mini_engine.api.media_loader import FetchedItem, MediaLoader
-from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place
+from mini_engine.api.media_settings import MediaSettingsResolver
+from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place, prompt_items
 from mini_engine.api.protocol import ChatRequest, parse_chat_request
 from mini_engine.api.sampling import SamplingResolver, siblings
 from mini_engine.api.timings import RequestClock
@@ -55,11 +56,23 @@ class Frontend:
     renderer: ChatRenderer
     tokenizer: Any  # Hugging Face's
     vocabulary: Vocabulary
+    max_request_bytes: int
+    requests: RequestAdmission
     admission: MediaAdmission
+    media_settings: MediaSettingsResolver
     media: MediaLoader
     sampling: SamplingResolver
     engines: EngineClient
     limits: EngineLimits
+
+    async def read(self, request: Request) -> ChatRequest:
+        """The chat request in a body, which is not read when there is too much to do already.
+
+        Raises:
+            ApiError: 400, 404, 413 or 429.
+        """
+        self.requests.check()
+        return parse_chat_request(await read_body(request, self.max_request_bytes), self.model_names)
 
     async def answer(self, chat: ChatRequest, request_id: str, clock: RequestClock) -> Answer:
         """Steps 1 to 6 of a request's road; the answer's tokens are on their way when this returns.
@@ -70,13 +83,15 @@ class Frontend:
             ApiError, ChatError, MediaError, EngineError: see `errors.as_api_error`.
         """
         self.sampling.check(chat)
+        keyed = self.media_settings.resolve(chat)
         messages = chat.plain_messages()
         refs = self.renderer.collect(messages, self.item_limits)
         token_ids = await self._render(messages)
         clock.enter("admission")
-        async with self.admission.admit(len(refs)):
+        async with self.admission.admit(self.media.sizes(refs)) as reservation:
             clock.enter("fetch")
-            fetched = await self.media.fetch(refs)
+            fetched = await self.media.fetch(refs, keyed)
+            reservation.correct(sum(len(item.data) for item in fetched))
             clock.enter("other")
             hashes = {item.media_hash for item in fetched}
             with self.engines.choose(hashes, chat.num_choices) as engine:
@@ -98,15 +113,15 @@ class Frontend:
             clock.enter("transport")
             generation = await engine.submit(request, partial(self._refill, fetched, clock))
             clock.enter("other")
-        return Answer(generation, samples, clock, len(prompt.token_ids))
+        missing = [f"{ref.name}: {item.missing}" for ref, item in zip(refs, items, strict=True) if item.missing]
+        return Answer(generation, samples, clock, len(prompt.token_ids), missing)
 
     async def _prepare(
         self, fetched: list[FetchedItem], kept: Mapping[bytes, CachedMedia], clock: RequestClock
     ) -> list[PromptItem]:
         """The prompt's items, those processed that the engine does not keep."""
         processed = await self.media.process((item for item in fetched if item.media_hash not in kept), clock)
-        hashes = [item.media_hash for item in fetched]
-        return [PromptItem.of(digest, processed[digest] if digest in processed else kept[digest]) for digest in hashes]
+        return prompt_items([item.media_hash for item in fetched], processed, kept)
 
     async def _refill(
         self, fetched: list[FetchedItem], clock: RequestClock, request: NewRequest, missing: Collection[bytes]
@@ -130,13 +145,14 @@ class Frontend:
 
     async def complete(self, chat: ChatRequest, request_id: str, clock: RequestClock) -> bytes:
         """The whole answer as a response's body."""
-        with await self.answer(chat, request_id, clock) as answer:
+        with self.requests.admit(), await self.answer(chat, request_id, clock) as answer:
             pieces: list[list[Piece]] = [[] for _ in answer.samples]
             async for piece in answer:
                 pieces[piece.index].append(piece)
         choices = [_choice(index, theirs) for index, theirs in enumerate(pieces)]
-        timings = clock.timings() if chat.return_timings else None
-        return responses.completion(request_id, self.model_names[0], choices, answer.usage, timings)
+        return responses.completion(
+            request_id, self.model_names[0], choices, answer.usage, _remarks(chat, answer, clock)
+        )
 
     async def stream(self, chat: ChatRequest, request_id: str, clock: RequestClock) -> AsyncGenerator[bytes, None]:
         """The answer as events, the first of them with the first token. The last ones leave together.
@@ -145,14 +161,14 @@ class Frontend:
         """
         writer = responses.EventWriter(request_id, self.model_names[0], chat.include_usage)
         started = False
-        with await self.answer(chat, request_id, clock) as answer:
+        with self.requests.admit(), await self.answer(chat, request_id, clock) as answer:
             try:
                 async for piece in answer:
-                    timings = clock.timings() if chat.return_timings and answer.over else None
-                    with_text = None if chat.include_usage else timings
+                    remarks = _remarks(chat, answer, clock) if answer.over else responses.Remarks()
+                    with_text = responses.Remarks() if chat.include_usage else remarks
                     event = writer.delta(piece.index, piece.text, piece.finish_reason, piece.logprobs, with_text)
                     if answer.over:
-                        event += (writer.usage(answer.usage, timings) if chat.include_usage else b"") + responses.DONE
+                        event += (writer.usage(answer.usage, remarks) if chat.include_usage else b"") + responses.DONE
                     if event:
                         yield event
                     started = True
@@ -170,6 +186,11 @@ def _choice(index: int, pieces: list[Piece]) -> responses.Choice:
     logprobs = None if pieces[-1].logprobs is None else responses.ChoiceLogprobs(listed)
     text = "".join(piece.text for piece in pieces)
     return responses.Choice(index, responses.AnswerMessage(text), finish_reason, logprobs)
+
+
+def _remarks(chat: ChatRequest, answer: Answer, clock: RequestClock) -> responses.Remarks:
+    """What there is to say of a request whose answer is over."""
+    return responses.Remarks(clock.timings() if chat.return_timings else None, answer.warnings)
 
 
 def _text_length(message: Mapping[str, Any]) -> int:
@@ -191,7 +212,7 @@ def explain(error: Exception, request_id: str, clock: RequestClock) -> ApiError:
 def error_response(error: ApiError, request_id: str | None = None) -> Response:
     """`error` as a response."""
     headers = {} if request_id is None else {"x-request-id": request_id}
-    return Response(error.encode(), error.status, headers, "application/json")
+    return Response(error.encode(), error.status, {**error.headers, **headers}, "application/json")
 
 
 router = APIRouter()
@@ -214,7 +235,7 @@ async def chat_completions(request: Request) -> Response:
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     headers = {"x-request-id": request_id}
     try:
-        chat = parse_chat_request(await request.body(), frontend.model_names)
+        chat = await frontend.read(request)
         if not chat.stream:
             body = await until_disconnect(request.receive, frontend.complete(chat, request_id, clock))
             return Response(body, headers=headers, media_type="application/json")

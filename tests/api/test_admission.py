@@ -4,7 +4,7 @@ from mini_engine.api.admission import MediaAdmission
 
 
 async def hold(admission: MediaAdmission, items: int, entered: list[int], leave: asyncio.Event) -> None:
-    async with admission.admit(items):
+    async with admission.admit([0] * items):
         entered.append(items)
         await leave.wait()
 
@@ -16,7 +16,7 @@ async def settle() -> None:
 
 def test_a_large_request_is_not_overtaken() -> None:
     async def scenario() -> None:
-        admission, entered, leave = MediaAdmission(4), [], asyncio.Event()
+        admission, entered, leave = MediaAdmission(4, 1000, 100), [], asyncio.Event()
         tasks = [asyncio.create_task(hold(admission, items, entered, leave)) for items in (3, 2, 1, 0)]
         await settle()
         assert entered == [3, 0]  # 2 waits for room, 1 behind it although it would fit; none needs none
@@ -31,7 +31,7 @@ def test_a_large_request_is_not_overtaken() -> None:
 
 def test_more_items_than_the_limit_are_let_through_alone() -> None:
     async def scenario() -> None:
-        admission, entered, leave = MediaAdmission(2), [], asyncio.Event()
+        admission, entered, leave = MediaAdmission(2, 1000, 100), [], asyncio.Event()
         tasks = [asyncio.create_task(hold(admission, items, entered, leave)) for items in (9, 1)]
         await settle()
         assert entered == [9]
@@ -44,7 +44,7 @@ def test_more_items_than_the_limit_are_let_through_alone() -> None:
 
 def test_cancelling_gives_the_place_to_the_next() -> None:
     async def scenario() -> None:
-        admission, entered, leave = MediaAdmission(2), [], asyncio.Event()
+        admission, entered, leave = MediaAdmission(2, 1000, 100), [], asyncio.Event()
         tasks = [asyncio.create_task(hold(admission, items, entered, leave)) for items in (1, 2, 1)]
         await settle()
         assert entered == [1]
@@ -61,7 +61,7 @@ def test_cancelling_gives_the_place_to_the_next() -> None:
 
 def test_cancelling_in_the_moment_of_being_let_in_takes_nothing() -> None:
     async def scenario() -> None:
-        admission, entered, leave = MediaAdmission(1), [], asyncio.Event()
+        admission, entered, leave = MediaAdmission(1, 1000, 100), [], asyncio.Event()
         first = asyncio.create_task(hold(admission, 1, entered, leave))
         second = asyncio.create_task(hold(admission, 1, entered, asyncio.Event()))
         await settle()

@@ -36,7 +36,7 @@ def test_settings_reach_the_media_road(model_dir: Path, tmp_path: Path) -> None:
         allowed_local_media_path=str(tmp_path),
         max_media_bytes=1000,
     )
-    assert front.media.sampling.fps == 3
+    assert front.media_settings.server.settings.sampling.fps == 3
     assert front.media.policy.allowed_local_media_path == tmp_path
     assert front.media.policy.max_media_bytes == 1000
     assert front.vocab_size == 768
@@ -49,7 +49,8 @@ def test_the_settings_enter_the_media_hashes(model_dir: Path) -> None:
     def hashes(**settings: Any) -> tuple[bytes, bytes]:
         front = load(model_dir, **settings)
         front.media.close()
-        return front.media._hash_keys["image"], front.media._hash_keys["video"]
+        keys = front.media_settings.server.keys
+        return keys["image"], keys["video"]
 
     image, video = hashes()
     other_image, other_video = hashes(media_io_kwargs={"video": {"fps": 3}})
