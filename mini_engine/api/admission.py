@@ -151,7 +151,10 @@ class MediaAdmission:
 
     def _let_in(self) -> None:
         while self._waiting and self.admitted + self._waiting[0][0] <= self.limit:
-            room, turn = self._waiting.popleft()
+            room, turn = self._waiting[0]
+            if turn.cancelled():
+                return  # who waited there is about to leave the line, and calls again
+            self._waiting.popleft()
             self.admitted += room
             turn.set_result(None)
 
