@@ -120,7 +120,7 @@ class StreamOptions(_Model):
 StopString = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 WrittenTokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]  # the keys of JSON objects are strings
-Setting = bool | Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | float | None
+Setting = bool | Annotated[int | float, Field(ge=-(2**31), le=2**31 - 1)] | None
 Settings = Annotated[dict[str, Setting], Field(max_length=MAX_MEDIA_SETTINGS)]
 
 
