@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -14,6 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
+from mini_engine.api.media_loader import DecodeRules
+from mini_engine.config import flag_of
+from mini_engine.media.limits import DecodeLimits, ImageLimits
 from mini_engine.media.processor import MediaProcessor
 from tests.api.peers import eventually
 from tests.api.serving import (
@@ -28,6 +32,7 @@ from tests.api.serving import (
     words,
 )
 from tests.api.test_app import metric
+from tests.api.test_media_settings import video
 from tests.media.web import WebServer, response
 
 
@@ -53,9 +58,9 @@ class SlowWeb:
                 self.go.set()
 
 
-def with_server(processor: MediaProcessor, directory: Path, test: Callable[[Served], Any]) -> None:
+def with_server(processor: MediaProcessor, directory: Path, test: Callable[[Served], Any], **more: Any) -> None:
     async def scenario() -> None:
-        async with serve(processor, directory, words(processor, "a red", " circle")) as served:
+        async with serve(processor, directory, words(processor, "a red", " circle"), **more) as served:
             await test(served)
             await eventually(lambda: at_rest(served))
             assert metric("inflight_media_bytes") == 0
@@ -135,6 +140,31 @@ def test_media_that_are_too_much_at_any_time(processor: MediaProcessor, tmp_path
         assert "--max-inflight-media-gb" in answer.json()["error"]["message"]
 
     with_server(processor, tmp_path, scenario)
+
+
+@pytest.mark.parametrize("limit", [{field.name: 1e-6} for field in dataclasses.fields(DecodeLimits)], ids=str)
+def test_each_limit_of_a_decode_is_named_by_its_flag(
+    processor: MediaProcessor, tmp_path: Path, limit: dict[str, Any]
+) -> None:
+    async def scenario(served: Served) -> None:
+        response = await served.post(content=[image(), video()])
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_media")
+        (name,) = limit
+        message = response.json()["error"]["message"]
+        assert message.startswith("video 1: ") and f"the limit of {flag_of(name)};" in message
+        assert (await served.post(content=[image()])).status_code == 200  # the next one is not affected
+
+    with_server(processor, tmp_path, scenario, rules=DecodeRules(video=DecodeLimits(**limit)))
+
+
+def test_the_limit_on_images_is_another(processor: MediaProcessor, tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        response = await served.post(content=[image(56), image(57)])
+        assert response.status_code == 400
+        assert "image 2: 57x57 is more than 3136 pixels, the limit of --max-image-pixels" in response.text
+        assert (await served.post(content=[image(56)])).status_code == 200
+
+    with_server(processor, tmp_path, scenario, rules=DecodeRules(image=ImageLimits(max_image_pixels=56 * 56)))
 
 
 @pytest.mark.parametrize("stream", [False, True])
