@@ -133,14 +133,14 @@ def of_tensor_queue(sender: Any) -> Figures:
 def of_core(core: Any) -> Figures:
     held = {
         "requests": len(core.requests),
-        "awaiting media": len(core.awaiting_media) + len(core.waiters),
-        "messages in the directory": len(core.directory),
+        "awaiting media": len(core.awaiting_media) + len(core.awaiting_media._by_message),
+        "messages in the directory": len(core.arrivals),
         "KV blocks": core.blocks.num_used,
         "encoder tokens in use": core.encoder.num_tokens - core.encoder.idle.size,
         "media references": core.media.num_references,
         "media bytes in use": core.media.num_bytes - core.media.idle.size,
-        "steps in flight": len(core.in_flight),
-        "untold": len(core.finished) + len(core.release) + len(core.drop_senders),
+        "steps in flight": len(core.steps.in_flight),
+        "untold": len(core.steps.finished) + len(core.steps.release) + len(core.steps.drop_senders),
     }
     return held, {"encoder tokens": core.encoder.num_tokens, "media bytes": core.media.num_bytes}
 
