@@ -17,6 +17,7 @@ from tests.api.test_media_cache import baseline, figures, sent, since
 from tests.media import clips
 
 WHOLE = clips.encode(frames=12, container="matroska")
+LARGE = clips.encode(frames=2, width=224, height=168, container="matroska")
 CUT = WHOLE[: len(WHOLE) * 7 // 10]
 
 
@@ -76,10 +77,14 @@ def test_a_request_that_asks_for_smaller_items(processor: MediaProcessor, tmp_pa
         first, second = (request.media[0] for request in served.core.requests)
         assert (first.num_tokens, second.num_tokens) == (25, 4)
         assert first.media_hash != second.media_hash
+        await ask(served, video(LARGE))
+        await ask(served, video(LARGE), mm_processor_kwargs={"max_pixels": 6 * 28 * 28})
+        whole, smaller = (request.media[0] for request in served.core.requests[2:])
+        assert (whole.num_tokens, smaller.num_tokens) == (20, 4)
         # What an image does not depend on does not make it another.
         await ask(served, image(140), media_io_kwargs={"video": {"num_frames": 4}})
-        assert served.core.requests[2].media[0].media_hash == first.media_hash
-        assert sent(served.core.requests[2]) == [False]
+        assert served.core.requests[-1].media[0].media_hash == first.media_hash
+        assert sent(served.core.requests[-1]) == [False]
 
     with_server(processor, tmp_path, scenario)
 
