@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from mini_engine.media.addresses import parse_allowed_host
+from mini_engine.media.limits import DecodeLimits, ImageLimits
 
 ENV_PREFIX = "MINI_ENGINE_"
 BUNDLED_MODEL = str(Path(__file__).parent / "demo" / "weights")
@@ -214,9 +215,42 @@ class EngineConfig:
         64, "Most videos per API server admitted to decoding and processing at once; more wait in line.", "Media",
         minimum=1,
     )  # fmt: skip
+    max_num_queued_reqs: int = option(
+        4096, "Most requests per API server that are not finished yet, whatever they wait for; "
+        "one more is refused with 429.", "Media", minimum=1,
+    )  # fmt: skip
+    max_inflight_media_gb: float = option(
+        4.0, "Most encoded images and videos per API server, in GiB, that requests hold until an engine has taken "
+        "them over; reserved before they are fetched. A request that finds no room is refused with 429.", "Media",
+        minimum=0.001,
+    )  # fmt: skip
+    max_request_bytes: int = option(
+        1 << 30, "Longest body of a request, such as 64M; what it holds in `data:` URLs is 4/3 of its size.", "Media",
+        parse=parse_bytes, minimum=1,
+    )  # fmt: skip
     max_media_bytes: int = option(
         256 << 20, "Largest encoded image or video accepted, such as 64M.", "Media", parse=parse_bytes, minimum=1
     )
+    max_image_pixels: int = option(ImageLimits.max_image_pixels, "Most pixels of an image.", "Media", minimum=1)
+    max_frame_pixels: int = option(DecodeLimits.max_frame_pixels, "Most pixels of a video's frame.", "Media", minimum=1)
+    max_video_seconds: float = option(
+        DecodeLimits.max_video_seconds, "Longest video, in seconds.", "Media", minimum=0.1
+    )
+    max_video_frames: int = option(DecodeLimits.max_video_frames, "Most frames of a video file.", "Media", minimum=1)
+    max_video_frames_kept: int = option(
+        DecodeLimits.max_video_frames_kept, "Most frames that may be sampled from a video.", "Media", minimum=1
+    )
+    max_video_pixels_kept: int = option(
+        DecodeLimits.max_video_pixels_kept, "Most pixels of all frames sampled from a video.", "Media", minimum=1
+    )
+    media_decode_timeout: float = option(
+        DecodeLimits.media_decode_timeout, "Seconds within which an image or video must be decoded.", "Media",
+        minimum=0.1, maximum=3600,
+    )  # fmt: skip
+    allow_partial_video: bool = option(
+        False, "Answer about a video that is cut short or damaged from what can be read of it, with a warning; "
+        "otherwise it is refused.", "Media",
+    )  # fmt: skip
 
     # --- data plane
     mm_tensor_ipc: TensorIpc = option(

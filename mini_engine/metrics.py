@@ -31,6 +31,9 @@ REGISTRY = CollectorRegistry()
 # or the sending failed, or they were lost. An item's, past the store: no room there, or it is too large.
 FALLBACK_REASONS = ("no_memory", "copy_failed", "send_failed", "lost", "store_full", "store_oversize")
 
+# Why requests were refused with 429; see `api/admission.py`.
+REJECTION_REASONS = ("queued_requests", "inflight_media")
+
 NOTHING_HAPPENED = EngineCounters()
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
@@ -140,6 +143,15 @@ stage_seconds = {
     "generation": _stage_histogram("decode", "From the first token to the last"),
 }
 media_decodes_total = _counter("media_decodes_total", "Images and videos decoded and processed.")
+inflight_media_bytes = Gauge(
+    "mini_engine:inflight_media_bytes",
+    "Bytes of encoded images and videos reserved for requests, until an engine has taken these over.",
+    multiprocess_mode="livesum",
+    registry=REGISTRY,
+)
+requests_rejected_total = _counter(
+    "requests_rejected_total", "Requests refused because the server had enough to do.", ["reason"]
+)
 
 
 def _create_labels() -> None:
@@ -148,6 +160,8 @@ def _create_labels() -> None:
         ipc_bytes_total.labels(transport)
     for reason in FALLBACK_REASONS:
         ipc_fallbacks_total.labels(reason)
+    for rejected in REJECTION_REASONS:
+        requests_rejected_total.labels(rejected)
     for finished in get_args(FinishReason):
         request_success_total.labels(finished)
 

@@ -110,6 +110,10 @@ def test_the_tensor_transport_switch(argv, environ, expected):
         (["--chat-template", "/nowhere.jinja"], {}, "--chat-template"),
         (["--allowed-local-media-path", "/nowhere"], {}, "--allowed-local-media-path"),
         (["--allowed-media-domains", "*.example.com"], {}, "--allowed-media-domains"),
+        (["--max-num-queued-reqs", "0"], {}, "--max-num-queued-reqs"),
+        (["--max-inflight-media-gb", "0"], {}, "--max-inflight-media-gb"),
+        (["--media-decode-timeout", "0"], {}, "--media-decode-timeout"),
+        (["--max-request-bytes", "much"], {}, "--max-request-bytes"),
         ([], {"MINI_ENGINE_ASYNC_SCHEDULING": "perhaps"}, "perhaps"),
     ],
 )

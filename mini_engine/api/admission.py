@@ -1,7 +1,12 @@
-"""How many media items may be decoded, processed and sent at once: `--maximum-concurrent-videos`.
+"""What one API server takes on at once; what is more is refused with 429, or waits in line.
 
-More wait in line, first come first served: one that needs much room is not overtaken by those that need little.
-Knows nothing of requests. Used from the event-loop thread only.
+    requests that are not finished           --max-num-queued-reqs          429
+    bytes of encoded media in flight         --max-inflight-media-gb        429, before anything is fetched
+    media items decoded, processed and sent  --maximum-concurrent-videos    wait in line
+
+First come, first served: what needs much room in line is not overtaken by what needs little. Each place is given back
+by leaving a `with` block, so on every way out. Knows nothing of what requests are made of. Used from the event-loop
+thread only.
 """
 
 from __future__ import annotations
@@ -9,15 +14,65 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+from mini_engine import metrics
+from mini_engine.api.errors import ApiError, bad_request
+
+RETRY_AFTER_SECONDS = 1  # many requests take no longer than that
 
 
-class MediaAdmission:
-    """Room for `limit` items. A request takes its room for all items at once, so that no two wait for each other."""
+class RequestAdmission:
+    """Places for `limit` unfinished requests."""
 
     def __init__(self, limit: int):
         self.limit = limit
-        self.admitted = 0
+        self.unfinished = 0
+
+    def check(self) -> None:
+        """Raises ApiError, a 429, if there is no place at present."""
+        if self.unfinished >= self.limit:
+            raise _too_many_requests(
+                "queued_requests",
+                f"This server has {self.unfinished} unfinished requests, the limit of --max-num-queued-reqs",
+            )
+
+    @contextlib.contextmanager
+    def admit(self) -> Iterator[None]:
+        """A place while the block runs. Raises ApiError, a 429, if there is none."""
+        self.check()
+        self.unfinished += 1
+        try:
+            yield
+        finally:
+            self.unfinished -= 1
+
+
+class Reservation:
+    """The room of one request for the bytes of its media."""
+
+    def __init__(self, admission: MediaAdmission, nbytes: int):
+        self.nbytes = nbytes
+        self._admission = admission
+
+    def correct(self, nbytes: int) -> None:
+        """The media are fetched: they have so many bytes. Raises ApiError, a 400, if they can never be let in."""
+        self._admission.check_possible(nbytes)
+        self._admission.change_bytes(nbytes - self.nbytes)
+        self.nbytes = nbytes
+
+
+class MediaAdmission:
+    """Room for `limit` items and `max_bytes` bytes. A request takes its room for all items at once, so that no two wait
+    for each other. An item of unknown size has up to `max_item_bytes`.
+    """
+
+    def __init__(self, limit: int, max_bytes: int, max_item_bytes: int):
+        self.limit = limit
+        self.max_bytes = max_bytes
+        self.max_item_bytes = max_item_bytes
+        self.admitted = 0  # items
+        self.inflight_bytes = 0
         self._waiting: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()
 
     @property
@@ -26,20 +81,58 @@ class MediaAdmission:
         return len(self._waiting)
 
     @contextlib.asynccontextmanager
-    async def admit(self, items: int) -> AsyncIterator[None]:
-        """Hold room for `items` items while the block runs. More than the limit are let through alone; none never wait.
+    async def admit(self, sizes: Sequence[int | None]) -> AsyncIterator[Reservation]:
+        """Hold room for items of these sizes in bytes while the block runs; None is a size that is not known yet.
 
-        Cancelling the wait leaves the line.
+        The bytes are reserved at once, and the items then wait in line. More items than the limit are let through
+        alone, and so are items that may turn out to have more bytes than the limit; none never wait. Cancelling the
+        wait leaves the line.
+
+        Raises:
+            ApiError: 429 if there is no room for the bytes now, 400 if there never is.
         """
-        room = min(items, self.limit)
-        if room:
-            await self._enter(room)
-        try:
-            yield
-        finally:
+        room = min(len(sizes), self.limit)
+        with self._reserve(sizes) as reservation:
             if room:
-                self.admitted -= room
-                self._let_in()
+                await self._enter(room)
+            try:
+                yield reservation
+            finally:
+                if room:
+                    self.admitted -= room
+                    self._let_in()
+
+    def check_possible(self, nbytes: int) -> None:
+        """Raises ApiError, a 400, if so many bytes are more than can ever be in flight."""
+        if nbytes > self.max_bytes:
+            raise bad_request(
+                f"The images and videos of this prompt have {nbytes} bytes together, more than the {self.max_bytes} "
+                "of --max-inflight-media-gb; send fewer or smaller ones.",
+                "messages",
+                "media_too_large",
+            )
+
+    def change_bytes(self, difference: int) -> None:
+        """So many bytes more, or less, are in flight."""
+        self.inflight_bytes += difference
+        metrics.inflight_media_bytes.set(self.inflight_bytes)
+
+    @contextlib.contextmanager
+    def _reserve(self, sizes: Sequence[int | None]) -> Iterator[Reservation]:
+        self.check_possible(sum(size for size in sizes if size is not None))
+        most = sum(self.max_item_bytes if size is None else size for size in sizes)
+        reservation = Reservation(self, min(most, self.max_bytes))
+        if self.inflight_bytes + reservation.nbytes > self.max_bytes:
+            raise _too_many_requests(
+                "inflight_media",
+                f"There is no room for the up to {most} bytes of this prompt's images and videos beside the "
+                f"{self.inflight_bytes} that are in flight; --max-inflight-media-gb allows {self.max_bytes}",
+            )
+        self.change_bytes(reservation.nbytes)
+        try:
+            yield reservation
+        finally:
+            self.change_bytes(-reservation.nbytes)
 
     async def _enter(self, room: int) -> None:
         turn = asyncio.get_running_loop().create_future()
@@ -58,6 +151,15 @@ class MediaAdmission:
 
     def _let_in(self) -> None:
         while self._waiting and self.admitted + self._waiting[0][0] <= self.limit:
-            room, turn = self._waiting.popleft()
+            room, turn = self._waiting[0]
+            if turn.cancelled():
+                return  # who waited there is about to leave the line, and calls again
+            self._waiting.popleft()
             self.admitted += room
             turn.set_result(None)
+
+
+def _too_many_requests(reason: str, problem: str) -> ApiError:
+    metrics.requests_rejected_total.labels(reason).inc()
+    text = f"{problem}. Send this request again later."
+    return ApiError(429, text, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})

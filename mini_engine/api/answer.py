@@ -77,9 +77,17 @@ class Answer:
     Leaving it as a context before its end aborts the request.
     """
 
-    def __init__(self, generation: Generation, samples: Sequence[SampleText], clock: RequestClock, prompt_tokens: int):
-        """`samples` are `generation`'s, in its order."""
+    def __init__(
+        self,
+        generation: Generation,
+        samples: Sequence[SampleText],
+        clock: RequestClock,
+        prompt_tokens: int,
+        warnings: Sequence[str],
+    ):
+        """`samples` are `generation`'s, in its order. `warnings` say what the answer does not rest on."""
         self.prompt_tokens = prompt_tokens
+        self.warnings = warnings
         self.samples = samples
         self._generation = generation
         self._clock = clock

@@ -19,9 +19,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from mini_engine.api import completions, operation, responses, tokens
-from mini_engine.api.admission import MediaAdmission
+from mini_engine.api.admission import MediaAdmission, RequestAdmission
 from mini_engine.api.answer import Answer, Piece, SampleText
 from mini_engine.api.chat import ChatRenderer
+from mini_engine.api.connection import read_body
 from mini_engine.api.delivery import Delivery, deliver
 from mini_engine.api.detokenizer import Detokenizer
 from mini_engine.api.door import Door
@@ -29,7 +30,8 @@ from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.errors import ApiError
 from mini_engine.api.logprobs import LogprobList
 from mini_engine.api.media_loader import FetchedItem, MediaLoader
-from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place
+from mini_engine.api.media_settings import MediaSettingsResolver
+from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place, prompt_items
 from mini_engine.api.protocol import ChatRequest, GenerationRequest, parse_body
 from mini_engine.api.refusal import error_response, explain
 from mini_engine.api.sampling import SamplingResolver, siblings
@@ -50,11 +52,24 @@ class Frontend:
     renderer: ChatRenderer
     tokenizer: Any  # Hugging Face's
     vocabulary: Vocabulary
+    max_request_bytes: int
+    requests: RequestAdmission
     admission: MediaAdmission
+    media_settings: MediaSettingsResolver
     media: MediaLoader
     sampling: SamplingResolver
     engines: EngineClient
     limits: EngineLimits
+
+    async def read(self, request: Request) -> bytes:
+        """The body of a request for text, which is not read when there is too much to do already.
+
+        Raises:
+            ApiError: 413 or 429.
+            ClientDisconnect: the client went meanwhile.
+        """
+        self.requests.check()
+        return await read_body(request, self.max_request_bytes)
 
     async def answer(self, chat: ChatRequest, request_id: str, clock: RequestClock) -> Answer:
         """Steps 1 to 6 of a request's road; the answer's tokens are on their way when this returns.
@@ -65,13 +80,15 @@ class Frontend:
             ApiError, ChatError, MediaError, EngineError: see `errors.as_api_error`.
         """
         self.sampling.check(chat)
+        keyed = self.media_settings.resolve(chat)
         messages = chat.plain_messages()
         refs = self.renderer.collect(messages, self.item_limits)
         token_ids = await self._render(messages)
         clock.enter("admission")
-        async with self.admission.admit(len(refs)):
+        async with self.admission.admit(self.media.sizes(refs)) as reservation:
             clock.enter("fetch")
-            fetched = await self.media.fetch(refs)
+            fetched = await self.media.fetch(refs, keyed)
+            reservation.correct(sum(len(item.data) for item in fetched))
             clock.enter("other")
             hashes = {item.media_hash for item in fetched}
             with self.engines.choose(hashes, chat.num_choices) as engine:
@@ -93,15 +110,15 @@ class Frontend:
             clock.enter("transport")
             generation = await engine.submit(request, partial(self._refill, fetched, clock))
             clock.enter("other")
-        return Answer(generation, samples, clock, len(prompt.token_ids))
+        missing = [f"{ref.name}: {item.missing}" for ref, item in zip(refs, items, strict=True) if item.missing]
+        return Answer(generation, samples, clock, len(prompt.token_ids), missing)
 
     async def _prepare(
         self, fetched: list[FetchedItem], kept: Mapping[bytes, CachedMedia], clock: RequestClock
     ) -> list[PromptItem]:
         """The prompt's items, those processed that the engine does not keep."""
         processed = await self.media.process((item for item in fetched if item.media_hash not in kept), clock)
-        hashes = [item.media_hash for item in fetched]
-        return [PromptItem.of(digest, processed[digest] if digest in processed else kept[digest]) for digest in hashes]
+        return prompt_items([item.media_hash for item in fetched], processed, kept)
 
     async def _refill(
         self, fetched: list[FetchedItem], clock: RequestClock, request: NewRequest, missing: Collection[bytes]
@@ -126,13 +143,14 @@ class Frontend:
 
     async def complete(self, chat: ChatRequest, request_id: str, clock: RequestClock) -> bytes:
         """The whole answer as a response's body."""
-        with await self.answer(chat, request_id, clock) as answer:
+        with self.requests.admit(), await self.answer(chat, request_id, clock) as answer:
             pieces: list[list[Piece]] = [[] for _ in answer.samples]
             async for piece in answer:
                 pieces[piece.index].append(piece)
         choices = [_choice(index, theirs) for index, theirs in enumerate(pieces)]
-        timings = clock.timings() if chat.return_timings else None
-        return responses.completion(request_id, self.model_names[0], choices, answer.usage, timings)
+        return responses.completion(
+            request_id, self.model_names[0], choices, answer.usage, _remarks(chat, answer, clock)
+        )
 
     async def stream(self, chat: ChatRequest, request_id: str, clock: RequestClock) -> AsyncGenerator[bytes, None]:
         """The answer as events, the first of them with the first token. The last ones leave together.
@@ -141,14 +159,14 @@ class Frontend:
         """
         writer = responses.EventWriter(request_id, self.model_names[0], chat.include_usage)
         started = False
-        with await self.answer(chat, request_id, clock) as answer:
+        with self.requests.admit(), await self.answer(chat, request_id, clock) as answer:
             try:
                 async for piece in answer:
-                    timings = clock.timings() if chat.return_timings and answer.over else None
-                    with_text = None if chat.include_usage else timings
+                    remarks = _remarks(chat, answer, clock) if answer.over else responses.Remarks()
+                    with_text = responses.Remarks() if chat.include_usage else remarks
                     event = writer.delta(piece.index, piece.text, piece.finish_reason, piece.logprobs, with_text)
                     if answer.over:
-                        event += (writer.usage(answer.usage, timings) if chat.include_usage else b"") + responses.DONE
+                        event += (writer.usage(answer.usage, remarks) if chat.include_usage else b"") + responses.DONE
                     if event:
                         yield event
                     started = True
@@ -166,6 +184,11 @@ def _choice(index: int, pieces: list[Piece]) -> responses.Choice:
     logprobs = None if pieces[-1].logprobs is None else responses.ChoiceLogprobs(listed)
     text = "".join(piece.text for piece in pieces)
     return responses.Choice(index, responses.AnswerMessage(text), finish_reason, logprobs)
+
+
+def _remarks(chat: ChatRequest, answer: Answer, clock: RequestClock) -> responses.Remarks:
+    """What there is to say of a request whose answer is over."""
+    return responses.Remarks(clock.timings() if chat.return_timings else None, answer.warnings)
 
 
 def _text_length(message: Mapping[str, Any]) -> int:
@@ -194,7 +217,7 @@ async def chat_completions(request: Request) -> Response:
         chat = parse_body(body, ChatRequest, frontend.model_names)
         return (frontend.stream if chat.stream else frontend.complete)(chat, request_id, clock)
 
-    return await deliver(request, "chatcmpl", begin)
+    return await deliver(request, frontend.read(request), "chatcmpl", begin)
 
 
 @router.get("/v1/models")

@@ -51,7 +51,7 @@ async def completions(request: Request) -> Response:
         work = Completing(frontend, asked, request_id, clock)
         return work.stream() if asked.stream else work.complete()
 
-    return await deliver(request, "cmpl", begin)
+    return await deliver(request, frontend.read(request), "cmpl", begin)
 
 
 class Completing:
@@ -67,7 +67,7 @@ class Completing:
     async def complete(self) -> bytes:
         """The whole answer as a response's body."""
         pieces: list[list[Piece]] = [[] for _ in self._logprobs]
-        with contextlib.ExitStack() as running:
+        with self._frontend.requests.admit(), contextlib.ExitStack() as running:
             answers = await self._answers(running)
             async with contextlib.aclosing(merged(answers)) as merging:
                 async for prompt, piece in merging:
@@ -84,7 +84,7 @@ class Completing:
         writer = CompletionWriter(self._id, self._frontend.model_names[0], include_usage)
         started = False
         unfinished = len(self._logprobs)
-        with contextlib.ExitStack() as running:
+        with self._frontend.requests.admit(), contextlib.ExitStack() as running:
             answers = await self._answers(running)
             try:
                 async with contextlib.aclosing(merged(answers)) as merging:
@@ -173,7 +173,7 @@ class Completing:
         with frontend.engines.choose((), self._asked.num_choices) as engine:
             generation = await engine.submit(request, _no_media)
         clock.enter("other")
-        return Answer(generation, samples, clock, len(request.prompt_token_ids))
+        return Answer(generation, samples, clock, len(request.prompt_token_ids), warnings=())
 
     def _index(self, prompt: int, piece: Piece) -> int:
         return prompt * self._asked.num_choices + piece.index

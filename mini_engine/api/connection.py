@@ -1,17 +1,49 @@
-"""The client's end of a request: whether it is still there, and a stream of events to it. Knows nothing of requests."""
+"""The client's end of a request: its body, whether it is still there, and a stream of events to it.
+
+Knows nothing of what the body says.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mini_engine.api.errors import ClientGone
+from mini_engine.api.errors import ApiError, ClientGone
 
 T = TypeVar("T")
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """The body, which is kept nowhere else. Of one with more than `most` bytes no more than these are held; the rest
+    is left to the HTTP server, which drops it.
+
+    Raises:
+        ApiError: 413.
+        ClientDisconnect: the client went meanwhile.
+    """
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > most:
+        raise _body_too_large(most)
+    body = io.BytesIO()  # hands over its buffer without a copy
+    async for block in request.stream():
+        if body.tell() + len(block) > most:
+            raise _body_too_large(most)
+        body.write(block)
+    return body.getvalue()
+
+
+def _body_too_large(most: int) -> ApiError:
+    text = (
+        f"The request body is larger than {most} bytes, the limit of --max-request-bytes. Send fewer or smaller "
+        "images and videos, or URLs of them."
+    )
+    return ApiError(413, text, code="request_too_large")
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

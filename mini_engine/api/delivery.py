@@ -23,8 +23,14 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's status for the log's sake: nobody reads t
 Delivery = Coroutine[Any, Any, bytes] | AsyncGenerator[bytes, None]
 
 
-async def deliver(request: Request, prefix: str, begin: Callable[[bytes, str, RequestClock], Delivery]) -> Response:
-    """The response to `request`. `begin` is given its body, its id, which starts with `prefix`, and its clock.
+async def deliver(
+    request: Request,
+    reading: Coroutine[Any, Any, bytes],
+    prefix: str,
+    begin: Callable[[bytes, str, RequestClock], Delivery],
+) -> Response:
+    """The response to `request`. `begin` is given its body, which `reading` reads, its id, which starts with `prefix`,
+    and its clock.
 
     What fails before the first event leaves is an error response. A client that goes ends the work.
     """
@@ -32,7 +38,7 @@ async def deliver(request: Request, prefix: str, begin: Callable[[bytes, str, Re
     request_id = f"{prefix}-{uuid.uuid4().hex}"
     headers = {"x-request-id": request_id}
     try:
-        work = begin(await request.body(), request_id, clock)
+        work = begin(await reading, request_id, clock)
         if not isinstance(work, AsyncGenerator):
             body = await until_disconnect(request.receive, work)
             return Response(body, headers=headers, media_type="application/json")

@@ -5,6 +5,8 @@ No text made here holds a path, an address or a segment's name. Knows nothing of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from mini_engine.api.chat import ChatError
@@ -29,9 +31,18 @@ class ErrorResponse(msgspec.Struct, frozen=True):
 class ApiError(Exception):
     """A request that ends with this status and error. `message` is for the client: it says what to change."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
         super().__init__(message)
         self.status = status
+        self.headers = headers or {}  # of the response
         self.body = ErrorBody(message, error_type(status), param, code)
 
     def encode(self) -> bytes:

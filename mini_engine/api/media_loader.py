@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,29 +18,40 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mini_engine import metrics
 from mini_engine.api.chat import MediaRef
+from mini_engine.api.media_settings import KeyedSettings
 from mini_engine.api.timings import RequestClock
 from mini_engine.media.errors import DecodeCancelled, MediaError
-from mini_engine.media.fetch import fetch
+from mini_engine.media.fetch import declared_size, fetch
 from mini_engine.media.hashing import media_hash
 from mini_engine.media.image import decode_image
+from mini_engine.media.limits import DecodeLimits, ImageLimits
 from mini_engine.media.policy import MediaPolicy
-from mini_engine.media.sampling import VideoSampling
 from mini_engine.media.video import decode_video
 from mini_engine.messages import Modality
 
 if TYPE_CHECKING:
-    from mini_engine.media.processor import MediaProcessor, ProcessedItem
+    from mini_engine.media.processor import MediaProcessor, MediaSettings, ProcessedItem
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class DecodeRules:
+    """What decoding an item may cost, and whether a part of a video is good enough."""
+
+    image: ImageLimits = ImageLimits()
+    video: DecodeLimits = DecodeLimits()
+    allow_partial_video: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class FetchedItem:
-    """An item's bytes, and the 16 bytes that are the same for the same patches."""
+    """An item's bytes, what is to become of them, and the 16 bytes that are the same for the same patches."""
 
     modality: Modality
     name: str  # what errors call it
     data: bytes
+    settings: MediaSettings
     media_hash: bytes
 
 
@@ -64,35 +75,34 @@ class _Flight:
 
 
 class MediaLoader:
-    """Loads media with at most `threads` items at work at once; more queue in order.
+    """Loads media with at most `threads` items at work at once; more queue in order."""
 
-    `hash_keys` are `hashing.settings_key` of each modality, made from this processor and this sampling.
-    """
-
-    def __init__(
-        self,
-        processor: MediaProcessor,
-        policy: MediaPolicy,
-        sampling: VideoSampling,
-        hash_keys: Mapping[Modality, bytes],
-        threads: int,
-    ):
+    def __init__(self, processor: MediaProcessor, policy: MediaPolicy, rules: DecodeRules, threads: int):
         self.processor = processor
         self.policy = policy
-        self.sampling = sampling
-        self._hash_keys = hash_keys
+        self.rules = rules
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="media")
         self._flights: dict[bytes, _Flight] = {}
 
-    async def fetch(self, refs: Sequence[MediaRef]) -> list[FetchedItem]:
+    def sizes(self, refs: Iterable[MediaRef]) -> list[int | None]:
+        """The most bytes that each item can have; None where only its server knows. Fetches nothing.
+
+        Raises:
+            MediaError: an item would not be fetched.
+        """
+        return [declared_size(ref.url, self.policy, ref.name) for ref in refs]
+
+    async def fetch(self, refs: Sequence[MediaRef], keyed: KeyedSettings) -> list[FetchedItem]:
         """The items' bytes, in the order of `refs`. Cancelling it, or the failure of one item, ends the other fetches.
+
+        `keyed` says what is to become of them.
 
         Raises:
             MediaError: an item cannot be fetched.
         """
         cancelled = threading.Event()
         try:
-            return await _all(self._in_thread(partial(self._fetch_and_hash, ref, cancelled)) for ref in refs)
+            return await _all(self._in_thread(partial(self._fetch_and_hash, ref, keyed, cancelled)) for ref in refs)
         finally:
             cancelled.set()
 
@@ -151,22 +161,30 @@ class MediaLoader:
         if self._flights.get(digest) is flight:
             del self._flights[digest]
 
-    def _fetch_and_hash(self, ref: MediaRef, cancelled: threading.Event) -> FetchedItem:
+    def _fetch_and_hash(self, ref: MediaRef, keyed: KeyedSettings, cancelled: threading.Event) -> FetchedItem:
         data = fetch(ref.url, self.policy, ref.name, cancelled=cancelled)
-        return FetchedItem(ref.modality, ref.name, data, media_hash(data, self._hash_keys[ref.modality]))
+        digest = media_hash(data, keyed.keys[ref.modality])
+        return FetchedItem(ref.modality, ref.name, data, keyed.settings, digest)
 
     def _decode_and_process(self, item: FetchedItem, cancelled: threading.Event) -> _Worked:
         if cancelled.is_set():
             raise DecodeCancelled
         began = time.monotonic()
         if item.modality == "image":
-            image = decode_image(item.data, item=item.name)
+            image = decode_image(item.data, self.rules.image, item=item.name)
             decoded = time.monotonic()
-            processed = self.processor.process_image(image, item=item.name)
+            processed = self.processor.process_image(image, item=item.name, settings=item.settings)
         else:
-            video = decode_video(item.data, self.sampling, item=item.name, cancelled=cancelled)
+            video = decode_video(
+                item.data,
+                item.settings.sampling,
+                self.rules.video,
+                item=item.name,
+                cancelled=cancelled,
+                allow_partial=self.rules.allow_partial_video,
+            )
             decoded = time.monotonic()
-            processed = self.processor.process_video(video, item=item.name)
+            processed = self.processor.process_video(video, item=item.name, settings=item.settings)
         metrics.media_decodes_total.inc()
         return _Worked(processed, began, decoded, time.monotonic())
 

@@ -3,6 +3,7 @@ made, nor which engine keeps what."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import msgspec
 
 from mini_engine.api.chat import ExpandedPrompt
 from mini_engine.api.errors import bad_request
+from mini_engine.media.hashing import HASH_BYTES
 from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality, NewRequest
 
 if TYPE_CHECKING:
@@ -21,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class PromptItem:
-    """One item of a prompt; see `MediaItem`. `patches` is None where the engine's ranks keep them under the hash."""
+    """One item of a prompt; see `MediaItem`. `patches` is None where the engine's ranks keep them under the hash.
+
+    `missing` is set where not all of the item could be read; its hash is then like no other.
+    """
 
     modality: Modality
     media_hash: bytes
@@ -29,14 +34,26 @@ class PromptItem:
     grid_thw: tuple[int, int, int]
     second_per_grid: float | None
     patches: torch.Tensor | None
+    missing: str | None
 
     @classmethod
     def of(cls, media_hash: bytes, source: ProcessedItem | CachedMedia) -> PromptItem:
         """The item as it was just processed, or as the engine keeps it."""
-        patches = None if isinstance(source, CachedMedia) else source.patches
+        patches, missing = (None, None) if isinstance(source, CachedMedia) else (source.patches, source.missing)
+        if missing is not None:
+            # A hit is not decoded, so it could not say what is missing: nobody may find this one.
+            media_hash = os.urandom(HASH_BYTES)
         return cls(
-            source.modality, media_hash, source.num_tokens, source.grid_thw, source.second_per_grid, patches
-        )  # fmt: skip
+            source.modality, media_hash, source.num_tokens, source.grid_thw, source.second_per_grid, patches, missing
+        )
+
+
+def prompt_items(
+    hashes: Sequence[bytes], processed: Mapping[bytes, ProcessedItem], kept: Mapping[bytes, CachedMedia]
+) -> list[PromptItem]:
+    """The items with these hashes in order, equal ones the same; each is in `processed`, or else in `kept`."""
+    items = {digest: PromptItem.of(digest, processed.get(digest) or kept[digest]) for digest in set(hashes)}
+    return [items[digest] for digest in hashes]
 
 
 def check_budget(items: Sequence[PromptItem], limits: EngineLimits) -> None:

@@ -21,6 +21,7 @@ MAX_STOP_STRINGS = 16  # OpenAI takes 4; more cost little here
 MAX_CHOICES = 128  # OpenAI's limit on `n`
 MAX_LOGPROBS = 20  # OpenAI's limit on `top_logprobs`
 MAX_BIASED_TOKENS = 1024  # a bias is written to the device for each of them
+MAX_MEDIA_SETTINGS = 16  # far more than there are
 
 # They change nothing in an answer: labels for the books of OpenAI's own service, and for its cache and queues.
 IGNORED = frozenset(
@@ -61,8 +62,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),
-    "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -79,7 +78,7 @@ class _Model(BaseModel):
 
 
 class MediaUrl(_Model):
-    """Where an image or video is. `detail` is ignored: the server's processor settings say how large items get."""
+    """Where an image or video is. `detail` is ignored: `mm_processor_kwargs` says how large items get."""
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None
@@ -122,6 +121,8 @@ class StreamOptions(_Model):
 StopString = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 WrittenTokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]  # the keys of JSON objects are strings
+Setting = bool | Annotated[int | float, Field(ge=-(2**31), le=2**31 - 1)] | None
+Settings = Annotated[dict[str, Setting], Field(max_length=MAX_MEDIA_SETTINGS)]
 
 
 class Body(_Model):
@@ -227,6 +228,15 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    # vLLM's. Which settings there are, and how far they may go, is `media_settings.py`'s matter.
+    media_io_kwargs: dict[Literal["image", "video"], Settings | None] | None = Field(
+        None, description=f"an object with at most {MAX_MEDIA_SETTINGS} numbers under `video`"
+    )
+    mm_processor_kwargs: dict[str, Setting | Settings] | None = Field(
+        None,
+        max_length=MAX_MEDIA_SETTINGS,
+        description=f"an object of at most {MAX_MEDIA_SETTINGS} numbers, booleans, or objects of these",
+    )
     return_timings: bool | None = None  # ours: say where the request's time went
 
     @property
@@ -324,6 +334,9 @@ def _refusal(error: ValidationError, kind: type[Body]) -> ApiError:
     if details["type"] == "missing":
         return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
     problem = details["msg"]
+    field = str(details["loc"][0])
+    if field in kind.model_fields and kind.model_fields[field].description:
+        param = field  # what is said of it is said of all that it holds
     if param in kind.model_fields and (says := _demand(kind, param, details["type"])):
         problem = f"must be {says}"
     return bad_request(f"Invalid '{param}': {problem}.", param, "invalid_value")

@@ -29,4 +29,4 @@ def error_response(
 ) -> Response:
     """`error` as a response."""
     named = {} if request_id is None else {"x-request-id": request_id}
-    return Response(error.encode(), error.status, {**named, **(headers or {})}, "application/json")
+    return Response(error.encode(), error.status, {**error.headers, **named, **(headers or {})}, "application/json")

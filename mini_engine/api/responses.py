@@ -6,6 +6,8 @@ Encoded by msgspec, since a stream makes one event for each step. Knows nothing 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -44,6 +46,14 @@ class Timings(msgspec.Struct, frozen=True):
     prefill: float  # from there to the first token
     generation: float  # from there to the last token
     other: float  # all else: the body, the chat template, text
+
+
+@dataclass(frozen=True, slots=True)
+class Remarks:
+    """What a response says of the request itself, at its end; what is None or empty is left out."""
+
+    timings: Timings | None = None
+    warnings: Sequence[str] = ()  # what the answer does not rest on, such as the missing part of a video
 
 
 class LikelyToken(msgspec.Struct, frozen=True):
@@ -89,6 +99,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
     metrics: Timings | msgspec.UnsetType = msgspec.UNSET
+    warnings: Sequence[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -111,6 +122,7 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     usage: Usage | None | msgspec.UnsetType = msgspec.UNSET  # null until the last chunk, if it was asked for
     metrics: Timings | msgspec.UnsetType = msgspec.UNSET  # in the last chunk, if it was asked for
+    warnings: Sequence[str] | msgspec.UnsetType = msgspec.UNSET  # there too, if there are any
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -127,6 +139,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 _encoder = msgspec.json.Encoder()
+_NO_REMARKS = Remarks()
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
@@ -136,17 +149,25 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usa
 
 
 def completion(
-    request_id: str, model: str, choices: list[Choice], used: Usage, timings: Timings | None = None
+    request_id: str, model: str, choices: list[Choice], used: Usage, remarks: Remarks = _NO_REMARKS
 ) -> bytes:
     """The body of a response that is not streamed."""
-    body = ChatCompletion(request_id, int(time.time()), model, choices, used, metrics=timings or msgspec.UNSET)
+    body = ChatCompletion(
+        request_id,
+        int(time.time()),
+        model,
+        choices,
+        used,
+        metrics=remarks.timings or msgspec.UNSET,
+        warnings=remarks.warnings or msgspec.UNSET,
+    )
     return _encoder.encode(body)
 
 
 class EventWriter:
     """Writes the events of one stream, each a `data:` line and an empty one.
 
-    The request's timings, if it asked for them, go with the last: the usage, or else the last piece of text.
+    Remarks on the request, if there are any, go with the last: the usage, or else the last piece of text.
     """
 
     def __init__(self, request_id: str, model: str, include_usage: bool):
@@ -162,7 +183,7 @@ class EventWriter:
         text: str,
         finish_reason: FinishedBy | None,
         logprobs: list[ListedToken] | None = None,
-        timings: Timings | None = None,
+        remarks: Remarks = _NO_REMARKS,
     ) -> bytes:
         """The next piece of a choice's text; its first carries the role. One that says nothing new is no event."""
         role: Literal["assistant"] | None = None
@@ -173,17 +194,22 @@ class EventWriter:
             return b""
         delta = Delta(role, text if text or role else None)
         listed = ChoiceLogprobs(logprobs) if logprobs else None
-        return self._event([ChunkChoice(index, delta, finish_reason, listed)], self._usage, timings)
+        return self._event([ChunkChoice(index, delta, finish_reason, listed)], self._usage, remarks)
 
-    def usage(self, used: Usage, timings: Timings | None = None) -> bytes:
+    def usage(self, used: Usage, remarks: Remarks = _NO_REMARKS) -> bytes:
         """The chunk that `include_usage` asks for."""
-        return self._event([], used, timings)
+        return self._event([], used, remarks)
 
-    def _event(
-        self, choices: list[ChunkChoice], used: Usage | None | msgspec.UnsetType, timings: Timings | None
-    ) -> bytes:
-        metrics = timings or msgspec.UNSET
-        chunk = ChatCompletionChunk(self._id, self._created, self._model, choices, usage=used, metrics=metrics)
+    def _event(self, choices: list[ChunkChoice], used: Usage | None | msgspec.UnsetType, remarks: Remarks) -> bytes:
+        chunk = ChatCompletionChunk(
+            self._id,
+            self._created,
+            self._model,
+            choices,
+            usage=used,
+            metrics=remarks.timings or msgspec.UNSET,
+            warnings=remarks.warnings or msgspec.UNSET,
+        )
         return b"data: " + _encoder.encode(chunk) + b"\n\n"
 
 

@@ -19,20 +19,21 @@ import uvicorn
 import zmq.asyncio
 
 from mini_engine.api import transports
-from mini_engine.api.admission import MediaAdmission
+from mini_engine.api.admission import MediaAdmission, RequestAdmission
 from mini_engine.api.app import Frontend, create_app
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.engine import send_now
 from mini_engine.api.engine_client import EngineClient
-from mini_engine.api.media_loader import MediaLoader
+from mini_engine.api.media_loader import DecodeRules, MediaLoader
+from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.media_store import MediaStore
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.media.hashing import settings_key
+from mini_engine.media.limits import DecodeLimits, ImageLimits
 from mini_engine.media.memory import keep_freed_memory
 from mini_engine.media.policy import MediaPolicy
-from mini_engine.messages import EngineLimits, Init, Modality, PeerGone, Serving, Start
+from mini_engine.messages import EngineLimits, Init, PeerGone, Serving, Start
 from mini_engine.model.config import ModelConfig
 from mini_engine.transport.codec import decode
 
@@ -57,6 +58,7 @@ class ModelFront:
     renderer: ChatRenderer
     vocabulary: Vocabulary
     vocab_size: int  # of the model's logits; its tokenizer may have fewer tokens
+    media_settings: MediaSettingsResolver
     media: MediaLoader
     defaults: SamplingDefaults
 
@@ -111,28 +113,42 @@ def load(init: Init) -> ModelFront:
         raise
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
+    model = (init.model_dir, config.revision)
+    return ModelFront(
+        processor,
+        renderer,
+        vocabulary,
+        vocab_size,
+        MediaSettingsResolver(processor, processor.settings(sampling), model, config.max_video_frames_kept),
+        MediaLoader(processor, media_policy(config), decode_rules(config), media_threads(config)),
+        SamplingDefaults.load(init.model_dir, config.generation_config),
+    )
+
+
+def media_policy(config: EngineConfig) -> MediaPolicy:
+    """What may be fetched."""
     root = config.allowed_local_media_path
-    policy = MediaPolicy(
+    return MediaPolicy(
         None if root is None else Path(root),
         config.max_media_bytes,
         config.allowed_media_domains,
         config.allow_media_redirects,
         config.media_fetch_timeout,
     )
-    hashed = (config.mm_processor_kwargs, (init.model_dir, config.revision))
-    hash_keys: dict[Modality, bytes] = {
-        "image": settings_key("image", None, *hashed),
-        "video": settings_key("video", sampling, *hashed),
-    }
-    media = MediaLoader(processor, policy, sampling, hash_keys, media_threads(config))
-    return ModelFront(
-        processor,
-        renderer,
-        vocabulary,
-        vocab_size,
-        media,
-        SamplingDefaults.load(init.model_dir, config.generation_config),
+
+
+def decode_rules(config: EngineConfig) -> DecodeRules:
+    """What decoding may cost."""
+    video = DecodeLimits(
+        max_video_frames=config.max_video_frames,
+        max_video_frames_kept=config.max_video_frames_kept,
+        max_video_seconds=config.max_video_seconds,
+        max_frame_pixels=config.max_frame_pixels,
+        max_video_pixels_kept=config.max_video_pixels_kept,
+        media_decode_timeout=config.media_decode_timeout,
     )
+    image = ImageLimits(config.max_image_pixels, config.media_decode_timeout)
+    return DecodeRules(image, video, config.allow_partial_video)
 
 
 def media_threads(config: EngineConfig) -> int:
@@ -204,7 +220,12 @@ async def _serve(
         renderer=front.renderer,
         tokenizer=front.processor.hf_processor.tokenizer,
         vocabulary=front.vocabulary,
-        admission=MediaAdmission(config.maximum_concurrent_videos),
+        max_request_bytes=config.max_request_bytes,
+        requests=RequestAdmission(config.max_num_queued_reqs),
+        admission=MediaAdmission(
+            config.maximum_concurrent_videos, int(config.max_inflight_media_gb * 2**30), config.max_media_bytes
+        ),
+        media_settings=front.media_settings,
         media=front.media,
         sampling=SamplingResolver(
             front.defaults, limits.max_model_len, front.vocab_size, config.seed, child.incarnation

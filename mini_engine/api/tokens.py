@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from mini_engine.api.chat import ChatError
+from mini_engine.api.connection import read_body
 from mini_engine.api.delivery import CLIENT_CLOSED_REQUEST
 from mini_engine.api.errors import ApiError, bad_request
 from mini_engine.api.protocol import Body, BodyT, ChatMessage, TokenId, parse_body, plain
@@ -119,7 +120,7 @@ def _tokens(frontend: Frontend, asked: TokenizeRequest) -> list[int]:
 async def _respond(request: Request, kind: type[BodyT], work: Callable[[BodyT], msgspec.Struct]) -> Response:
     frontend: Frontend = request.app.state.frontend
     try:
-        body = await request.body()
+        body = await read_body(request, frontend.max_request_bytes)
         asked = parse_body(body, kind, frontend.model_names)
         answer = work(asked) if len(body) <= INLINE_BYTES else await asyncio.to_thread(work, asked)
     except ApiError as error:

@@ -3,26 +3,17 @@
 import io
 import struct
 import time
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from mini_engine.media.errors import MediaError
-from mini_engine.media.limits import flag_of
+from mini_engine.media.limits import ImageLimits, flag_of
 
 # Pillow knows dozens of formats, some of which start other programs (EPS) or are rarely fuzzed.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _UNREADABLE = "cannot be read as an image, or is damaged; send a whole PNG, JPEG, WebP, GIF or BMP file"
-
-
-@dataclass(frozen=True)
-class ImageLimits:
-    """What one image may cost. Exceeding a limit is a MediaError that names the limit by its flag."""
-
-    max_image_pixels: int = 64 << 20
-    media_decode_timeout: float = 30.0  # seconds of wall time, looked at whenever Pillow reads on
 
 
 def decode_image(data: bytes, limits: ImageLimits | None = None, *, item: str = "image") -> NDArray[np.uint8]:

@@ -1,4 +1,7 @@
-"""What one decode may cost, and who holds it to that. Knows nothing of decoders."""
+"""What one decode may cost, and who holds it to that. The flags take their defaults from here.
+
+Knows nothing of decoders.
+"""
 
 import time
 from dataclasses import dataclass, field
@@ -20,6 +23,14 @@ class DecodeLimits:
     max_frame_pixels: int = 4096 * 4096
     max_video_pixels_kept: int = 512 << 20  # over all kept frames: 1.5 GiB of RGB
     media_decode_timeout: float = 30.0  # seconds of wall time
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """What one image may cost. Exceeding a limit is a MediaError that names the limit by its flag."""
+
+    max_image_pixels: int = 64 << 20
+    media_decode_timeout: float = DecodeLimits.media_decode_timeout  # looked at whenever Pillow reads on
 
 
 def flag_of(limit: str) -> str:

@@ -18,15 +18,17 @@ import openai
 import zmq.asyncio
 from PIL import Image
 
-from mini_engine.api.admission import MediaAdmission
+from mini_engine.api.admission import MediaAdmission, RequestAdmission
 from mini_engine.api.app import Frontend, create_app
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.engine_client import EngineClient
-from mini_engine.api.media_loader import MediaLoader
+from mini_engine.api.media_loader import DecodeRules, MediaLoader
+from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.server import HttpServer
 from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.config import EngineConfig
+from mini_engine.media.limits import DecodeLimits
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import EngineLimits, NewRequest
@@ -35,7 +37,10 @@ from tests.api.peers import MemoryTransport, ScriptedCore
 
 MAX_MODEL_LEN = 600
 LIMITS = EngineLimits(MAX_MODEL_LEN, num_blocks=8, block_size=16, max_prompt_media_tokens=45)
-HASH_KEYS: dict[Any, bytes] = {"image": b"image", "video": b"video"}
+MAX_MEDIA_BYTES = 1 << 20  # of one item
+MAX_INFLIGHT_BYTES = 4 << 20
+MAX_REQUESTS = 32
+MAX_REQUEST_BYTES = 8 << 20
 
 
 @dataclass
@@ -89,6 +94,12 @@ def words(processor: MediaProcessor, *texts: str) -> Callable[[NewRequest], list
     return lambda request: outputs
 
 
+def media_settings(processor: MediaProcessor) -> MediaSettingsResolver:
+    """Of a server without flags."""
+    settings = processor.settings(processor.default_sampling)
+    return MediaSettingsResolver(processor, settings, ("tiny", None), DecodeLimits.max_video_frames_kept)
+
+
 @contextlib.asynccontextmanager
 async def serve(
     processor: MediaProcessor,
@@ -98,6 +109,7 @@ async def serve(
     transports: list[MemoryTransport] | None = None,
     media_cache: bool = True,
     settings: dict[str, Any] | None = None,
+    rules: DecodeRules | None = None,
 ) -> AsyncIterator[Served]:
     """Everything up, a request may be sent; everything down again at the end."""
     context = zmq.asyncio.Context()
@@ -115,8 +127,13 @@ async def serve(
         renderer=ChatRenderer(processor.hf_processor),
         tokenizer=processor.hf_processor.tokenizer,
         vocabulary=Vocabulary(processor.hf_processor.tokenizer),
-        admission=MediaAdmission(4),
-        media=MediaLoader(processor, MediaPolicy(allowed, 1 << 20), processor.default_sampling, HASH_KEYS, threads=2),
+        max_request_bytes=MAX_REQUEST_BYTES,
+        requests=RequestAdmission(MAX_REQUESTS),
+        admission=MediaAdmission(4, MAX_INFLIGHT_BYTES, MAX_MEDIA_BYTES),
+        media_settings=media_settings(processor),
+        media=MediaLoader(
+            processor, MediaPolicy(allowed, MAX_MEDIA_BYTES, ["127.0.0.1"]), rules or DecodeRules(), threads=2
+        ),
         sampling=SamplingResolver(
             SamplingDefaults(eos_token_ids=(3,)), MAX_MODEL_LEN, len(processor.hf_processor.tokenizer), 0, 7
         ),

@@ -1,10 +1,14 @@
 import asyncio
 
-from mini_engine.api.admission import MediaAdmission
+import pytest
+
+from mini_engine.api.admission import MediaAdmission, RequestAdmission
+from mini_engine.api.errors import ApiError
+from mini_engine.metrics import REGISTRY
 
 
 async def hold(admission: MediaAdmission, items: int, entered: list[int], leave: asyncio.Event) -> None:
-    async with admission.admit(items):
+    async with admission.admit([0] * items):
         entered.append(items)
         await leave.wait()
 
@@ -16,7 +20,7 @@ async def settle() -> None:
 
 def test_a_large_request_is_not_overtaken() -> None:
     async def scenario() -> None:
-        admission, entered, leave = MediaAdmission(4), [], asyncio.Event()
+        admission, entered, leave = MediaAdmission(4, 1000, 100), [], asyncio.Event()
         tasks = [asyncio.create_task(hold(admission, items, entered, leave)) for items in (3, 2, 1, 0)]
         await settle()
         assert entered == [3, 0]  # 2 waits for room, 1 behind it although it would fit; none needs none
@@ -31,7 +35,7 @@ def test_a_large_request_is_not_overtaken() -> None:
 
 def test_more_items_than_the_limit_are_let_through_alone() -> None:
     async def scenario() -> None:
-        admission, entered, leave = MediaAdmission(2), [], asyncio.Event()
+        admission, entered, leave = MediaAdmission(2, 1000, 100), [], asyncio.Event()
         tasks = [asyncio.create_task(hold(admission, items, entered, leave)) for items in (9, 1)]
         await settle()
         assert entered == [9]
@@ -44,7 +48,7 @@ def test_more_items_than_the_limit_are_let_through_alone() -> None:
 
 def test_cancelling_gives_the_place_to_the_next() -> None:
     async def scenario() -> None:
-        admission, entered, leave = MediaAdmission(2), [], asyncio.Event()
+        admission, entered, leave = MediaAdmission(2, 1000, 100), [], asyncio.Event()
         tasks = [asyncio.create_task(hold(admission, items, entered, leave)) for items in (1, 2, 1)]
         await settle()
         assert entered == [1]
@@ -61,7 +65,7 @@ def test_cancelling_gives_the_place_to_the_next() -> None:
 
 def test_cancelling_in_the_moment_of_being_let_in_takes_nothing() -> None:
     async def scenario() -> None:
-        admission, entered, leave = MediaAdmission(1), [], asyncio.Event()
+        admission, entered, leave = MediaAdmission(1, 1000, 100), [], asyncio.Event()
         first = asyncio.create_task(hold(admission, 1, entered, leave))
         second = asyncio.create_task(hold(admission, 1, entered, asyncio.Event()))
         await settle()
@@ -72,3 +76,96 @@ def test_cancelling_in_the_moment_of_being_let_in_takes_nothing() -> None:
         assert admission.admitted == 0
 
     asyncio.run(scenario())
+
+
+def rejected(reason: str) -> float:
+    return REGISTRY.get_sample_value("mini_engine:requests_rejected_total", {"reason": reason}) or 0.0
+
+
+def gauge() -> float | None:
+    return REGISTRY.get_sample_value("mini_engine:inflight_media_bytes")
+
+
+async def refused(admission: MediaAdmission, *sizes: int | None) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        async with admission.admit(sizes):
+            pass
+    return caught.value
+
+
+def test_bytes_are_reserved_at_once_and_given_back() -> None:
+    async def scenario() -> None:
+        admission, before = MediaAdmission(8, 1000, 100), rejected("inflight_media")
+        async with admission.admit([300, None, 200]) as first:
+            assert admission.inflight_bytes == gauge() == 600  # 100 for what is not known
+            async with admission.admit([400]):
+                error = await refused(admission, 1)
+                assert (error.status, error.headers["Retry-After"]) == (429, "1")
+                assert error.body.type == "rate_limit_error"
+                assert "--max-inflight-media-gb" in error.body.message
+                assert rejected("inflight_media") == before + 1
+                async with admission.admit([]):  # needs none
+                    pass
+                first.correct(510)
+                assert admission.inflight_bytes == gauge() == 910
+                async with admission.admit([90]):
+                    assert gauge() == 1000
+        assert admission.inflight_bytes == gauge() == 0
+
+    asyncio.run(scenario())
+
+
+def test_bytes_that_fit_never_are_no_matter_of_waiting() -> None:
+    async def scenario() -> None:
+        admission = MediaAdmission(8, 1000, 600)
+        error = await refused(admission, 900, 101)
+        assert (error.status, error.body.code) == (400, "media_too_large")
+        assert "1001" in error.body.message and "--max-inflight-media-gb" in error.body.message
+        async with admission.admit([None, None]) as alone:  # may have 1200: served when there is no other
+            assert admission.inflight_bytes == 1000
+            assert (await refused(admission, 1)).status == 429
+            alone.correct(1000)
+            with pytest.raises(ApiError) as caught:
+                alone.correct(1001)
+            assert caught.value.status == 400
+        assert admission.inflight_bytes == gauge() == 0
+
+    asyncio.run(scenario())
+
+
+def test_bytes_are_given_back_on_every_way_out() -> None:
+    async def scenario() -> None:
+        admission = MediaAdmission(1, 1000, 100)
+        with pytest.raises(RuntimeError):
+            async with admission.admit([10]) as reservation:
+                reservation.correct(20)
+                raise RuntimeError
+        assert admission.inflight_bytes == admission.admitted == 0
+        leave = asyncio.Event()
+
+        async def one() -> None:
+            async with admission.admit([10]):
+                await leave.wait()
+
+        tasks = [asyncio.create_task(one()) for _ in range(3)]
+        await settle()
+        assert (admission.inflight_bytes, admission.waiting) == (30, 2)  # those in line have their room already
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert admission.inflight_bytes == admission.admitted == admission.waiting == 0
+
+    asyncio.run(scenario())
+
+
+def test_unfinished_requests() -> None:
+    requests, before = RequestAdmission(2), rejected("queued_requests")
+    with requests.admit():
+        with requests.admit():
+            for attempt in (requests.check, requests.admit().__enter__):
+                with pytest.raises(ApiError, match="2 unfinished requests") as caught:
+                    attempt()
+                assert (caught.value.status, caught.value.headers["Retry-After"]) == (429, "1")
+            assert rejected("queued_requests") == before + 2
+        requests.check()
+    assert requests.unfinished == 0

@@ -47,6 +47,7 @@ async def baseline(served: Served) -> None:
         lambda: not (engine.requests or engine.preparing or served.transports[0].held or served.frontend.media._flights)
     )
     assert served.frontend.admission.admitted == served.frontend.admission.waiting == 0
+    assert served.frontend.admission.inflight_bytes == 0
 
 
 def with_server(

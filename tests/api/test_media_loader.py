@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from mini_engine.api.chat import MediaRef
-from mini_engine.api.media_loader import MediaLoader
+from mini_engine.api.media_loader import DecodeRules, FetchedItem, MediaLoader
 from mini_engine.api.timings import RequestClock
 from mini_engine.media.errors import MediaError
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.metrics import REGISTRY
 from tests.api.peers import eventually
-from tests.api.serving import HASH_KEYS, image
+from tests.api.serving import image, media_settings
 from tests.media import clips
 from tests.media.web import WebServer, response
 
@@ -58,19 +58,26 @@ class Gated:
         return process(*args, **more)
 
 
+async def fetch(one: MediaLoader, refs: list[MediaRef]) -> list[FetchedItem]:
+    """By the settings of a server without flags."""
+    processor: Any = one.processor
+    whole = processor.processor if isinstance(processor, Gated) else processor
+    return await one.fetch(refs, media_settings(whole).server)
+
+
 async def load(one: MediaLoader, refs: list[MediaRef]) -> list[ProcessedItem]:
     """Both steps; equal items come once for each."""
-    fetched = await one.fetch(refs)
+    fetched = await fetch(one, refs)
     processed = await one.process(fetched, RequestClock())
     return [processed[item.media_hash] for item in fetched]
 
 
-def loader(processor: Any, sampling: Any, threads: int = 2) -> MediaLoader:
-    return MediaLoader(processor, MediaPolicy(None, 1 << 20), sampling, HASH_KEYS, threads)
+def loader(processor: Any, threads: int = 2) -> MediaLoader:
+    return MediaLoader(processor, MediaPolicy(None, 1 << 20), DecodeRules(), threads)
 
 
 def test_items_come_in_order(processor: MediaProcessor) -> None:
-    one = loader(processor, processor.default_sampling)
+    one = loader(processor)
     items = asyncio.run(load(one, [image_ref(1, 112), video_ref(), image_ref(2, 56)]))
     assert [item.modality for item in items] == ["image", "video", "image"]
     assert [items[0].grid_thw, items[2].grid_thw] == [(1, 8, 8), (1, 4, 4)]
@@ -79,18 +86,18 @@ def test_items_come_in_order(processor: MediaProcessor) -> None:
 
 def test_an_item_of_a_web_server(processor: MediaProcessor) -> None:
     policy = MediaPolicy(None, 1 << 20, ["127.0.0.1"])
-    one = MediaLoader(processor, policy, processor.default_sampling, HASH_KEYS, 1)
+    one = MediaLoader(processor, policy, DecodeRules(), 1)
     png = base64.b64decode(image()["image_url"]["url"].partition(",")[2])
     with WebServer(response(png)) as web:
         refs = [MediaRef("image", f"http://127.0.0.1:{web.port}/a.png", "image 1"), image_ref(2)]
-        first, second = asyncio.run(one.fetch(refs))
+        first, second = asyncio.run(fetch(one, refs))
     assert first.media_hash == second.media_hash
     one.close()
 
 
 def test_one_who_leaves_frees_the_thread_that_fetches_for_it(processor: MediaProcessor) -> None:
     policy = MediaPolicy(None, 1 << 20, ["127.0.0.1"])
-    one = MediaLoader(processor, policy, processor.default_sampling, HASH_KEYS, 1)
+    one = MediaLoader(processor, policy, DecodeRules(), 1)
     asked, go = threading.Event(), threading.Event()
 
     def never_end(connection: socket.socket, _: str) -> None:
@@ -99,13 +106,13 @@ def test_one_who_leaves_frees_the_thread_that_fetches_for_it(processor: MediaPro
         assert go.wait(10)
 
     async def scenario(port: int) -> None:
-        loading = asyncio.create_task(one.fetch([MediaRef("image", f"http://127.0.0.1:{port}/", "image 1")]))
+        loading = asyncio.create_task(fetch(one, [MediaRef("image", f"http://127.0.0.1:{port}/", "image 1")]))
         await asyncio.to_thread(asked.wait, 5)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await loading
         async with asyncio.timeout(5):  # the only thread is free long before --media-fetch-timeout
-            await one.fetch([image_ref()])
+            await fetch(one, [image_ref()])
 
     with WebServer(never_end) as web:
         asyncio.run(scenario(web.port))
@@ -114,7 +121,7 @@ def test_one_who_leaves_frees_the_thread_that_fetches_for_it(processor: MediaPro
 
 
 def test_a_bad_item_fails_the_load_by_its_name(processor: MediaProcessor) -> None:
-    one = loader(processor, processor.default_sampling)
+    one = loader(processor)
     with pytest.raises(MediaError, match="video 9"):
         asyncio.run(load(one, [image_ref(), BROKEN]))
     one.close()
@@ -123,7 +130,7 @@ def test_a_bad_item_fails_the_load_by_its_name(processor: MediaProcessor) -> Non
 def test_no_more_items_at_work_than_threads(processor: MediaProcessor) -> None:
     async def scenario() -> None:
         gated = Gated(processor)
-        one = loader(gated, processor.default_sampling)
+        one = loader(gated)
         loading = asyncio.create_task(load(one, [image_ref(number, 56 + number) for number in range(5)]))
         await eventually(lambda: gated.inside == 2)
         gated.door.set()
@@ -137,7 +144,7 @@ def test_no_more_items_at_work_than_threads(processor: MediaProcessor) -> None:
 def test_a_cancelled_load_does_not_start_what_was_in_line(processor: MediaProcessor) -> None:
     async def scenario() -> None:
         gated = Gated(processor)
-        one = loader(gated, processor.default_sampling, threads=1)
+        one = loader(gated, threads=1)
         loading = asyncio.create_task(load(one, [image_ref(number, 56 + number) for number in range(4)]))
         await eventually(lambda: gated.inside == 1)
         loading.cancel()
@@ -152,9 +159,9 @@ def test_a_cancelled_load_does_not_start_what_was_in_line(processor: MediaProces
 
 
 def test_equal_items_have_equal_hashes(processor: MediaProcessor) -> None:
-    one = loader(processor, processor.default_sampling)
+    one = loader(processor)
     first, again, other, video = asyncio.run(
-        one.fetch([image_ref(1), image_ref(2), image_ref(3, side=112), video_ref()])
+        fetch(one, [image_ref(1), image_ref(2), image_ref(3, side=112), video_ref()])
     )
     assert first.media_hash == again.media_hash
     assert len({item.media_hash for item in (first, other, video)}) == 3
@@ -165,7 +172,7 @@ def test_equal_items_have_equal_hashes(processor: MediaProcessor) -> None:
 def test_equal_items_are_processed_once(processor: MediaProcessor) -> None:
     async def scenario() -> None:
         gated = Gated(processor)
-        one = loader(gated, processor.default_sampling)
+        one = loader(gated)
         decodes = REGISTRY.get_sample_value("mini_engine:media_decodes_total")
         loading = [asyncio.create_task(load(one, [image_ref(1), image_ref(2)])) for _ in range(2)]
         await eventually(lambda: gated.inside == 1 and one._flights != {} and waiters(one) == [2])
@@ -187,7 +194,7 @@ def waiters(one: MediaLoader) -> list[int]:
 def test_one_who_leaves_does_not_cancel_the_other(processor: MediaProcessor) -> None:
     async def scenario() -> None:
         gated = Gated(processor)
-        one = loader(gated, processor.default_sampling)
+        one = loader(gated)
         first, second = (asyncio.create_task(load(one, [image_ref()])) for _ in range(2))
         await eventually(lambda: gated.inside == 1 and waiters(one) == [2])
         first.cancel()
@@ -205,7 +212,7 @@ def test_one_who_leaves_does_not_cancel_the_other(processor: MediaProcessor) -> 
 def test_the_last_who_leaves_gives_the_work_up(processor: MediaProcessor) -> None:
     async def scenario() -> None:
         gated = Gated(processor)
-        one = loader(gated, processor.default_sampling)
+        one = loader(gated)
         leaving = [asyncio.create_task(load(one, [image_ref()])) for _ in range(2)]
         await eventually(lambda: gated.inside == 1 and waiters(one) == [2])
         (flight,) = one._flights.values()
@@ -225,9 +232,9 @@ def test_the_last_who_leaves_gives_the_work_up(processor: MediaProcessor) -> Non
 
 def test_a_failure_is_shared_and_named_for_each(processor: MediaProcessor) -> None:
     async def scenario() -> None:
-        one = loader(processor, processor.default_sampling)
-        (broken,) = await one.fetch([BROKEN])
-        (renamed,) = await one.fetch([MediaRef("video", BROKEN.url, "video 2")])
+        one = loader(processor)
+        (broken,) = await fetch(one, [BROKEN])
+        (renamed,) = await fetch(one, [MediaRef("video", BROKEN.url, "video 2")])
         decodes = REGISTRY.get_sample_value("mini_engine:media_decodes_total")
         failures = await asyncio.gather(
             one.process([broken], RequestClock()), one.process([renamed], RequestClock()), return_exceptions=True

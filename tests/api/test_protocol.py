@@ -27,10 +27,14 @@ def test_all_supported_fields() -> None:
         stop_token_ids=[3], ignore_eos=True, stream=True, stream_options={"include_usage": True}, min_p=0.5, n=128,
         presence_penalty=-2, frequency_penalty=2, logit_bias={"0": -100, "17": 100}, logprobs=True, top_logprobs=20,
         include_stop_str_in_output=True, skip_special_tokens=False, min_tokens=5, priority=-1, cache_salt="mine",
+        media_io_kwargs={"video": {"fps": 1.5, "max_frames": None}, "image": {}},
+        mm_processor_kwargs={"size": {"longest_edge": 50176}, "cap_pixels_per_frame": True},
     )  # fmt: skip
     assert request.token_biases == {0: -100, 17: 100}
     assert (request.num_choices, parse().num_choices) == (128, 1)
     assert request.stop_strings == ["a", "b"]
+    assert request.media_io_kwargs == {"video": {"fps": 1.5, "max_frames": None}, "image": {}}
+    assert request.mm_processor_kwargs == {"size": {"longest_edge": 50176}, "cap_pixels_per_frame": True}
     assert request.include_usage
     assert request.temperature == 0
 
@@ -122,6 +126,15 @@ def test_json_tells_true_from_one() -> None:
         ),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed"),
         ({"stream": True, "stream_options": {"frobnicate": 1}}, "stream_options.frobnicate", "Unknown parameter"),
+        ({"media_io_kwargs": {"audio": {}}}, "media_io_kwargs", "numbers under `video`"),
+        ({"media_io_kwargs": {"video": 8}}, "media_io_kwargs", "numbers under `video`"),
+        ({"media_io_kwargs": {"video": {"num_frames": [8]}}}, "media_io_kwargs", "numbers under `video`"),
+        ({"media_io_kwargs": {"video": {"num_frames": 10**30}}}, "media_io_kwargs", "numbers under `video`"),
+        ({"media_io_kwargs": {"video": dict.fromkeys(map(str, range(17)), 1)}}, "media_io_kwargs", "at most 16"),
+        ({"mm_processor_kwargs": [1]}, "mm_processor_kwargs", "an object of at most 16"),
+        ({"mm_processor_kwargs": {"size": {"longest_edge": {"a": 1}}}}, "mm_processor_kwargs", "objects of these"),
+        ({"mm_processor_kwargs": {"size": "large"}}, "mm_processor_kwargs", "objects of these"),
+        ({"mm_processor_kwargs": dict.fromkeys(map(str, range(17)), 1)}, "mm_processor_kwargs", "at most 16"),
         ({"frobnicate": 1}, "frobnicate", "Unknown parameter: 'frobnicate'"),
     ],
 )

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from mini_engine.api import server
+from mini_engine.api.media_loader import DecodeRules
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
+from mini_engine.media.limits import DecodeLimits, ImageLimits
 from mini_engine.messages import Init, MediaCachePlan
 from tests.media import tiny_processor
 
@@ -36,7 +38,7 @@ def test_settings_reach_the_media_road(model_dir: Path, tmp_path: Path) -> None:
         allowed_local_media_path=str(tmp_path),
         max_media_bytes=1000,
     )
-    assert front.media.sampling.fps == 3
+    assert front.media_settings.server.settings.sampling.fps == 3
     assert front.media.policy.allowed_local_media_path == tmp_path
     assert front.media.policy.max_media_bytes == 1000
     assert front.vocab_size == 768
@@ -45,11 +47,27 @@ def test_settings_reach_the_media_road(model_dir: Path, tmp_path: Path) -> None:
     front.media.close()
 
 
+def test_limits_reach_the_decoders(model_dir: Path) -> None:
+    limits = {
+        "max_video_frames": 1001, "max_video_frames_kept": 101, "max_video_seconds": 11.5, "max_frame_pixels": 10001,
+        "max_video_pixels_kept": 100001, "media_decode_timeout": 1.5,
+    }  # fmt: skip
+    front = load(model_dir, **limits, max_image_pixels=20001, allow_partial_video=True)
+    assert front.media.rules.video == DecodeLimits(**limits)
+    assert front.media.rules.image == ImageLimits(max_image_pixels=20001, media_decode_timeout=1.5)
+    assert front.media.rules.allow_partial_video
+    front.media.close()
+    front = load(model_dir)
+    assert front.media.rules == DecodeRules()
+    front.media.close()
+
+
 def test_the_settings_enter_the_media_hashes(model_dir: Path) -> None:
     def hashes(**settings: Any) -> tuple[bytes, bytes]:
         front = load(model_dir, **settings)
         front.media.close()
-        return front.media._hash_keys["image"], front.media._hash_keys["video"]
+        keys = front.media_settings.server.keys
+        return keys["image"], keys["video"]
 
     image, video = hashes()
     other_image, other_video = hashes(media_io_kwargs={"video": {"fps": 3}})

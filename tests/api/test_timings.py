@@ -17,7 +17,7 @@ from mini_engine.messages import EngineTimes
 from mini_engine.metrics import REGISTRY, stage_seconds
 from tests.api.peers import eventually
 from tests.api.serving import Served, image, serve, words
-from tests.api.test_media_loader import Gated, image_ref, loader, waiters
+from tests.api.test_media_loader import Gated, fetch, image_ref, loader, waiters
 
 PAUSE = 0.06
 AT_LEAST = 0.9 * PAUSE  # clocks are coarse
@@ -106,7 +106,7 @@ def slow_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
 async def loaded(one: Any, *sides: int) -> tuple[float, float]:
     """Seconds of `media_decode` and `process`."""
     clock = RequestClock()
-    items = await one.fetch([image_ref(number, side) for number, side in enumerate(sides)])
+    items = await fetch(one, [image_ref(number, side) for number, side in enumerate(sides)])
     await one.process(items, clock)
     spent = clock.timings()
     return spent.media_decode, spent.process
@@ -117,7 +117,7 @@ def test_decoding_and_processing_share_the_wait(
     processor: MediaProcessor, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     slow_decoding(monkeypatch)
-    one = loader(processor, processor.default_sampling, threads)
+    one = loader(processor, threads)
     started = time.monotonic()
     decode, process = asyncio.run(loaded(one, 56, 57, 58, 59))
     assert decode >= AT_LEAST * 4 / threads
@@ -133,7 +133,7 @@ def test_shared_work_counts_from_when_it_is_waited_for(
 
     async def scenario() -> None:
         gated = Gated(processor)
-        one = loader(gated, processor.default_sampling)
+        one = loader(gated)
         first = asyncio.create_task(loaded(one, 56))
         await eventually(lambda: gated.inside == 1)  # it is decoded
         second = asyncio.create_task(loaded(one, 56))
@@ -159,7 +159,7 @@ def test_each_pause_falls_to_its_stage(processor: MediaProcessor, tmp_path: Path
         async with serve(processor, tmp_path, lambda request: []) as served:
             core, before, whole = served.core, counts(), sample("e2e_request_latency_seconds_sum")
             core.hold, core.accepts = True, False
-            async with served.frontend.admission.admit(4):
+            async with served.frontend.admission.admit([0] * 4):
                 asking = asyncio.create_task(asked(served, content=[image()], n=2))
                 await eventually(lambda: served.frontend.admission.waiting == 1)
                 await asyncio.sleep(PAUSE)

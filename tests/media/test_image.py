@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from mini_engine.media.errors import MediaError
-from mini_engine.media.image import ImageLimits, decode_image
+from mini_engine.media.image import decode_image
+from mini_engine.media.limits import ImageLimits
 
 RED, WHITE = (255, 0, 0), (255, 255, 255)
 

@@ -189,7 +189,11 @@ def of_runner(runner: Any) -> Figures:
 
 FIGURES: dict[str, dict[str, Callable[[Any], Figures]]] = {
     "mini_engine.api.admission": {
-        "MediaAdmission": lambda admission: ({"admitted": admission.admitted, "in line": admission.waiting}, {}),
+        "MediaAdmission": lambda admission: (
+            {"admitted": admission.admitted, "in line": admission.waiting, "media bytes": admission.inflight_bytes},
+            {},
+        ),
+        "RequestAdmission": lambda requests: ({"unfinished": requests.unfinished}, {}),
     },
     "mini_engine.api.media_loader": {
         "MediaLoader": lambda loader: ({"at work": len(loader._flights), "jobs": loader._pool._work_queue.qsize()}, {}),

@@ -1,0 +1,224 @@
+"""What is too much: for a server at present, which says so at once and keeps nothing of it, and for any time."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import dataclasses
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mini_engine.api.media_loader import DecodeRules
+from mini_engine.config import flag_of
+from mini_engine.media.limits import DecodeLimits, ImageLimits
+from mini_engine.media.processor import MediaProcessor
+from tests.api.peers import eventually
+from tests.api.serving import (
+    MAX_INFLIGHT_BYTES,
+    MAX_MEDIA_BYTES,
+    MAX_REQUEST_BYTES,
+    MAX_REQUESTS,
+    Served,
+    hang_up,
+    image,
+    serve,
+    words,
+)
+from tests.api.test_app import metric
+from tests.api.test_media_settings import video
+from tests.media.web import WebServer, response
+
+
+class SlowWeb:
+    """A web server whose answer, an image, waits for `go`."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.png = base64.b64decode(image()["image_url"]["url"].partition(",")[2])
+        self.body = self.png
+
+    def answer(self, connection: socket.socket, _: str) -> None:
+        assert self.go.wait(10)
+        connection.sendall(response(self.body))
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[dict[str, Any]]:
+        """A content part that names the image."""
+        with WebServer(self.answer) as web:
+            try:
+                yield {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{web.port}/a.png"}}
+            finally:
+                self.go.set()
+
+
+def with_server(processor: MediaProcessor, directory: Path, test: Callable[[Served], Any], **more: Any) -> None:
+    async def scenario() -> None:
+        async with serve(processor, directory, words(processor, "a red", " circle"), **more) as served:
+            await test(served)
+            await eventually(lambda: at_rest(served))
+            assert metric("inflight_media_bytes") == 0
+
+    asyncio.run(scenario())
+
+
+def at_rest(served: Served) -> bool:
+    front = served.frontend
+    return front.admission.inflight_bytes == front.admission.admitted == front.requests.unfinished == 0
+
+
+def check_refusal(response: httpx.Response, flag: str) -> None:
+    assert response.status_code == 429, response.text
+    assert response.headers["retry-after"] == "1"
+    assert response.headers["x-request-id"].startswith("chatcmpl-")
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
+    assert flag in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bytes_in_flight(processor: MediaProcessor, tmp_path: Path, stream: bool) -> None:
+    """Reserved before the download at the most that it can be, corrected after it, held until acceptance."""
+
+    async def scenario(served: Served) -> None:
+        slow, before = SlowWeb(), metric("requests_rejected_total", reason="inflight_media")
+        served.core.accepts = False
+        with slow.running() as part:
+            first = asyncio.create_task(served.post(content=[part] * 4, stream=stream))
+            await eventually(lambda: metric("inflight_media_bytes") == 4 * MAX_MEDIA_BYTES == MAX_INFLIGHT_BYTES)
+            check_refusal(await served.post(content=[image()], stream=stream), "--max-inflight-media-gb")
+            assert metric("requests_rejected_total", reason="inflight_media") == before + 1
+            assert served.frontend.requests.unfinished == 1
+            slow.go.set()
+            await served.core.until(lambda: bool(served.core.requests))
+            assert metric("inflight_media_bytes") == 4 * len(slow.png)
+            await served.core.accept(served.core.requests[0])
+            assert (await first).status_code == 200
+        served.core.accepts = True
+        assert (await served.post(content=[image()], stream=stream)).status_code == 200
+
+    with_server(processor, tmp_path, scenario)
+
+
+def test_bytes_are_given_back_when_the_client_goes(processor: MediaProcessor, tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        with SlowWeb().running() as part:
+            _, writer = await served.connect(content=[part])
+            await eventually(lambda: metric("inflight_media_bytes") == MAX_MEDIA_BYTES)
+            await hang_up(writer)
+            await eventually(lambda: at_rest(served))
+
+    with_server(processor, tmp_path, scenario)
+
+
+def test_bytes_are_given_back_when_the_fetch_or_the_decode_fails(processor: MediaProcessor, tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        slow = SlowWeb()
+        slow.go.set()
+        for body, says in ((b"x" * (MAX_MEDIA_BYTES + 1), "--max-media-bytes"), (b"no image", "cannot be read")):
+            slow.body = body
+            with slow.running() as part:
+                answer = await served.post(content=[part])
+            assert answer.status_code == 400 and says in answer.json()["error"]["message"]
+            assert at_rest(served)
+
+    with_server(processor, tmp_path, scenario)
+
+
+def test_media_that_are_too_much_at_any_time(processor: MediaProcessor, tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        (tmp_path / "allowed" / "large").write_bytes(b"x" * MAX_MEDIA_BYTES)
+        part = {"type": "image_url", "image_url": {"url": f"file://{tmp_path}/allowed/large"}}
+        answer = await served.post(content=[part] * 5)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "media_too_large")
+        assert "--max-inflight-media-gb" in answer.json()["error"]["message"]
+
+    with_server(processor, tmp_path, scenario)
+
+
+@pytest.mark.parametrize("limit", [{field.name: 1e-6} for field in dataclasses.fields(DecodeLimits)], ids=str)
+def test_each_limit_of_a_decode_is_named_by_its_flag(
+    processor: MediaProcessor, tmp_path: Path, limit: dict[str, Any]
+) -> None:
+    async def scenario(served: Served) -> None:
+        response = await served.post(content=[image(), video()])
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_media")
+        (name,) = limit
+        message = response.json()["error"]["message"]
+        assert message.startswith("video 1: ") and f"the limit of {flag_of(name)};" in message
+        assert (await served.post(content=[image()])).status_code == 200  # the next one is not affected
+
+    with_server(processor, tmp_path, scenario, rules=DecodeRules(video=DecodeLimits(**limit)))
+
+
+def test_the_limit_on_images_is_another(processor: MediaProcessor, tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        response = await served.post(content=[image(56), image(57)])
+        assert response.status_code == 400
+        assert "image 2: 57x57 is more than 3136 pixels, the limit of --max-image-pixels" in response.text
+        assert (await served.post(content=[image(56)])).status_code == 200
+
+    with_server(processor, tmp_path, scenario, rules=DecodeRules(image=ImageLimits(max_image_pixels=56 * 56)))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_unfinished_requests(processor: MediaProcessor, tmp_path: Path, stream: bool) -> None:
+    async def scenario(served: Served) -> None:
+        before = metric("requests_rejected_total", reason="queued_requests")
+        served.core.hold = True
+        connected = [await served.connect(stream=stream) for _ in range(MAX_REQUESTS)]
+        await served.core.until(lambda: len(served.core.requests) == MAX_REQUESTS)
+        check_refusal(await served.post(stream=stream), "--max-num-queued-reqs")
+        assert metric("requests_rejected_total", reason="queued_requests") == before + 1
+        await hang_up(connected.pop()[1])
+        await eventually(lambda: served.frontend.requests.unfinished == MAX_REQUESTS - 1)
+        served.core.hold = False
+        assert (await served.post(stream=stream)).status_code == 200
+        for request in [*served.core.running.values()]:
+            await served.core.end(request, "length")
+        for _, writer in connected:
+            await hang_up(writer)
+
+    with_server(processor, tmp_path, scenario)
+
+
+def test_a_body_that_is_refused_is_not_read(processor: MediaProcessor, tmp_path: Path) -> None:
+    """Nothing of it is sent, and the answer is there."""
+
+    async def scenario(served: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {MAX_REQUEST_BYTES + 1}\r\n\r\n"
+        writer.write(head.encode())
+        assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)
+        await hang_up(writer)
+        with contextlib.ExitStack() as places:
+            for _ in range(MAX_REQUESTS):
+                places.enter_context(served.frontend.requests.admit())
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(head.replace(str(MAX_REQUEST_BYTES + 1), "1000").encode())
+            assert b" 429 " in await asyncio.wait_for(reader.readline(), 5)
+            await hang_up(writer)
+
+    with_server(processor, tmp_path, scenario)
+
+
+def test_a_body_without_a_length_is_read_up_to_the_limit(processor: MediaProcessor, tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        async def blocks() -> AsyncIterator[bytes]:
+            for _ in range(MAX_REQUEST_BYTES // 65536 + 1):
+                yield b" " * 65536
+
+        answer = await served.http.post("/v1/chat/completions", content=blocks())
+        assert answer.status_code == 413
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "request_too_large")
+        assert f"{MAX_REQUEST_BYTES} bytes, the limit of --max-request-bytes" in error["message"]
+        assert (await served.post()).status_code == 200
+
+    with_server(processor, tmp_path, scenario)
