@@ -128,6 +128,10 @@ class EngineConfig:
         10.0, "Seconds within which all workers must answer a ping, or end a running step, for `/health` to be 200.",
         "Server", minimum=0.1, maximum=3600,
     )  # fmt: skip
+    shutdown_timeout: float = option(
+        30.0, "Seconds that running requests may take to end after SIGTERM; 0 ends them at once, as SIGINT does.",
+        "Server", minimum=0, maximum=86400,
+    )  # fmt: skip
     log_level: LogLevel = option("info", "Least severe log lines to print.", "Server")
 
     # --- parallelism

@@ -29,6 +29,7 @@ from mini_engine.host import (
 from mini_engine.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
+    Drain,
     EngineLimits,
     Envelope,
     Hello,
@@ -70,7 +71,8 @@ class Supervisor:
         self.early_deaths = 0
         self.announced = False
         self.stopping = False
-        self.interrupts = 0
+        self.interrupts = 0  # signals after the one that stops the server
+        self.patience = 0.0  # seconds for running requests to end, once the server stops
 
     def run(self) -> int:
         """Serve until a signal or a death ends it; returns the exit status."""
@@ -259,22 +261,26 @@ class Supervisor:
             logger.debug("%s does not take %s", child.name, type(body).__name__)
 
     def _on_signal(self) -> None:
-        for number in os.read(self.signal_fd, 64):
-            if number not in (signal.SIGINT, signal.SIGTERM):
-                continue
-            self.interrupts += 1
-            if not self.stopping:
-                logger.info("stopping on %s", signal.Signals(number).name)
-                raise Stop(0)
+        numbers = [number for number in os.read(self.signal_fd, 64) if number in (signal.SIGINT, signal.SIGTERM)]
+        if self.stopping:
+            self.interrupts += len(numbers)
+        elif numbers:
+            self.interrupts = len(numbers) - 1
+            self.patience = self.config.shutdown_timeout if numbers[0] == signal.SIGTERM else 0.0
+            logger.info(
+                "stopping on %s: up to %g s for requests that run; a second signal stops at once",
+                signal.Signals(numbers[0]).name, self.patience,
+            )  # fmt: skip
+            raise Stop(0)
 
     def _on_death(self, child: ChildProcess) -> None:
         del self.children[child.name]
         how = child.reap()
         self._drop_metrics(child)
-        if self.stopping:
-            return
         for other in self.children.values():
             self._send(other, PeerGone(child.name, child.incarnation))
+        if self.stopping:
+            return
         logger.error("%s (pid %d) died: %s", child.name, child.pid, how)
         child.log_tail(logger)
         if child.role != "api":
@@ -300,7 +306,7 @@ class Supervisor:
                 self._send(other, PeerGone(core.name, core.incarnation))
         self.stopping = True
         deadline = time.monotonic() + ENGINE_DEATH_GRACE_SECONDS
-        while (left := deadline - time.monotonic()) > 0 and any(c.role == "api" for c in self.children.values()):
+        while (left := deadline - time.monotonic()) > 0 and self._api_servers():
             self._poll(left)
         raise Stop(1)
 
@@ -312,19 +318,31 @@ class Supervisor:
     # --- stop --------------------------------------------------------------------------------------------------------
 
     def _stop_children(self) -> None:
-        """API servers may finish what they are sending; the rest holds nothing that outlives it. Then kill."""
+        """API servers may finish their requests, if there is patience, and then what they are sending; the rest holds
+        nothing that outlives it. Then kill. Another signal leaves no time for any of that."""
         self.stopping = True
-        interrupts = self.interrupts
-        for child in self.children.values():
-            if child.role == "api":
-                child.terminate()
-        deadline = time.monotonic() + API_STOP_SECONDS
-        while any(child.role == "api" for child in self.children.values()) and self.interrupts == interrupts:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
-            self._poll(left)
+        for listener in self.listeners:  # so that the end of an API server ends its part of the port, too
+            listener.close()
+        if self.patience:
+            for child in self._api_servers():
+                if child.serving:
+                    self._send(child, Drain())
+                else:
+                    child.terminate()
+            self._wait_for_api_servers(self.patience)
+        for child in self._api_servers():
+            child.terminate()
+        self._wait_for_api_servers(API_STOP_SECONDS)
         for child in self.children.values():
             child.kill()
         while self.children:
             self._poll(None)
+
+    def _api_servers(self) -> list[ChildProcess]:
+        return [child for child in self.children.values() if child.role == "api"]
+
+    def _wait_for_api_servers(self, seconds: float) -> None:
+        """Until all have ended, the time is up, or another signal comes."""
+        deadline = time.monotonic() + seconds
+        while self._api_servers() and not self.interrupts and (left := deadline - time.monotonic()) > 0:
+            self._poll(left)

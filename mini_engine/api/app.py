@@ -24,7 +24,7 @@ from mini_engine.api.answer import Answer, Piece, SampleText
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.delivery import Delivery, deliver
 from mini_engine.api.detokenizer import Detokenizer
-from mini_engine.api.door import Door
+from mini_engine.api.door import Door, Work
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.errors import ApiError
 from mini_engine.api.logprobs import LogprobList
@@ -215,7 +215,8 @@ async def _http_error(_: Request, error: Exception) -> Response:
 def create_app(frontend: Frontend, config: EngineConfig) -> FastAPI:
     """The ASGI application over `frontend`."""
     app = FastAPI(title="mini-engine", version=importlib.metadata.version("mini-engine"))
-    app.add_middleware(Door, api_keys=config.api_key)
+    app.state.work = Work()
+    app.add_middleware(Door, api_keys=config.api_key, work=app.state.work)
     app.state.frontend = frontend
     app.state.config = config
     app.state.created = int(time.time())

@@ -16,6 +16,7 @@ import msgspec
 from mini_engine.messages.base import Message
 from mini_engine.messages.handshake import (
     PROTOCOL_VERSION,
+    Drain,
     EngineLimits,
     Hello,
     Init,
@@ -97,6 +98,7 @@ __all__ = [
     "CachesReset",
     "Chunk",
     "Consumed",
+    "Drain",
     "EncodeItem",
     "EngineCounters",
     "EngineLimits",
@@ -171,7 +173,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 AnyMessage = (
-    Hello | Init | Ready | Start | Serving | PeerGone
+    Hello | Init | Ready | Start | Serving | Drain | PeerGone
     | NewRequest | Finish | ResetCaches | Outputs | Consumed | CachesReset | Ping | Pong
     | Attach | Cached | Evicted | Accepted | MediaMiss
     | Offer | Retract | Retracted | Busy | LastUsed | Unwanted | Withdraw
