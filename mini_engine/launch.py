@@ -6,6 +6,7 @@ It never touches a request: once the server runs, it waits in one poller for a d
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -20,6 +21,7 @@ from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
 from mini_engine.host import (
     bind_listeners,
+    check_tls,
     load_model_config,
     plan_media_cache,
     raise_descriptor_limit,
@@ -82,9 +84,12 @@ class Supervisor:
         self.model_dir = resolve_model(self.config)
         self.model_config = load_model_config(self.model_dir, self.config)
         self.media_cache = plan_media_cache(self.config)
+        check_tls(self.config)
         self.listeners = bind_listeners(self.config)
-        self.port = self.listeners[0].getsockname()[1]
-        with runtime_directory() as self.runtime_dir:
+        with contextlib.ExitStack() as held:
+            if self.config.uds is not None:
+                held.callback(sockets.BoundPath(self.config.uds).unlink)
+            self.runtime_dir = held.enter_context(runtime_directory())
             self._open_links()
             try:
                 self._start_children()
@@ -178,14 +183,21 @@ class Supervisor:
         for choice in next(iter(self.transports.values()), []):
             logger.info("tensors to engine %d go by %s: %s", choice.engine, choice.transport, choice.reason)
         logger.info("processed media are cached: %s (%s)", self.media_cache.kind, self.media_cache.reason)
-        host = f"[{config.host}]" if ":" in config.host else config.host
         logger.info(
-            "serving %s (%s) at http://%s:%d/v1 after %.1f s: %d API server(s), %d engine(s) x %d worker(s), "
+            "serving %s (%s) at %s/v1 after %.1f s: %d API server(s), %d engine(s) x %d worker(s), "
             "%d KV blocks of %d tokens, up to %d tokens a request",
-            config.served_names[0], self.model_config.architecture, host, self.port, seconds,
+            config.served_names[0], self.model_config.architecture, self._address(), seconds,
             config.api_server_count, config.data_parallel_size, config.tensor_parallel_size,
             limits.num_blocks, limits.block_size, limits.max_model_len,
         )  # fmt: skip
+
+    def _address(self) -> str:
+        config = self.config
+        scheme = "https" if config.ssl_certfile else "http"
+        if config.uds is not None:
+            return f"{scheme}+unix://{config.uds}:{config.root_path}"
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        return f"{scheme}://{host}:{self.listeners[0].getsockname()[1]}{config.root_path}"
 
     # --- events ------------------------------------------------------------------------------------------------------
 

@@ -48,15 +48,17 @@ class Door:
     """ASGI middleware before all endpoints but `OPEN_PATHS`.
 
     It refuses with 401 who brings none of `api_keys`, if there are any, and with 503 who asks for more than figures
-    while `work` drains.
+    while `work` drains. Whether a proxy has taken `root_path` away from the path or not, all inside know of it.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], work: Work):
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], root_path: str, work: Work):
         self._app = app
         self._known = [_digest(key.encode()) for key in api_keys]
+        self._root_path = root_path
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["root_path"] = self._root_path
         path = route_of(scope) if scope["type"] == "http" else ""
         if not path or path in OPEN_PATHS:
             await self._app(scope, receive, send)

@@ -196,7 +196,7 @@ async def _serve(
         limits=limits,
     )
     app = create_app(frontend, config)
-    server = HttpServer(app, link.say_serving)
+    server = HttpServer(app, config, link.say_serving)
 
     def stop() -> None:
         engines.stop(STOPPING)
@@ -245,7 +245,7 @@ class SupervisorLink:
 class HttpServer(uvicorn.Server):
     """uvicorn on an inherited socket. Signals are the process's matter, not its own."""
 
-    def __init__(self, app: FastAPI, on_started: Callable[[], None]):
+    def __init__(self, app: FastAPI, config: EngineConfig, on_started: Callable[[], None]):
         super().__init__(
             uvicorn.Config(
                 app,
@@ -256,6 +256,10 @@ class HttpServer(uvicorn.Server):
                 log_level="warning",
                 server_header=False,
                 timeout_graceful_shutdown=STOP_SECONDS,
+                ssl_keyfile=config.ssl_keyfile,
+                ssl_certfile=config.ssl_certfile,
+                ssl_ca_certs=config.ssl_ca_certs,
+                ssl_cert_reqs=config.ssl_cert_reqs,
             )
         )
         self._on_started = on_started

@@ -129,8 +129,9 @@ async def serve(
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     started = asyncio.Event()
-    app = create_app(frontend, EngineConfig(**(settings or {})))
-    server = HttpServer(app, started.set)
+    config = EngineConfig(**(settings or {}))
+    app = create_app(frontend, config)
+    server = HttpServer(app, config, started.set)
     tasks = [asyncio.create_task(work) for work in (core.run(), engines.run())]
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await started.wait()
