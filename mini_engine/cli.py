@@ -6,6 +6,7 @@ A value is taken from the flag, else from `MINI_ENGINE_<FIELD>`, else from the f
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import types
@@ -105,12 +106,24 @@ def convert(name: str, text: str, kind: Any, opt: Option) -> Any:
     readers: dict[Any, Callable[[str], Any]] = {int: int, float: float, bool: _read_bool}
     read = opt.parse or readers.get(kind, str)
     if get_origin(kind) is list:
-        read = lambda value: [part.strip() for part in value.split(",")]  # noqa: E731
+        read = lambda value: [value] if value.startswith("[") else [part.strip() for part in value.split(",")]  # noqa: E731
     try:
         return read(text)
     except ValueError as error:
         detail = str(error) if opt.parse or kind is bool else f"{text!r} is not a {kind.__name__}"
         raise ConfigError(f"{flag_of(name)}: {detail}") from None
+
+
+def _joined(values: Sequence[str]) -> list[str]:
+    """The values of a list, of which some may be JSON lists themselves, as users of other engines type them."""
+    items: list[str] = []
+    for value in values:
+        try:
+            inner = json.loads(value) if value.startswith("[") else None
+        except ValueError:
+            inner = None  # an IPv6 address begins like this, too
+        items += map(str, inner) if isinstance(inner, list) else [value]
+    return items
 
 
 def _read_bool(text: str) -> bool:
@@ -154,12 +167,13 @@ def parse(argv: Sequence[str], environ: dict[str, str] | None = None) -> EngineC
         f"{env_of('mm_tensor_ipc')} and {IPC_SWITCH_ENV}",
     )  # fmt: skip
     kinds = field_types()
-    values = {}
+    values: dict[str, Any] = {}
     for field in fields():
         raw = given.get(field.name, from_env.get(field.name))
         if raw is not None:
             opt = field.metadata["option"]
-            values[field.name] = convert(field.name, raw, kinds[field.name], opt) if isinstance(raw, str) else raw
+            value = convert(field.name, raw, kinds[field.name], opt) if isinstance(raw, str) else raw
+            values[field.name] = _joined(value) if get_origin(kinds[field.name]) is list else value
     if flag_ipc or env_ipc:
         values["mm_tensor_ipc"] = flag_ipc or env_ipc
     config = EngineConfig(**values)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import mmap
 import os
 import resource
 import shutil
 import socket
+import ssl
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -65,6 +68,52 @@ def load_model_config(model_dir: str, config: EngineConfig) -> ModelConfig:
     return model
 
 
+def check_tls(config: EngineConfig) -> None:
+    """Read the files of `--ssl-keyfile` and the like, as each API server will.
+
+    Raises:
+        ConfigError: they are no key and its certificate.
+    """
+    if config.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except OSError as error:
+        raise ConfigError(
+            f"--ssl-keyfile, --ssl-certfile, --ssl-ca-certs: {error.strerror or error}; give PEM files that go together"
+        ) from None
+
+
+def bind_unix(config: EngineConfig, path: str) -> list[socket.socket]:
+    """One bound unix socket for all API-server slots; the supervisor keeps it open.
+
+    A name that a killed server has left behind is taken over.
+
+    Raises:
+        ConfigError: the path cannot be had.
+    """
+    try:
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+                probe.connect(path)
+                raise ConfigError(f"--uds: another server listens on {path}; choose another")
+            os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ConfigError(f"--uds: cannot listen on {path}: {error.strerror or error}") from None
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--uds: cannot listen on {path}: {error.strerror or error}") from None
+    return [listener] * config.api_server_count
+
+
 def bind_listeners(config: EngineConfig) -> list[socket.socket]:
     """One bound SO_REUSEPORT socket per API-server slot, not yet listening; the supervisor keeps them open.
 
@@ -72,6 +121,8 @@ def bind_listeners(config: EngineConfig) -> list[socket.socket]:
         ConfigError: the address cannot be had. Since SO_REUSEPORT would let two servers of one user share a port
             unnoticed, a plain socket tries the port first.
     """
+    if config.uds is not None:
+        return bind_unix(config, config.uds)
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

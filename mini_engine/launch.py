@@ -6,6 +6,7 @@ It never touches a request: once the server runs, it waits in one poller for a d
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -20,6 +21,7 @@ from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
 from mini_engine.host import (
     bind_listeners,
+    check_tls,
     load_model_config,
     plan_media_cache,
     raise_descriptor_limit,
@@ -29,6 +31,7 @@ from mini_engine.host import (
 from mini_engine.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
+    Drain,
     EngineLimits,
     Envelope,
     Hello,
@@ -70,7 +73,8 @@ class Supervisor:
         self.early_deaths = 0
         self.announced = False
         self.stopping = False
-        self.interrupts = 0
+        self.interrupts = 0  # signals after the one that stops the server
+        self.patience = 0.0  # seconds for running requests to end, once the server stops
 
     def run(self) -> int:
         """Serve until a signal or a death ends it; returns the exit status."""
@@ -80,9 +84,12 @@ class Supervisor:
         self.model_dir = resolve_model(self.config)
         self.model_config = load_model_config(self.model_dir, self.config)
         self.media_cache = plan_media_cache(self.config)
+        check_tls(self.config)
         self.listeners = bind_listeners(self.config)
-        self.port = self.listeners[0].getsockname()[1]
-        with runtime_directory() as self.runtime_dir:
+        with contextlib.ExitStack() as held:
+            if self.config.uds is not None:
+                held.callback(sockets.BoundPath(self.config.uds).unlink)
+            self.runtime_dir = held.enter_context(runtime_directory())
             self._open_links()
             try:
                 self._start_children()
@@ -177,14 +184,21 @@ class Supervisor:
         for choice in next(iter(self.transports.values()), []):
             logger.info("tensors to engine %d go by %s: %s", choice.engine, choice.transport, choice.reason)
         logger.info("processed media are cached: %s (%s)", self.media_cache.kind, self.media_cache.reason)
-        host = f"[{config.host}]" if ":" in config.host else config.host
         logger.info(
-            "serving %s (%s) at http://%s:%d/v1 after %.1f s: %d API server(s), %d engine(s) x %d worker(s), "
+            "serving %s (%s) at %s/v1 after %.1f s: %d API server(s), %d engine(s) x %d worker(s), "
             "%d KV blocks of %d tokens, up to %d tokens a request",
-            config.served_names[0], self.model_config.architecture, host, self.port, seconds,
+            config.served_names[0], self.model_config.architecture, self._address(), seconds,
             config.api_server_count, config.data_parallel_size, config.tensor_parallel_size,
             limits.num_blocks, limits.block_size, limits.max_model_len,
         )  # fmt: skip
+
+    def _address(self) -> str:
+        config = self.config
+        scheme = "https" if config.ssl_certfile else "http"
+        if config.uds is not None:
+            return f"{scheme}+unix://{config.uds}:{config.root_path}"
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        return f"{scheme}://{host}:{self.listeners[0].getsockname()[1]}{config.root_path}"
 
     # --- events ------------------------------------------------------------------------------------------------------
 
@@ -260,22 +274,26 @@ class Supervisor:
             logger.debug("%s does not take %s", child.name, type(body).__name__)
 
     def _on_signal(self) -> None:
-        for number in os.read(self.signal_fd, 64):
-            if number not in (signal.SIGINT, signal.SIGTERM):
-                continue
-            self.interrupts += 1
-            if not self.stopping:
-                logger.info("stopping on %s", signal.Signals(number).name)
-                raise Stop(0)
+        numbers = [number for number in os.read(self.signal_fd, 64) if number in (signal.SIGINT, signal.SIGTERM)]
+        if self.stopping:
+            self.interrupts += len(numbers)
+        elif numbers:
+            self.interrupts = len(numbers) - 1
+            self.patience = self.config.shutdown_timeout if numbers[0] == signal.SIGTERM else 0.0
+            logger.info(
+                "stopping on %s: up to %g s for requests that run; a second signal stops at once",
+                signal.Signals(numbers[0]).name, self.patience,
+            )  # fmt: skip
+            raise Stop(0)
 
     def _on_death(self, child: ChildProcess) -> None:
         del self.children[child.name]
         how = child.reap()
         self._drop_metrics(child)
-        if self.stopping:
-            return
         for other in self.children.values():
             self._send(other, PeerGone(child.name, child.incarnation))
+        if self.stopping:
+            return
         logger.error("%s (pid %d) died: %s", child.name, child.pid, how)
         child.log_tail(logger)
         if child.role != "api":
@@ -298,7 +316,7 @@ class Supervisor:
                 self._send(other, PeerGone(core.name, core.incarnation))
         self.stopping = True
         deadline = time.monotonic() + ENGINE_DEATH_GRACE_SECONDS
-        while (left := deadline - time.monotonic()) > 0 and any(c.role == "api" for c in self.children.values()):
+        while (left := deadline - time.monotonic()) > 0 and self._api_servers():
             self._poll(left)
         raise Stop(1)
 
@@ -310,19 +328,31 @@ class Supervisor:
     # --- stop --------------------------------------------------------------------------------------------------------
 
     def _stop_children(self) -> None:
-        """API servers may finish what they are sending; the rest holds nothing that outlives it. Then kill."""
+        """API servers may finish their requests, if there is patience, and then what they are sending; the rest holds
+        nothing that outlives it. Then kill. Another signal leaves no time for any of that."""
         self.stopping = True
-        interrupts = self.interrupts
-        for child in self.children.values():
-            if child.role == "api":
-                child.terminate()
-        deadline = time.monotonic() + API_STOP_SECONDS
-        while any(child.role == "api" for child in self.children.values()) and self.interrupts == interrupts:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
-            self._poll(left)
+        for listener in self.listeners:  # so that the end of an API server ends its part of the port, too
+            listener.close()
+        if self.patience:
+            for child in self._api_servers():
+                if child.serving:
+                    self._send(child, Drain())
+                else:
+                    child.terminate()
+            self._wait_for_api_servers(self.patience)
+        for child in self._api_servers():
+            child.terminate()
+        self._wait_for_api_servers(API_STOP_SECONDS)
         for child in self.children.values():
             child.kill()
         while self.children:
             self._poll(None)
+
+    def _api_servers(self) -> list[ChildProcess]:
+        return [child for child in self.children.values() if child.role == "api"]
+
+    def _wait_for_api_servers(self, seconds: float) -> None:
+        """Until all have ended, the time is up, or another signal comes."""
+        deadline = time.monotonic() + seconds
+        while self._api_servers() and not self.interrupts and (left := deadline - time.monotonic()) > 0:
+            self._poll(left)

@@ -39,6 +39,7 @@ NOTHING_HAPPENED = EngineCounters()
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 _E2E_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2, 2.0, 3.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
+_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0)
 _STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
 
@@ -127,6 +128,10 @@ generation_tokens_total = _counter("generation_tokens_total", "Tokens delivered.
 time_to_first_token_seconds = _histogram(
     "time_to_first_token_seconds", "From the request's arrival to its first token.", _TTFT_BUCKETS
 )
+inter_token_latency_seconds = _histogram(
+    "inter_token_latency_seconds", "From one token of a choice to its next; tokens that come together share.",
+    _TOKEN_BUCKETS,
+)  # fmt: skip
 e2e_request_latency_seconds = _histogram(
     "e2e_request_latency_seconds", "From the request's arrival to its last token.", _E2E_BUCKETS
 )

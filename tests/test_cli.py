@@ -64,6 +64,12 @@ def test_a_list_may_come_in_parts():
     assert parse([], {"MINI_ENGINE_API_KEY": "a, b"}).api_key == ["a", "b"]
 
 
+def test_a_list_may_be_json():
+    assert parse(["--allowed-origins", '["https://a", "b"]'], {}).allowed_origins == ["https://a", "b"]
+    assert parse([], {"MINI_ENGINE_ALLOWED_ORIGINS": '["a", "b"]'}).allowed_origins == ["a", "b"]
+    assert parse(["--allowed-media-domains", "[2606:4700::1]:80"], {}).allowed_media_domains == ["[2606:4700::1]:80"]
+
+
 def test_a_flag_wins_over_the_environment():
     environ = {"MINI_ENGINE_MAX_NUM_SEQS": "3", "MINI_ENGINE_ASYNC_SCHEDULING": "false"}
     settings = parse(["--max-num-seqs", "5"], environ)
@@ -98,6 +104,17 @@ def test_the_tensor_transport_switch(argv, environ, expected):
         ([], {"MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "maybe"}, "'maybe' is not 1 or 0"),
         (["--api-key", ""], {}, "--api-key"),
         ([], {"MINI_ENGINE_API_KEY": "a,"}, "--api-key"),
+        (["--root-path", "engine"], {}, "--root-path"),
+        (["--root-path", "/engine/"], {}, "--root-path"),
+        (["--uds", "/tmp/x", "--port", "1"], {}, "--uds"),
+        (["--ssl-keyfile", __file__], {}, "--ssl-certfile"),
+        (["--ssl-keyfile", "/nowhere", "--ssl-certfile", __file__], {}, "--ssl-keyfile: /nowhere is not a file"),
+        (["--ssl-ca-certs", __file__], {}, "--ssl-cert-reqs"),
+        (["--ssl-cert-reqs", "2"], {}, "--ssl-ca-certs"),
+        (["--ssl-cert-reqs", "2", "--ssl-ca-certs", __file__], {}, "--ssl-certfile"),
+        (["--allowed-methods", "GET"], {}, "--allowed-origins"),
+        (["--allow-credentials"], {}, "--allowed-origins"),
+        (["--allow-credentials", "--allowed-origins", "*"], {}, "--allow-credentials"),
         (["--bogus"], {}, "--bogus"),
         (["--port", "x"], {}, "--port"),
         (["--port", "70000"], {}, "65535"),

@@ -123,7 +123,7 @@ class Answer:
         sample = self.samples[tokens.index]
         before = sample.completion_tokens
         piece = sample.push(tokens)
-        self._clock.tokens(self.prompt_tokens, sample.completion_tokens - before)
+        self._clock.tokens(self.prompt_tokens, sample.completion_tokens - before, piece.index)
         if piece.finish_reason is not None:
             self._generation.stop(piece.index)  # of a stop string its engine does not know
             self._unfinished -= 1

@@ -16,6 +16,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from mini_engine.api import completions, operation, responses, tokens
@@ -25,7 +26,7 @@ from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.connection import read_body
 from mini_engine.api.delivery import Delivery, deliver
 from mini_engine.api.detokenizer import Detokenizer
-from mini_engine.api.door import Door
+from mini_engine.api.door import Door, Work
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.errors import ApiError
 from mini_engine.api.logprobs import LogprobList
@@ -238,7 +239,17 @@ async def _http_error(_: Request, error: Exception) -> Response:
 def create_app(frontend: Frontend, config: EngineConfig) -> FastAPI:
     """The ASGI application over `frontend`."""
     app = FastAPI(title="mini-engine", version=importlib.metadata.version("mini-engine"))
-    app.add_middleware(Door, api_keys=config.api_key)
+    app.state.work = Work()
+    app.add_middleware(Door, api_keys=config.api_key, root_path=config.root_path, work=app.state.work)
+    if config.allowed_origins:  # before the door: a browser's preflight brings no key, and must read a refusal
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
+            expose_headers=["x-request-id", "retry-after"],
+        )
     app.state.frontend = frontend
     app.state.config = config
     app.state.created = int(time.time())

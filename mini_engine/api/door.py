@@ -1,7 +1,9 @@
-"""Who may come in: `--api-key`. Knows nothing of what is asked for inside."""
+"""Who may come in: those with a key (`--api-key`), and nobody once the server drains. Knows nothing of what is asked
+for inside."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Sequence
@@ -12,22 +14,65 @@ from mini_engine.api.errors import ApiError
 from mini_engine.api.refusal import error_response
 
 OPEN_PATHS = ("/health", "/live")  # for those who only look whether the server is well
+UNCOUNTED_PATHS = ("/metrics",)  # for those who watch how it ends
+RETRY_SECONDS = 5  # about what a successor needs to start; another server is there at once
+SHUTTING_DOWN = "The server is shutting down and takes no new requests; send this one again later."
 WRONG_KEY = "This server asks for an API key: send one that it knows in the header 'Authorization: Bearer KEY'."
 
 
-class Door:
-    """ASGI middleware: refuses with 401 who brings none of `api_keys`, but for `OPEN_PATHS`; without keys, nobody."""
+class Work:
+    """How many requests are inside, and whether more may come."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]):
+    def __init__(self) -> None:
+        self.draining = False
+        self._inside = 0
+        self._none_inside = asyncio.Event()
+        self._none_inside.set()
+
+    def __enter__(self) -> None:
+        self._inside += 1
+        self._none_inside.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self._none_inside.set()
+
+    async def drain(self) -> None:
+        """Let nobody in any more; returns when the last request has its answer."""
+        self.draining = True
+        await self._none_inside.wait()
+
+
+class Door:
+    """ASGI middleware before all endpoints but `OPEN_PATHS`.
+
+    It refuses with 401 who brings none of `api_keys`, if there are any, and with 503 who asks for more than figures
+    while `work` drains. Whether a proxy has taken `root_path` away from the path or not, all inside know of it.
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], root_path: str, work: Work):
         self._app = app
         self._known = [_digest(key.encode()) for key in api_keys]
+        self._root_path = root_path
+        self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._known and scope["type"] == "http" and route_of(scope) not in OPEN_PATHS and not self._knows(scope):
+        scope["root_path"] = self._root_path
+        path = route_of(scope) if scope["type"] == "http" else ""
+        if not path or path in OPEN_PATHS:
+            await self._app(scope, receive, send)
+        elif self._known and not self._knows(scope):
             error = ApiError(401, WRONG_KEY, code="invalid_api_key")
             await error_response(error, headers={"www-authenticate": "Bearer"})(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+        elif path in UNCOUNTED_PATHS:
+            await self._app(scope, receive, send)
+        elif self._work.draining:
+            error = ApiError(503, SHUTTING_DOWN, code="shutting_down")
+            await error_response(error, headers={"retry-after": str(RETRY_SECONDS)})(scope, receive, send)
+        else:
+            with self._work:
+                await self._app(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
         """Takes as long for a key that is nearly right as for any other, whichever of them it is."""

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mini_engine import metrics
+from mini_engine.api.door import SHUTTING_DOWN
 from mini_engine.api.errors import ApiError, EngineError
 from mini_engine.api.refusal import error_response
 
@@ -31,7 +32,12 @@ def _engines(request: Request) -> EngineClient:
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 when every engine answers a ping through all of its ranks within `--health-timeout`, 503 when not."""
+    """200 when every engine answers a ping through all of its ranks within `--health-timeout`.
+
+    503 when not, and when the server is shutting down.
+    """
+    if request.app.state.work.draining:
+        return error_response(ApiError(503, SHUTTING_DOWN, code="shutting_down"))
     engines = _engines(request)
     config: EngineConfig = request.app.state.config
     if await engines.healthy(config.health_timeout):

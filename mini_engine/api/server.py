@@ -33,7 +33,7 @@ from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.media.limits import DecodeLimits, ImageLimits
 from mini_engine.media.memory import keep_freed_memory
 from mini_engine.media.policy import MediaPolicy
-from mini_engine.messages import EngineLimits, Init, PeerGone, Serving, Start
+from mini_engine.messages import Drain, EngineLimits, Init, PeerGone, Serving, Start
 from mini_engine.model.config import ModelConfig
 from mini_engine.transport.codec import decode
 
@@ -233,15 +233,25 @@ async def _serve(
         engines=engines,
         limits=limits,
     )
-    server = HttpServer(create_app(frontend, config), link.say_serving)
+    app = create_app(frontend, config)
+    server = HttpServer(app, config, link.say_serving)
 
     def stop() -> None:
         engines.stop(STOPPING)
         server.should_exit = True
 
+    async def drain() -> None:
+        await link.draining.wait()
+        await app.state.work.drain()
+        server.should_exit = True
+
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
     assert child.listen_fd is not None, "an API server is started with a socket"
-    await server.serve(sockets=[socket.socket(fileno=child.listen_fd)])
+    draining = asyncio.create_task(drain())
+    try:
+        await server.serve(sockets=[socket.socket(fileno=child.listen_fd)])
+    finally:
+        draining.cancel()
 
 
 class SupervisorLink:
@@ -250,6 +260,7 @@ class SupervisorLink:
     def __init__(self, child: Child, engines: EngineClient):
         self.socket = zmq.asyncio.Socket.from_socket(child.supervisor)
         self.started: asyncio.Future[EngineLimits] = asyncio.get_running_loop().create_future()
+        self.draining = asyncio.Event()
         self._encoder = child.encoder
         self._engines = engines
 
@@ -259,6 +270,8 @@ class SupervisorLink:
             match decode(await self.socket.recv()).body:
                 case Start(limits=limits):
                     self.started.set_result(limits)
+                case Drain():
+                    self.draining.set()
                 case PeerGone(sender=sender):
                     self._engines.peer_gone(sender)
 
@@ -270,7 +283,7 @@ class SupervisorLink:
 class HttpServer(uvicorn.Server):
     """uvicorn on an inherited socket. Signals are the process's matter, not its own."""
 
-    def __init__(self, app: FastAPI, on_started: Callable[[], None]):
+    def __init__(self, app: FastAPI, config: EngineConfig, on_started: Callable[[], None]):
         super().__init__(
             uvicorn.Config(
                 app,
@@ -281,6 +294,10 @@ class HttpServer(uvicorn.Server):
                 log_level="warning",
                 server_header=False,
                 timeout_graceful_shutdown=STOP_SECONDS,
+                ssl_keyfile=config.ssl_keyfile,
+                ssl_certfile=config.ssl_certfile,
+                ssl_ca_certs=config.ssl_ca_certs,
+                ssl_cert_reqs=config.ssl_cert_reqs,
             )
         )
         self._on_started = on_started

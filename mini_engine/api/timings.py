@@ -28,6 +28,7 @@ class RequestClock:
     def __init__(self) -> None:
         self._arrived = self._entered = time.monotonic()
         self._started = False
+        self._last_token: dict[int, float] = {}  # when it came, by choice
         self._ended = False
         self._stage: Stage = "other"
         self._spent = dict.fromkeys((*metrics.stage_seconds, "other"), 0.0)
@@ -44,13 +45,18 @@ class RequestClock:
         self._spent[source] -= seconds
         self._spent[target] += seconds
 
-    def tokens(self, prompt: int, generated: int) -> None:
-        """`generated` more tokens were delivered; the first time, the prompt's count too."""
+    def tokens(self, prompt: int, generated: int, index: int = 0) -> None:
+        """`generated` more tokens of choice `index` were delivered; the first time, the prompt's count too."""
         if not generated:
             return
+        now = time.monotonic()
+        before, self._last_token[index] = self._last_token.get(index), now
+        if before is not None:
+            for _ in range(generated):
+                metrics.inter_token_latency_seconds.observe((now - before) / generated)
         if not self._started:
             self._started = True
-            metrics.time_to_first_token_seconds.observe(time.monotonic() - self._arrived)
+            metrics.time_to_first_token_seconds.observe(now - self._arrived)
             metrics.prompt_tokens_total.inc(prompt)
         metrics.generation_tokens_total.inc(generated)
 

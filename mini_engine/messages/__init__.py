@@ -16,6 +16,7 @@ import msgspec
 from mini_engine.messages.base import Message
 from mini_engine.messages.handshake import (
     PROTOCOL_VERSION,
+    Drain,
     EngineLimits,
     Hello,
     Init,
@@ -100,6 +101,7 @@ __all__ = [
     "CachesReset",
     "Chunk",
     "Consumed",
+    "Drain",
     "EncodeItem",
     "EngineCounters",
     "EngineLimits",
@@ -175,7 +177,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 AnyMessage = (
-    Hello | Init | Ready | Start | Serving | PeerGone
+    Hello | Init | Ready | Start | Serving | Drain | PeerGone
     | NewRequest | Finish | ResetCaches | Outputs | Consumed | CachesReset | Ping | Pong
     | Attach | Cached | Evicted | Accepted | MediaMiss
     | Offer | Retract | Retracted | Busy | LastUsed | Unwanted | Withdraw | AskFigures | Figures

@@ -83,6 +83,10 @@ class Start(Message, frozen=True):
     limits: EngineLimits
 
 
+class Drain(Message, frozen=True):
+    """Supervisor -> API server that serves: refuse new requests, and end when the last one is answered."""
+
+
 class Serving(Message, frozen=True):
     """API server -> supervisor: my socket accepts connections."""
 

@@ -21,6 +21,7 @@ from PIL import Image
 from mini_engine.api.admission import MediaAdmission, RequestAdmission
 from mini_engine.api.app import Frontend, create_app
 from mini_engine.api.chat import ChatRenderer
+from mini_engine.api.door import Work
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.media_loader import DecodeRules, MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
@@ -51,6 +52,7 @@ class Served:
     openai: openai.AsyncOpenAI
     http: httpx.AsyncClient
     port: int
+    work: Work
 
     async def ask(self, content: Any = "hello", **more: Any) -> Any:
         """A chat completion by the openai client."""
@@ -144,7 +146,9 @@ async def serve(
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     started = asyncio.Event()
-    server = HttpServer(create_app(frontend, EngineConfig(**(settings or {}))), started.set)
+    config = EngineConfig(**(settings or {}))
+    app = create_app(frontend, config)
+    server = HttpServer(app, config, started.set)
     tasks = [asyncio.create_task(work) for work in (core.run(), engines.run())]
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await started.wait()
@@ -153,7 +157,7 @@ async def serve(
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10)
     try:
         async with http, client:
-            yield Served(frontend, core, transports, client, http, port)
+            yield Served(frontend, core, transports, client, http, port, app.state.work)
     finally:
         server.should_exit = True
         await serving

@@ -64,6 +64,7 @@ def test_the_figures_of_all_processes_are_summed(tmp_path: Path) -> None:
         'mini_engine:request_success_total{finished_reason="stop"} 2.0',
         'mini_engine:request_success_total{finished_reason="abort"} 0.0',
         "mini_engine:time_to_first_token_seconds_count 2.0",
+        "mini_engine:inter_token_latency_seconds_count 6.0",
         "mini_engine:e2e_request_latency_seconds_count 2.0",
         "mini_engine:request_queue_time_seconds_sum 2.0",
         "mini_engine:request_encode_time_seconds_sum 1.0",

@@ -48,7 +48,7 @@ class RunningServer:
                 env={**self.environ, "TMPDIR": str(self.tmpdir)}, start_new_session=True,
             )  # fmt: skip
         self.url = self._wait_for_url()
-        self.client = OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=120)
+        self.client = self._connect()
         self.model = self.client.models.list().data[0].id
         return self
 
@@ -64,13 +64,16 @@ class RunningServer:
     def _wait_for_url(self) -> str:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
-            if match := re.search(r" at (http://\S+/v1) ", self.log):
+            if match := re.search(r" at (http\S*://\S+/v1) ", self.log):
                 return match[1]
             if self.process.poll() is not None:
                 raise AssertionError(f"serve.py ended with {self.process.returncode}:\n{self.log}")
             time.sleep(0.05)
         self.stop()
         raise AssertionError(f"serve.py was not ready in time:\n{self.log}")
+
+    def _connect(self) -> OpenAI:
+        return OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=120)
 
     # --- requests
 

@@ -1,0 +1,51 @@
+"""A server that shuts down: what runs ends well, what comes is sent away."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from mini_engine.media.processor import MediaProcessor
+from tests.api.serving import serve, words
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_runs_ends_and_what_comes_is_refused(processor: MediaProcessor, tmp_path: Path, stream: bool) -> None:
+    async def scenario() -> None:
+        async with serve(processor, tmp_path, words(processor, "a red")) as served:
+            served.core.hold = True
+            asking = asyncio.create_task(served.ask(stream=stream))
+            await served.core.until(lambda: bool(served.core.requests))
+            draining = asyncio.create_task(served.work.drain())
+            await asyncio.sleep(0.05)
+            response = await served.post()
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
+            assert int(response.headers["retry-after"]) > 0
+            health = await served.http.get("/health")
+            assert (health.status_code, health.json()["error"]["code"]) == (503, "shutting_down")
+            assert (await served.http.get("/live")).status_code == 200
+            assert (await served.http.get("/metrics")).status_code == 200
+            assert (await served.http.get("/v1/models")).status_code == 503
+            assert len(served.core.requests) == 1 and not draining.done()
+            await served.core.end(served.core.requests[0], "length")
+            answer = await asking
+            if stream:
+                chunks = [chunk async for chunk in answer]
+                assert chunks[-1].choices[0].finish_reason == "length"
+            else:
+                assert answer.choices[0].message.content == "a red"
+            async with asyncio.timeout(5):
+                await draining
+
+    asyncio.run(scenario())
+
+
+def test_nothing_runs(processor: MediaProcessor, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serve(processor, tmp_path, words(processor, "a red"), settings={"api_key": ["k"]}) as served:
+            await served.http.get("/health")
+            async with asyncio.timeout(1):
+                await served.work.drain()
+            assert (await served.post()).status_code == 401, "an outsider need not know"
+
+    asyncio.run(scenario())

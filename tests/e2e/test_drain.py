@@ -1,0 +1,81 @@
+"""SIGTERM while requests run."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+
+from tests.e2e.running_server import RunningServer, alive, descendants, message
+
+
+def begin(server: RunningServer, tokens: int) -> openai.Stream:
+    """A stream whose first token has come, of so many."""
+    stream = server.client.chat.completions.create(
+        model=server.model, messages=[message("hello", [])], stream=True, max_tokens=tokens,
+        extra_body={"ignore_eos": True}, stream_options={"include_usage": True},
+    )  # fmt: skip
+    next(stream)
+    return stream
+
+
+def refusal(server: RunningServer, path: str, body: bytes | None = None) -> tuple[int, str, str | None]:
+    """Status, code and Retry-After of an error response."""
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(server.url.removesuffix("/v1") + path, body, timeout=10)
+    with caught.value as error:
+        return error.code, json.load(error)["error"]["code"], error.headers["retry-after"]
+
+
+def test_what_runs_ends_well_and_what_comes_is_refused():
+    with RunningServer("--api-server-count", "2", "-tp", "2") as server:
+        family = descendants(server.process.pid)
+        stream = begin(server, 1500)
+        apis = [pid for name, pid in server.pids().items() if name.startswith("mini-engine: api")]
+        server.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        while sum(map(alive, apis)) > 1:  # the one with nothing to do ends
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        body = json.dumps({"messages": [message("hello", [])]}).encode()
+        for _ in range(5):  # whichever port a connection comes from, the other server has it
+            assert refusal(server, "/v1/chat/completions", body) == (503, "shutting_down", "5")
+        assert refusal(server, "/health")[:2] == (503, "shutting_down")
+        *_, last, used = stream
+        assert last.choices[0].finish_reason == "length" and used.usage.completion_tokens == 1500
+        assert server.process.wait(5) == 0
+        server.assert_nothing_left(family)
+
+
+def test_the_time_for_it_is_bounded():
+    with RunningServer("--shutdown-timeout", "1") as server:
+        family = descendants(server.process.pid)
+        stream = begin(server, 20_000)
+        begun = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="stopping"):
+            list(stream)
+        assert 1 <= time.monotonic() - begun < 4
+        assert server.process.wait(5) == 0
+        server.assert_nothing_left(family)
+
+
+def test_a_second_signal_stops_at_once():
+    with RunningServer() as server:
+        family = descendants(server.process.pid)
+        stream = begin(server, 20_000)
+        server.process.send_signal(signal.SIGTERM)
+        while "stopping on SIGTERM" not in server.log:
+            time.sleep(0.02)
+        begun = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 0
+        assert time.monotonic() - begun < 2
+        with pytest.raises(openai.APIConnectionError):
+            list(stream)
+        server.assert_nothing_left(family)

@@ -1,0 +1,78 @@
+"""A server with several API servers behind one unix socket, with TLS on it."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from tests.e2e.running_server import ROOT, RunningServer
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A certificate that signs itself, for localhost, and its key."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the openssl command to make a certificate")
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    subprocess.run(
+        [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1"]
+        + ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+        + ["-addext", "keyUsage=critical,digitalSignature,keyCertSign", "-keyout", key, "-out", certificate],
+        check=True,
+        capture_output=True,
+    )
+    return certificate, key
+
+
+class UnixServer(RunningServer):
+    def __init__(self, path: Path, certificate: Path, key: Path):
+        super().__init__()
+        self.path, self.certificate = path, certificate
+        tls = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
+        self.command = [sys.executable, "serve.py", "--uds", str(path), *tls, "--api-server-count", "2"]
+
+    def _connect(self) -> OpenAI:
+        assert self.url == f"https+unix://{self.path}:/v1"
+        context = ssl.create_default_context(cafile=self.certificate)
+        transport = httpx.HTTPTransport(uds=str(self.path), verify=context)
+        http = httpx.Client(transport=transport, headers={"connection": "close"})
+        return OpenAI(base_url="https://localhost/v1", api_key="none", max_retries=0, timeout=60, http_client=http)
+
+
+def test_a_unix_socket_for_all_api_servers(certificate: tuple[Path, Path], tmp_path: Path):
+    path = tmp_path / "engine.sock"
+    with socket.socket(socket.AF_UNIX) as killed:  # what a server leaves that is killed
+        killed.bind(str(path))
+    with UnixServer(path, *certificate) as server:
+        assert len([name for name in server.pids() if "api" in name]) == 2
+        assert server.ask("hello", [], max_tokens=3) == server.ask("hello", [], max_tokens=3)
+        second = subprocess.run(server.command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert second.returncode == 2 and "another server listens" in second.stderr
+        assert server.ask("hello", [], max_tokens=3)
+        assert stat.S_ISSOCK(path.stat().st_mode)
+        assert server.stop() == 0
+        assert not path.exists()
+
+
+def test_what_cannot_be_listened_with(certificate: tuple[Path, Path], tmp_path: Path):
+    a_file = tmp_path / "file"
+    a_file.write_text("precious")
+    for flags, named in (
+        (["--uds", str(a_file)], "--uds"),
+        (["--uds", str(tmp_path / "nowhere" / "socket")], "--uds"),
+        (["--ssl-certfile", str(certificate[0]), "--ssl-keyfile", str(a_file)], "--ssl-keyfile"),
+    ):
+        command = [sys.executable, "serve.py", *flags]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 2 and named in result.stderr and "Traceback" not in result.stderr
+    assert a_file.read_text() == "precious"
