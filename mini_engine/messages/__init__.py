@@ -71,6 +71,7 @@ from mini_engine.messages.steps import (
     WorkerReady,
 )
 from mini_engine.messages.tensors import (
+    DeviceSlots,
     MediaItem,
     MessageId,
     Modality,
@@ -95,6 +96,7 @@ __all__ = [
     "CachesReset",
     "Chunk",
     "Consumed",
+    "DeviceSlots",
     "EncodeItem",
     "EngineCounters",
     "EngineLimits",
@@ -172,5 +174,5 @@ AnyMessage = (
     | Attach | Cached | Evicted | Accepted | MediaMiss
     | Offer | Retract | Retracted | Busy | LastUsed | Unwanted | Withdraw
     | Step | StepResult | WorkerReady | MediaReady | MediaFailed
-    | TensorMessage | ProbeResult | Segment | SegmentGrown
+    | TensorMessage | ProbeResult | Segment | SegmentGrown | DeviceSlots
 )  # fmt: skip
