@@ -49,7 +49,7 @@ class CudaStaging:
         """See `cuda_slots.Staging`."""
         with _refusing(), torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(self._device)
-            self._filled = [torch.cuda.Event(interprocess=True) for _ in range(slots)]
+            self._filled = [torch.cuda.Event(blocking=True, interprocess=True) for _ in range(slots)]
             address = ctypes.c_void_p()
             _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(slots * nbytes))
             self._address = address.value or 0
@@ -78,6 +78,11 @@ class CudaStaging:
                 memory.copy_(content, non_blocking=True)
                 self._filled[slot - 1].record(self._stream)
             tensor.record_stream(self._stream)  # its memory is not to be another's before it is copied
+
+    def settle(self, slot: int) -> None:
+        """See `cuda_slots.Staging`."""
+        with _refusing():
+            self._filled[slot - 1].synchronize()
 
     def free(self) -> None:
         """See `cuda_slots.Staging`."""

@@ -7,9 +7,13 @@
     rank's stream                       └► wait │ copy to own memory │ copied       ▲
     rank's main stream                                                  └► wait │ read ... the message is released
 
-No host waits for a device on this way but one: a rank that releases a message waits until its copy has ended, which it
-has long since, unless nothing ever read it. So `Consumed`, which the core says once every rank has reported the step
-that releases the message, means that nobody reads the slot any more, and the slot's next copy needs no event of a rank.
+A host waits for a device at both ends of this way, and nowhere else:
+
+- Who packs waits until the bytes are in the slot, and the head leaves after that. Were it to leave before and this
+  process be killed, the ranks' streams would wait for good for an event that nobody records any more.
+- A rank that releases a message waits until its copy has ended, which it has long since, unless nothing ever read it.
+  So `Consumed`, which the core says once every rank has reported the step that releases the message, means that nobody
+  reads the slot any more, and its next filling needs no event of a rank.
 
 The few CUDA calls are in `cuda_memory.py`. This file knows nothing of them, of requests, or of who waits for a message.
 """
@@ -63,6 +67,9 @@ class Staging(Protocol):
         """Begin to copy `tensor`'s bytes, in C order, to `memory`, a part of slot `slot` (from 1 on) of their size,
         after what the current stream has begun; then record the slot's event. For any thread. Raises TransportError."""
 
+    def settle(self, slot: int) -> None:
+        """Wait until the slot's event has come. For any thread. Raises TransportError."""
+
     def free(self) -> None:
         """Give the memory back: no process has it mapped."""
 
@@ -92,6 +99,7 @@ class SlotOutgoing(PackedOutgoing[StagingSlot]):
     def _copy(self, tensor: torch.Tensor, memory: torch.Tensor) -> None:
         if tensor.nbytes:
             self._staging.fill(self.buffer.number, memory, tensor)
+            self._staging.settle(self.buffer.number)
 
 
 class SlotLink(RankStream):
@@ -112,8 +120,8 @@ class SlotLink(RankStream):
 class CudaSender(PackedSender[StagingSlot, SlotLink]):
     """`base.TensorSender` for CUDA tensors. Its memory is one allocation, made here, of `slots` slots.
 
-    A message takes a whole slot, and waits for one in line. What the tensors hold is what the current stream of the
-    thread that packs them has made of them by then.
+    A message takes a whole slot, and waits for one in line. Packing waits for the device, so it belongs into a thread;
+    what is sent is what that thread's current stream has made of the tensors by then.
 
     Args:
         staging: where the memory comes from.
