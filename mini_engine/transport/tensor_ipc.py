@@ -207,7 +207,7 @@ class Connection:
             close_all(frame.descriptors)
         for number in head.dropped:
             self._buffers.pop(number, None)
-        if head.slot:
+        if head.slot and head.number:
             yield self._fetch(message, head)
         elif head.probe:
             self._answer(probe_result(head, self._memory(head)))
