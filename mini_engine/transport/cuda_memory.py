@@ -122,17 +122,22 @@ class CudaMapped:
     """`cuda_slots.MappedSlots`, for a rank that computes on `device`. With a stream of its own: a sender that is killed
     before its slot is filled holds up nobody else's copies.
 
+    The two ends must see the same devices under the same numbers. How much memory a handle stands for cannot be asked:
+    the sender is believed, as one of this engine's own processes.
+
     Raises:
         TransportError: CUDA refuses.
     """
 
     def __init__(self, device: torch.device, slots: DeviceSlots):
-        if len(slots.memory) != _HANDLE_BYTES:
-            raise TransportError(f"a handle of {len(slots.memory)} bytes is not one of device memory")
+        if len(slots.memory) != _HANDLE_BYTES or any(len(handle) != _HANDLE_BYTES for handle in slots.filled):
+            raise TransportError(f"the handles of device memory and events have {_HANDLE_BYTES} bytes each")
         self._nbytes = slots.nbytes
-        self._where = torch.device("cuda", slots.device)
         self._last: CudaCopy | None = None
         with _refusing():
+            if not 0 <= slots.device < torch.cuda.device_count():
+                raise TransportError(f"the slots lie on CUDA device {slots.device}, which this rank does not see")
+            self._where = torch.device("cuda", slots.device)
             self._stream = torch.cuda.Stream(device)
             self._filled = [torch.cuda.Event.from_ipc_handle(self._where, handle) for handle in slots.filled]
             address = ctypes.c_void_p()

@@ -89,6 +89,7 @@ class SlotOutgoing(PackedOutgoing[StagingSlot]):
     def __init__(self, sender: CudaSender, staging: Staging, message: MessageId, slot: StagingSlot, cost: int):
         super().__init__(sender, message, slot, cost)
         self._staging = staging
+        self._slot = slot.number  # the thread that packs may outlast the buffer: see `detach`
 
     def _check(self, tensor: torch.Tensor) -> str:
         try:
@@ -98,8 +99,8 @@ class SlotOutgoing(PackedOutgoing[StagingSlot]):
 
     def _copy(self, tensor: torch.Tensor, memory: torch.Tensor) -> None:
         if tensor.nbytes:
-            self._staging.fill(self.buffer.number, memory, tensor)
-            self._staging.settle(self.buffer.number)
+            self._staging.fill(self._slot, memory, tensor)
+            self._staging.settle(self._slot)
 
 
 class SlotLink(RankStream):
@@ -182,7 +183,7 @@ class CudaSender(PackedSender[StagingSlot, SlotLink]):
 
     def close(self) -> None:
         """See `base.TensorSender`. Memory that a rank has mapped may not be freed before the rank lets go of it, which
-        it does when it sees the connection's end: such memory goes with this process."""
+        it does some time after the connection's end: such memory goes with this process."""
         if self._closed:
             return
         super().close()

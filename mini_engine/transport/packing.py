@@ -80,7 +80,9 @@ def dtype_name(tensor: torch.Tensor, where: str = "cpu") -> str:
         TransportError: not a plain tensor of a dtype that can travel, on such a device.
     """
     if tensor.device.type != where or tensor.layout != torch.strided:
-        raise TransportError(f"only dense {where} tensors can be sent here, not {tensor.layout} on {tensor.device}")
+        raise TransportError(
+            f"only dense {where.upper()} tensors can be sent here, not {tensor.layout} on {tensor.device}"
+        )
     name = _NAMES.get(tensor.dtype)
     if name is None or tensor.dim() > MAX_DIMENSIONS:
         raise TransportError(f"a tensor of {tensor.dtype} with {tensor.dim()} dimensions cannot be sent")

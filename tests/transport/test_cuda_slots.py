@@ -306,7 +306,7 @@ def test_a_message_is_of_one_kind_and_fits_a_slot(world) -> None:
     sender = world.sender(slots=1)
     outgoing = world.reserve(sender, 1, NBYTES)
     outgoing(pattern(1, world.kind, 10))
-    with pytest.raises(TransportError, match=f"tensor 1 of the message: only dense {sender.takes} tensors"):
+    with pytest.raises(TransportError, match=f"tensor 1 of the message: only dense {sender.takes.upper()} tensors"):
         outgoing(torch.empty(1, device="meta") if world.kind == "host" else torch.ones(1))
     outgoing.discard()
     with pytest.raises(TransportError, match="too large for a staging slot"):

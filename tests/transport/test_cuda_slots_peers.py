@@ -13,6 +13,7 @@ import torch
 from mini_engine.messages import DeviceSlots, ProbeResult, TensorLayout, TensorMessage
 from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import Encoder, decode
+from mini_engine.transport.cuda_memory import CudaMapped
 from mini_engine.transport.cuda_slots import CudaSender, RankSlots
 from mini_engine.transport.frames import FrameParser, send_frame
 from mini_engine.transport.packing import Failed, Received, checksum
@@ -145,6 +146,19 @@ def test_the_end_of_the_connection_lets_go_of_the_slots(client, drain, monkeypat
     assert len(closed) == 1 and not client.receiver._connections
     arrival.copied.use(arrival.tensors[0])
     assert arrival.tensors[0].unique().tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("memory", "filled", "why"),
+    [
+        (b"x" * 63, [b"e" * 64], "64 bytes each"),
+        (b"x" * 64, [b"e" * 64, b""], "64 bytes each"),
+        (b"x" * 64, [b"e" * 64], "CUDA"),  # of no device, or one that is not there
+    ],
+)
+def test_handles_that_are_none_are_refused(memory, filled, why) -> None:
+    with pytest.raises(TransportError, match=why):
+        CudaMapped(torch.device("cuda", 0), DeviceSlots(1 << 40, NBYTES, memory, filled, HEAD))
 
 
 @pytest.fixture
