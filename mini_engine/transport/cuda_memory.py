@@ -113,10 +113,6 @@ class CudaCopy:
         """See `packing.Copied`."""
         self._done.synchronize()
 
-    def is_done(self) -> bool:
-        """Whether the copy has ended."""
-        return self._done.query()
-
 
 class CudaMapped:
     """`cuda_slots.MappedSlots`, for a rank that computes on `device`. With a stream of its own: a sender that is killed
@@ -133,7 +129,7 @@ class CudaMapped:
         if len(slots.memory) != _HANDLE_BYTES or any(len(handle) != _HANDLE_BYTES for handle in slots.filled):
             raise TransportError(f"the handles of device memory and events have {_HANDLE_BYTES} bytes each")
         self._nbytes = slots.nbytes
-        self._last: CudaCopy | None = None
+        self._last: torch.cuda.Event | None = None  # of the last copy; those before it have ended when it has
         with _refusing():
             if not 0 <= slots.device < torch.cuda.device_count():
                 raise TransportError(f"the slots lie on CUDA device {slots.device}, which this rank does not see")
@@ -156,19 +152,18 @@ class CudaMapped:
             memory.copy_(self._memory[start : start + nbytes], non_blocking=True)
             done = torch.cuda.Event(blocking=True)
             done.record(self._stream)
-        self._last = CudaCopy(memory, done)
-        return self._last
+        self._last = done
+        return CudaCopy(memory, done)
 
     def close(self) -> None:
         """See `cuda_slots.MappedSlots`. What does not end in time stays mapped."""
         deadline = time.monotonic() + DRAIN_SECONDS
         try:
             with _refusing():
-                while self._last is not None and not self._last.is_done():
+                while self._last is not None and not self._last.query():
                     if time.monotonic() >= deadline:
                         raise TransportError(f"a copy has not ended within {DRAIN_SECONDS:.0f} s")
                     time.sleep(0.0005)
-                self._last = None
                 del self._memory
                 with torch.cuda.device(self._where):
                     _call("cudaIpcCloseMemHandle", ctypes.c_void_p(self._address))
