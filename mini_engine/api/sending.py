@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from mini_engine import metrics
 from mini_engine.api.errors import EngineError
 from mini_engine.api.media_store import INLINE_COPY_BYTES
@@ -29,7 +31,8 @@ MEDIA_NOT_SENT = "The media of this request could not be handed to the engine; s
 
 
 class RequestSender:
-    """Sends requests to one engine. `senders` are in the order of use: each is the fallback of the one before it.
+    """Sends requests to one engine. `senders` are in the order of use: each is the fallback of the one before it. One
+    that takes CUDA tensors is for these alone; without it, or when it fails, they go by way of the host.
 
     `numbers` are those of this server's tensor messages. `send` takes a frame for the engine core, and raises
     EngineError when there is none any more; `on_memory` is called when the memory of tensors on their way has changed.
@@ -45,6 +48,8 @@ class RequestSender:
         on_memory: Callable[[], None],
     ):
         self.senders = senders
+        self._by_host = [sender for sender in senders if sender.takes == "cpu"]
+        self._by_device = next((sender for sender in senders if sender.takes == "cuda"), None)
         self._encoder = encoder
         self._num_ranks = num_ranks
         self._numbers = numbers
@@ -91,7 +96,13 @@ class RequestSender:
 
     async def _submit_with_tensors(self, request: NewRequest, tensors: Sequence[Any], again: bool) -> None:
         message = MessageId(self._encoder.incarnation, next(self._numbers))
-        senders = self.senders[1:] if again and len(self.senders) > 1 else self.senders
+        places = {tensor.device.type for tensor in tensors}
+        if places != {"cpu"}:
+            if places == {"cuda"} and not again and await self._submitted_by_device(request, tensors, message):
+                return None
+            metrics.ipc_fallbacks_total.labels("cuda_ipc").inc()
+            request, tensors = await _on_host(request)
+        senders = self._by_host[1:] if again and len(self._by_host) > 1 else self._by_host
         for sender, fallback in itertools.zip_longest(senders, senders[1:]):
             try:
                 return await self._submit_by(sender, request, tensors, message)
@@ -108,6 +119,18 @@ class RequestSender:
         self._send(self._encoder.encode(Withdraw([message])))
         raise EngineError(MEDIA_NOT_SENT)
 
+    async def _submitted_by_device(self, request: NewRequest, tensors: Sequence[Any], message: MessageId) -> bool:
+        if self._by_device is None:
+            return False
+        try:
+            await self._submit_by(self._by_device, request, tensors, message)
+        except _SendFailed as failed:
+            if self._closed is not None:
+                raise self._closed from None
+            logger.warning("%s: its tensors go by way of the host (%s): %s", request.request_id, failed.reason, failed)
+            return False
+        return True
+
     async def _submit_by(
         self, sender: TensorSender, request: NewRequest, tensors: Sequence[Any], message: MessageId
     ) -> None:
@@ -115,7 +138,7 @@ class RequestSender:
         with _failing_as("no_memory"):
             outgoing = await sender.reserve(message, nbytes)
         with _failing_as("copy_failed"):
-            frame = await self._encode(request, outgoing, nbytes)
+            frame = await self._encode(request, outgoing, inline=sender.takes == "cpu" and nbytes <= INLINE_COPY_BYTES)
         # From here to the end nothing waits: the core must never hear of tensors that a cancellation kept from leaving.
         try:
             if self._closed is not None:
@@ -129,10 +152,10 @@ class RequestSender:
         metrics.ipc_messages_total.labels(sender.name).inc(sent)
         metrics.ipc_bytes_total.labels(sender.name).inc(nbytes * sent // len(tensors))
 
-    async def _encode(self, request: NewRequest, outgoing: Outgoing, nbytes: int) -> bytes:
+    async def _encode(self, request: NewRequest, outgoing: Outgoing, inline: bool) -> bytes:
         """`request` as a frame, its tensors copied into `outgoing`, which is discarded if this fails."""
         encode = partial(self._encoder.encode, request, outgoing)
-        if nbytes <= INLINE_COPY_BYTES:
+        if inline:
             try:
                 return encode()
             except BaseException:
@@ -145,6 +168,26 @@ class RequestSender:
             # Not before the thread is done: until then it writes into the memory.
             copying.add_done_callback(partial(_discard, outgoing))
             raise
+
+
+async def _on_host(request: NewRequest) -> tuple[NewRequest, list[Any]]:
+    """`request` with its tensors on the CPU, and these. In a thread, which waits for the device."""
+
+    def copied() -> NewRequest:
+        media = [
+            item
+            if isinstance(item.patches, StoreHandle | None)
+            else msgspec.structs.replace(item, patches=item.patches.cpu())
+            for item in request.media
+        ]
+        return msgspec.structs.replace(request, media=media)
+
+    try:
+        moved = await asyncio.get_running_loop().run_in_executor(None, copied)
+    except RuntimeError as error:  # torch's, of the device
+        logger.error("%s: its tensors cannot be copied from the device: %s", request.request_id, error)
+        raise EngineError(MEDIA_NOT_SENT) from error
+    return moved, [item.patches for item in moved.media if not isinstance(item.patches, StoreHandle | None)]
 
 
 class _SendFailed(Exception):

@@ -7,9 +7,10 @@ Knows the transports' names and their order, not how they work.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import zmq
 
 from mini_engine import metrics
@@ -36,9 +37,17 @@ class EngineTransports:
 
 
 def connect(
-    config: EngineConfig, encoder: Encoder, context: zmq.Context, engine: int, ranks: list[RankAddress]
+    config: EngineConfig,
+    encoder: Encoder,
+    context: zmq.Context,
+    engine: int,
+    ranks: list[RankAddress],
+    make_cuda: Callable[[list[RankAddress]], TensorSender] | None = None,
 ) -> EngineTransports:
     """Probe the transports towards `engine`, whose ranks are among `ranks`. Blocks.
+
+    `make_cuda` makes the sender for CUDA tensors towards these ranks of one engine; None: this server makes no such
+    tensors.
 
     Raises:
         ConfigError: the transport that was asked for, or every one under `auto`, fails its probe.
@@ -52,7 +61,11 @@ def connect(
         "torch_shm": lambda: TensorIpcSender(encoder, theirs, credit),
         "direct_rpc": lambda: DirectRpcSender(encoder, theirs, credit, context),
     }
-    return choose(engine, config.mm_tensor_ipc, candidates, min(PROBE_SECONDS, config.startup_timeout))
+    timeout = min(PROBE_SECONDS, config.startup_timeout)
+    transports = choose(engine, config.mm_tensor_ipc, candidates, timeout)
+    if make_cuda is None or config.mm_tensor_ipc == "direct_rpc":
+        return transports
+    return with_cuda(transports, config.mm_tensor_ipc, lambda: make_cuda(theirs), timeout)
 
 
 def connect_store(
@@ -101,6 +114,23 @@ def choose(engine: int, mode: TensorIpc, candidates: Candidates, timeout: float)
     label = "asked_for" if mode != "auto" else "_".join([*passed_over, "failed"]) if passed_over else "probe_passed"
     metrics.mm_tensor_ipc_info.labels(str(engine), chosen, label).set(1)
     return EngineTransports(senders, TransportChoice(engine, chosen, reason))
+
+
+def with_cuda(
+    transports: EngineTransports, mode: TensorIpc, make: Callable[[], TensorSender], timeout: float
+) -> EngineTransports:
+    """`transports`, and the sender for CUDA tensors that `make` makes, if its probe passes.
+
+    Raises:
+        ConfigError: it does not, and the tensor queue was asked for by name.
+    """
+    try:
+        return replace(transports, senders=[_probed(make, timeout), *transports.senders])
+    except TransportError as error:
+        if mode != "auto":
+            raise ConfigError(_refusal(transports.choice.engine, mode, {"torch_shm": error})) from error
+        reason = f"{transports.choice.reason}; CUDA tensors go by way of the host: {error}"
+        return replace(transports, choice=msgspec.structs.replace(transports.choice, reason=reason))
 
 
 def _probed(make: Callable[[], TensorSender], timeout: float) -> TensorSender:

@@ -76,6 +76,7 @@ from mini_engine.messages.steps import (
     WorkerReady,
 )
 from mini_engine.messages.tensors import (
+    DeviceSlots,
     MediaItem,
     MessageId,
     Modality,
@@ -101,6 +102,7 @@ __all__ = [
     "CachesReset",
     "Chunk",
     "Consumed",
+    "DeviceSlots",
     "Drain",
     "EncodeItem",
     "EngineCounters",
@@ -182,5 +184,5 @@ AnyMessage = (
     | Attach | Cached | Evicted | Accepted | MediaMiss
     | Offer | Retract | Retracted | Busy | LastUsed | Unwanted | Withdraw | AskFigures | Figures
     | Step | StepResult | WorkerReady | MediaReady | MediaFailed
-    | TensorMessage | ProbeResult | Segment | SegmentGrown
+    | TensorMessage | ProbeResult | Segment | SegmentGrown | DeviceSlots
 )  # fmt: skip

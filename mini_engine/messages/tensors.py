@@ -76,9 +76,10 @@ class TensorMessage(Message, frozen=True):
     nbytes: int
     tensors: list[TensorLayout]
     buffer: int = 0  # torch_shm: number of the pooled buffer; its descriptor comes with its first use
-    generation: int = 0  # torch_shm: counts the buffer's uses
+    generation: int = 0  # torch_shm: counts the uses of the buffer, or of the slot
     probe: bool = False
     dropped: list[int] = []  # torch_shm: buffers that are no more; unmap them. Such a head has number 0 and no tensors
+    slot: int = 0  # CUDA tensors: the staging slot that holds them, from 1 on, in place of a buffer
 
 
 class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
@@ -87,6 +88,17 @@ class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
     offset: int  # bytes from the start of the buffer; a multiple of 64
     shape: tuple[int, ...]
     dtype: str
+
+
+class DeviceSlots(Message, frozen=True):
+    """API server -> rank: staging slots in device memory, exported for this rank. Map them, and tell the checksum of
+    `probe`, a message that lies in one of them."""
+
+    device: int  # CUDA's index of the device that they lie on
+    nbytes: int  # of one slot; slot n starts at (n - 1) * nbytes
+    memory: bytes  # CUDA's IPC handle of all of it
+    filled: list[bytes]  # for each slot, the IPC handle of the event after which its bytes are there
+    probe: TensorMessage
 
 
 class Segment(Message, frozen=True):

@@ -12,9 +12,11 @@ An API server holds, for each engine, one sender per usable transport. A request
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from mini_engine.messages import MessageId, TensorHandle, TransportName
+
+DeviceType = Literal["cpu", "cuda"]
 
 
 class TransportError(Exception):
@@ -28,7 +30,7 @@ class Outgoing(Protocol):
         """Start from an empty buffer again."""
 
     def __call__(self, tensor: Any) -> TensorHandle:
-        """Copy `tensor` (a CPU torch.Tensor, C-contiguous) to the next place in the message.
+        """Copy `tensor` (a torch.Tensor, C-contiguous, where the sender `takes` it) to the next place in the message.
 
         Raises:
             TypeError: not a tensor.
@@ -53,6 +55,7 @@ class TensorSender(Protocol):
     """The API server's end of one transport towards all ranks of one engine. Used from the event-loop thread only."""
 
     name: TransportName
+    takes: DeviceType  # the tensors of one message are all of this kind
 
     def probe(self, timeout: float) -> None:
         """Connect to every rank, send each a probe tensor and compare checksums. Blocks; for the start only.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
+from typing import Protocol
 
 import msgspec
 import torch
@@ -50,30 +51,38 @@ class Packer:
 
         Raises:
             TypeError: not a tensor.
-            TransportError: it does not fit, or is not a plain CPU tensor of a dtype that can travel.
+            TransportError: it does not fit, or is not a plain tensor of a dtype that can travel, on the CPU.
         """
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{type(tensor).__name__} cannot travel inside a message, nor as a tensor beside it")
-        name = dtype_name(tensor)
+        name = self._check(tensor)
         offset = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
         end = offset + tensor.nbytes
         if end > self._memory.numel():
             raise TransportError(f"{end} bytes of tensors do not fit the {self._memory.numel()} reserved")
         shape = tuple(tensor.shape)
-        copy_bytes(tensor, self._memory[offset:end])
+        self._copy(tensor, self._memory[offset:end])
         self.layouts.append(TensorLayout(offset, shape, name))
         self.nbytes = end
         return TensorHandle(self.message, len(self.layouts) - 1, shape, name)
 
+    def _check(self, tensor: torch.Tensor) -> str:
+        return dtype_name(tensor)
 
-def dtype_name(tensor: torch.Tensor) -> str:
-    """The dtype's name in a handle.
+    def _copy(self, tensor: torch.Tensor, memory: torch.Tensor) -> None:
+        copy_bytes(tensor, memory)
+
+
+def dtype_name(tensor: torch.Tensor, where: str = "cpu") -> str:
+    """The dtype's name in a handle. `where` is the type of the device that the tensor has to lie on.
 
     Raises:
-        TransportError: not a plain CPU tensor of a dtype that can travel.
+        TransportError: not a plain tensor of a dtype that can travel, on such a device.
     """
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        raise TransportError(f"only dense CPU tensors can be sent, not {tensor.layout} on {tensor.device}")
+    if tensor.device.type != where or tensor.layout != torch.strided:
+        raise TransportError(
+            f"only dense {where.upper()} tensors can be sent here, not {tensor.layout} on {tensor.device}"
+        )
     name = _NAMES.get(tensor.dtype)
     if name is None or tensor.dim() > MAX_DIMENSIONS:
         raise TransportError(f"a tensor of {tensor.dtype} with {tensor.dim()} dimensions cannot be sent")
@@ -88,12 +97,28 @@ def copy_bytes(tensor: torch.Tensor, memory: torch.Tensor) -> None:
     memory.numpy()[:] = content.numpy()
 
 
+class Copied(Protocol):
+    """A copy that a device is making into memory of this process."""
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """What is copied to: uint8, one dimension. Not to be used before `use` of it or of a view."""
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """What the current stream does from now on comes after the copy. `tensor` is a view of the memory."""
+
+    def synchronize(self) -> None:
+        """Wait until the copy has ended."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Received:
-    """A tensor message that arrived whole. The tensors view the buffer it came in and keep it mapped."""
+    """A tensor message that arrived whole. The tensors view the buffer it came in and keep it mapped; or, if there is a
+    `copied`, memory of this process that is being filled: see there."""
 
     message: MessageId
     tensors: list[torch.Tensor]
+    copied: Copied | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,7 +186,7 @@ def view_of(layout: TensorLayout, memory: torch.Tensor) -> torch.Tensor:
         raise TransportError(f"a tensor at {layout.offset}..{end} is misaligned or outside of {memory.numel()} bytes")
     try:
         if not nbytes:
-            return torch.empty(layout.shape, dtype=dtype)
+            return torch.empty(layout.shape, dtype=dtype, device=memory.device)
         return memory[layout.offset : end].view(dtype).view(layout.shape)
     except RuntimeError as error:  # torch's own refusal, such as an empty tensor whose strides overflow
         raise TransportError(f"a tensor cannot be rebuilt: {error}") from error

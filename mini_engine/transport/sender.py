@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from mini_engine.messages import MessageId, ProbeResult, RankAddress, TensorMessage, TransportName
-from mini_engine.transport.base import TransportError
+from mini_engine.transport.base import DeviceType, TransportError
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.credit import ByteCredit
 from mini_engine.transport.packing import PADDING_ROOM, Packer, checksum, probe_tensor
@@ -88,6 +88,7 @@ class PackedSender(ABC, Generic[BufferT, LinkT]):
     """A `base.TensorSender` towards all ranks of one engine. Used from one thread; `reserve` from one event loop."""
 
     name: TransportName
+    takes: DeviceType = "cpu"
 
     def __init__(self, me: Encoder, addresses: Sequence[RankAddress], credit_bytes: int):
         if len({address.engine for address in addresses}) != 1:
@@ -118,14 +119,21 @@ class PackedSender(ABC, Generic[BufferT, LinkT]):
     def _give(self, buffer: BufferT) -> None:
         """The buffer's message is consumed, or was never sent."""
 
+    def _outgoing(self, message: MessageId, buffer: BufferT, cost: int) -> PackedOutgoing[BufferT]:
+        return PackedOutgoing(self, message, buffer, cost)
+
+    def _probe_payload(self, payload: torch.Tensor) -> torch.Tensor:
+        """`payload`, where the tensors that this transport sends lie."""
+        return payload
+
     def probe(self, timeout: float) -> None:
         """See `base.TensorSender`. A probe that failed leaves all links closed; it may be tried again."""
         deadline = time.monotonic() + timeout
         payload = probe_tensor()
         message = MessageId(self._me.incarnation, 0)
-        outgoing = PackedOutgoing(self, message, self._take(payload.nbytes + PADDING_ROOM), cost=0)
-        outgoing(payload)
+        outgoing = self._outgoing(message, self._take(payload.nbytes + PADDING_ROOM), cost=0)
         try:
+            outgoing(self._probe_payload(payload))
             for address, link in self._links:
                 self._probe_rank(address, link, outgoing, deadline)
         except TransportError:
@@ -161,7 +169,7 @@ class PackedSender(ABC, Generic[BufferT, LinkT]):
             if self._closed:
                 raise TransportError("the transport was closed")
             raise ValueError(f"{message} is on its way already")
-        outgoing = PackedOutgoing(self, message, buffer, cost)
+        outgoing = self._outgoing(message, buffer, cost)
         outgoing.reserved = nbytes
         self._held[message] = outgoing
         return outgoing
@@ -240,8 +248,16 @@ class PackedSender(ABC, Generic[BufferT, LinkT]):
             link.close()
 
 
-def head_of(outgoing: PackedOutgoing[Any], probe: bool, buffer: int = 0, generation: int = 0) -> TensorMessage:
+def head_of(
+    outgoing: PackedOutgoing[Any], probe: bool, *, buffer: int = 0, slot: int = 0, generation: int = 0
+) -> TensorMessage:
     """The head that goes before, or beside, the packed bytes."""
     return TensorMessage(
-        outgoing.message.number, outgoing.nbytes, outgoing.layouts, buffer=buffer, generation=generation, probe=probe
+        outgoing.message.number,
+        outgoing.nbytes,
+        outgoing.layouts,
+        buffer=buffer,
+        generation=generation,
+        probe=probe,
+        slot=slot,
     )

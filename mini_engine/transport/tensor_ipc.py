@@ -6,7 +6,8 @@ A frame is a length, a count of descriptors (0 or 1) and an envelope. The envelo
 holds the tensors; the buffer's descriptor comes with the first frame that names it. So a message costs one memcpy,
 however many ranks read it, and a few hundred bytes on each socket. A sender that is killed is an end of file here.
 
-The receiver also takes the connections of `shm_store.py`, whose frames hand over a store's segment instead.
+The receiver also takes the connections of `shm_store.py`, whose frames hand over a store's segment instead, and those
+of `cuda_slots.py`, whose heads name staging slots in a device's memory.
 
 This file knows nothing of requests, of who waits for a message, or of when a rank has read it.
 """
@@ -25,9 +26,19 @@ from functools import partial
 
 import torch
 
-from mini_engine.messages import ProbeResult, RankAddress, Segment, SegmentGrown, TensorMessage, TransportName
+from mini_engine.messages import (
+    DeviceSlots,
+    MessageId,
+    ProbeResult,
+    RankAddress,
+    Segment,
+    SegmentGrown,
+    TensorMessage,
+    TransportName,
+)
 from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import Encoder
+from mini_engine.transport.cuda_slots import MapSlots, RankSlots
 from mini_engine.transport.frames import Frame, FrameParser, close_all, read_chunk, send_frame
 from mini_engine.transport.memory import map_for_reading
 from mini_engine.transport.packing import Failed, Received, as_head, decode_envelope, probe_result, unpack
@@ -58,7 +69,7 @@ class RankLink(RankStream):
     def send(self, outgoing: PackedOutgoing[PooledBuffer], probe: bool) -> None:
         """See `sender.Link`."""
         buffer = outgoing.buffer
-        head = head_of(outgoing, probe, buffer.number, buffer.generation)
+        head = head_of(outgoing, probe, buffer=buffer.number, generation=buffer.generation)
         if buffer.number in self._known:
             self._send(head, [])
             return
@@ -145,10 +156,12 @@ class MappedBuffer:
 
 
 class Connection:
-    """One sender's stream: its unread bytes and its buffers, or its segment. Views of them outlive it."""
+    """One sender's stream: its unread bytes and its buffers, its slots, or its segment. Views of them outlive it."""
 
-    def __init__(self, me: Encoder, stream: socket.socket, pin: Pin | None = None):
+    def __init__(self, me: Encoder, stream: socket.socket, pin: Pin | None = None, map_slots: MapSlots | None = None):
         self._me = me
+        self._map_slots = map_slots
+        self._slots: RankSlots | None = None
         self._attachment = Attachment(pin)
         self._stream = stream
         self._parser = FrameParser()
@@ -170,12 +183,17 @@ class Connection:
         self._buffers.clear()
         self._attachment.close()
         self._stream.close()
+        if self._slots is not None:
+            self._slots.close()
 
     def _take(self, frame: Frame) -> Iterator[Received | Failed | Attached]:
         try:
             envelope = decode_envelope(frame.envelope)
             if isinstance(envelope.body, Segment | SegmentGrown):
                 yield from self._attachment.take(envelope.incarnation, envelope.body, frame, self._answer)
+                return
+            if isinstance(envelope.body, DeviceSlots):
+                self._answer(self._take_slots(envelope.body))
                 return
             message, head = as_head(envelope)
             try:
@@ -189,7 +207,9 @@ class Connection:
             close_all(frame.descriptors)
         for number in head.dropped:
             self._buffers.pop(number, None)
-        if head.probe:
+        if head.slot and head.number:
+            yield self._fetch(message, head)
+        elif head.probe:
             self._answer(probe_result(head, self._memory(head)))
         elif head.number:
             try:
@@ -214,6 +234,25 @@ class Connection:
         buffer.generation = head.generation
         return buffer.memory
 
+    def _take_slots(self, slots: DeviceSlots) -> ProbeResult:
+        try:
+            if self._map_slots is None:
+                raise TransportError("this rank has no CUDA device")
+            if self._slots is not None:
+                raise TransportError("its staging slots came a second time")
+            self._slots = RankSlots(self._map_slots, slots)
+            return self._slots.probe(slots.probe)
+        except TransportError as error:
+            return ProbeResult(checksum=0, error=str(error))
+
+    def _fetch(self, message: MessageId, head: TensorMessage) -> Received | Failed:
+        try:
+            if self._slots is None:
+                raise TransportError("it lies in a staging slot, and none is known here")
+            return self._slots.receive(message, head)
+        except TransportError as error:
+            return Failed(message, str(error))
+
     def _answer(self, result: ProbeResult) -> None:
         send_frame(self._stream, self._me.encode(result))
 
@@ -221,10 +260,15 @@ class Connection:
 class TensorIpcReceiver:
     """A rank's end for all its senders. Used from one thread at a time, which polls `descriptors()`."""
 
-    def __init__(self, me: Encoder, address: RankAddress, pin: Pin | None = None):
-        """Bind. `pin`: see `shm_store.MappedSegment`. Raises OSError when the path is taken or too long."""
+    def __init__(self, me: Encoder, address: RankAddress, pin: Pin | None = None, map_slots: MapSlots | None = None):
+        """Bind. Raises OSError when the path is taken or too long.
+
+        `pin`: see `shm_store.MappedSegment`. `map_slots`: maps an API server's staging slots; None: this rank has no
+        device, and refuses them.
+        """
         self._me = me
         self._pin = pin
+        self._map_slots = map_slots
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             self._listener.bind(address.tensor_ipc)
@@ -278,7 +322,7 @@ class TensorIpcReceiver:
                 self._turn_away()
             return
         stream.setblocking(False)
-        self._connections[stream.fileno()] = Connection(self._me, stream, self._pin)
+        self._connections[stream.fileno()] = Connection(self._me, stream, self._pin, self._map_slots)
 
     def _turn_away(self) -> None:
         """With no descriptor left, the waiting connection would keep the listener readable and its thread spinning:

@@ -21,6 +21,7 @@ import zmq
 
 from mini_engine.messages import MediaFailed, MediaReady, MessageId, RankAddress, StoreHandle, TensorHandle
 from mini_engine.transport.codec import Encoder
+from mini_engine.transport.cuda_slots import MapSlots
 from mini_engine.transport.direct_rpc import DirectRpcReceiver
 from mini_engine.transport.packing import Failed, Received
 from mini_engine.transport.segment import MappedSegment, Pin
@@ -53,30 +54,31 @@ class _Sender:
     """
 
     def __init__(self) -> None:
-        self.tensors: dict[int, list[torch.Tensor]] = {}
+        self.messages: dict[int, Received] = {}
         self.reported: set[int] = set()  # not released yet; those that failed too
         self.void: OrderedDict[int, bool] = OrderedDict()  # released -> whether it was reported
 
     def is_settled(self, number: int) -> bool:
         """Whether another arrival of it is of no use, not even to be reported."""
-        return number in self.tensors or self.void.get(number, False)
+        return number in self.messages or self.void.get(number, False)
 
-    def receive(self, number: int, tensors: list[torch.Tensor] | None) -> None:
-        """It is about to be reported; `tensors` is None if it failed."""
+    def receive(self, number: int, received: Received | None) -> None:
+        """It is about to be reported; `received` is None if it failed."""
         if number in self.void:
             self.void[number] = True
             return
         self.reported.add(number)
-        if tensors is not None:
-            self.tensors[number] = tensors
+        if received is not None:
+            self.messages[number] = received
 
-    def release(self, number: int) -> None:
-        self.tensors.pop(number, None)
+    def release(self, number: int) -> Received | None:
+        received = self.messages.pop(number, None)
         self.void[number] = number in self.reported or self.void.get(number, False)
         self.void.move_to_end(number)
         self.reported.discard(number)
         if len(self.void) > REMEMBERED:
             self.void.popitem(last=False)
+        return received
 
 
 def stay(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,12 +102,13 @@ class MediaInputs:
         context: zmq.Context,
         to_device: Callable[[torch.Tensor], torch.Tensor] = stay,
         pin: Pin | None = None,
+        map_slots: MapSlots | None = None,
     ):
         """Bind both addresses; senders may connect from now on, and are served from `start` on.
 
         `to_device` is called in the receiver thread, once for each tensor, before its message is reported ready: what
         it returns is what `tensor` gives. A RuntimeError of it fails that message alone. `pin` is for the memory of
-        stores and is called in the receiver thread too: see `MappedSegment`.
+        stores, `map_slots` for CUDA tensors; both are called in the receiver thread too: see `TensorIpcReceiver`.
 
         Raises:
             OSError, zmq.ZMQError: an address is taken, or its path is too long.
@@ -113,7 +116,7 @@ class MediaInputs:
         self._me = me
         self._rank = rank
         self._to_device = to_device
-        self._queue = TensorIpcReceiver(me, address, pin)
+        self._queue = TensorIpcReceiver(me, address, pin, map_slots)
         try:
             self._direct = DirectRpcReceiver(me, address, context)
         except (OSError, zmq.ZMQError):
@@ -137,7 +140,7 @@ class MediaInputs:
         self._thread.start()
 
     def tensor(self, handle: TensorHandle) -> torch.Tensor:
-        """The tensor that `handle` stands for, of its shape and dtype.
+        """The tensor that `handle` stands for, of its shape and dtype. On a device it is for the current stream.
 
         Raises:
             MediaMissing: its message is not here.
@@ -147,9 +150,10 @@ class MediaInputs:
         message = handle.message
         with self._lock:
             sender = self._senders.get(message.incarnation)
-            tensors = sender.tensors.get(message.number) if sender else None
-        if tensors is None:
+            received = sender.messages.get(message.number) if sender else None
+        if received is None:
             raise MediaMissing(f"tensor message {message.number} of incarnation {message.incarnation} is not here")
+        tensors = received.tensors
         if not 0 <= handle.index < len(tensors):
             raise ValueError(f"tensor message {message.number} has {len(tensors)} tensors, not {handle.index + 1}")
         tensor = tensors[handle.index]
@@ -158,6 +162,8 @@ class MediaInputs:
                 f"tensor {handle.index} of message {message.number} is {tensor.dtype} {tuple(tensor.shape)}, "
                 f"its handle says {handle.dtype} {handle.shape}"
             )
+        if received.copied is not None:
+            received.copied.use(tensor)
         return tensor
 
     def stored(self, handle: StoreHandle) -> torch.Tensor:
@@ -191,12 +197,19 @@ class MediaInputs:
                 self._segments.pop(incarnation, None)
 
     def release(self, messages: Iterable[MessageId]) -> None:
-        """Drop these messages, received or yet to come."""
+        """Drop these messages, received or yet to come.
+
+        Their memory is the sender's again afterwards: a copy out of it that a device has not ended yet is waited for.
+        """
         self._check()
+        dropped: list[Received | None] = []
         with self._lock:
             for message in messages:
                 if message.incarnation not in self._gone:
-                    self._senders.setdefault(message.incarnation, _Sender()).release(message.number)
+                    dropped.append(self._senders.setdefault(message.incarnation, _Sender()).release(message.number))
+        for received in dropped:
+            if received is not None and received.copied is not None:
+                received.copied.synchronize()
 
     def drop_sender(self, incarnation: int) -> None:
         """Drop all messages of a sender that died, received or yet to come."""
@@ -208,7 +221,8 @@ class MediaInputs:
     def buffered(self) -> tuple[int, int]:
         """Number and bytes of the tensors in the table."""
         with self._lock:
-            tensors = [t for sender in self._senders.values() for message in sender.tensors.values() for t in message]
+            messages = [message for sender in self._senders.values() for message in sender.messages.values()]
+        tensors = [tensor for message in messages for tensor in message.tensors]
         return len(tensors), sum(tensor.nbytes for tensor in tensors)
 
     def close(self) -> None:
@@ -278,7 +292,7 @@ class MediaInputs:
             self._attach(arrival)
             return
         message = arrival.message
-        tensors: list[torch.Tensor] | None = None
+        kept: Received | None = None
         with self._lock:
             sender = self._senders.get(message.incarnation)
             if message.incarnation in self._gone or (sender and sender.is_settled(message.number)):
@@ -287,12 +301,13 @@ class MediaInputs:
         if isinstance(arrival, Received):
             try:
                 tensors = [] if released else [self._to_device(tensor) for tensor in arrival.tensors]
+                kept = Received(message, tensors, arrival.copied)
             except RuntimeError as error:
                 arrival = Failed(message, f"it cannot be brought to the device: {error}")
         with self._lock:
             if message.incarnation in self._gone:
                 return
-            self._senders.setdefault(message.incarnation, _Sender()).receive(message.number, tensors)
+            self._senders.setdefault(message.incarnation, _Sender()).receive(message.number, kept)
         if isinstance(arrival, Received):
             self._report(MediaReady(self._rank, message))
         else:

@@ -26,6 +26,7 @@ from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
 from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
+from mini_engine.transport.cuda_memory import CudaMapped
 from mini_engine.worker.kv_cache import KVCache, count_blocks
 from mini_engine.worker.media_inputs import MediaInputs, stay
 from mini_engine.worker.model_runner import ModelRunner
@@ -128,7 +129,10 @@ def receive_media(
     address = next(address for address in init.ranks if (address.engine, address.rank) == (engine, rank))
     to_device = stay if device.type == "cpu" else partial(torch.Tensor.to, device=device)
     pin = pinned.pin if pinned else None
-    media = MediaInputs(address, init.core_workers[engine], child.encoder, rank, child.context, to_device, pin)
+    map_slots = partial(CudaMapped, device) if device.type == "cuda" else None
+    media = MediaInputs(
+        address, init.core_workers[engine], child.encoder, rank, child.context, to_device, pin, map_slots
+    )
     media.start()
     return media
 

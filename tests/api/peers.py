@@ -44,7 +44,7 @@ from mini_engine.messages import (
     Withdraw,
 )
 from mini_engine.transport import sockets
-from mini_engine.transport.base import TransportError
+from mini_engine.transport.base import DeviceType, TransportError
 from mini_engine.transport.codec import Encoder, decode
 
 STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=8)
@@ -53,8 +53,15 @@ STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=8)
 class MemoryTransport:
     """A `TensorSender` that keeps what it is given. Set `fail_at` to "reserve", "copy" or "send" to have it fail."""
 
-    def __init__(self, name: TransportName = "torch_shm", ranks: int = 2, room: int | None = None):
+    def __init__(
+        self,
+        name: TransportName = "torch_shm",
+        ranks: int = 2,
+        room: int | None = None,
+        takes: DeviceType = "cpu",
+    ):
         self.name = name
+        self.takes: DeviceType = takes
         self.ranks = ranks
         self.room = room  # messages; None is no limit
         self.fail_at: str | None = None

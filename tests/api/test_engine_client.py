@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 import zmq.asyncio
 
 from mini_engine.api.engine_client import EngineClient
@@ -48,7 +48,7 @@ async def connected(
 def request(name: str, media_bytes: int = 0) -> NewRequest:
     media = []
     if media_bytes:
-        media = [MediaItem("image", 0, 1, (1, 2, 2), None, np.zeros((1, media_bytes), np.uint8))]
+        media = [MediaItem("image", 0, 1, (1, 2, 2), None, torch.zeros((1, media_bytes), dtype=torch.uint8))]
     return NewRequest(name, [5], SamplingParams(max_tokens=8, seed=1), media)
 
 

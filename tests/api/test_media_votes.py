@@ -12,8 +12,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -131,11 +131,11 @@ class Wire:
         pass
 
 
-def media_of(value: int) -> tuple[bytes, np.ndarray, int]:
+def media_of(value: int) -> tuple[bytes, torch.Tensor, int]:
     """Hash, patches and tokens of one medium."""
     media_hash = bytes([value]) * 16
     tokens = 1 + value % 3
-    patches = np.full((4 * tokens, MODEL.vision.patch_dim), value, np.uint8)
+    patches = torch.full((4 * tokens, MODEL.vision.patch_dim), value, dtype=torch.uint8)
     return media_hash, patches, tokens
 
 

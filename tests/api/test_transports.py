@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from mini_engine.api.transports import EngineTransports, choose
+from mini_engine.api.transports import EngineTransports, choose, with_cuda
 from mini_engine.config import ConfigError, TensorIpc
 from mini_engine.messages import TransportName
 from mini_engine.metrics import REGISTRY
@@ -64,3 +64,27 @@ def test_a_transport_asked_for_by_name() -> None:
 def test_a_transport_asked_for_by_name_that_fails_is_an_error() -> None:
     with pytest.raises(ConfigError, match="--mm-tensor-ipc torch_shm.*no way.*--mm-tensor-ipc auto"):
         chosen("torch_shm", "torch_shm")
+
+
+def with_device(mode: TensorIpc, probe_error: str | None) -> EngineTransports:
+    device = MemoryTransport(takes="cuda")
+    device.probe_error = probe_error
+    try:
+        return with_cuda(chosen(mode)[0], mode, lambda: device, timeout=1)
+    finally:
+        assert device.closed == (probe_error is not None)
+
+
+def test_cuda_tensors_have_a_sender_of_their_own() -> None:
+    transports = with_device("auto", None)
+    assert [sender.takes for sender in transports.senders] == ["cuda", "cpu", "cpu"]
+    assert "CUDA" not in transports.choice.reason
+
+
+def test_cuda_tensors_go_by_the_host_where_their_probe_fails() -> None:
+    transports = with_device("auto", "no peer access")
+    assert [sender.takes for sender in transports.senders] == ["cpu", "cpu"]
+    assert transports.choice.transport == "torch_shm"
+    assert transports.choice.reason.endswith("; CUDA tensors go by way of the host: no peer access")
+    with pytest.raises(ConfigError, match="torch_shm: no peer access"):
+        with_device("torch_shm", "no peer access")
