@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from mini_engine.config import EngineConfig
-from mini_engine.messages import Init, NewSequence, SamplingParams
+from mini_engine.messages import Init, MediaCachePlan, NewSequence, SamplingParams
 from mini_engine.model.weights import load_model
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.model_runner import ModelRunner
@@ -34,7 +34,12 @@ def main() -> None:
     rank, checkpoint, folder = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     config = EngineConfig(tensor_parallel_size=2)
-    tp = join_group(Init(config, str(checkpoint), str(folder), [], [], []), 0, rank, torch.device("cpu"))
+    tp = join_group(
+        Init(config, str(checkpoint), str(folder), [], [], [], MediaCachePlan("off", 0, "")),
+        0,
+        rank,
+        torch.device("cpu"),
+    )
     model = load_model(checkpoint, tp, None, torch.device("cpu"))
     cache = KVCache.allocate(model.attention_shape, NUM_BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     media = tiny.MemoryMedia()

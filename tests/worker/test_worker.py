@@ -15,6 +15,7 @@ from mini_engine.messages import (
     Chunk,
     Hello,
     Init,
+    MediaCachePlan,
     NewSequence,
     RankAddress,
     Ready,
@@ -63,7 +64,9 @@ def test_from_hello_to_tokens_and_an_end_on_error(tmp_path, links, process, chec
     assert decode(frame).body == Hello("worker", "0.0")
     rank = RankAddress(0, 0, f"{tmp_path}/tensors", f"ipc://{tmp_path}/tensors-rpc")
     config = EngineConfig(device="cpu", kv_cache_memory_bytes=1 << 20)
-    init = Init(config, str(checkpoint), str(tmp_path), [], [f"ipc://{tmp_path}/core"], [rank])
+    init = Init(
+        config, str(checkpoint), str(tmp_path), [], [f"ipc://{tmp_path}/core"], [rank], MediaCachePlan("off", 0, "")
+    )
     supervisor.send_multipart([peer, encoder.encode(init)])
 
     rank_peer, frame = core.recv_multipart()
