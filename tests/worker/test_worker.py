@@ -11,10 +11,12 @@ import zmq
 
 from mini_engine.child import ChildSpec
 from mini_engine.config import EngineConfig
+from mini_engine.log import LogSettings
 from mini_engine.messages import (
     Chunk,
     Hello,
     Init,
+    MediaCachePlan,
     NewSequence,
     RankAddress,
     Ready,
@@ -44,7 +46,7 @@ def links(tmp_path):
 
 @pytest.fixture
 def process(tmp_path, links):
-    spec = ChildSpec("worker", "0.0", INCARNATION, os.getpid(), f"ipc://{tmp_path}/supervisor", "warning")
+    spec = ChildSpec("worker", "0.0", INCARNATION, os.getpid(), f"ipc://{tmp_path}/supervisor", LogSettings("warning"))
     child = subprocess.Popen(
         [sys.executable, "-m", "mini_engine.child", msgspec.json.encode(spec).decode()],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -63,7 +65,9 @@ def test_from_hello_to_tokens_and_an_end_on_error(tmp_path, links, process, chec
     assert decode(frame).body == Hello("worker", "0.0")
     rank = RankAddress(0, 0, f"{tmp_path}/tensors", f"ipc://{tmp_path}/tensors-rpc")
     config = EngineConfig(device="cpu", kv_cache_memory_bytes=1 << 20)
-    init = Init(config, str(checkpoint), str(tmp_path), [], [f"ipc://{tmp_path}/core"], [rank])
+    init = Init(
+        config, str(checkpoint), str(tmp_path), [], [f"ipc://{tmp_path}/core"], [rank], MediaCachePlan("off", 0, "")
+    )
     supervisor.send_multipart([peer, encoder.encode(init)])
 
     rank_peer, frame = core.recv_multipart()
