@@ -38,7 +38,7 @@ class ChildSpec(msgspec.Struct, frozen=True):
     incarnation: int
     parent_pid: int
     supervisor: str  # ZMQ endpoint
-    log_level: str
+    log: log.LogSettings
     listen_fd: int | None = None  # API server: inherited, bound, not yet listening
 
 
@@ -94,7 +94,7 @@ def main() -> None:
     from setproctitle import setproctitle
 
     setproctitle(f"mini-engine: {spec.role} {spec.index}")
-    log.setup(f"{spec.role} {spec.index}", spec.log_level)
+    log.setup(f"{spec.role} {spec.index}", spec.log)
     child = Child(spec)
     try:
         importlib.import_module(ROLE_MODULES[spec.role]).run(child)

@@ -14,6 +14,7 @@ from typing import IO
 import msgspec
 
 from mini_engine.child import ChildSpec
+from mini_engine.log import LogSettings
 from mini_engine.messages import Role
 
 TAIL_LINES = 20
@@ -45,12 +46,12 @@ class ChildProcess:
 
     @classmethod
     def start(
-        cls, *, role: Role, index: str, incarnation: int, supervisor: str, log_level: str,
+        cls, *, role: Role, index: str, incarnation: int, supervisor: str, log: LogSettings,
         listener: socket.socket | None, environment: dict[str, str], module: str = "mini_engine.child",
     ) -> ChildProcess:  # fmt: skip
         """Start `module` in a fresh interpreter. Call it from the main thread only."""
         listen_fd = None if listener is None else listener.fileno()
-        spec = ChildSpec(role, index, incarnation, os.getpid(), supervisor, log_level, listen_fd)
+        spec = ChildSpec(role, index, incarnation, os.getpid(), supervisor, log, listen_fd)
         popen = subprocess.Popen(
             [sys.executable, "-m", module, msgspec.json.encode(spec).decode()],
             stdin=subprocess.DEVNULL,

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from mini_engine.log import LogFormat
 from mini_engine.media.addresses import parse_allowed_host
 from mini_engine.media.limits import DecodeLimits, ImageLimits
 
@@ -153,6 +154,13 @@ class EngineConfig:
         "Server", minimum=0, maximum=86400,
     )  # fmt: skip
     log_level: LogLevel = option("info", "Least severe log lines to print.", "Server")
+    log_format: LogFormat = option("text", "Form of the log's lines; each an object with `json`.", "Server")
+    enable_log_requests: bool = option(
+        False, "Log a line for each request when it has ended: id, status, time; never what it says.", "Server"
+    )
+    disable_log_stats: bool = option(
+        False, "Log no line with the server's figures every ten seconds in which something ran.", "Server"
+    )
 
     # --- parallelism
     tensor_parallel_size: int = option(

@@ -66,6 +66,7 @@ class Supervisor:
 
     def __init__(self, config: EngineConfig):
         self.config = config
+        self.log = log.LogSettings(config.log_level, config.log_format)
         self.children: dict[str, ChildProcess] = {}  # by name, such as "worker 0.1"
         self.limits: list[EngineLimits] = []
         self.transports: dict[str, list[TransportChoice]] = {}
@@ -78,7 +79,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Serve until a signal or a death ends it; returns the exit status."""
-        log.setup("supervisor", self.config.log_level)
+        log.setup("supervisor", self.log)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         raise_descriptor_limit()
         self.model_dir = resolve_model(self.config)
@@ -133,7 +134,7 @@ class Supervisor:
             index=index,
             incarnation=next(self.incarnations),
             supervisor=self.endpoint,
-            log_level=self.config.log_level,
+            log=self.log,
             listener=listener,
             environment={
                 "PROMETHEUS_MULTIPROC_DIR": str(self.runtime_dir / "metrics"),

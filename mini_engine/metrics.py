@@ -221,6 +221,19 @@ class EngineFigures:
                 counter.inc(getattr(counters, name))
 
 
+def samples() -> dict[str, list[float]]:
+    """The values of each figure over all API servers by its name without prefix: one for each of its labels' values."""
+    everyone = REGISTRY
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        everyone = CollectorRegistry()
+        multiprocess.MultiProcessCollector(everyone)
+    found: dict[str, list[float]] = {}
+    for family in everyone.collect():
+        for sample in family.samples:
+            found.setdefault(sample.name.removeprefix("mini_engine:"), []).append(sample.value)
+    return found
+
+
 def exposition() -> bytes:
     """All figures in Prometheus's text format, summed over the API servers."""
     if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:

@@ -35,6 +35,7 @@ from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place, prompt_items
 from mini_engine.api.protocol import ChatRequest, GenerationRequest, parse_body
 from mini_engine.api.refusal import error_response, explain
+from mini_engine.api.request_log import RequestLog
 from mini_engine.api.sampling import SamplingResolver, siblings
 from mini_engine.api.timings import RequestClock
 from mini_engine.api.vocabulary import Vocabulary
@@ -241,6 +242,8 @@ def create_app(frontend: Frontend, config: EngineConfig) -> FastAPI:
     app = FastAPI(title="mini-engine", version=importlib.metadata.version("mini-engine"))
     app.state.work = Work()
     app.add_middleware(Door, api_keys=config.api_key, root_path=config.root_path, work=app.state.work)
+    if config.enable_log_requests:
+        app.add_middleware(RequestLog)
     if config.allowed_origins:  # before the door: a browser's preflight brings no key, and must read a refusal
         app.add_middleware(
             CORSMiddleware,

@@ -59,8 +59,8 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["root_path"] = self._root_path
-        path = route_of(scope) if scope["type"] == "http" else ""
-        if not path or path in OPEN_PATHS:
+        path = route_of(scope) if scope["type"] == "http" else None
+        if path is None or path in OPEN_PATHS:
             await self._app(scope, receive, send)
         elif self._known and not self._knows(scope):
             error = ApiError(401, WRONG_KEY, code="invalid_api_key")

@@ -28,6 +28,7 @@ from mini_engine.api.media_loader import DecodeRules, MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.media_store import MediaStore
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
+from mini_engine.api.stats_log import log_stats
 from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.media.limits import DecodeLimits, ImageLimits
@@ -179,6 +180,8 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
     child.ready(transports=[one.choice for one in usable])
     link = SupervisorLink(child, engines)
     background = [asyncio.create_task(link.run()), asyncio.create_task(engines.run())]
+    if child.index == "0" and not init.config.disable_log_stats:
+        background.append(asyncio.create_task(log_stats()))
     serving = asyncio.create_task(_serve(child, init.config, front, engines, link))
     try:
         # The background tasks have no end of their own: one that is done has failed.

@@ -23,6 +23,7 @@ from mini_engine.bench.report import BenchError
 from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
 from mini_engine.host import resolve_model, runtime_directory
+from mini_engine.log import LogSettings
 from mini_engine.messages import AnyMessage, Hello, Init, MediaCachePlan, NewRequest, Outputs, RankAddress, Ready, Role
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
@@ -180,7 +181,7 @@ class EngineAlone:
             index=index,
             incarnation=incarnation,
             supervisor=self._endpoint("supervisor"),
-            log_level="warning",
+            log=LogSettings("warning"),
             listener=None,
             environment={
                 "OMP_NUM_THREADS": "1",

@@ -11,6 +11,7 @@ import zmq
 
 from mini_engine.child import ChildSpec
 from mini_engine.config import EngineConfig
+from mini_engine.log import LogSettings
 from mini_engine.messages import (
     Chunk,
     Hello,
@@ -45,7 +46,7 @@ def links(tmp_path):
 
 @pytest.fixture
 def process(tmp_path, links):
-    spec = ChildSpec("worker", "0.0", INCARNATION, os.getpid(), f"ipc://{tmp_path}/supervisor", "warning")
+    spec = ChildSpec("worker", "0.0", INCARNATION, os.getpid(), f"ipc://{tmp_path}/supervisor", LogSettings("warning"))
     child = subprocess.Popen(
         [sys.executable, "-m", "mini_engine.child", msgspec.json.encode(spec).decode()],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
