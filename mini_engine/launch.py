@@ -294,6 +294,8 @@ class Supervisor:
         for other in self.children.values():
             self._send(other, PeerGone(child.name, child.incarnation))
         if self.stopping:
+            if self.patience and child.role != "api":
+                logger.error("%s (pid %d) died while requests were to end: %s", child.name, child.pid, how)
             return
         logger.error("%s (pid %d) died: %s", child.name, child.pid, how)
         child.log_tail(logger)
@@ -344,6 +346,7 @@ class Supervisor:
         for child in self._api_servers():
             child.terminate()
         self._wait_for_api_servers(API_STOP_SECONDS)
+        self.patience = 0.0
         for child in self.children.values():
             child.kill()
         while self.children:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 import time
 
 from mini_engine import metrics
@@ -51,9 +52,14 @@ class Stats:
 
 async def log_stats() -> None:
     """Log the lines until cancelled."""
-    stats = await asyncio.to_thread(Stats)
+    stats: Stats | None = None
     while True:
+        try:
+            if stats is None:
+                stats = await asyncio.to_thread(Stats)
+            elif (line := await asyncio.to_thread(stats.line)) is not None:
+                logger.info("%s", line)
+        except (OSError, ValueError, struct.error) as error:
+            # Another API server, which starts, has just made a file and not filled it: the next line counts it all.
+            logger.debug("the figures cannot be read now: %s", error)
         await asyncio.sleep(SECONDS)
-        line = await asyncio.to_thread(stats.line)
-        if line is not None:
-            logger.info("%s", line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 import urllib.error
@@ -78,4 +79,21 @@ def test_a_second_signal_stops_at_once():
         assert time.monotonic() - begun < 2
         with pytest.raises(openai.APIConnectionError):
             list(stream)
+        server.assert_nothing_left(family)
+
+
+def test_a_worker_that_dies_meanwhile_ends_the_wait():
+    with RunningServer("-tp", "2") as server:
+        family = descendants(server.process.pid)
+        stream = begin(server, 20_000)
+        server.process.send_signal(signal.SIGTERM)
+        while "stopping on SIGTERM" not in server.log:
+            time.sleep(0.02)
+        begun = time.monotonic()
+        os.kill(server.pids()["mini-engine: worker 0.1"], signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="stopped"):
+            list(stream)
+        server.process.wait(10)
+        assert time.monotonic() - begun < 8
+        assert "worker 0.1 (pid" in server.log and "killed by SIGKILL" in server.log
         server.assert_nothing_left(family)
