@@ -341,16 +341,17 @@ STAGES: list[Callable[[Ground], contextlib.AbstractContextManager[Reached]]] = [
     waiting, waiting_on_kept_media, prefilling, encoding, generating,
 ]  # fmt: skip
 SETUPS = [Setup(*setup) for setup in itertools.product(CACHES, ("torch_shm", "direct_rpc"), (1, 2))]
-FAST = [Setup(cache, "torch_shm", 1) for cache in ("lru", "shm")]
+# By default every stage with the store, and with the queue those in which it holds something.
+FAST = {Setup("shm", "torch_shm", 1): set(STAGES), Setup("lru", "torch_shm", 1): {sent, received, waiting}}
 # What there is not: nothing is kept, nothing is stored, or no rank is sent anything.
 ABSENT = {"off": {waiting_on_kept_media, storing}, "lru": {storing}, "shm": {sent}}
 
 
 def cases() -> Iterator[object]:
     for setup in SETUPS:
-        marks = [] if setup in FAST else [pytest.mark.slow]
         for stage, how in itertools.product(STAGES, ("client leaves", "API server is killed")):
             if stage not in ABSENT[setup.cache]:
+                marks = [] if stage in FAST.get(setup, ()) else [pytest.mark.slow]
                 yield pytest.param(setup, stage, how, marks=marks, id=f"{setup}-{stage.__name__}-{how}")
 
 

@@ -24,6 +24,7 @@ from tests.e2e.test_media_cache import ask, ask_all
 from tests.e2e.test_topologies import assert_at_rest, hang_up
 
 CACHE_TYPES = ("shm", "lru")
+ONE_BY_DEFAULT = ["shm", pytest.param("lru", marks=pytest.mark.slow)]
 AS_IT_IS = [  # videos reach the model in the size and with all the frames that they are rendered with
     "--media-io-kwargs", '{"video": {"num_frames": 96}}',
     "--mm-processor-kwargs", '{"size": {"shortest_edge": 3136, "longest_edge": 40000000}}',
@@ -86,7 +87,7 @@ def hang_up_at_once(server: RunningServer, asked: Sequence[Asked], rng: random.R
 # --- a small cache ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache", CACHE_TYPES)
+@pytest.mark.parametrize("cache", ONE_BY_DEFAULT)
 def test_a_video_larger_than_the_cache_and_early_disconnects_leave_it_caching(cache):
     gib = 0.05
     over_long = sized(7, 448, 96, "colour")
@@ -127,7 +128,7 @@ def test_an_item_that_the_store_does_not_take_goes_by_the_queue_and_is_counted()
         assert_nothing_held(server)
 
 
-@pytest.mark.parametrize("cache", CACHE_TYPES)
+@pytest.mark.parametrize("cache", ONE_BY_DEFAULT)
 def test_a_cache_that_evicts_all_the_time_still_hits_and_is_right(cache, forty):
     """Room for about sixteen of the videos; every second request asks for one of four of them."""
     rng = random.Random(5)
@@ -165,7 +166,7 @@ def can_mount_privately() -> bool:
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize("cache", ["shm", pytest.param("lru", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cache", ONE_BY_DEFAULT)
 def test_a_dev_shm_of_one_megabyte_is_not_used(cache):
     if not can_mount_privately():
         pytest.skip("this user may not mount a /dev/shm of its own")
@@ -238,7 +239,7 @@ def in_group(group: Path, *command: str) -> list[str]:
     return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *command]
 
 
-@pytest.mark.parametrize("cache", CACHE_TYPES)
+@pytest.mark.parametrize("cache", ONE_BY_DEFAULT)
 def test_a_cache_larger_than_a_control_group_allows_is_refused(cache, memory_group):
     flags = ["--mm-processor-cache-type", cache, "--mm-processor-cache-gb", "1"]
     line = refused(*flags, prefix=in_group(memory_group))
