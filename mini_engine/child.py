@@ -90,7 +90,9 @@ def die_with_parent(parent_pid: int) -> None:
 def main() -> None:
     spec = msgspec.json.decode(sys.argv[1], type=ChildSpec)
     die_with_parent(spec.parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the supervisor acts on it
+    # Ctrl-C reaches the whole process group, and so may a service manager's SIGTERM: the supervisor acts on them.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     from setproctitle import setproctitle
 
     setproctitle(f"mini-engine: {spec.role} {spec.index}")

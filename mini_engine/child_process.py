@@ -88,8 +88,8 @@ class ChildProcess:
             logger.error("  %s: %s", self.name, line.decode(errors="replace"))
 
     def terminate(self) -> None:
-        """Ask it to stop."""
-        self._popen.terminate()
+        """Ask an API server to end at once, answering its clients. One that is not that far yet ends by the signal."""
+        self._popen.send_signal(signal.SIGUSR1)  # not SIGTERM, which others may send to all processes of the group
 
     def kill(self) -> None:
         """End it at once."""

@@ -110,7 +110,7 @@ def convert(name: str, text: str, kind: Any, opt: Option) -> Any:
     try:
         return read(text)
     except ValueError as error:
-        detail = str(error) if opt.parse or kind is bool else f"{text!r} is not a {kind.__name__}"
+        detail = str(error) if opt.parse or kind is bool else f"{text!r} is not of the type {kind.__name__}"
         raise ConfigError(f"{flag_of(name)}: {detail}") from None
 
 

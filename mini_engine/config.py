@@ -284,8 +284,8 @@ class EngineConfig:
 
     # --- data plane
     mm_tensor_ipc: TensorIpc = option(
-        "auto", "How media tensors reach the workers: `torch_shm` (shared memory), `direct_rpc` (copied through a "
-        "socket), or `auto`: the first of these that passes its probe at start.", "Data plane",
+        "auto", "How media tensors that are not in the cache's shared memory reach the workers: `torch_shm` (shared "
+        "memory), `direct_rpc` (copied through a socket), or `auto`: the first that passes its probe.", "Data plane",
     )  # fmt: skip
     mm_processor_cache_type: MediaCacheType = option(
         "auto", "Where processed media are kept for requests that bring them again: `shm` (in shared memory, once for "

@@ -183,7 +183,8 @@ class Supervisor:
         self.announced = True
         config, limits = self.config, self.limits[0]
         for choice in next(iter(self.transports.values()), []):
-            logger.info("tensors to engine %d go by %s: %s", choice.engine, choice.transport, choice.reason)
+            what = "media that the cache has no room for" if self.media_cache.kind == "shm" else "media"
+            logger.info("%s reach engine %d by %s: %s", what, choice.engine, choice.transport, choice.reason)
         logger.info("processed media are cached: %s (%s)", self.media_cache.kind, self.media_cache.reason)
         logger.info(
             "serving %s (%s) at %s/v1 after %.1f s: %d API server(s), %d engine(s) x %d worker(s), "

@@ -34,7 +34,7 @@ class RequestAdmission:
         if self.unfinished >= self.limit:
             raise _too_many_requests(
                 "queued_requests",
-                f"This server has {self.unfinished} unfinished requests, the limit of --max-num-queued-reqs",
+                f"This API server has {self.unfinished} unfinished requests, the limit of --max-num-queued-reqs",
             )
 
     @contextlib.contextmanager

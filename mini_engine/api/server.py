@@ -105,7 +105,10 @@ def load(init: Init) -> ModelFront:
         )
         if config.media_io_kwargs.get("image"):
             raise ConfigError("--media-io-kwargs: images take no arguments")
-        sampling = processor.sampling(config.media_io_kwargs.get("video"))
+        try:
+            sampling = processor.sampling(config.media_io_kwargs.get("video"))
+        except ValueError as error:
+            raise ConfigError(f"--media-io-kwargs: {error}") from None
         template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
         renderer = ChatRenderer(processor.hf_processor, template)
         vocabulary = Vocabulary(processor.hf_processor.tokenizer)
@@ -181,7 +184,7 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
     link = SupervisorLink(child, engines)
     background = [asyncio.create_task(link.run()), asyncio.create_task(engines.run())]
     if child.index == "0" and not init.config.disable_log_stats:
-        background.append(asyncio.create_task(log_stats()))
+        background.append(asyncio.create_task(log_stats(engines)))
     serving = asyncio.create_task(_serve(child, init.config, front, engines, link))
     try:
         # The background tasks have no end of their own: one that is done has failed.
@@ -248,7 +251,7 @@ async def _serve(
         await app.state.work.drain()
         server.should_exit = True
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, stop)  # see ChildProcess.terminate
     assert child.listen_fd is not None, "an API server is started with a socket"
     draining = asyncio.create_task(drain())
     try:

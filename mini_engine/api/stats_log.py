@@ -9,12 +9,17 @@ import asyncio
 import logging
 import struct
 import time
+from typing import TYPE_CHECKING
 
 from mini_engine import metrics
+
+if TYPE_CHECKING:
+    from mini_engine.api.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
 
 SECONDS = 10.0
+FIGURES_SECONDS = 1.0  # for the engines to say how they are
 
 
 class Stats:
@@ -50,10 +55,11 @@ class Stats:
         )
 
 
-async def log_stats() -> None:
+async def log_stats(engines: EngineClient) -> None:
     """Log the lines until cancelled."""
     stats: Stats | None = None
     while True:
+        await engines.refresh_figures(FIGURES_SECONDS)
         try:
             if stats is None:
                 stats = await asyncio.to_thread(Stats)

@@ -53,6 +53,19 @@ def test_what_runs_ends_well_and_what_comes_is_refused():
         server.assert_nothing_left(family)
 
 
+def test_a_signal_to_all_processes_drains_as_well():
+    """As service managers and `timeout` send it."""
+    with RunningServer() as server:
+        family = descendants(server.process.pid)
+        stream = begin(server, 500)
+        os.killpg(server.process.pid, signal.SIGTERM)
+        *_, last, used = stream
+        assert last.choices[0].finish_reason == "length" and used.usage.completion_tokens == 500
+        assert server.process.wait(5) == 0
+        server.assert_nothing_left(family)
+        assert "died" not in server.log
+
+
 def test_the_time_for_it_is_bounded():
     with RunningServer("--shutdown-timeout", "1") as server:
         family = descendants(server.process.pid)

@@ -47,7 +47,7 @@ def test_the_log_says_what_was_started(server):
     assert (
         "supervisor | serving mini-engine-demo (Qwen2_5_VLForConditionalGeneration) at http://127.0.0.1" in server.log
     )
-    assert "tensors to engine 0 go by torch_shm" in server.log
+    assert "reach engine 0 by torch_shm" in server.log
     assert "KV blocks of 16 tokens" in server.log
 
 
