@@ -384,8 +384,8 @@ def check_range(field: dataclasses.Field[Any], value: Any) -> None:
     if choices and all(isinstance(choice, str) for choice in choices) and value not in choices:
         raise ConfigError(f"{flag_of(field.name)}: {value!r} is not one of {', '.join(choices)}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if not math.isfinite(value):
-            raise ConfigError(f"{flag_of(field.name)}: {value} is not a finite number")
+        if not (math.isfinite(value) and abs(value) < 2**63):
+            raise ConfigError(f"{flag_of(field.name)}: {value} is not a number below 2**63")
         if opt.minimum is not None and value < opt.minimum:
             raise ConfigError(f"{flag_of(field.name)}: {value} is below the least value, {opt.minimum}")
         if opt.maximum is not None and value > opt.maximum:

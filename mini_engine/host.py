@@ -108,6 +108,7 @@ def bind_unix(config: EngineConfig, path: str) -> list[socket.socket]:
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(path)
+        listener.listen()  # at once: the name of one that does not listen looks like a dead server's
     except OSError as error:
         listener.close()
         raise ConfigError(f"--uds: cannot listen on {path}: {error.strerror or error}") from None
@@ -171,6 +172,11 @@ def plan_media_cache(config: EngineConfig) -> MediaCachePlan:
         raise ConfigError(
             f"--mm-processor-cache-gb: {config.mm_processor_cache_gb:g} GiB{each} cannot be had, "
             f"{free / (1 << 30):.1f} GiB of memory are free; lower it, or leave it out to take a quarter of them"
+        )
+    if total // holders < 64 << 10:
+        raise ConfigError(
+            f"--mm-processor-cache-gb: {total} bytes shared by {holders} process(es) keep nothing; raise it, "
+            "or turn the cache off with 0"
         )
     reason = "asked for by --mm-processor-cache-type"
     if wanted == "auto":

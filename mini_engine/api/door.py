@@ -8,7 +8,7 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mini_engine.api.errors import ApiError
 from mini_engine.api.refusal import error_response
@@ -72,7 +72,24 @@ class Door:
             await error_response(error, headers={"retry-after": str(RETRY_SECONDS)})(scope, receive, send)
         else:
             with self._work:
-                await self._app(scope, receive, send)
+                await self._let_in(scope, receive, send)
+
+    async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A request that is cut off from outside, because the server ends, is told so if it has no response yet."""
+        answered = False
+
+        async def watched(message: Message) -> None:
+            nonlocal answered
+            answered = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except asyncio.CancelledError:
+            if answered:
+                raise
+            error = ApiError(503, SHUTTING_DOWN, code="shutting_down")
+            await error_response(error, headers={"retry-after": str(RETRY_SECONDS)})(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
         """Takes as long for a key that is nearly right as for any other, whichever of them it is."""

@@ -95,6 +95,7 @@ class Stored:
     offered: set[int] = field(default_factory=set)  # engines that may refer to it
     asked: set[int] = field(default_factory=set)  # of those, the ones whose vote is awaited
     unwanted: bool = False  # to be retracted as soon as it is not pinned
+    unwanted_again: bool = False  # an engine has said so while votes were awaited: it may have been busy before
 
     @property
     def number(self) -> int:
@@ -146,6 +147,7 @@ class MediaStore:
             case Unwanted():
                 for stored in known:
                     stored.unwanted = True
+                    stored.unwanted_again = bool(stored.asked)
                 self._retract([stored for stored in known if not stored.pins and not stored.asked])
             case Retracted() | Busy():
                 for stored in known:
@@ -303,6 +305,10 @@ class MediaStore:
         if not stored.offered:
             del self._objects[stored.number]
             self._segment.free(stored.handle.object)
+            return
+        if stored.unwanted_again:
+            stored.unwanted_again = False
+            self._retract([stored])
             return
         self._tried.add(stored.number)
         self._objects.move_to_end(stored.number, last=not stored.unwanted)

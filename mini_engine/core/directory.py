@@ -50,7 +50,7 @@ class Directory(ABC, Generic[KeyT]):
         self.unlisted: dict[bytes, None] = {}
         # For those that own the objects:
         self.used: dict[StoreObject, None] = {}
-        self.unwanted: list[StoreObject] = []
+        self.unwanted: dict[StoreObject, None] = {}
         # For the ranks:
         self.keep: list[KeepMedia] = []
         self.drop: list[bytes] = []

@@ -72,7 +72,7 @@ class Outbox:
             for incarnation, numbers in _by_owner(objects).items():
                 if (owner := self._links.identities.get(incarnation)) is not None:
                     self._links.send(owner, kind(numbers))
-        media.used, media.unwanted = {}, []
+        media.used, media.unwanted = {}, {}
 
 
 def _by_owner(objects: Iterable[StoreObject]) -> dict[int, list[int]]:

@@ -75,11 +75,11 @@ class StoredObjects(Directory[StoreObject]):
             self.idle.add(key, entry.nbytes)
             other = self._by_hash.get(media.media_hash)
             if other is not None and other < key:
-                self.unwanted.append(key)
+                self.unwanted[key] = None
                 continue
             if other is not None:
                 self._unlist_object(other)
-                self.unwanted.append(other)
+                self.unwanted[other] = None
             self._by_hash[media.media_hash] = key
             self._list(entry)
 
@@ -113,12 +113,12 @@ class StoredObjects(Directory[StoreObject]):
         for key in self.idle:
             if self._entries[key].listed:
                 self._unlist_object(key)
-                self.unwanted.append(key)
+            self.unwanted[key] = None
 
     def drop_owner(self, incarnation: int) -> None:
         """See `Directory`."""
         self.used = {key: None for key in self.used if key.incarnation != incarnation}
-        self.unwanted = [key for key in self.unwanted if key.incarnation != incarnation]
+        self.unwanted = {key: None for key in self.unwanted if key.incarnation != incarnation}
         self._dead[incarnation] = 0
         for key in [key for key in self._entries if key.incarnation == incarnation]:
             if self._entries[key].listed:
@@ -132,6 +132,8 @@ class StoredObjects(Directory[StoreObject]):
     def _unreferenced(self, key: StoreObject, entry: Entry) -> None:
         if key.incarnation not in self._dead:
             self.idle.add(key, entry.nbytes)
+            if not entry.listed:  # its owner was told before, and could not have it
+                self.unwanted[key] = None
             return
         self._delete(key)
         self._dead[key.incarnation] -= 1

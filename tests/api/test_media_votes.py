@@ -296,7 +296,8 @@ class Everything:
             assert not core.requests and not core.steps.in_flight and not core.steps.unreferenced
             assert media.num_references == 0 == media.num_bytes_pinned and media.idle.size == media.num_bytes
             living = {api.incarnation: api.store for api in self.apis}
-            for key in media._entries:
+            for key, entry in media._entries.items():
+                assert entry.listed, "an object that nobody wants is still there"
                 assert key.incarnation in living, "an object of a dead API server is listed"
                 assert key.number in living[key.incarnation]._objects, "an object that was freed is listed"
             dead = set(self.segments) - set(living)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -110,3 +112,29 @@ def test_a_worker_that_dies_meanwhile_ends_the_wait():
         assert time.monotonic() - begun < 8
         assert "worker 0.1 (pid" in server.log and "killed by SIGKILL" in server.log
         server.assert_nothing_left(family)
+
+
+def test_a_request_that_loads_its_media_is_told_when_the_server_ends():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        RunningServer("--allowed-media-domains", "127.0.0.1") as server,
+    ):
+        family = descendants(server.process.pid)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/clip.mp4"
+        caught: list[openai.APIStatusError] = []
+
+        def ask() -> None:
+            with pytest.raises(openai.APIStatusError) as error:
+                server.ask("What is it?", [("video_url", url)])
+            caught.append(error.value)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        connection, _ = silent.accept()
+        with connection:
+            server.process.send_signal(signal.SIGINT)
+            asking.join(15)
+        assert caught[0].status_code == 503 and caught[0].code == "shutting_down"
+        assert server.process.wait(10) == 0
+        server.assert_nothing_left(family)
+        assert "Traceback" not in server.log
