@@ -217,7 +217,8 @@ def web_inputs(port: int) -> Iterator[BadInput]:
     for path in (
         *ANSWERS, "drip", "endless", "nested/1", f"to/{own}/to/{own}/to/{own}/text.mp4", "to/file:///etc/passwd",
         "to/data:,x", f"to/http://localhost:{port}/text.mp4", f"to/http://[::ffff:127.0.0.1]:{port}/text.mp4",
-        f"to/http://2130706433:{port}/text.mp4", f"to///localhost:{port}/text.mp4", "to/http://[::1", "a b", "a\r\nb: c",
+        f"to/http://2130706433:{port}/text.mp4", f"to///localhost:{port}/text.mp4", "to/http://[::1", "a b",
+        "a\r\nb: c",
     ):  # fmt: skip
         yield asking(f"from the web: {path!r}", f"{own}/{path}")
     yield asking("another port of it", f"http://127.0.0.1:{port ^ 1}/text.mp4")
