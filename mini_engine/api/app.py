@@ -23,6 +23,7 @@ from mini_engine.api import completions, operation, responses, tokens
 from mini_engine.api.admission import MediaAdmission, RequestAdmission
 from mini_engine.api.answer import Answer, Piece, SampleText
 from mini_engine.api.chat import ChatRenderer
+from mini_engine.api.completion_protocol import CompletionRequest
 from mini_engine.api.connection import read_body
 from mini_engine.api.delivery import Delivery, deliver
 from mini_engine.api.detokenizer import Detokenizer
@@ -32,12 +33,14 @@ from mini_engine.api.errors import ApiError
 from mini_engine.api.logprobs import LogprobList
 from mini_engine.api.media_loader import FetchedItem, MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
+from mini_engine.api.openapi import DescribedApp, takes
 from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place, prompt_items
 from mini_engine.api.protocol import ChatRequest, GenerationRequest, parse_body
 from mini_engine.api.refusal import error_response, explain
 from mini_engine.api.request_log import RequestLog
 from mini_engine.api.sampling import SamplingResolver, siblings
 from mini_engine.api.timings import RequestClock
+from mini_engine.api.tokens import DetokenizeRequest, TokenizeRequest
 from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.config import EngineConfig
 from mini_engine.messages import CachedMedia, EngineLimits, NewRequest, SamplingParams
@@ -205,12 +208,7 @@ def _frontend(request: Request) -> Frontend:
     return request.app.state.frontend
 
 
-@router.post(
-    "/v1/chat/completions",
-    openapi_extra={
-        "requestBody": {"required": True, "content": {"application/json": {"schema": ChatRequest.model_json_schema()}}}
-    },
-)
+@router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
     frontend = _frontend(request)
@@ -239,7 +237,11 @@ async def _http_error(_: Request, error: Exception) -> Response:
 
 def create_app(frontend: Frontend, config: EngineConfig) -> FastAPI:
     """The ASGI application over `frontend`."""
-    app = FastAPI(title="mini-engine", version=importlib.metadata.version("mini-engine"))
+    app = DescribedApp(
+        [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest],
+        title="mini-engine",
+        version=importlib.metadata.version("mini-engine"),
+    )
     app.state.work = Work()
     app.add_middleware(Door, api_keys=config.api_key, root_path=config.root_path, work=app.state.work)
     if config.enable_log_requests:

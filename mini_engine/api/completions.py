@@ -19,6 +19,7 @@ from mini_engine.api.chat import ChatError
 from mini_engine.api.completion_protocol import Choice, CompletionRequest, CompletionWriter, LogprobWriter, too_many
 from mini_engine.api.delivery import Delivery, deliver
 from mini_engine.api.errors import bad_request
+from mini_engine.api.openapi import takes
 from mini_engine.api.protocol import MAX_CHOICES, parse_body
 from mini_engine.api.refusal import explain
 from mini_engine.api.sampling import siblings
@@ -33,15 +34,7 @@ ENCODE_INLINE_CHARACTERS = 16_384  # shorter texts are tokenised faster than a t
 router = APIRouter()
 
 
-@router.post(
-    "/v1/completions",
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": CompletionRequest.model_json_schema()}},
-        }
-    },
-)
+@router.post("/v1/completions", openapi_extra=takes(CompletionRequest))
 async def completions(request: Request) -> Response:
     """Continue one or several texts, as OpenAI's legacy completions."""
     frontend: Frontend = request.app.state.frontend

@@ -16,6 +16,7 @@ from mini_engine.api.chat import ChatError
 from mini_engine.api.connection import read_body
 from mini_engine.api.delivery import CLIENT_CLOSED_REQUEST
 from mini_engine.api.errors import ApiError, bad_request
+from mini_engine.api.openapi import takes
 from mini_engine.api.protocol import Body, BodyT, ChatMessage, TokenId, parse_body, plain
 from mini_engine.api.refusal import error_response
 
@@ -74,11 +75,7 @@ class Text(msgspec.Struct, frozen=True):
     prompt: str
 
 
-def _schema(kind: type[Body]) -> dict[str, object]:
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
-
-
-@router.post("/tokenize", openapi_extra=_schema(TokenizeRequest))
+@router.post("/tokenize", openapi_extra=takes(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """The token ids of a text, or of a conversation with a place for each image and video, which are not loaded."""
     frontend: Frontend = request.app.state.frontend
@@ -91,7 +88,7 @@ async def tokenize(request: Request) -> Response:
     return await _respond(request, TokenizeRequest, work)
 
 
-@router.post("/detokenize", openapi_extra=_schema(DetokenizeRequest))
+@router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     frontend: Frontend = request.app.state.frontend

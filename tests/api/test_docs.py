@@ -1,6 +1,8 @@
-"""docs/api.md says what the code does with each field of a chat request."""
+"""docs/api.md says what the code does with each field of a chat request, and the served document is whole."""
 
 import re
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import get_type_hints
 
@@ -13,6 +15,7 @@ from mini_engine.api.completion_protocol import CompletionRequest
 from mini_engine.api.protocol import Body, ChatRequest, range_of
 from mini_engine.api.responses import Timings
 from mini_engine.api.tokens import DetokenizeRequest, TokenizeRequest
+from mini_engine.config import EngineConfig
 from mini_engine.metrics import stage_seconds
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
@@ -79,3 +82,12 @@ def test_every_endpoint_is_named() -> None:
     routes = [*app.router.routes, *completions.router.routes, *tokens.router.routes, *operation.router.routes]
     ours = {f"{method} {route.path}" for route in routes for method in route.methods} - HEADS
     assert ours == set(re.findall(r"^\| `((?:GET|POST) [^`]+)` \|", PAGE, re.MULTILINE))
+
+
+def test_all_that_the_served_document_refers_to_is_in_it() -> None:
+    # The document needs nothing of what answers requests.
+    document = app.create_app(None, EngineConfig()).openapi()
+    references = set(re.findall(r'"\$ref":"#/([^"]+)"', msgspec.json.encode(document).decode()))
+    assert {f"components/schemas/{kind.__name__}" for kind in ROWS} < references
+    for reference in references:
+        reduce(getitem, reference.split("/"), document)

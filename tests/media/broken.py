@@ -1,6 +1,7 @@
 """Makes files that are cut, damaged or lie, for the tests."""
 
 import struct
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
@@ -87,3 +88,12 @@ def flipped(data: bytes, count: int, seed: int) -> bytes:
     broken = np.frombuffer(data, np.uint8).copy()
     broken[random.integers(0, len(data), count)] ^= random.integers(1, 256, count).astype(np.uint8)
     return broken.tobytes()
+
+
+def png_of_size(width: int, height: int) -> bytes:
+    """A PNG whose header promises a picture of this size; a thousand bytes of it are there."""
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
+    )

@@ -1,0 +1,258 @@
+"""Requests that a server has to refuse: files that are cut, damaged or lie, URLs that lead astray, bodies of no sense.
+
+`corpus` makes them for one server, whose directory of media `furnish` fills, and for one web server that it may ask,
+which answers with `answer`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mini_engine.media.errors import MediaError
+from mini_engine.media.sampling import VideoSampling
+from mini_engine.media.video import decode_video
+from tests.e2e.running_server import message
+from tests.media import broken, clips
+from tests.media.web import chunked, response
+
+MAX_MEDIA_BYTES = 32 << 20
+MAX_REQUEST_BYTES = 64 << 20
+MAX_ITEMS = 2
+
+
+@dataclass(frozen=True)
+class BadInput:
+    """A body for the chat endpoint. `headers` are sent beside those that tell its length and type."""
+
+    name: str
+    body: bytes
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def asking(name: str, *urls: str, kind: str = "video_url") -> BadInput:
+    """A question about these media."""
+    return BadInput(name, as_json({"messages": [message("What is it?", [(kind, url) for url in urls])]}))
+
+
+def as_json(body: Any) -> bytes:
+    return json.dumps(body).encode()
+
+
+def data_url(data: bytes, mime: str = "video/mp4") -> str:
+    return f"data:{mime};base64,{base64.b64encode(data).decode()}"
+
+
+def furnish(root: Path) -> None:
+    """Ways out of `root`, and what is no video in it; `secret.mp4` lies beside it."""
+    secret = root.parent / "secret.mp4"
+    secret.write_bytes(clips.cached("libx264", "mp4"))
+    (root / "out.mp4").symlink_to(secret)
+    (root / "out").symlink_to(root.parent)
+    (root / "loop.mp4").symlink_to("loop.mp4")
+    (root / "empty.mp4").touch()
+    (root / "text.mp4").write_text("This is no video.\n" * 100)
+    (root / "zeros.mp4").write_bytes(bytes(4096))
+    os.mkfifo(root / "pipe.mp4")
+    with open(root / "sparse.mp4", "wb") as file:
+        file.truncate(1 << 40)
+
+
+def answer(connection: socket.socket, head: str) -> None:
+    """What the web server says to a GET of one of `web_inputs`."""
+    what, _, rest = head.split()[1][1:].partition("/")
+    match what:
+        case "to":
+            connection.sendall(response(b"", "302 Found", Location=rest))
+        case "nested":
+            connection.sendall(response(b"", "302 Found", Location=f"/nested/{int(rest) + 1}"))
+        case "drip":
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n")
+            for _ in range(600):
+                connection.sendall(b"x")
+                time.sleep(0.05)
+        case "endless":
+            connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            while True:
+                connection.sendall(bytes(1 << 16))
+        case _:
+            connection.sendall(ANSWERS[what])
+
+
+ANSWERS = {
+    "text.mp4": response(b"This is no video.\n" * 100, Content_Type="video/mp4"),
+    "nothing": response(b""),
+    "missing": response(b"no", "404 Not Found"),
+    "short": response(b"x" * 100, Content_Length="200"),
+    "vast": response(b"x", Content_Length="9" * 30),
+    "negative": response(b"x", Content_Length="-1"),
+    "packed": response(b"x", Content_Encoding="gzip"),
+    "chunk": response(b"7fffffffffff\r\nx", Transfer_Encoding="chunked"),
+    "broken-chunks": response(chunked(b"x" * 100)[:-5], Transfer_Encoding="chunked"),
+    "header": b"HTTP/1.1 200 OK\r\nA: " + b"b" * 200_000 + b"\r\n\r\nx",
+    "ssh": b"SSH-2.0-OpenSSH_9.6\r\n",
+    "silence": b"",
+}
+
+
+def corpus(root: Path, port: int) -> list[BadInput]:
+    """All of them, each of another name. `port`: the web server's, on 127.0.0.1, which alone may be asked."""
+    made = [*video_inputs(), *image_inputs(), *data_url_inputs(), *file_inputs(root), *web_inputs(port), *body_inputs()]
+    assert len({one.name for one in made}) == len(made)
+    return made
+
+
+def video_inputs() -> Iterator[BadInput]:
+    """Files sent whole that are no whole videos."""
+    plain, h264 = clips.cached("mpeg4", "mp4"), clips.cached("libx264", "mp4")
+    for box, begin, end in broken.boxes(h264):
+        for place in {begin, end - 1} - {0}:
+            yield asking(f"an mp4 cut at {place}, of {box!r}", data_url(h264[:place]))
+    for codec, container in (("libvpx-vp9", "webm"), ("mpeg4", "avi"), ("libx264", "matroska")):
+        data = clips.cached(codec, container)
+        yield asking(f"half of {container}", data_url(data[: len(data) // 2], f"video/{container}"))
+    for seed, data in damaged(h264, 8):
+        yield asking(f"flipped bytes, {seed}", data_url(data))
+    start = plain.index(b"mdat") - 4
+    wide = plain[:start] + struct.pack(">I", 3_000_000) + b"free" + bytes(3_000_000 - 8) + plain[start:]
+    vp8 = clips.cached("libvpx", "webm")
+    files = {
+        "text": b"This is no video.\n" * 100,
+        "one zero byte": b"\0",
+        "zero bytes": bytes(1 << 20),
+        "bytes of a PNG": broken.png_of_size(64, 64),
+        "an index of 170 million frames": broken.with_samples(plain, 170_000_000, 1),
+        "an index of 2**32 - 1 frames": broken.with_samples(plain, 2**32 - 1, 1),
+        "an index of 60,000 empty frames": broken.with_samples(plain, 60_000, 0),
+        "a fragment of 170 million frames": broken.run_of_fragments(clips.encode_live(21, "mpeg4"), 170_000_000),
+        "a thousand frames that share 3 MB": broken.with_overlapping_samples(wide, 1000),
+        "a million tiny frames": broken.gif(1_000_000),
+        "a canvas of 65535 by 65535": broken.gif(3, side=65535),
+        "VP8 of 16383 by 16383": broken.vp8_of_size(vp8, 16383, 16383),
+        "boxes in boxes": b"".join(struct.pack(">I4s", 8 * (1000 - depth), b"moov") for depth in range(1000)),
+        "a box of 2**64 - 1 bytes": struct.pack(">I4sQ", 1, b"moov", 2**64 - 1) + bytes(100),
+    }
+    for name, data in files.items():
+        yield asking(f"a video: {name}", data_url(data))
+
+
+def damaged(data: bytes, count: int) -> Iterator[tuple[int, bytes]]:
+    """`count` files with flipped bytes that cannot be decoded: a few can, and then there is nothing to refuse."""
+    found = 0
+    for seed in range(100):
+        flipped = broken.flipped(data, 100, seed)
+        try:
+            decode_video(flipped, VideoSampling(num_frames=8))
+        except MediaError:
+            yield seed, flipped
+            if (found := found + 1) == count:
+                return
+    raise AssertionError(f"only {found} of them are damaged")
+
+
+def image_inputs() -> Iterator[BadInput]:
+    vast_bmp = b"BM" + struct.pack("<IIIIiiHHIIiiII", 54, 0, 54, 40, *[2**31 - 1] * 2, 1, 24, *[0] * 6)
+    files = {
+        "text": b"This is no image.",
+        "zero bytes": bytes(1000),
+        "a PNG of 60000 by 60000": broken.png_of_size(60_000, 60_000),
+        "a PNG of 10000 by 10000": broken.png_of_size(10_000, 10_000),
+        "a PNG of which little is there": broken.png_of_size(4000, 4000),
+        "a PNG without width": broken.png_of_size(0, 100),
+        "a BMP of 2**31 - 1 by 2**31 - 1": vast_bmp,
+        "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        "SVG": b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>',
+    }
+    for name, data in files.items():
+        yield asking(f"an image: {name}", data_url(data, "image/png"), kind="image_url")
+
+
+def data_url_inputs() -> Iterator[BadInput]:
+    for url in (
+        "data:,", "data:video/mp4;base64", "data:;base64,", "data:;base64,ab*d", "data:;base64,QUJD\0QUJD",
+        "data:;base64,QQ==QUJD", "data:;base64,é", "data:" + "x" * 2000 + ";base64,QUJD",
+    ):  # fmt: skip
+        yield asking(f"{url[:30]!r}", url)
+    yield asking("huge base64", "data:;base64," + "A" * (MAX_MEDIA_BYTES * 4 // 3 + 8))
+    yield asking("huge base64 of zeros", "data:video/mp4;base64," + "A" * (MAX_MEDIA_BYTES - 8))
+    yield asking("huge percent-encoding", "data:," + "%00" * (8 << 20))
+    yield asking("more videos than are allowed", *["data:,x"] * (MAX_ITEMS + 1))
+
+
+def file_inputs(root: Path) -> Iterator[BadInput]:
+    for path in (
+        "/../secret.mp4", "/%2e%2e/secret.mp4", "/%2e%2e%2fsecret.mp4", "/%2E./secret.mp4", "/%252e%252e/secret.mp4",
+        "/..%5csecret.mp4", "/./../secret.mp4", "//../../secret.mp4", "/%c0%ae%c0%ae/secret.mp4",
+        "/../../../../../../../../etc/passwd", "/out.mp4", "/out/secret.mp4", "/loop.mp4", "/pipe.mp4", "/empty.mp4",
+        "/text.mp4", "/zeros.mp4", "/sparse.mp4", "/missing.mp4", "/text.mp4/x", "/text.mp4%00", "/text.mp4\0", "/%00",
+        "/text.mp4?x", "", "/" + "x" * 5000, "/" + "x" * 20_000,
+    ):  # fmt: skip
+        yield asking(f"a file: {path[:40]!r} and {max(0, len(path) - 40)} characters", f"file://{root}{path}")
+    for url in (
+        "file:///etc/passwd", "file:///dev/zero", "file:///proc/self/environ", "file://elsewhere/a.mp4", "file:a.mp4",
+        "file://[", "/etc/passwd", "ftp://127.0.0.1/a", "gopher://127.0.0.1/a", "javascript:alert(1)", "",
+    ):  # fmt: skip
+        yield asking(f"a URL: {url!r}", url)
+
+
+def web_inputs(port: int) -> Iterator[BadInput]:
+    """Among them every way to write the address of this machine but the one that is allowed."""
+    for host in (
+        "localhost", "LOCALHOST.", "127.0.0.2", "127.1", "2130706433", "0x7f000001", "0x7f.0.0.1", "0177.0.0.1",
+        "017700000001", "0", "0.0.0.0", "[::1]", "[::]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]",
+        "[0:0:0:0:0:ffff:127.0.0.1]", "[fe80::1%25lo]", "169.254.169.254", "user@127.0.0.1", "user:word@127.0.0.1",
+        "127.0.0.1#@example.com", "example.com\\@127.0.0.1", "127.0.0.1%2eexample.com", "\uff11\uff12\uff17.0.0.1",
+        "127\u30020\u30020\u30021", "metadata.google.internal", "localtest.me", "127.0.0.1.nip.io",
+    ):  # fmt: skip
+        yield asking(f"a host: {host!r}", f"http://{host}:{port}/text.mp4")
+    own = f"http://127.0.0.1:{port}"
+    for path in (
+        *ANSWERS, "drip", "endless", "nested/1", f"to/{own}/to/{own}/to/{own}/text.mp4", "to/file:///etc/passwd",
+        "to/data:,x", f"to/http://localhost:{port}/text.mp4", f"to/http://[::ffff:127.0.0.1]:{port}/text.mp4",
+        f"to/http://2130706433:{port}/text.mp4", f"to///localhost:{port}/text.mp4", "to/http://[::1", "a b",
+        "a\r\nb: c",
+    ):  # fmt: skip
+        yield asking(f"from the web: {path!r}", f"{own}/{path}")
+    yield asking("another port of it", f"http://127.0.0.1:{port ^ 1}/text.mp4")
+    yield asking("its TLS", f"https://127.0.0.1:{port}/text.mp4")
+
+
+def body_inputs() -> Iterator[BadInput]:
+    """Bodies that are no requests."""
+    user = {"role": "user", "content": "hi"}
+    deep: Any = "x"
+    for _ in range(300):
+        deep = {"a": [deep]}
+    bodies = {
+        "nothing": b"",
+        "NULs": bytes(1000),
+        "no JSON": b"<xml/>",
+        "half of JSON": b'{"messages": [{"role": "user", "content": "h',
+        "no UTF-8": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
+        "half a character": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        "a list": b"[]",
+        "a list in a list, and so on": b"[" * 1_000_000,
+        "an object in an object, and so on": b'{"messages":' * 100_000,
+        "a deep metadata part": as_json({"messages": [{**user, "content": [deep]}]}),
+        "deep settings": as_json({"messages": [user], "mm_processor_kwargs": deep}),
+        "a vast number": b'{"messages": [], "seed": ' + b"9" * 100_000 + b"}",
+        "no messages": as_json({"messages": []}),
+        "100,000 messages without a role": as_json({"messages": [{}] * 100_000}),
+        "100,000 fields": as_json({f"field {number}": number for number in range(100_000)}),
+        "NaN": b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}',
+        "a long text": as_json({"messages": [{**user, "content": "word " * 2_000_000}]}),
+        "a text with a place for a video": as_json({"messages": [{**user, "content": "<|video_pad|>" * 3}]}),
+        "a vast answer": as_json({"messages": [user], "n": 10**6, "max_tokens": 10**9}),
+    }
+    for name, body in bodies.items():
+        yield BadInput(f"a body: {name}", body)
+    yield BadInput("a body that says it is vast", b"{}", {"Content-Length": str(10**15)})
+    yield BadInput("a body without a length", b"0\r\n\r\n", {"Transfer-Encoding": "chunked"})

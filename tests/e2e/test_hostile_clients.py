@@ -1,0 +1,229 @@
+"""A server whose clients mean it ill: requests that its document leads to, bad inputs of all kinds, sudden leavers."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import random
+import re
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.e2e import bad_inputs, held
+from tests.e2e.asked import Asked, ask_image, ask_small
+from tests.e2e.bad_inputs import MAX_ITEMS, MAX_MEDIA_BYTES, MAX_REQUEST_BYTES, BadInput
+from tests.e2e.barriers import eventually
+from tests.e2e.running_server import RunningServer, message
+from tests.media.web import WebServer
+
+DECODE_SECONDS = 10  # --media-decode-timeout
+# What one API server may need beyond what it had: a body, the media in it, and what malloc keeps of them for later.
+MAX_GROWTH_BYTES = 512 << 20
+
+WITH_BODY = ["POST /v1/chat/completions", "POST /v1/completions", "POST /tokenize", "POST /detokenize"]
+WITHOUT_BODY = [
+    "POST /reset_caches", "GET /v1/models", "GET /health", "GET /live", "GET /metrics", "GET /version",
+]  # fmt: skip
+DOCUMENTED = {"POST /reset_caches": {503, 504}, "GET /health": {503}}  # of the statuses from 500
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of which the server may read what is below."""
+    root = tmp_path_factory.mktemp("outside") / "media"
+    root.mkdir()
+    bad_inputs.furnish(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[WebServer]:
+    with WebServer(bad_inputs.answer) as web:
+        yield web
+
+
+@pytest.fixture(scope="module")
+def strict(root: Path, web: WebServer) -> Iterator[RunningServer]:
+    """A server with limits low enough for a test to pass them."""
+    with RunningServer(
+        "--max-model-len", "512", "--limit-mm-per-prompt", json.dumps({"video": MAX_ITEMS}),
+        "--allowed-local-media-path", str(root), "--allow-media-redirects",
+        "--allowed-media-domains", f"127.0.0.1:{web.port}", "localhost",
+        "--max-media-bytes", str(MAX_MEDIA_BYTES), "--max-request-bytes", str(MAX_REQUEST_BYTES),
+        "--media-fetch-timeout", "2", "--media-decode-timeout", str(DECODE_SECONDS),
+    ) as running:  # fmt: skip
+        yield running
+
+
+@pytest.fixture(scope="module")
+def document(strict: RunningServer) -> Any:
+    return schemathesis.openapi.from_url(strict.url.removesuffix("/v1") + "/openapi.json")
+
+
+def answerable(body: Any) -> Any:
+    """A body with a prompt that can be answered, soon: what else it asks for reaches the engine."""
+    if not isinstance(body, dict):
+        return body
+    messages = [{"role": "user", "content": "tell me"}]
+    prompt = {"messages": messages} if "messages" in body else {"prompt": "tell me"}
+    left_out = {"model", "max_completion_tokens", "mm_processor_kwargs", "media_io_kwargs", "min_tokens"}
+    return {name: value for name, value in body.items() if name not in left_out} | prompt | {"max_tokens": 8}
+
+
+def test_the_document_names_every_endpoint(document):
+    assert sorted(found.ok().label for found in document.get_all_operations()) == sorted(WITH_BODY + WITHOUT_BODY)
+
+
+CASES = [
+    *((label, manner) for label in WITH_BODY for manner in ("as described", "not as described")),
+    *((label, "answerable") for label in WITH_BODY[:2]),
+    *((label, "as described") for label in WITHOUT_BODY),
+]
+
+
+@pytest.mark.parametrize(("label", "manner"), CASES)
+def test_no_request_that_the_document_leads_to_fails_in_the_server(strict, document, label, manner):
+    operation = next(found.ok() for found in document.get_all_operations() if found.ok().label == label)
+    modes = schemathesis.GenerationMode
+    statuses: Counter[int] = Counter()
+
+    @seed(1)
+    @settings(
+        max_examples=60, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    )
+    @given(operation.as_strategy(generation_mode=modes.NEGATIVE if manner == "not as described" else modes.POSITIVE))
+    def send(case: schemathesis.Case) -> None:
+        if manner == "answerable":
+            case.body = answerable(case.body)
+        response = case.call(base_url=strict.url.removesuffix("/v1"), timeout=60)
+        statuses[response.status_code] += 1
+        assert response.status_code < 500 or response.status_code in DOCUMENTED.get(label, ()), response.text
+        if response.status_code >= 400:
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+    send()
+    if manner == "not as described":
+        assert statuses[400], statuses
+    elif manner == "answerable" or label in WITHOUT_BODY:
+        assert statuses[200], statuses
+
+
+def post(server: RunningServer, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+    """Status and body of the answer to a chat request, on a connection of its own."""
+    address = urlsplit(server.url)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"} | headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+
+def check_refusal(server: RunningServer, bad: BadInput, secrets: list[str]) -> None:
+    begun = time.monotonic()
+    status, body = post(server, bad.body, bad.headers)
+    seconds = time.monotonic() - begun
+    assert 400 <= status < 500, f"{bad.name}: {status} {body[:300]!r}"
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}, bad.name
+    assert error["type"] == "invalid_request_error" and len(error["message"]) < 1000, f"{bad.name}: {error}"
+    told = [secret for secret in secrets if secret in error["message"]]
+    assert not told and not re.search(r"\d+\.\d+\.\d+\.\d+", error["message"]), f"{bad.name}: {error}"
+    assert seconds < DECODE_SECONDS, f"{bad.name}: {seconds:.1f} s"
+
+
+def memory(server: RunningServer, name: str) -> int:
+    """Bytes of the API server, by a line of its status: `VmRSS` is what it has, `VmHWM` the most it ever had."""
+    status = Path(f"/proc/{server.pids()['mini-engine: api 0']}/status").read_text()
+    return int(re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)[1]) << 10
+
+
+def check_good(server: RunningServer, root: Path, number: int) -> None:
+    """A video that nobody has sent yet is answered right, in the body and from a file in turn."""
+    one = ask_small(8000 + number)
+    urls = one.urls
+    if number % 2:
+        data = base64.b64decode(urls[0][1].partition(",")[2])
+        (root / f"good {number}.mp4").write_bytes(data)
+        urls = [("video_url", f"file://{root}/good%20{number}.mp4")]
+    assert server.ask(one.text, urls) == one.answer
+
+
+def check_at_rest(server: RunningServer) -> None:
+    figures = {name: server.total(name) for name in (*held.GAUGES, "inflight_media_bytes")}
+    assert not any(figures.values()), figures
+
+
+def test_every_bad_input_is_refused_and_the_next_good_one_answered(strict, root, web):
+    corpus = bad_inputs.corpus(root, web.port)
+    assert len(corpus) >= 60
+    random.Random(0).shuffle(corpus)
+    secrets = [str(root), "secret", "/etc", "/proc", "/dev", "/tmp", "localhost", f":{web.port}", "Traceback"]
+    check_good(strict, root, 0)
+    api, before = strict.pids()["mini-engine: api 0"], memory(strict, "VmRSS")
+    for number, bad in enumerate(corpus, 1):
+        check_refusal(strict, bad, secrets)
+        if number % 10 == 0:
+            check_good(strict, root, number // 10)
+    check_good(strict, root, len(corpus))
+    assert memory(strict, "VmHWM") - before < MAX_GROWTH_BYTES
+    assert strict.pids()["mini-engine: api 0"] == api
+    assert "Traceback" not in strict.log
+    eventually(lambda: check_at_rest(strict))
+
+
+def leave(server: RunningServer, body: bytes, sent: int, seconds: float, abruptly: bool) -> None:
+    """Send the first `sent` bytes of a chat request, and hang up after `seconds`, whatever has come by then."""
+    address = urlsplit(server.url)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
+        connection.sendall((head + body)[: len(head) + sent])
+        time.sleep(seconds)
+        if abruptly:  # a reset instead of an orderly end
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def test_a_hundred_clients_that_leave_at_random_moments(strict, root, web):
+    dice = random.Random(1)
+    endless = {"max_tokens": 400, "ignore_eos": True}
+    slow = Asked("What is it?", "", [("video_url", f"http://127.0.0.1:{web.port}/drip")])
+    makers = [
+        lambda seed: (Asked("tell me", "", []), endless),
+        lambda seed: (ask_small(8500 + seed), endless),
+        lambda seed: (ask_image(8500 + seed), {"n": 3}),
+        lambda seed: (slow, {}),
+    ]
+    leaving = []
+    for number in range(100):
+        one, more = makers[number % len(makers)](number)
+        body = bad_inputs.as_json(
+            {"messages": [message(one.text, one.urls)], "stream": dice.random() < 0.5, "temperature": 0, **more}
+        )
+        sent = len(body) if dice.random() < 0.85 else dice.randrange(len(body))
+        leaving.append((body, sent, dice.random() ** 2 * 2, dice.random() < 0.5))
+    dice.shuffle(leaving)
+    seen: Counter[str] = Counter()
+    with ThreadPoolExecutor(16) as pool:
+        clients = [pool.submit(leave, strict, *one) for one in leaving]
+        while not all(client.done() for client in clients):
+            for name in ("num_requests_running", "inflight_media_bytes"):
+                seen[name] = max(seen[name], int(strict.total(name)))
+            time.sleep(0.02)
+        for client in clients:
+            client.result()
+    assert all(seen.values()), seen
+    eventually(lambda: check_at_rest(strict))
+    check_good(strict, root, 900)
+    assert "Traceback" not in strict.log
