@@ -18,7 +18,7 @@ from mini_engine.api.responses import FinishedBy, ListedToken, Usage
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class CompletionRequest(GenerationRequest):
@@ -54,7 +54,12 @@ class CompletionRequest(GenerationRequest):
     prompt_field = "prompt"
     default_tokens = DEFAULT_TOKENS
 
-    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+    )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool | None = None  # those that the model's tokenizer puts around a text
 

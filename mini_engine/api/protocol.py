@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from mini_engine.api.errors import ApiError, bad_request
 
@@ -101,7 +101,7 @@ class ChatMessage(_Model):
     """One message. `name` and the answer's own fields are ignored where they are null or a name."""
 
     role: str
-    content: str | list[ContentPart]
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
     name: str | None = None
     refusal: None = None
     audio: None = None
@@ -121,8 +121,24 @@ class StreamOptions(_Model):
 StopString = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 WrittenTokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]  # the keys of JSON objects are strings
+
+
+def _few(most: int) -> BeforeValidator:
+    """Refuses a larger object before it looks into it: each member that is wrong would cost an error of its own."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise PydanticCustomError("too_long", "Object should have at most {most} members", {"most": most})
+        return value
+
+    return BeforeValidator(check)
+
+
 Setting = bool | Annotated[int | float, Field(ge=-(2**31), le=2**31 - 1)] | None
-Settings = Annotated[dict[str, Setting], Field(max_length=MAX_MEDIA_SETTINGS)]
+Settings = Annotated[dict[str, Setting], Field(max_length=MAX_MEDIA_SETTINGS), _few(MAX_MEDIA_SETTINGS)]
+
+
+Biases = dict[WrittenTokenId, Annotated[float, Field(ge=-100, le=100)]]
 
 
 class Body(_Model):
@@ -155,7 +171,7 @@ class GenerationRequest(Body):
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[WrittenTokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+    logit_bias: Annotated[Biases, _few(MAX_BIASED_TOKENS)] | None = Field(
         None,
         max_length=MAX_BIASED_TOKENS,
         description=f"at most {MAX_BIASED_TOKENS} token ids, as strings, each with a number of at least -100 and at "
@@ -224,15 +240,15 @@ class ChatRequest(GenerationRequest):
     neutral = NEUTRAL
     prompt_field = "messages"
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     # vLLM's. Which settings there are, and how far they may go, is `media_settings.py`'s matter.
-    media_io_kwargs: dict[Literal["image", "video"], Settings | None] | None = Field(
+    media_io_kwargs: Annotated[dict[Literal["image", "video"], Settings | None], _few(2)] | None = Field(
         None, description=f"an object with at most {MAX_MEDIA_SETTINGS} numbers under `video`"
     )
-    mm_processor_kwargs: dict[str, Setting | Settings] | None = Field(
+    mm_processor_kwargs: Annotated[dict[str, Setting | Settings], _few(MAX_MEDIA_SETTINGS)] | None = Field(
         None,
         max_length=MAX_MEDIA_SETTINGS,
         description=f"an object of at most {MAX_MEDIA_SETTINGS} numbers, booleans, or objects of these",

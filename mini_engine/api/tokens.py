@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -41,7 +41,7 @@ class TokenizeRequest(Body):
     }
 
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -57,7 +57,7 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """The supported fields of a detokenize request."""
 
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class Tokens(msgspec.Struct, frozen=True):

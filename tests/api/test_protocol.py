@@ -1,12 +1,15 @@
 """What a request may say, and what is said of one that may not."""
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
 
+from mini_engine.api.completion_protocol import CompletionRequest
 from mini_engine.api.errors import ApiError
-from mini_engine.api.protocol import IGNORED, NEUTRAL, ChatRequest, parse_body
+from mini_engine.api.protocol import IGNORED, NEUTRAL, Body, ChatRequest, parse_body
+from mini_engine.api.tokens import DetokenizeRequest, TokenizeRequest
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -169,3 +172,35 @@ def test_bad_json(body: bytes) -> None:
 def test_an_error_does_not_repeat_the_media() -> None:
     error = refusal(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": ["A" * 10_000]}]}])
     assert len(error.body.message) < 300
+
+
+MANY = 20_000
+MANY_WRONG: list[tuple[type[Body], dict[str, Any]]] = [
+    (ChatRequest, {"messages": [{}] * MANY}),
+    (TokenizeRequest, {"messages": [{}] * MANY}),
+    (ChatRequest, {"messages": [{"role": "user", "content": [{}] * MANY}]}),
+    (ChatRequest, {"messages": MESSAGES, "stop_token_ids": ["x"] * MANY}),
+    (ChatRequest, {"messages": MESSAGES, "logit_bias": {f"x{number}": "y" for number in range(MANY)}}),
+    (ChatRequest, {"messages": MESSAGES, "mm_processor_kwargs": {f"x{number}": "y" for number in range(MANY)}}),
+    (ChatRequest, {"messages": MESSAGES, "media_io_kwargs": {f"x{number}": "y" for number in range(MANY)}}),
+    (CompletionRequest, {"prompt": [1.5] * MANY}),
+    (CompletionRequest, {"prompt": [["x"]] * MANY}),
+    (DetokenizeRequest, {"tokens": ["x"] * MANY}),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields"), MANY_WRONG)
+def test_many_mistakes_cost_no_more_than_one(kind: type[Body], fields: dict[str, Any]) -> None:
+    """Beside what the JSON itself takes as Python's objects."""
+    body = json.dumps(fields).encode()
+    tracemalloc.start()
+    try:
+        json.loads(body)
+        plain = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        with pytest.raises(ApiError) as caught:
+            parse_body(body, kind, ["m"])
+        assert tracemalloc.get_traced_memory()[1] < 2 * plain + (1 << 20)
+    finally:
+        tracemalloc.stop()
+    assert caught.value.status == 400

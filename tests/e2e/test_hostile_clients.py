@@ -31,7 +31,7 @@ from tests.media.web import WebServer
 
 DECODE_SECONDS = 10  # --media-decode-timeout
 # What one API server may need beyond what it had: a body, the media in it, and what malloc keeps of them for later.
-MAX_GROWTH_BYTES = 512 << 20
+MAX_GROWTH_BYTES = 384 << 20
 
 WITH_BODY = ["POST /v1/chat/completions", "POST /v1/completions", "POST /tokenize", "POST /detokenize"]
 WITHOUT_BODY = [
