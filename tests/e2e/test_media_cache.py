@@ -105,11 +105,7 @@ def test_the_copies_survive_the_api_server_that_made_them(asked):
     with RunningServer("--mm-processor-cache-type", "lru") as server:
         some = asked[:8]
         assert ask_all(server, some) == [one.answer for one in some]
-        os.kill(server.pids()["mini-engine: api 0"], signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while "serves in the place of" not in server.log:
-            assert time.monotonic() < deadline, server.log
-            time.sleep(0.1)
+        kill_and_wait_for_successor(server)
         before = server.total("media_decodes_total")
         assert ask_all(server, some) == [one.answer for one in some]
         assert server.total("media_decodes_total") == before
@@ -119,11 +115,7 @@ def test_what_a_dead_api_server_had_stored_is_forgotten_and_its_successor_stores
     with RunningServer("-tp", "2") as server:
         some = asked[:8]
         assert ask_all(server, some) == [one.answer for one in some]
-        os.kill(server.pids()["mini-engine: api 0"], signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while "serves in the place of" not in server.log:
-            assert time.monotonic() < deadline, server.log
-            time.sleep(0.1)
+        kill_and_wait_for_successor(server)
         assert server.metrics()['mini_engine:mm_store_bytes{engine="0",state="used"}'] == 0
         segments = segments_mapped(server.pids()["mini-engine: worker 0.1"])
         for _ in range(2):
@@ -131,6 +123,14 @@ def test_what_a_dead_api_server_had_stored_is_forgotten_and_its_successor_stores
         assert server.total("media_decodes_total") == 2 * len(some)
         assert server.total("ipc_messages_total") == 4 * len(some)
         assert segments_mapped(server.pids()["mini-engine: worker 0.1"]) == segments == 1
+
+
+def kill_and_wait_for_successor(server: RunningServer) -> None:
+    os.kill(server.pids()["mini-engine: api 0"], signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while "serves in the place of" not in server.log:
+        assert time.monotonic() < deadline, server.log
+        time.sleep(0.1)
 
 
 def segments_mapped(pid: int) -> int:
