@@ -1,0 +1,58 @@
+"""The configuration: every option once, with its type, default, help, group and limits.
+
+The command line, the environment variables, `--help` and the docs are made from these fields (`cli.py`). The values
+reach the processes inside `Init`. These files know nothing of models, sockets or torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any, get_type_hints
+
+from mini_engine.config.media import MediaCacheType, MediaOptions, TensorIpc
+from mini_engine.config.model import BUNDLED_MODEL, Device, Dtype, ModelOptions
+from mini_engine.config.option import ConfigError, Option, check_range, flag_of, parse_bytes
+from mini_engine.config.scheduling import SchedulingOptions
+from mini_engine.config.server import LogLevel, ServerOptions
+
+__all__ = [
+    "BUNDLED_MODEL", "ConfigError", "Device", "Dtype", "EngineConfig", "LogLevel", "MediaCacheType", "Option",
+    "TensorIpc", "env_of", "field_types", "fields", "flag_of", "from_environment", "parse_bytes",
+]  # fmt: skip
+
+ENV_PREFIX = "MINI_ENGINE_"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig(MediaOptions, SchedulingOptions, ServerOptions, ModelOptions):  # the last one's fields come first
+    """All settings of a server. `validate` has passed for every instance that leaves `cli.parse`."""
+
+    def validate(self) -> None:
+        """Raises ConfigError for the first value that is out of range or does not fit the others."""
+        kinds = field_types()
+        for field in fields():
+            check_range(field, kinds[field.name], getattr(self, field.name))
+        for group in (ModelOptions, ServerOptions, MediaOptions):
+            group.validate(self)
+
+
+def fields() -> list[dataclasses.Field[Any]]:
+    """The fields of `EngineConfig`, each with an `Option` under `metadata["option"]`."""
+    return list(dataclasses.fields(EngineConfig))
+
+
+def field_types() -> dict[str, Any]:
+    """The resolved type of each field by name."""
+    return get_type_hints(EngineConfig)
+
+
+def env_of(name: str) -> str:
+    """`max_num_seqs` -> `MINI_ENGINE_MAX_NUM_SEQS`."""
+    return ENV_PREFIX + name.upper()
+
+
+def from_environment(environ: dict[str, str] | None = None) -> dict[str, str]:
+    """Values given by `MINI_ENGINE_<FIELD>`, unparsed, by field name."""
+    environ = dict(os.environ) if environ is None else environ
+    return {field.name: environ[env_of(field.name)] for field in fields() if env_of(field.name) in environ}

@@ -1,0 +1,124 @@
+"""Images and videos: where they come from, what they may cost, how they reach the workers."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+from mini_engine.config.option import ConfigError, option, parse_bytes, parse_json_object
+from mini_engine.media.addresses import parse_allowed_host
+from mini_engine.media.limits import DecodeLimits, ImageLimits
+
+MediaCacheType = Literal["auto", "lru", "shm"]
+TensorIpc = Literal["auto", "torch_shm", "direct_rpc"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MediaOptions:
+    """The options on media and the data plane."""
+
+    allowed_local_media_path: str | None = option(
+        None, "Directory below which `file://` media may be read; without it none may.", "Media"
+    )
+    allowed_media_domains: list[str] = option(
+        [], "Hosts from which `http(s)://` media may be fetched; without it none may. All addresses of a host must "
+        "be public; an address, such as 127.0.0.1:8080, is allowed as it stands.", "Media",
+        metavar="HOST[:PORT]",
+    )  # fmt: skip
+    allow_media_redirects: bool = option(False, "Follow redirects to other hosts of --allowed-media-domains.", "Media")
+    media_fetch_timeout: float = option(
+        30.0, "Seconds within which an `http(s)://` item must be fetched.", "Media", minimum=0.1, maximum=3600
+    )
+    limit_mm_per_prompt: dict[str, int] = option(
+        {}, 'Most items of each modality in one prompt, such as \'{"video": 1}\'; default: no limit.', "Media",
+        parse=parse_json_object, metavar="JSON",
+    )  # fmt: skip
+    media_io_kwargs: dict[str, dict[str, Any]] = option(
+        {}, 'How media are read, such as \'{"video": {"num_frames": 10}}\' or \'{"video": {"fps": 2}}\'; '
+        "default: the model's own sampling.", "Media", parse=parse_json_object, metavar="JSON",
+    )  # fmt: skip
+    mm_processor_kwargs: dict[str, Any] = option(
+        {}, "Arguments for the model's Hugging Face processor, such as "
+        '\'{"size": {"shortest_edge": 3136, "longest_edge": 50176}}\'.', "Media",
+        parse=parse_json_object, metavar="JSON",
+    )  # fmt: skip
+    maximum_concurrent_videos: int = option(
+        64, "Most videos per API server admitted to decoding and processing at once; more wait in line.", "Media",
+        minimum=1,
+    )  # fmt: skip
+    max_num_queued_reqs: int = option(
+        4096, "Most requests per API server that are not finished yet, whatever they wait for; "
+        "one more is refused with 429.", "Media", minimum=1,
+    )  # fmt: skip
+    max_inflight_media_gb: float = option(
+        4.0, "Most encoded images and videos per API server, in GiB, that requests hold until an engine has taken "
+        "them over; reserved before they are fetched. A request that finds no room is refused with 429.", "Media",
+        minimum=0.001,
+    )  # fmt: skip
+    max_request_bytes: int = option(
+        1 << 30, "Longest body of a request, such as 64M; what it holds in `data:` URLs is 4/3 of its size.", "Media",
+        parse=parse_bytes, minimum=1,
+    )  # fmt: skip
+    max_media_bytes: int = option(
+        256 << 20, "Largest encoded image or video accepted, such as 64M.", "Media", parse=parse_bytes, minimum=1
+    )
+    max_image_pixels: int = option(ImageLimits.max_image_pixels, "Most pixels of an image.", "Media", minimum=1)
+    max_frame_pixels: int = option(DecodeLimits.max_frame_pixels, "Most pixels of a video's frame.", "Media", minimum=1)
+    max_video_seconds: float = option(
+        DecodeLimits.max_video_seconds, "Longest video, in seconds.", "Media", minimum=0.1
+    )
+    max_video_frames: int = option(DecodeLimits.max_video_frames, "Most frames of a video file.", "Media", minimum=1)
+    max_video_frames_kept: int = option(
+        DecodeLimits.max_video_frames_kept, "Most frames that may be sampled from a video.", "Media", minimum=1
+    )
+    max_video_pixels_kept: int = option(
+        DecodeLimits.max_video_pixels_kept, "Most pixels of all frames sampled from a video.", "Media", minimum=1
+    )
+    media_decode_timeout: float = option(
+        DecodeLimits.media_decode_timeout, "Seconds within which an image or video must be decoded.", "Media",
+        minimum=0.1, maximum=3600,
+    )  # fmt: skip
+    allow_partial_video: bool = option(
+        False, "Answer about a video that is cut short or damaged from what can be read of it, with a warning; "
+        "otherwise it is refused.", "Media",
+    )  # fmt: skip
+
+    mm_tensor_ipc: TensorIpc = option(
+        "auto", "How media tensors that are not in the cache's shared memory reach the workers: `torch_shm` (shared "
+        "memory), `direct_rpc` (copied through a socket), or `auto`: the first that passes its probe.", "Data plane",
+    )  # fmt: skip
+    mm_processor_cache_type: MediaCacheType = option(
+        "auto", "Where processed media are kept for requests that bring them again: `shm` (in shared memory, once for "
+        "all workers), `lru` (a copy in each worker), or `auto`: `shm` where the host allows it.", "Data plane",
+    )  # fmt: skip
+    mm_processor_cache_gb: float | None = option(
+        None, "Most memory for them, in GiB: of all API servers together (shm), or of each worker (lru). "
+        "Default: 4, or a quarter of the free memory where that is less; 0 turns it off.", "Data plane", minimum=0,
+    )  # fmt: skip
+    mm_shm_cache_max_object_size_mb: int = option(
+        128, "Largest item kept in shared memory, in MiB; a larger one is handed to the workers uncached.",
+        "Data plane", minimum=1,
+    )  # fmt: skip
+    mm_ipc_memory_bytes: int = option(
+        1 << 30, "Most memory per API server and engine for tensors on their way to the workers; "
+        "a request that finds none waits.", "Data plane", parse=parse_bytes, minimum=1 << 20,
+    )  # fmt: skip
+
+    def validate(self) -> None:
+        """Raises ConfigError for the first value that names what does not exist."""
+        for modality, limit in self.limit_mm_per_prompt.items():
+            if modality not in ("image", "video") or not isinstance(limit, int) or limit < 0:
+                raise ConfigError(
+                    f"--limit-mm-per-prompt: {modality!r}: {limit!r} is not one of image, video with a count >= 0"
+                )
+        for modality, kwargs in self.media_io_kwargs.items():
+            if modality not in ("image", "video") or not isinstance(kwargs, dict):
+                raise ConfigError(f"--media-io-kwargs: {modality!r} must be image or video, with a JSON object")
+        for host in self.allowed_media_domains:
+            try:
+                parse_allowed_host(host)
+            except ValueError as error:
+                raise ConfigError(f"--allowed-media-domains: {error}") from None
+        if self.allowed_local_media_path is not None and not Path(self.allowed_local_media_path).is_dir():
+            raise ConfigError(f"--allowed-local-media-path: {self.allowed_local_media_path} is not a directory")
