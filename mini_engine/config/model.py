@@ -60,10 +60,14 @@ class ModelOptions:
     api_server_count: int = option(1, "Number of API-server processes.", "Processes", minimum=1, maximum=64)
     collective_timeout: float = option(
         60.0, "Seconds after which a collective between workers is given up, or a request whose media do not reach "
-        "them (30 at most).", "Processes", minimum=1,
+        "them (30 at most).", "Processes", minimum=1, maximum=86400,
     )  # fmt: skip
     startup_timeout: float = option(
-        600.0, "Seconds within which all processes must be ready, or the start fails.", "Processes", minimum=1
+        600.0,
+        "Seconds within which all processes must be ready, or the start fails.",
+        "Processes",
+        minimum=1,
+        maximum=86400,
     )
     health_timeout: float = option(
         10.0, "Seconds within which all workers must answer a ping, or end a running step, for `/health` to be 200.",
