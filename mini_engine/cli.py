@@ -67,7 +67,7 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
 
 
 def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
-    """What the flags give: by field a list of `Given`, with values as they were typed; and those of `cli_help.COMMAND`.
+    """What the flags give: by field a list of `Given`, with values as they were typed; and `config`, `print_config`.
 
     Raises:
         ConfigError: an unknown flag, or one without its value.
@@ -116,7 +116,8 @@ def serve(argv: Sequence[str] | None = None) -> int:
     try:
         settings = settle(sys.argv[1:] if argv is None else argv, os.environ)
         if settings.print_config:
-            print(*(f"serve.py: {warning}" for warning in settings.warnings), sep="\n", end="", file=sys.stderr)
+            for warning in settings.warnings:
+                print(f"serve.py: {warning}", file=sys.stderr)
             print(to_yaml(settings.config, settings.origins), end="")
             return 0
         from mini_engine.launch import Supervisor
