@@ -80,7 +80,7 @@ def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
             raise ConfigError("--model: the model is the first argument, without a flag: serve.py MODEL")
         if flag.startswith("-"):
             known = [known for action in parser._actions for known in action.option_strings]
-            raise ConfigError(f"unknown flag {flag}{suggestion(flag, known) or '; --help lists them'}")
+            raise ConfigError(f"unknown flag {flag}{suggestion(flag, known, '--') or '; --help lists them'}")
         raise ConfigError(f"unexpected argument {arg!r}: one model can be served")
     return vars(namespace)
 

@@ -98,6 +98,7 @@ def test_the_tensor_transport_switch(argv, environ, expected):
         (["--bogus"], {}, "unknown flag --bogus; --help lists them"),
         (["--max_num_seq=3"], {}, "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
         (["--tensor-paralel-size", "2"], {}, "did you mean --tensor-parallel-size?"),
+        (["--tp", "2"], {}, "did you mean -tp?"),
         (["--model", "M"], {}, "--model: the model is the first argument"),
         (["M", "N"], {}, "unexpected argument 'N'"),
         (["--served-model-name", ""], {}, "--served-model-name"),

@@ -34,9 +34,9 @@ class Given:
 
 def suggestion(word: str, known: Collection[str], prefix: str = "") -> str:
     """`; did you mean X?` for the nearest of `known`, apart from the prefix of all; empty if none is near."""
-    ends = [name.removeprefix(prefix) for name in known]
+    ends = {name.removeprefix(prefix): name for name in known}
     near = difflib.get_close_matches(word.removeprefix(prefix), ends, n=1, cutoff=0.7)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
+    return f"; did you mean {ends[near[0]]}?" if near else ""
 
 
 def read(name: str, value: Any, origin: str) -> Given:
