@@ -106,6 +106,7 @@ def test_the_tensor_transport_switch(argv, environ, expected):
         (["--port", "70000"], {}, "65535"),
         (["--max-num-seqs", "0"], {}, "--max-num-seqs"),
         (["--dtype", "int3"], {}, "--dtype: 'int3' is not one of auto, float32"),
+        (["--seed", "9" * 400], {}, "9 is not a whole number"),
         (["--ssl-cert-reqs", "3"], {}, "--ssl-cert-reqs: 3 is not a whole number from 0 to 2"),
         (["--gpu-memory-utilization", "some"], {}, "'some' is not a number from 0.05 to 1.0"),
         (["--kv-cache-memory-bytes", "12Q"], {}, "512M"),
@@ -151,6 +152,20 @@ def test_a_bad_start_is_one_line_and_status_2(tmp_path):
         )  # fmt: skip
         assert result.returncode == 2
         assert named in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("16384", 16384), ("16k", 16000), ("16K", 16384), ("25.6k", 25600), ("1.5M", 3 << 19)]
+)
+def test_counts(text, value):
+    settings = parse(["--max-model-len", text, "--max-num-batched-tokens", text], {})
+    assert settings.max_model_len == settings.max_num_batched_tokens == value
+
+
+@pytest.mark.parametrize("text", ["16q", "1.5", "25.6789k", "", "k", "nan", "1e999999999", "1e99999", "9" * 400])
+def test_a_text_that_is_no_count(text):
+    with pytest.raises(ConfigError, match="--max-model-len: "):
+        parse([f"--max-model-len={text}"], {})
 
 
 def test_the_last_of_a_flags_uses_counts():

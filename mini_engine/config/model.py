@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from mini_engine.config.option import ConfigError, check_files, option
+from mini_engine.config.option import ConfigError, check_files, option, parse_count
 
 BUNDLED_MODEL = str(Path(__file__).parent.parent / "demo" / "weights")
 
@@ -44,7 +44,7 @@ class ModelOptions:
     enforce_eager: bool = option(False, "Run decode steps without CUDA graphs.", "Model")
     seed: int = option(0, "Seed of the server's own randomness.", "Model")
     max_model_len: int | None = option(
-        None, "Longest prompt and output together, in tokens.", "Model", minimum=1,
+        None, "Longest prompt and output together, in tokens.", "Model", parse=parse_count, minimum=1,
         unset="what the model was made for, or less if the KV cache holds less",
     )  # fmt: skip
     allow_long_max_model_len: bool = option(
