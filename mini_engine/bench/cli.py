@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from mini_engine.bench import core, serve, transport
+from mini_engine.bench import ab, core, serve, sweep, transport
 from mini_engine.bench.report import BenchError, Report, as_json
 from mini_engine.config import ConfigError
 
@@ -41,8 +41,8 @@ class Regime(Protocol):
 
 
 DEFAULT_REGIME = "serve"
-REGIMES: dict[str, Regime] = {"serve": serve, "core": core, "transport": transport}
-FLAG_TEXTS = ("--serve", "--launch")  # flags whose value is itself a text of flags
+REGIMES: dict[str, Regime] = {"serve": serve, "ab": ab, "sweep": sweep, "core": core, "transport": transport}
+FLAG_TEXTS = ("--serve", "--launch", "--a", "--b", "--flag")  # flags whose value is itself a text of flags
 
 
 def build_parser() -> argparse.ArgumentParser:

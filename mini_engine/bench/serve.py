@@ -19,15 +19,12 @@ HELP = "requests to an OpenAI-compatible server, as its clients send them; the d
 def run(args: argparse.Namespace) -> Report:
     """Measure one server, print the table, write what was asked for."""
     from mini_engine.bench.serving import plot, results
-    from mini_engine.bench.serving.measure import measure, prepared, say
+    from mini_engine.bench.serving.measure import prepared, run_once, say
     from mini_engine.bench.serving.settings import settings_of
-    from mini_engine.bench.serving.target import probe, target
 
     settings = settings_of(args)
-    if settings.launch is None:
-        probe(settings, settings.root)  # before the work of making prompts
-    with prepared(settings) as ready, target(settings, ready.place.server_flags) as server:
-        measured = measure(ready, server)
+    with prepared(settings) as ready:
+        measured = run_once(ready, "Serving Benchmark Result")
     print(measured.text, flush=True)
     if settings.output.save:
         for path in results.save(settings, measured, plain(vars(args))):

@@ -56,7 +56,7 @@ def figures_of(run: Run, measures: Measures) -> dict[str, Any]:
         "output_throughput": output_tokens / seconds,
         "total_token_throughput": (prompt_tokens + output_tokens) / seconds,
         "max_output_tokens_per_s": max(tokens_by_second(run), default=0.0),
-        "max_concurrent_requests": most_at_once(run.outcomes),
+        "max_concurrent_requests": max((count for _, count in under_way(run.outcomes)), default=0),
     }
     if measures.goodput:
         figures["request_goodput"] = sum(is_good(outcome, measures.goodput) for outcome in done) / seconds
@@ -125,10 +125,11 @@ def tokens_by_second(run: Run) -> list[float]:
     return [found[second] for second in range(max(found, default=-1) + 1)]
 
 
-def most_at_once(outcomes: Sequence[Outcome]) -> int:
-    """The most requests that were under way at one moment."""
+def under_way(outcomes: Sequence[Outcome]) -> list[tuple[float, int]]:
+    """The moments at which a request began or ended, and how many were under way from then on."""
     changes = sorted([(one.begun, 1) for one in outcomes] + [(one.ended, -1) for one in outcomes])
-    return max(itertools.accumulate(change for _, change in changes), default=0)
+    counts = itertools.accumulate(change for _, change in changes)
+    return [(moment, count) for (moment, _), count in zip(changes, counts, strict=True)]
 
 
 def stages(done: Sequence[Outcome], percentiles: Sequence[float]) -> dict[str, dict[str, float | None]] | None:

@@ -19,7 +19,7 @@ from mini_engine.bench.serving.bodies import requests_of
 from mini_engine.bench.serving.load import Run, Traffic, drive
 from mini_engine.bench.serving.media import MediaPlace, media_place
 from mini_engine.bench.serving.settings import Settings
-from mini_engine.bench.serving.target import Target
+from mini_engine.bench.serving.target import Target, probe, target
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,10 @@ def prepared(settings: Settings) -> Iterator[Prepared]:
 
     Raises:
         ConfigError: flags that cannot be used.
-        BenchError: the prompts are not to be had.
+        BenchError: the prompts are not to be had, or the server that should run does not answer.
     """
+    if settings.launch is None:
+        probe(settings, settings.root)  # before the work of making prompts
     prompts = load(settings.data)
     for note in prompts.notes:
         say(note)
@@ -60,14 +62,20 @@ def prepared(settings: Settings) -> Iterator[Prepared]:
         yield Prepared(settings, prompts, place)
 
 
-def measure(ready: Prepared, target: Target, title: str = "Serving Benchmark Result") -> Measured:
+def run_once(ready: Prepared, title: str) -> Measured:
+    """Measure the server of the settings, which is started and stopped if they say so."""
+    with target(ready.settings, ready.place.server_flags) as server:
+        return measure(ready, server, title)
+
+
+def measure(ready: Prepared, server: Target, title: str) -> Measured:
     """Warm the server up, send everything, and sum up."""
     settings, prompts = ready.settings, ready.prompts
-    warm_ups = requests_of(prompts.warm_ups, settings, target, ready.place, cancel=False)
-    requests = requests_of(prompts.samples, settings, target, ready.place)
+    warm_ups = requests_of(prompts.warm_ups, settings, server, ready.place, cancel=False)
+    requests = requests_of(prompts.samples, settings, server, ready.place)
     rng = random.Random(settings.data.seed)
     starts = arrivals(len(requests), settings.request_rate, settings.burstiness, rng)
-    traffic = Traffic(target.url, settings.headers, settings.max_concurrency, settings.timeout)
+    traffic = Traffic(server.url, settings.headers, settings.max_concurrency, settings.timeout)
     failures = []
     if warm_ups:
         before = drive(warm_ups, [0.0] * len(warm_ups), traffic, "warm-up")
@@ -80,7 +88,7 @@ def measure(ready: Prepared, target: Target, title: str = "Serving Benchmark Res
         **figures.figures_of(run, settings.measures),
     }
     text = table.describe(found, settings.measures, title)
-    return Measured(run, found, text, failures + figures.failures(run.outcomes), target.model)
+    return Measured(run, found, text, failures + figures.failures(run.outcomes), server.model)
 
 
 def _count_tokens(run: Run, settings: Settings) -> None:

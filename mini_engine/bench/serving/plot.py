@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ matplotlib.use("Agg")  # files only; no display is needed
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mini_engine.bench.serving.figures import latencies, tokens_by_second
+from mini_engine.bench.serving.figures import latencies, tokens_by_second, under_way
 from mini_engine.bench.serving.measure import Measured
 from mini_engine.bench.serving.table import TITLES
 
@@ -32,11 +34,31 @@ def draw(measured: Measured, path: Path) -> None:
     figure.savefig(path)
 
 
+def draw_sweep(figures: dict[str, Any], path: Path) -> None:
+    """Write the picture of a sweep: throughput and latencies over the flag's values."""
+    figure = Figure((2 * COLUMN_INCHES, ROW_INCHES), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    runs = figures["runs"]
+    values: list[Any] = figures["values"]
+    with contextlib.suppress(ValueError):  # which are names
+        values = [float(value) for value in values]
+    left.plot(values, [run["request_throughput"] for run in runs], marker="o")
+    left.set(title="Throughput", xlabel=figures["flag"], ylabel="requests / s")
+    left.set_ylim(bottom=0)
+    for key, (short, _) in TITLES.items():
+        if all(run.get(f"median_{key}_ms") is not None for run in runs):
+            right.plot(values, [run[f"median_{key}_ms"] for run in runs], marker="o", label=f"{short}, median")
+    right.set(title="Latencies", xlabel=figures["flag"], ylabel="ms")
+    right.set_ylim(bottom=0)
+    right.legend()
+    figure.savefig(path)
+
+
 def _distribution(axis: Axes, title: str, values: list[float]) -> None:
     axis.set(title=title, xlabel="ms", ylabel="count")
     if values:
         axis.hist(values, BINS)
-        median = sorted(values)[len(values) // 2]
+        median = statistics.median(values)
         axis.axvline(median, color="black", linestyle="--", label=f"median {median:.1f}")
         axis.legend()
 
@@ -45,16 +67,11 @@ def _throughput(axis: Axes, measured: Measured) -> None:
     """Tokens of each second, and how many requests were under way."""
     axis.set(title="Throughput over time", xlabel="s", ylabel="tokens / s")
     tokens = tokens_by_second(measured.run)
-    axis.step(range(len(tokens)), tokens, where="post")
-    run = measured.run
-    changes = sorted([(one.begun, 1) for one in run.outcomes] + [(one.ended, -1) for one in run.outcomes])
-    under_way, times, counts = 0, [], []
-    for moment, change in changes:
-        under_way += change
-        times.append(moment - run.begun)
-        counts.append(under_way)
+    axis.stairs(tokens)
+    axis.set_ylim(bottom=0)
+    moments, counts = zip(*under_way(measured.run.outcomes), strict=True)
     other = axis.twinx()
-    other.step(times, counts, where="post", color="grey", linewidth=0.8)
+    other.step([moment - measured.run.begun for moment in moments], counts, where="post", color="grey", linewidth=0.8)
     other.set_ylabel("requests under way", color="grey")
 
 

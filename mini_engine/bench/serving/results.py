@@ -15,10 +15,13 @@ from mini_engine.bench.serving.measure import Measured
 from mini_engine.bench.serving.settings import Settings
 
 
-def save(settings: Settings, measured: Measured, config: dict[str, Any]) -> list[Path]:
-    """Write the files that were asked for; returns them. `config` are the flags as given."""
-    name = settings.output.filename or _filename(settings, measured.model)
-    path = settings.output.folder / name
+def save(settings: Settings, measured: Measured, config: dict[str, Any], part: str = "") -> list[Path]:
+    """Write the files that were asked for; returns them. `config` are the flags as given; `part` tells one of several
+    runs from the others, in the files' names.
+    """
+    path = settings.output.folder / (settings.output.filename or _filename(settings, measured.model))
+    if part:
+        path = path.with_stem(f"{path.stem}-{part}")
     path.parent.mkdir(parents=True, exist_ok=True)
     result = as_result(settings, measured, config)
     if not settings.output.detailed:
