@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from mini_engine.config import ConfigError
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 FORMATS = {".parquet": "parquet", ".arrow": "arrow"}
-SHUFFLE_BUFFER = 10_000  # records of a stream that lie in memory to be drawn from
+SHUFFLE_BUFFER = 1_000  # records of a stream that lie in memory to be drawn from
 DEFAULT_SPLIT = "train"
 
 
@@ -43,9 +43,27 @@ def read_json(path: Path, flag: str = "--dataset-path") -> list[dict[str, Any]]:
     return list(records)
 
 
-def shuffled(records: list[dict[str, Any]], seed: int | None) -> list[dict[str, Any]]:
-    """In an order drawn from `seed`; None leaves it as it is."""
-    return records if seed is None else random.Random(seed).sample(records, len(records))
+def shuffled(records: Iterable[dict[str, Any]], seed: int | None) -> Iterable[dict[str, Any]]:
+    """In an order drawn from `seed`, of a stream by a window that moves along it; None leaves it as it is."""
+    if seed is None:
+        return records
+    if isinstance(records, list):
+        return random.Random(seed).sample(records, len(records))
+    return _drawn(records, random.Random(seed))
+
+
+def _drawn(records: Iterable[dict[str, Any]], rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Not by `datasets`, whose shuffled streams sleep for five seconds."""
+    window: list[dict[str, Any]] = []
+    for record in records:
+        if len(window) < SHUFFLE_BUFFER:
+            window.append(record)
+            continue
+        place = rng.randrange(SHUFFLE_BUFFER)
+        yield window[place]
+        window[place] = record
+    rng.shuffle(window)
+    yield from window
 
 
 def hf_records(path: str, split: str | None, seed: int | None) -> Iterable[dict[str, Any]]:
@@ -98,10 +116,7 @@ def _with_datasets(path: str, files: list[Path], split: str | None, seed: int | 
             stream = datasets.load_dataset(FORMATS[files[0].suffix], data_files=chosen, split="train", streaming=True)
         else:
             stream = datasets.load_dataset(path, split=split or DEFAULT_SPLIT, streaming=True)
-        stream = stream.decode(False)  # media as the bytes they are
-        if seed is not None:
-            stream = stream.shuffle(seed, buffer_size=SHUFFLE_BUFFER)
-        records = iter(stream)
+        records = iter(shuffled(stream.decode(False), seed))  # media as the bytes they are
         return itertools.chain([next(records)], records)
     except (OSError, ValueError, RuntimeError, StopIteration) as error:
         why = (str(error) or type(error).__name__).splitlines()[0]

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
@@ -40,7 +40,7 @@ class Outcome:
     text: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
-    counted: bool = False  # the server said how many tokens there were
+    counted_by: Literal["server", "tokenizer", "chunks"] = "chunks"  # the output tokens
     right: bool | None = None  # whether it is the expected answer, None if none is known
     stages: dict[str, float] | None = None  # seconds, as the server says
     cancelled: bool = False
@@ -126,7 +126,7 @@ async def ask(http: aiohttp.ClientSession, url: str, request: Request, seconds: 
         outcome.error = str(error)
     if outcome.error is not None or outcome.cancelled:
         outcome.ended = time.perf_counter()
-    if not outcome.counted:
+    if outcome.counted_by == "chunks":
         outcome.output_tokens = len(outcome.chunks)
     if request.answer is not None and outcome.ok:
         outcome.right = outcome.text.strip() == request.answer
@@ -167,7 +167,7 @@ def _take(event: bytes, outcome: Outcome, now: float) -> bool:
         outcome.text += (choice.delta.content if choice.delta else choice.text) or ""
     if found.usage is not None and found.usage.completion_tokens is not None:
         outcome.prompt_tokens, outcome.output_tokens = found.usage.prompt_tokens, found.usage.completion_tokens
-        outcome.counted = True
+        outcome.counted_by = "server"
     if isinstance(found.metrics, dict):
         outcome.stages = found.metrics
     return False

@@ -68,7 +68,7 @@ def figures_of(run: Run, measures: Measures) -> dict[str, Any]:
         {"right": sum(known), "known": len(known), "share": sum(known) / len(known)} if known else None
     )
     figures["stages_ms"] = stages(done, measures.percentiles)
-    figures["tokens_counted_by"] = "server" if all(outcome.counted for outcome in done) else "chunks"
+    figures["tokens_counted_by"] = sorted({outcome.counted_by for outcome in done})
     late = bool(done) and run.client.lag_p99 > LATE_SHARE * statistics.median(outcome.e2el for outcome in done)
     figures["client"] = {
         "cpu_share": run.client.cpu_share,

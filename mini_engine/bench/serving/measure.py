@@ -20,6 +20,7 @@ from mini_engine.bench.serving.load import Run, Traffic, drive
 from mini_engine.bench.serving.media import MediaPlace, media_place
 from mini_engine.bench.serving.settings import Settings
 from mini_engine.bench.serving.target import Target, probe, target
+from mini_engine.config import ConfigError
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,17 @@ def measure(ready: Prepared, server: Target, title: str) -> Measured:
 
 def _count_tokens(run: Run, settings: Settings) -> None:
     """By the tokenizer that was named, where the server gives no usage."""
-    uncounted = [outcome for outcome in run.outcomes if outcome.ok and not outcome.counted]
-    if uncounted and settings.data.tokenizer:
-        tokenizer = load_tokenizer(settings.data.tokenizer, "to count tokens, for the server does not; leave it out")
-        for outcome in uncounted:
-            outcome.output_tokens = len(tokenizer.encode(outcome.text, add_special_tokens=False))
+    uncounted = [outcome for outcome in run.outcomes if outcome.ok and outcome.counted_by == "chunks"]
+    if not uncounted or settings.tokenizer is None:
+        return
+    try:
+        tokenizer = load_tokenizer(settings.tokenizer, "to count tokens, for the server does not")
+    except ConfigError as error:
+        say(str(error))
+        return
+    for outcome in uncounted:
+        outcome.output_tokens = len(tokenizer.encode(outcome.text, add_special_tokens=False))
+        outcome.counted_by = "tokenizer"
 
 
 def say(text: str) -> None:

@@ -40,7 +40,7 @@ def as_result(settings: Settings, measured: Measured, config: dict[str, Any]) ->
         "backend": settings.backend,
         "endpoint_type": settings.backend,
         "model_id": measured.model,
-        "tokenizer_id": settings.data.tokenizer or measured.model,
+        "tokenizer_id": settings.tokenizer or measured.model,
         "num_prompts": settings.data.count,
         **settings.output.metadata,
         "burstiness": settings.burstiness,

@@ -45,6 +45,7 @@ class Settings:
     backend: str
     endpoint: str
     model: str | None
+    tokenizer: str | None  # for a server that counts no tokens
     request_rate: float
     burstiness: float
     max_concurrency: int | None
@@ -82,6 +83,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         backend=args.backend,
         endpoint=args.endpoint or BACKENDS[args.backend],
         model=args.model,
+        tokenizer=args.tokenizer,
         request_rate=args.request_rate,
         burstiness=args.burstiness or 1.0,
         max_concurrency=args.max_concurrency or (SYNTHETIC_CONCURRENCY if limited else None),

@@ -85,6 +85,7 @@ def _client(figures: dict[str, Any]) -> list[str]:
     lines = ["", said]
     if client["bottleneck"]:
         lines.append("The client was a bottleneck: latencies are its own in part. Give it a core, or less to do.")
-    if figures["tokens_counted_by"] == "chunks" and figures["completed"]:
-        lines.append("The server gives no usage: each chunk counts as a token, and prompts are not counted.")
+    others = [counted for counted in figures["tokens_counted_by"] if counted != "server"]
+    if others:
+        lines.append(f"The server gives no usage: output tokens are counted by {others[0]}, those of prompts are not.")
     return lines
