@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shlex
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -41,13 +40,13 @@ def run(args: argparse.Namespace) -> Report:
     """Run all rounds, then print the comparison."""
     from mini_engine.bench.serving import results
     from mini_engine.bench.serving.measure import prepared, run_once
-    from mini_engine.bench.serving.settings import settings_of
+    from mini_engine.bench.serving.settings import server_flags, settings_of
 
     if args.launch is not None or args.base_url or args.host or args.port:
         raise ConfigError("ab starts both servers itself: leave out --launch, --base-url, --host and --port")
     if args.plot is not None:
         raise ConfigError("--plot draws one run or a sweep: use it with bench.py serve or bench.py sweep")
-    sides = {"A": shlex.split(args.a), "B": shlex.split(args.b)}
+    sides = {"A": server_flags("--a", args.a), "B": server_flags("--b", args.b)}
     settings = settings_of(argparse.Namespace(**{**vars(args), "launch": ""}))
     runs: Runs = {"A": [], "B": []}
     failures: list[str] = []

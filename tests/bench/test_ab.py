@@ -66,7 +66,7 @@ def test_a_sweep_of_a_server_that_runs(bench, root, tmp_path: Path):
 
 @pytest.mark.slow
 def test_two_servers_in_turn(bench, tmp_path: Path):
-    ran = bench("ab", "--a", "--mm-processor-cache-gb 0 --encoder-cache-tokens 0", "--b", "--mm-processor-cache-gb 1",
+    ran = bench("ab", "--a", "--mm-processor-cache-gb 0", "--b", "--mm-processor-cache-gb 1",
                 "--num-prompts", 16, "--unique-ratio", 0.25, "--save-result", "--save-detailed",
                 "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
     assert ran.status == 0, ran.out

@@ -225,6 +225,8 @@ def test_a_server_of_its_own_and_media_by_http(tmp_path: Path):
         ("--media-dir /tmp", "--media-dir: no files are made with --media-transport data"),
         ("--media-transport file --media-port 80", "only with --media-transport http"),
         ("ab --a '' --b '' --port 80", "ab starts both servers itself"),
+        ("ab --a '' --b --max-num-seqs=0", "--b: --max-num-seqs: 0 is below the least value, 1"),
+        ("sweep --flag no-such-flag --values 1,2", "--launch: unrecognized arguments: --no-such-flag=1"),
         ("sweep --flag max-num-seqs --values 1,2 --port 80", "--max-num-seqs is no flag of this client"),
     ],
 )

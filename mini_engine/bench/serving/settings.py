@@ -16,6 +16,7 @@ from mini_engine.bench.datasets.sample import DataSettings
 from mini_engine.bench.serving.figures import Measures
 from mini_engine.bench.serving.flags import BACKENDS
 from mini_engine.bench.serving.media import MediaTransport
+from mini_engine.cli import parse
 from mini_engine.config import ConfigError
 
 SYNTHETIC_CONCURRENCY = 8
@@ -78,7 +79,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         data=_data(args),
         measures=Measures(args.percentile_metrics, args.metric_percentiles, dict(args.goodput)),
         output=_output(args),
-        launch=None if args.launch is None else shlex.split(args.launch),
+        launch=None if args.launch is None else server_flags("--launch", args.launch),
         root=root.rstrip("/"),
         backend=args.backend,
         endpoint=args.endpoint or BACKENDS[args.backend],
@@ -95,6 +96,20 @@ def settings_of(args: argparse.Namespace) -> Settings:
         media_dir=args.media_dir,
         media_port=args.media_port or 0,
     )
+
+
+def server_flags(name: str, text: str) -> list[str]:
+    """The flags of serve.py in a text.
+
+    Raises:
+        ConfigError: serve.py would not take them; `name` is where they stand.
+    """
+    flags = shlex.split(text)
+    try:
+        parse(flags)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    return flags
 
 
 def _data(args: argparse.Namespace) -> DataSettings:
