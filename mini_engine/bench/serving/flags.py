@@ -52,8 +52,8 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     add("--output-len", type=at_least(1), metavar="TOKENS",
         help="Most tokens to generate; default: 32 for synthetic ones, as many as the record's own answer has for "
         "files, else 128.")  # fmt: skip
-    for name in ("sharegpt", "hf"):
-        add(f"--{name}-output-len", type=at_least(1), metavar="TOKENS", help=f"The same, for {name}.")
+    add("--sharegpt-output-len", type=at_least(1), metavar="TOKENS", help="The same, for sharegpt.")
+    add("--hf-output-len", type=at_least(1), metavar="TOKENS", help="The same, for hf.")
     add("--disable-shuffle", action="store_true", help="Take the records of a file in their order.")
     add("--seed", type=int, default=0, help="Of all that is drawn (default: 0).")
     add("--unique-ratio", type=share, metavar="SHARE",
