@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,7 +55,7 @@ def block(first_line: str) -> str:
 
 def shell(commands: str, cwd: Path) -> str:
     """What commands print, run in an empty directory as if it were the project's with its `.venv`."""
-    commands = commands.replace(PYTHON, sys.executable).replace(" serve.py", f" {ROOT}/serve.py")
+    commands = re.sub(r" (serve|bench)\.py", rf" {ROOT}/\1.py", commands.replace(PYTHON, sys.executable))
     environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(cwd)}
     result = subprocess.run(
         ["bash", "-e", "-c", commands], cwd=cwd, capture_output=True, text=True, timeout=300, env=environ
@@ -141,6 +142,29 @@ def test_a_file_of_settings_is_served(tmp_path):
     asked = ask_video(3)
     with server:
         assert server.ask(asked.text, asked.urls)
+
+
+BENCH = f"{PYTHON} bench.py"
+
+
+def measured(command: str, cwd: Path, prompts: int) -> dict[str, Any]:
+    """The figures of a benchmark with fewer prompts: the last line that it prints."""
+    return json.loads(shell(f"{command} --num-prompts {prompts} --num-warmups 0", cwd).splitlines()[-1])["figures"]
+
+
+@runs(BENCH)
+def test_measuring(server, tmp_path):
+    command = block(BENCH).splitlines()[0]
+    port = server.url.removesuffix("/v1").rpartition(":")[2]
+    figures = measured(f"{command} --port {port}", tmp_path, 6)
+    assert figures["completed"] == 6 and figures["failed"] == 0
+
+
+@pytest.mark.slow
+def test_comparing(tmp_path):
+    _, command = block(BENCH).splitlines()
+    figures = measured(command, tmp_path, 6)
+    assert figures["ratios"] and figures["answers"]["prompts"] == 6
 
 
 TRAIN = f"{PYTHON} -m mini_engine.demo.train"
