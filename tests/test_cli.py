@@ -110,6 +110,8 @@ def test_the_tensor_transport_switch(argv, environ, expected):
         (["--ssl-cert-reqs", "3"], {}, "--ssl-cert-reqs: 3 is not a whole number from 0 to 2"),
         (["--gpu-memory-utilization", "some"], {}, "'some' is not a number from 0.05 to 1.0"),
         (["--kv-cache-memory-bytes", "12Q"], {}, "512M"),
+        (["--kv-cache-memory-bytes", "1e999"], {}, "'1e999' is not a size"),
+        (["--kv-cache-memory-bytes", ""], {}, "'' is not a size"),
         (["--limit-mm-per-prompt", '{"audio": 1}'], {}, "audio"),
         (["--limit-mm-per-prompt", "{"], {}, "not JSON"),
         (["--media-io-kwargs", '{"video": 3}'], {}, "--media-io-kwargs"),

@@ -49,13 +49,10 @@ def parse_bytes(text: str) -> int:
     units = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
     stripped = text.strip().upper().removesuffix("IB").removesuffix("B")
     unit = stripped[-1:] if stripped[-1:].isalpha() else ""
-    if unit not in units:
-        raise ValueError(f"{text!r} is not a size; write bytes or a number with K, M, G or T, such as 512M")
     try:
-        value = float(stripped.removesuffix(unit))
-    except ValueError:
+        return int(float(stripped.removesuffix(unit)) * units[unit])
+    except (KeyError, ValueError, OverflowError):
         raise ValueError(f"{text!r} is not a size; write bytes or a number with K, M, G or T, such as 512M") from None
-    return int(value * units[unit])
 
 
 def parse_count(text: str) -> int:
