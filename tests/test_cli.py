@@ -99,6 +99,9 @@ def test_the_tensor_transport_switch(argv, environ, expected):
         (["--max_num_seq=3"], {}, "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
         (["--tensor-paralel-size", "2"], {}, "did you mean --tensor-parallel-size?"),
         (["--tp", "2"], {}, "did you mean -tp?"),
+        (['--media-io-kwarg={"video": {}}'], {}, "unknown flag --media-io-kwarg; did you mean --media-io-kwargs?"),
+        (["--api-key", "k", "--bogus=a b"], {}, "unknown flag --bogus"),
+        (["-x"], {}, "unexpected argument '-x'"),
         (["--model", "M"], {}, "--model: the model is the first argument"),
         (["M", "N"], {}, "unexpected argument 'N'"),
         (["--served-model-name", ""], {}, "--served-model-name"),
@@ -173,6 +176,19 @@ def test_a_text_that_is_no_count(text):
 def test_the_last_of_a_flags_uses_counts():
     settings = parse(["--port", "1", "--async-scheduling", "--port", "2", "--no-async-scheduling"], {})
     assert (settings.port, settings.async_scheduling) == (2, False)
+
+
+def test_parts_of_an_object_add_up():
+    """As vLLM's pages show them."""
+    parts = ["--media_io_kwargs.video.num_frames", "10", "--media-io-kwargs.video.start=1.5", "--port", "1"]
+    settings = parse(["--limit-mm-per-prompt.video", "0", "--limit-mm-per-prompt", '{"image": 2}', *parts], {})
+    assert settings.limit_mm_per_prompt == {"video": 0, "image": 2}
+    assert settings.media_io_kwargs == {"video": {"num_frames": 10, "start": 1.5}} and settings.port == 1
+    twice = parse([*parts, "--media-io-kwargs", '{"video": {"num_frames": 4}}', "--mm-processor-kwargs.a", "b"], {})
+    assert twice.media_io_kwargs == {"video": {"num_frames": 4, "start": 1.5}}
+    assert twice.mm_processor_kwargs == {"a": "b"}
+    with pytest.raises(ConfigError, match="unknown flag --limit-mm-per-prompts; did you mean --limit-mm-per-prompt"):
+        parse(["--limit-mm-per-prompts.video", "0"], {})
 
 
 def test_twins_that_agree_are_one():
