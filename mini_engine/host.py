@@ -18,7 +18,9 @@ from pathlib import Path
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.free_memory import available_memory
 from mini_engine.messages import MediaCachePlan
+from mini_engine.model.checkpoint import CheckpointError, find_tensors
 from mini_engine.model.config import ModelConfig
+from mini_engine.model.registry import find_spec
 from mini_engine.transport.memory import create_sealed
 
 DEFAULT_MEDIA_CACHE_BYTES = 4 << 30
@@ -26,23 +28,29 @@ MAX_UNIX_PATH = 107  # sun_path without its terminating zero
 
 
 def resolve_model(config: EngineConfig) -> str:
-    """The local directory of `config.model`; a hub name is downloaded once, here.
+    """The local directory of `config.model`; a hub name is downloaded once, here, or taken from the hub's cache.
 
     Raises:
-        ConfigError: no such directory and no such model on the hub.
+        ConfigError: no such directory and no such model on the hub; or, with HF_HUB_OFFLINE, in its cache.
     """
     if Path(config.model).is_dir():
         return str(Path(config.model).resolve())
     if config.model.startswith(("/", ".", "~")):
         raise ConfigError(f"{config.model} is not a directory")
+    weights = [] if config.load_format == "dummy" else ["*.safetensors"]
     hub = importlib.import_module("huggingface_hub")
     try:
         return hub.snapshot_download(
             config.model,
             revision=config.revision,
-            allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.txt", "*.model", "*.py"],
+            allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.py", *weights],
         )
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
+        if hub.constants.HF_HUB_OFFLINE:
+            raise ConfigError(
+                f"{config.model!r} is no directory, and not in the hub's cache, {hub.constants.HF_HUB_CACHE}; "
+                "unset HF_HUB_OFFLINE to download it, or set HF_HOME to where it is"
+            ) from None
         raise ConfigError(
             f"{config.model!r} is neither a directory nor a hub model that can be had here: {error}"
         ) from None
@@ -58,14 +66,33 @@ def load_model_config(model_dir: str, config: EngineConfig) -> ModelConfig:
         model = ModelConfig.from_dir(model_dir)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the model in {model_dir} cannot be served: {error}") from None
-    ranks = config.tensor_parallel_size
+    ranks, kv_heads = config.tensor_parallel_size, model.text.num_kv_heads
     for heads, what in ((model.text.num_heads, "attention"), (model.vision.num_heads, "vision attention")):
         if heads % ranks:
             raise ConfigError(
                 f"--tensor-parallel-size: {heads} {what} heads cannot be shared evenly by {ranks} workers; "
                 f"choose a size that divides {heads}"
             )
+    if kv_heads % ranks and ranks % kv_heads:
+        raise ConfigError(
+            f"--tensor-parallel-size: {kv_heads} key-value heads can be neither split nor repeated evenly over {ranks} "
+            f"workers; choose a divisor or a multiple of {kv_heads}"
+        )
     return model
+
+
+def check_weights(model_dir: str, model: ModelConfig, config: EngineConfig) -> None:
+    """Look for the weights, and at their files' headers; whether they fit the model is found when it is built.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
+    if config.load_format == "dummy":
+        return
+    try:
+        find_tensors(Path(model_dir), find_spec([model.architecture]).canonical_name)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
 
 
 def check_tls(config: EngineConfig) -> None:

@@ -22,6 +22,7 @@ from mini_engine.config import EngineConfig
 from mini_engine.host import (
     bind_listeners,
     check_tls,
+    check_weights,
     load_model_config,
     plan_media_cache,
     raise_descriptor_limit,
@@ -39,6 +40,7 @@ from mini_engine.messages import (
     PeerGone,
     RankAddress,
     Ready,
+    Refused,
     Role,
     Serving,
     Start,
@@ -84,6 +86,7 @@ class Supervisor:
         raise_descriptor_limit()
         self.model_dir = resolve_model(self.config)
         self.model_config = load_model_config(self.model_dir, self.config)
+        check_weights(self.model_dir, self.model_config, self.config)
         self.media_cache = plan_media_cache(self.config)
         check_tls(self.config)
         self.listeners = bind_listeners(self.config)
@@ -251,6 +254,10 @@ class Supervisor:
                 if child.role == "api":
                     self.transports[child.name] = transports
                 self._release_api_servers()
+            case Refused(reason=reason) if not self.stopping:  # all ranks say the same: once is enough
+                logger.error("%s: %s", child.name if self.announced else "start failed", reason)
+                if not self.announced:
+                    raise Stop(1)
             case Serving():
                 self.early_deaths = 0
                 child.serving = True

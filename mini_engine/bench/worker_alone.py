@@ -17,10 +17,9 @@ from mini_engine.config import EngineConfig
 from mini_engine.host import resolve_model
 from mini_engine.messages import Chunk, MessageId, NewRequest, NewSequence, Step, StoreHandle, TensorHandle
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.weights import load_model
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.worker import allocate_cache, choose_device, choose_dtype
+from mini_engine.worker.worker import allocate_cache, choose_device, load
 
 MODEL_PARTS = ("embed", "forward", "logits")  # together they are "the model's forward"
 
@@ -74,7 +73,7 @@ class WorkerAlone:
     def __init__(self, config: EngineConfig):
         torch.set_num_threads(1)
         model_dir, device, tp = resolve_model(config), choose_device(config, 0, 0), TensorParallel()
-        model = load_model(model_dir, tp, choose_dtype(config), device)
+        model = load(model_dir, config, tp, device)
         self._in_model = Stopwatch()
         for name in MODEL_PARTS:
             setattr(model, name, self._timed(getattr(model, name)))

@@ -11,7 +11,8 @@ from mini_engine.config.option import check_files, option
 BUNDLED_MODEL = str(Path(__file__).parent.parent / "demo" / "weights")
 
 Device = Literal["auto", "cpu", "cuda"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,14 @@ class ModelOptions:
         "auto", "Where sampling defaults come from: `auto` (the model's generation_config.json), `vllm` (none), "
         "or a directory that holds such a file.", "Model",
     )  # fmt: skip
-    dtype: Dtype = option("auto", "Number format of weights and activations; `auto` takes the checkpoint's.", "Model")
+    dtype: Dtype = option(
+        "auto", "Number format of weights and activations; `auto` takes the checkpoint's, `float` is float32 and "
+        "`half` float16.", "Model",
+    )  # fmt: skip
+    load_format: LoadFormat = option(
+        "auto", "Where weights come from: `safetensors` files, `auto` the same, or `dummy`: random ones, of a model "
+        "that needs no more than its config, tokenizer and processor files.", "Model",
+    )  # fmt: skip
     device: Device = option("auto", "Where the workers run; `auto` takes CUDA when there is a device.", "Model")
     seed: int = option(0, "Seed of the server's own randomness.", "Model")
     max_model_len: int | None = option(

@@ -77,6 +77,12 @@ class Ready(Message, frozen=True):
     transports: list[TransportChoice] = []
 
 
+class Refused(Message, frozen=True):
+    """Child -> supervisor: I cannot be built with these settings, or from these files. Nothing else follows."""
+
+    reason: str  # for the log: names the setting or file and the remedy
+
+
 class Start(Message, frozen=True):
     """Supervisor -> API server: every process is ready; serve."""
 

@@ -13,12 +13,24 @@ if TYPE_CHECKING:
     from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
 
 
+def canonical_name(name: str) -> str:
+    """A checkpoint's name of a weight in the newer of the hub's two layouts: `model.language_model.*`,
+    `model.visual.*` for the older `model.*`, `visual.*`."""
+    if name.startswith("visual."):
+        return f"model.{name}"
+    if name.startswith("model.") and not name.startswith(("model.language_model.", "model.visual.")):
+        return f"model.language_model.{name.removeprefix('model.')}"
+    return name
+
+
 @dataclass(frozen=True)
 class ModelSpec:
-    """One supported architecture. `load_class` imports the model's module, and with it torch."""
+    """One supported architecture. `load_class` imports the model's module, and with it torch; `canonical_name` turns
+    the name of a weight in its checkpoints into the one that the model's layers know."""
 
     architecture: str
     load_class: Callable[[], type[Qwen2_5_VL]]
+    canonical_name: Callable[[str], str] = canonical_name
 
 
 def _qwen2_5_vl() -> type[Qwen2_5_VL]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mini_engine.config import EngineConfig
+from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.model.qwen2_5_vl import AttentionShape
 
 CPU_MEMORY = 1 << 30  # bytes for the blocks where no flag says how many
@@ -87,7 +87,7 @@ def count_blocks(
     Call it when the weights are loaded: on CUDA they count as memory in use.
 
     Raises:
-        ValueError: not a single block fits.
+        ConfigError: not a single block fits.
     """
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
@@ -95,7 +95,10 @@ def count_blocks(
     memory, origin = _memory(config, device)
     fit = memory // block_bytes
     if fit < 1:
-        raise ValueError(f"{origin} leaves {memory} bytes for the KV cache, but one block needs {block_bytes}")
+        raise ConfigError(
+            f"{origin} leaves {memory} bytes for the KV cache, but one block needs {block_bytes}; "
+            "raise it, or --kv-cache-memory-bytes, or lower --block-size"
+        )
     return min(fit, config.max_num_seqs * -(-longest // config.block_size))
 
 

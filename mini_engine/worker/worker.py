@@ -18,8 +18,9 @@ import torch.distributed as dist
 import zmq
 
 from mini_engine.child import Child
-from mini_engine.config import EngineConfig
+from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.messages import Chunk, Init, NewSequence, SamplingParams, Step, StepResult, WorkerReady
+from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
@@ -46,7 +47,7 @@ def run(child: Child) -> None:
     media = receive_media(child, init, engine, rank, device, pinned)
     torch.set_num_threads(choose_threads(init.config))
     tp = join_group(init, engine, rank, device)
-    model = load_model(init.model_dir, tp, choose_dtype(init.config), device)
+    model = load(init.model_dir, init.config, tp, device)
     cache, normalise = allocate_cache(init.config, model), Normalisation.from_dir(init.model_dir)
     runner = ModelRunner(model, cache, media, normalise, tp, pinned.to_device if pinned else None)
     warm_up(runner, model.config.vision)
@@ -71,6 +72,22 @@ def serve(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner) -> Non
         core.send(encoder.encode(result))
 
 
+def load(model_dir: str, config: EngineConfig, tp: TensorParallel, device: torch.device) -> Qwen2_5_VL:
+    """This rank's part of the model.
+
+    Raises:
+        ConfigError: the weights cannot be used, or the device has no room for them.
+    """
+    try:
+        return load_model(model_dir, tp, choose_dtype(config), device, config.load_format)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"{device} has no room for the weights; raise --tensor-parallel-size, or choose --dtype bfloat16"
+        ) from None
+
+
 def choose_threads(config: EngineConfig) -> int:
     """Threads for torch's operators: OMP_NUM_THREADS if set, else the cores but one shared out among all workers."""
     given = os.environ.get("OMP_NUM_THREADS", "")
@@ -84,13 +101,13 @@ def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:
     """The rank's device, made current.
 
     Raises:
-        RuntimeError: there are fewer CUDA devices than workers.
+        ConfigError: there are fewer CUDA devices than workers.
     """
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     index = engine * config.tensor_parallel_size + rank
     if index >= torch.cuda.device_count():
-        raise RuntimeError(
+        raise ConfigError(
             f"worker {engine}.{rank} needs CUDA device {index}, but there are {torch.cuda.device_count()}; "
             "lower --tensor-parallel-size or --data-parallel-size, or choose --device cpu"
         )

@@ -14,7 +14,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.reference import Prompt
-from mini_engine.model.weights import canonical_name
+from mini_engine.model.registry import canonical_name
 
 IMAGE, VIDEO, START, END = 190, 191, 192, 193
 PATCH_DIM = 3 * 2 * 4 * 4

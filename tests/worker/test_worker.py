@@ -10,7 +10,7 @@ import torch
 import zmq
 
 from mini_engine.child import ChildSpec
-from mini_engine.config import EngineConfig
+from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.log import LogSettings
 from mini_engine.messages import (
     Chunk,
@@ -106,10 +106,11 @@ def test_never_less_than_one_thread(monkeypatch):
 
 def test_more_workers_than_devices_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(RuntimeError, match="worker 0.1 needs CUDA device 1, but there are 1"):
+    with pytest.raises(ConfigError, match="worker 0.1 needs CUDA device 1, but there are 1"):
         worker.choose_device(EngineConfig(device="cuda", tensor_parallel_size=2), 0, 1)
 
 
 def test_dtype():
     assert worker.choose_dtype(EngineConfig()) is None
-    assert worker.choose_dtype(EngineConfig(dtype="bfloat16")) is torch.bfloat16
+    names = {"bfloat16": torch.bfloat16, "half": torch.float16, "float16": torch.float16, "float": torch.float32}
+    assert {name: worker.choose_dtype(EngineConfig(dtype=name)) for name in names} == names
