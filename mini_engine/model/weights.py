@@ -18,8 +18,7 @@ from torch import nn
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import Piece, pieces_of
 from mini_engine.model.parallel import Placement, TensorParallel
-from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
-from mini_engine.model.registry import find_spec
+from mini_engine.model.vision_language import VisionLanguageModel
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -42,7 +41,9 @@ class ParameterReport:
     replicated: dict[str, int] = field(default_factory=dict)
 
 
-def load_model(path: str | Path, tp: TensorParallel, dtype: torch.dtype | None, device: torch.device) -> Qwen2_5_VL:
+def load_model(
+    path: str | Path, tp: TensorParallel, dtype: torch.dtype | None, device: torch.device
+) -> VisionLanguageModel:
     """Build the model of a directory and fill it.
 
     Args:
@@ -58,7 +59,7 @@ def load_model(path: str | Path, tp: TensorParallel, dtype: torch.dtype | None, 
     """
     config = ModelConfig.from_dir(path)
     placement = Placement(tp, dtype or getattr(torch, config.dtype), device)
-    model = find_spec([config.architecture]).load_class()(config, placement)
+    model = VisionLanguageModel(config, placement)
     load_weights(model, path)
     return model.eval()
 
