@@ -1,16 +1,22 @@
-"""Which architectures can be served, and where each one's code is.
+"""Which architectures can be served, and what sets each apart.
 
-Imports no torch: a process that holds no tensors may ask whether a checkpoint is supported.
+Imports no torch: a process that holds no tensors may ask whether a checkpoint is supported. The spec of a family is all
+that the shared files know of it; its vision tower has a file of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
+    from mini_engine.model.vision import VisionTower
+
+VideoTime = Literal["steps", "seconds", "text"]
+"""What tells the decoder when a temporal grid of a video is: its place among the grids, one step of the time axis each;
+the seconds between them, as steps of the time axis; or text between them, each grid being placed like an image."""
 
 
 def canonical_name(name: str) -> str:
@@ -25,21 +31,28 @@ def canonical_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One supported architecture. `load_class` imports the model's module, and with it torch; `canonical_name` turns
-    the name of a weight in its checkpoints into the one that the model's layers know."""
+    """One supported architecture.
+
+    tower: module and class of its vision tower.
+    vision_activation: of the tower's MLPs, by its name in config.json.
+    read_vision: those fields of a `VisionConfig` that config.json has under other names, or no other family has.
+    canonical_name: turns the name of a weight in its checkpoints into the one that the layers know.
+    """
 
     architecture: str
-    load_class: Callable[[], type[Qwen2_5_VL]]
+    tower: str
+    vision_activation: str
+    read_vision: Callable[[Mapping[str, Any]], dict[str, Any]]
+    video_time: VideoTime
+    qkv_bias: bool
+    qk_norm: bool
+    mrope_interleaved: bool
     canonical_name: Callable[[str], str] = canonical_name
 
-
-def _qwen2_5_vl() -> type[Qwen2_5_VL]:
-    from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
-
-    return Qwen2_5_VL
-
-
-SPECS = {spec.architecture: spec for spec in (ModelSpec("Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl),)}
+    def load_tower(self) -> type[VisionTower]:
+        """The class of its vision tower; imports torch."""
+        module, name = self.tower.split(":")
+        return getattr(importlib.import_module(f"mini_engine.model.{module}"), name)
 
 
 def find_spec(architectures: Sequence[str] | None) -> ModelSpec:
@@ -49,3 +62,26 @@ def find_spec(architectures: Sequence[str] | None) -> ModelSpec:
             return SPECS[name]
     found = ", ".join(architectures) if architectures else "none given"
     raise ValueError(f"unsupported architecture: {found}; supported: {', '.join(SPECS)}")
+
+
+def _qwen2_5_vision(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "window_size": raw["window_size"],
+        "full_attention_layers": tuple(raw["fullatt_block_indexes"]),
+        "tokens_per_second": raw["tokens_per_second"],
+    }
+
+
+_FAMILIES = (
+    ModelSpec(
+        "Qwen2_5_VLForConditionalGeneration",
+        tower="qwen2_5_vl:Qwen2_5VisionTower",
+        vision_activation="silu",
+        read_vision=_qwen2_5_vision,
+        video_time="seconds",
+        qkv_bias=True,
+        qk_norm=False,
+        mrope_interleaved=False,
+    ),
+)
+SPECS = {spec.architecture: spec for spec in _FAMILIES}

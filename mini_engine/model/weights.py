@@ -17,8 +17,8 @@ from mini_engine.model.checkpoint import CheckpointError, Stored, find_tensors, 
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import Piece, pieces_of
 from mini_engine.model.parallel import Placement, TensorParallel
-from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
 from mini_engine.model.registry import find_spec
+from mini_engine.model.vision_language import VisionLanguageModel
 
 HEAD = "lm_head.weight"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -48,7 +48,7 @@ def load_model(
     dtype: torch.dtype | None,
     device: torch.device,
     load_format: LoadFormat = "auto",
-) -> Qwen2_5_VL:
+) -> VisionLanguageModel:
     """Build the model of a directory and fill it.
 
     Args:
@@ -65,12 +65,11 @@ def load_model(
         ValueError: unsupported architecture or setting, heads that do not divide.
     """
     config = ModelConfig.from_dir(path)
-    spec = find_spec([config.architecture])
-    model = spec.load_class()(config, Placement(tp, dtype or getattr(torch, config.dtype), device))
+    model = VisionLanguageModel(config, Placement(tp, dtype or getattr(torch, config.dtype), device))
     if load_format == "dummy":
         fill_randomly(model)
     else:
-        load_weights(model, path, spec.canonical_name)
+        load_weights(model, path, find_spec([config.architecture]).canonical_name)
     return model.eval()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.model.qwen2_5_vl import AttentionShape
+from mini_engine.model.vision_language import AttentionShape
 
 CPU_MEMORY = 1 << 30  # bytes for the blocks where no flag says how many
 

@@ -110,7 +110,7 @@ class SequenceState:
     def embeddings_within(self, start: int, stop: int, encoded: Mapping[bytes, Tensor]) -> Iterator[tuple[int, Tensor]]:
         """(first token, rows) for each piece of a media item among the tokens `start .. stop`.
 
-        `encoded`: embeddings `[num_tokens, hidden_size]` of whole items by media hash.
+        `encoded`: embeddings `[num_tokens, row_size]` of whole items by media hash.
 
         Raises:
             RuntimeError: an item is not there that one of these tokens needs.

@@ -23,7 +23,7 @@ from mini_engine.messages import Chunk, Init, NewSequence, SamplingParams, Step,
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
+from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
@@ -72,7 +72,7 @@ def serve(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner) -> Non
         core.send(encoder.encode(result))
 
 
-def load(model_dir: str, config: EngineConfig, tp: TensorParallel, device: torch.device) -> Qwen2_5_VL:
+def load(model_dir: str, config: EngineConfig, tp: TensorParallel, device: torch.device) -> VisionLanguageModel:
     """This rank's part of the model.
 
     Raises:
@@ -154,7 +154,7 @@ def receive_media(
     return media
 
 
-def allocate_cache(config: EngineConfig, model: Qwen2_5_VL) -> KVCache:
+def allocate_cache(config: EngineConfig, model: VisionLanguageModel) -> KVCache:
     """The rank's KV cache, of the model's device and dtype."""
     some = next(model.parameters())
     longest = config.max_model_len or model.config.text.max_position_embeddings

@@ -55,7 +55,7 @@ def test_the_flat_layout_of_the_hub():
     assert (config.text.head_dim, config.text.num_kv_heads, config.text.mrope_section) == (128, 4, (16, 24, 24))
     assert (config.text.rope_theta, config.dtype, config.eos_token_ids) == (1e6, "bfloat16", (151645,))
     assert (config.vision.patch_dim, config.vision.merged_window, config.vision.head_dim) == (1176, 4, 80)
-    assert config.vision.fullatt_block_indexes == (7, 15, 23, 31)
+    assert config.vision.full_attention_layers == (7, 15, 23, 31)
 
 
 def test_both_layouts_read_the_same(layouts):

@@ -8,21 +8,21 @@ import torch
 
 from mini_engine.model import reference
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
 from mini_engine.model.reference import Prompt, ReferenceAttention, reference_logits
 from mini_engine.model.rope import PromptPositions, mrope_positions
+from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 
 NAMES = ["text", "image", "video", "two videos", "video then images", "image then video"]
 CPU = torch.device("cpu")
 
 
-def load(path: Path, dtype: torch.dtype | None = None) -> Qwen2_5_VL:
+def load(path: Path, dtype: torch.dtype | None = None) -> VisionLanguageModel:
     return load_model(path, TensorParallel(), dtype, CPU)
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint) -> Qwen2_5_VL:
+def model(checkpoint) -> VisionLanguageModel:
     return load(checkpoint.path)
 
 

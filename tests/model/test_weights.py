@@ -13,8 +13,8 @@ from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.parallel import Placement, TensorParallel
-from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
 from mini_engine.model.registry import canonical_name
+from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model, load_weights, parameter_report
 from tests.model.made import whole_tensors, write_config
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 FILE = "model.safetensors"
 
 
-def load(path: Path) -> Qwen2_5_VL:
+def load(path: Path) -> VisionLanguageModel:
     return load_model(path, TensorParallel(), None, CPU)
 
 
@@ -111,7 +111,7 @@ def test_ranks_hold_every_weight_once_and_list_the_rest(name, size, request):
     stored = {canonical_name(key): value for key, value in load_file(path / FILE).items()}
     ranks, reads = [], []
     for rank in range(size):
-        model = Qwen2_5_VL(config, Placement(TensorParallel(rank, size), torch.float32, CPU))
+        model = VisionLanguageModel(config, Placement(TensorParallel(rank, size), torch.float32, CPU))
         reads.append(load_weights(model, path, canonical_name))
         ranks.append(model)
     reports = [parameter_report(model) for model in ranks]
@@ -131,7 +131,7 @@ def test_ranks_hold_every_weight_once_and_list_the_rest(name, size, request):
 def test_heads_that_do_not_divide_are_refused(checkpoint, untied):
     for size, message in ((3, "4 vision attention heads cannot be split over 3"), (8, "over 8")):
         with pytest.raises(ValueError, match=message):
-            Qwen2_5_VL(checkpoint.config, Placement(TensorParallel(0, size), torch.float32, CPU))
+            VisionLanguageModel(checkpoint.config, Placement(TensorParallel(0, size), torch.float32, CPU))
     with pytest.raises(
         ValueError, match="3 attention key-value heads can be neither split nor replicated evenly over 2"
     ):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mini_engine.config import EngineConfig
-from mini_engine.model.qwen2_5_vl import AttentionShape
+from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker.kv_cache import KVCache, count_blocks
 
 SHAPE = AttentionShape(layers=3, heads=4, kv_heads=2, head_dim=8)
