@@ -67,12 +67,16 @@ def load_model_config(model_dir: str, config: EngineConfig) -> ModelConfig:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the model in {model_dir} cannot be served: {error}") from None
     ranks, kv_heads = config.tensor_parallel_size, model.text.num_kv_heads
-    for heads, what in ((model.text.num_heads, "attention"), (model.vision.num_heads, "vision attention")):
-        if heads % ranks:
-            raise ConfigError(
-                f"--tensor-parallel-size: {heads} {what} heads cannot be shared evenly by {ranks} workers; "
-                f"choose a size that divides {heads}"
-            )
+    if model.text.num_heads % ranks:
+        raise ConfigError(
+            f"--tensor-parallel-size: {model.text.num_heads} attention heads cannot be shared evenly by {ranks} "
+            f"workers; choose a size that divides {model.text.num_heads}"
+        )
+    if model.vision.num_heads % ranks and config.mm_encoder_tp_mode == "weights":
+        raise ConfigError(
+            f"--tensor-parallel-size: {model.vision.num_heads} vision attention heads cannot be shared evenly by "
+            f"{ranks} workers; choose a size that divides {model.vision.num_heads}, or --mm-encoder-tp-mode data"
+        )
     if kv_heads % ranks and ranks % kv_heads:
         raise ConfigError(
             f"--tensor-parallel-size: {kv_heads} key-value heads can be neither split nor repeated evenly over {ranks} "

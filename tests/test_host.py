@@ -93,7 +93,13 @@ def test_damaged_weights_are_found_unless_they_are_not_read(tmp_path):
     [
         (4, 2, 4, 4, None),
         (4, 2, 4, 3, "4 attention heads cannot be shared evenly by 3"),
-        (6, 6, 4, 3, "4 vision attention heads cannot be shared evenly by 3"),
+        (
+            6,
+            6,
+            4,
+            3,
+            "4 vision attention heads cannot be shared evenly by 3 .* or --mm-encoder-tp-mode data",
+        ),
         (12, 3, 4, 2, "3 key-value heads can be neither split nor repeated evenly over 2 workers; choose a divisor"),
     ],
 )
@@ -102,9 +108,16 @@ def test_heads_must_divide(heads, kv_heads, vision_heads, ranks, message, tmp_pa
     raw["text_config"] |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 32}
     raw["vision_config"]["num_heads"] = vision_heads
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    config = dataclasses.replace(EngineConfig(), tensor_parallel_size=ranks)
+    config = EngineConfig(tensor_parallel_size=ranks)
     if message is None:
         load_model_config(str(tmp_path), config)
         return
     with pytest.raises(ConfigError, match=message):
         load_model_config(str(tmp_path), config)
+    whole_tower = dataclasses.replace(config, mm_encoder_tp_mode="data")
+    if "vision" in message:
+        assert "or --mm-encoder-tp-mode data" in message
+        load_model_config(str(tmp_path), whole_tower)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            load_model_config(str(tmp_path), whole_tower)

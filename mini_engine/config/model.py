@@ -12,6 +12,7 @@ BUNDLED_MODEL = str(Path(__file__).parent.parent / "demo" / "weights")
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
+EncoderMode = Literal["weights", "data"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 
@@ -51,6 +52,10 @@ class ModelOptions:
     tensor_parallel_size: int = option(
         1, "Worker processes that share each layer of the model.", "Parallelism", short="-tp", minimum=1
     )
+    mm_encoder_tp_mode: EncoderMode = option(
+        "weights", "What those workers do with the vision tower: `weights` shares out each of its layers too, `data` "
+        "keeps it whole on each of them and shares out the images and frames.", "Parallelism",
+    )  # fmt: skip
     data_parallel_size: int = option(
         1, "Engines, each with its own copy of the model.", "Parallelism", short="-dp", minimum=1
     )

@@ -22,7 +22,7 @@ class Piece:
     shape: tuple[int, ...]  # of the whole checkpoint tensor
     index: tuple[slice, ...]  # this rank's part of it, leading axes
     target: Tensor  # a view of the parameter, shaped like the part
-    copies: int  # how many ranks hold this same part; 1 is sharded, the group's size is replicated
+    copies: int  # how many ranks of the layer's group hold this same part; 1 is sharded, their number is replicated
 
 
 @dataclass(frozen=True)

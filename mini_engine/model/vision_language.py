@@ -15,6 +15,7 @@ from mini_engine.model.layers import VocabParallelEmbedding
 from mini_engine.model.parallel import Placement
 from mini_engine.model.registry import find_spec
 from mini_engine.model.rope import Grid
+from mini_engine.model.spread_tower import SpreadTower
 from mini_engine.model.text import Attend, Decoder, MediaRows
 
 
@@ -31,14 +32,15 @@ class AttentionShape:
 class VisionLanguageModel(nn.Module):
     """One rank's part of the model. Contents are unset until `weights.load_weights` fills them.
 
-    Raises ValueError if attention heads, of decoder or vision tower, do not divide by the group's size.
+    Raises ValueError if attention heads, of decoder or sharded vision tower, do not divide by the group's size.
     """
 
     def __init__(self, config: ModelConfig, at: Placement) -> None:
         super().__init__()
         text = config.text
         self.config = config
-        self.visual = find_spec([config.architecture]).load_tower()(config.vision, at)
+        tower = find_spec([config.architecture]).load_tower()
+        self.visual = SpreadTower(tower, config.vision, at) if at.spread_tower else tower(config.vision, at)
         self.embedding = VocabParallelEmbedding(
             "model.language_model.embed_tokens", text.vocab_size, text.hidden_size, at
         )

@@ -48,6 +48,7 @@ def load_model(
     dtype: torch.dtype | None,
     device: torch.device,
     load_format: LoadFormat = "auto",
+    spread_tower: bool = False,
 ) -> VisionLanguageModel:
     """Build the model of a directory and fill it.
 
@@ -58,6 +59,7 @@ def load_model(
         device: where they are made; each slice is read and copied there by itself, so that no rank ever holds a second
             copy of more than a few slices.
         load_format: "dummy" fills with random values instead, the same model whatever the number of ranks.
+        spread_tower: whether this rank holds the whole vision tower; see `Placement`.
 
     Raises:
         FileNotFoundError: config.json is not there.
@@ -65,7 +67,7 @@ def load_model(
         ValueError: unsupported architecture or setting, heads that do not divide.
     """
     config = ModelConfig.from_dir(path)
-    model = VisionLanguageModel(config, Placement(tp, dtype or getattr(torch, config.dtype), device))
+    model = VisionLanguageModel(config, Placement(tp, dtype or getattr(torch, config.dtype), device, spread_tower))
     if load_format == "dummy":
         fill_randomly(model)
     else:

@@ -79,7 +79,8 @@ def load(model_dir: str, config: EngineConfig, tp: TensorParallel, device: torch
         ConfigError: the weights cannot be used, or the device has no room for them.
     """
     try:
-        return load_model(model_dir, tp, choose_dtype(config), device, config.load_format)
+        spread = config.mm_encoder_tp_mode == "data"
+        return load_model(model_dir, tp, choose_dtype(config), device, config.load_format, spread)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
     except torch.OutOfMemoryError:

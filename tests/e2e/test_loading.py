@@ -38,8 +38,17 @@ def test_a_hub_name_from_the_cache_in_bfloat16_by_two_workers(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [("--dtype", "half"), ("--dtype", "half", "-tp", "2"), ("--dtype", "bfloat16")])
-def test_number_formats(flags):
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--dtype", "half"),
+        ("--dtype", "half", "-tp", "2"),
+        ("--dtype", "bfloat16"),
+        ("--mm-encoder-tp-mode", "data", "-tp", "2"),
+        ("--mm-encoder-tp-mode", "data", "-tp", "4", "--dtype", "bfloat16"),
+    ],
+)
+def test_number_formats_and_whole_towers(flags):
     with RunningServer(*flags) as server:
         assert answers_right(server)
 

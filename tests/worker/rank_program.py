@@ -44,7 +44,7 @@ def main() -> None:
     cache = KVCache.allocate(model.attention_shape, NUM_BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     media = tiny.MemoryMedia()
     runner = ModelRunner(model, cache, media, Normalisation.from_dir(checkpoint), tp)
-    results = {}
+    results: dict = {}
     for name, sampling in (("greedy", {}), ("sampled", {"temperature": 1.0, "seed": 5})):
         requests = tiny.mixed_requests(media, **sampling)
         *steps, last = script.write_steps(requests, COUNT, 64, BLOCK_SIZE, NUM_BLOCKS)
@@ -52,6 +52,11 @@ def main() -> None:
         runner._end_decode()
         results["kept"] = [state.tokens.array.tolist() for state in runner._sequences.values()]
         runner.execute(last)
+    whole = load_model(checkpoint, tp, None, torch.device("cpu"), spread_tower=True)
+    runner = ModelRunner(whole, cache, media, Normalisation.from_dir(checkpoint), tp)
+    steps = script.write_steps(tiny.mixed_requests(media), COUNT, 64, BLOCK_SIZE, NUM_BLOCKS)
+    results["whole tower"] = script.run(runner, steps)
+    runner = ModelRunner(model, cache, media, Normalisation.from_dir(checkpoint), tp)
     first, second = requests_that_share(media)
     results["shared"] = script.run(runner, script.share_prefix(first, second, 1, COUNT, BLOCK_SIZE))
     results["transformers"] = "transformers" in sys.modules
