@@ -68,6 +68,7 @@ class EngineLimits(msgspec.Struct, frozen=True):
     num_blocks: int
     block_size: int  # tokens
     max_prompt_media_tokens: int  # most tokens of all media items of one prompt: the encoder cache's budget
+    device: str = "cpu"  # where its workers run: "cpu" or "cuda"
 
 
 class Ready(Message, frozen=True):

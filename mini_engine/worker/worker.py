@@ -102,11 +102,13 @@ def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:
     """The rank's device, made current.
 
     Raises:
-        ConfigError: there are fewer CUDA devices than workers.
+        ConfigError: there is no CUDA, or fewer devices than workers.
     """
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     index = engine * config.tensor_parallel_size + rank
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device here; choose --device cpu or auto")
     if index >= torch.cuda.device_count():
         raise ConfigError(
             f"worker {engine}.{rank} needs CUDA device {index}, but there are {torch.cuda.device_count()}; "

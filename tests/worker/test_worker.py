@@ -106,6 +106,7 @@ def test_never_less_than_one_thread(monkeypatch):
 
 def test_more_workers_than_devices_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="worker 0.1 needs CUDA device 1, but there are 1"):
         worker.choose_device(EngineConfig(device="cuda", tensor_parallel_size=2), 0, 1)
 
