@@ -113,12 +113,16 @@ def without_effect(config: EngineConfig, origins: Mapping[str, str], cache: Medi
     `origins` is, by field, what gave the settings, such as `--port`.
     """
     on_cpu, override = device == "cpu", config.num_gpu_blocks_override is not None
+    alone = config.tensor_parallel_size == 1
     share, size = config.gpu_memory_utilization, config.kv_cache_memory_bytes
     cases: list[tuple[str, object, bool, str]] = [
         ("gpu_memory_utilization", share, on_cpu, "the workers run on the CPU"),
         ("gpu_memory_utilization", share, not on_cpu and size is not None, "--kv-cache-memory-bytes goes before it"),
         ("kv_cache_memory_bytes", size, override, "--num-gpu-blocks-override goes before it"),
         ("enforce_eager", config.enforce_eager, on_cpu, "CUDA graphs need CUDA"),
+        ("mm_encoder_tp_mode", config.mm_encoder_tp_mode, alone, "an engine has one worker"),
+        ("distributed_backend", config.distributed_backend, alone and (on_cpu or config.data_parallel_size == 1),
+         "an engine has one worker"),
         ("mm_processor_cache_type", config.mm_processor_cache_type, cache.kind == "off", "the cache is off"),
         ("mm_shm_cache_max_object_size_mb", config.mm_shm_cache_max_object_size_mb, cache.kind != "shm",
          "no cache in shared memory"),

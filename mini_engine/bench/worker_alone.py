@@ -15,11 +15,21 @@ import torch
 
 from mini_engine.config import EngineConfig
 from mini_engine.host import resolve_model
-from mini_engine.messages import Chunk, MessageId, NewRequest, NewSequence, Step, StoreHandle, TensorHandle
+from mini_engine.messages import (
+    Chunk,
+    MediaCachePlan,
+    MessageId,
+    NewRequest,
+    NewSequence,
+    Step,
+    StoreHandle,
+    TensorHandle,
+)
 from mini_engine.model.parallel import TensorParallel
+from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.worker import allocate_cache, choose_device, load
+from mini_engine.worker.worker import allocate_cache, choose_device, load, profile
 
 MODEL_PARTS = ("embed", "forward", "logits")  # together they are "the model's forward"
 
@@ -77,8 +87,13 @@ class WorkerAlone:
         self._in_model = Stopwatch()
         for name in MODEL_PARTS:
             setattr(model, name, self._timed(getattr(model, name)))
-        cache = allocate_cache(config, model)
-        self._runner = ModelRunner(model, cache, _NoMedia(), Normalisation.from_dir(model_dir), tp)
+        normalise = Normalisation.from_dir(model_dir)
+
+        def runner_on(cache: KVCache) -> ModelRunner:
+            return ModelRunner(model, cache, _NoMedia(), normalise, tp)
+
+        use = profile(config, model_dir, MediaCachePlan("off", 0, "nothing is sent"), model, runner_on)
+        self._runner = runner_on(allocate_cache(config, model, use))
         self._synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
     def decode(self, requests: Sequence[NewRequest], warm_up: int, steps: int) -> WorkerTime:

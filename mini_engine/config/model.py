@@ -10,6 +10,7 @@ from mini_engine.config.option import ConfigError, check_files, option
 
 BUNDLED_MODEL = str(Path(__file__).parent.parent / "demo" / "weights")
 
+Backend = Literal["auto", "gloo", "nccl"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 EncoderMode = Literal["weights", "data"]
@@ -67,6 +68,10 @@ class ModelOptions:
         "weights", "What those workers do with the vision tower: `weights` shares out each of its layers too, `data` "
         "keeps it whole on each of them and shares out the images and frames.", "Processes",
     )  # fmt: skip
+    distributed_backend: Backend = option(
+        "auto", "What carries tensors between those workers: `nccl`, `gloo`, or `auto`: NCCL on CUDA and Gloo on the "
+        "CPU. With `gloo` asked for, workers may share CUDA devices, which is slow and meant for tests.", "Processes",
+    )  # fmt: skip
     data_parallel_size: int = option(
         1, "Engines, each with its own copy of the model.", "Processes", short="-dp", minimum=1, maximum=64
     )
@@ -90,6 +95,8 @@ class ModelOptions:
     def validate(self) -> None:
         """Raises ConfigError for a path that is not there, or a name that nobody can ask for."""
         check_files({"--chat-template": self.chat_template})
+        if self.device == "cpu" and self.distributed_backend == "nccl":
+            raise ConfigError("--distributed-backend: nccl needs CUDA devices, not --device cpu; use gloo or auto")
         if not all(self.served_model_name):
             raise ConfigError("--served-model-name: a name must not be empty; leave the flag out for the default")
 

@@ -6,6 +6,10 @@ import dataclasses
 
 from mini_engine.config.option import option, parse_bytes
 
+# Tokens in a step where no flag says: so many that a step of a large model is neither wasted on its fixed cost nor much
+# longer than people want to wait for a token.
+DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulingOptions:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,15 +20,17 @@ import zmq
 
 from mini_engine.child import Child
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.messages import Chunk, Init, NewSequence, SamplingParams, Step, StepResult, WorkerReady
+from mini_engine.messages import Chunk, Init, MediaCachePlan, NewSequence, SamplingParams, Step, StepResult, WorkerReady
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.rope import Grid
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.cuda_memory import CudaMapped
+from mini_engine.worker.device_memory import MemoryUse, measure, media_bytes, worst_grids, worst_step
 from mini_engine.worker.kv_cache import KVCache, count_blocks
 from mini_engine.worker.media_inputs import MediaInputs, stay
 from mini_engine.worker.model_runner import ModelRunner
@@ -48,8 +51,13 @@ def run(child: Child) -> None:
     torch.set_num_threads(choose_threads(init.config))
     tp = join_group(init, engine, rank, device)
     model = load(init.model_dir, init.config, tp, device)
-    cache, normalise = allocate_cache(init.config, model), Normalisation.from_dir(init.model_dir)
-    runner = ModelRunner(model, cache, media, normalise, tp, pinned.to_device if pinned else None)
+    normalise, to_device = Normalisation.from_dir(init.model_dir), pinned.to_device if pinned else None
+
+    def runner_on(cache: KVCache) -> ModelRunner:
+        return ModelRunner(model, cache, media, normalise, tp, to_device)
+
+    use = profile(init.config, init.model_dir, init.media_cache, model, runner_on)
+    runner = runner_on(allocate_cache(init.config, model, use))
     warm_up(runner, model.config.vision)
     # What is loaded stays: the collector need not walk over it again and again.
     gc.collect()
@@ -106,29 +114,44 @@ def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:
     """
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    index = engine * config.tensor_parallel_size + rank
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device here; choose --device cpu or auto")
-    if index >= torch.cuda.device_count():
+    index, devices = engine * config.tensor_parallel_size + rank, torch.cuda.device_count()
+    if config.distributed_backend == "gloo":
+        index %= devices
+    if index >= devices:
         raise ConfigError(
-            f"worker {engine}.{rank} needs CUDA device {index}, but there are {torch.cuda.device_count()}; "
-            "lower --tensor-parallel-size or --data-parallel-size, or choose --device cpu"
+            f"worker {engine}.{rank} needs CUDA device {index}, but there are {devices}; lower --tensor-parallel-size "
+            "or --data-parallel-size, choose --device cpu, or let workers share devices: --distributed-backend gloo"
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 
 
+def choose_backend(config: EngineConfig, device: torch.device) -> str:
+    """What torch.distributed runs on: "nccl" or "gloo".
+
+    Raises:
+        ConfigError: NCCL was asked for on a CPU.
+    """
+    if config.distributed_backend == "auto":
+        return "nccl" if device.type == "cuda" else "gloo"
+    if config.distributed_backend == "nccl" and device.type == "cpu":
+        raise ConfigError("--distributed-backend: nccl needs CUDA devices, and there is none here; use gloo or auto")
+    return config.distributed_backend
+
+
 def join_group(init: Init, engine: int, rank: int, device: torch.device) -> TensorParallel:
     """Meet the engine's other ranks; waits for them. A collective that takes too long raises on every rank."""
-    size = init.config.tensor_parallel_size
+    size, backend = init.config.tensor_parallel_size, choose_backend(init.config, device)
     if size == 1:
         return TensorParallel()
     # Gloo would otherwise listen on whatever address the host's name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(Path(init.runtime_dir) / f"ranks-{engine}"), size)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        backend,
         store=store,
         rank=rank,
         world_size=size,
@@ -157,11 +180,49 @@ def receive_media(
     return media
 
 
-def allocate_cache(config: EngineConfig, model: VisionLanguageModel) -> KVCache:
-    """The rank's KV cache, of the model's device and dtype."""
+def profile(
+    config: EngineConfig, model_dir: str, media_cache: MediaCachePlan, model: VisionLanguageModel,
+    runner_on: Callable[[KVCache], ModelRunner],
+) -> MemoryUse | None:  # fmt: skip
+    """What of its CUDA device this rank cannot have for the KV cache; None where that does not set the cache's size.
+
+    A collective: it runs a step.
+    """
+    some, vision = next(model.parameters()), model.config.vision
+    given = config.kv_cache_memory_bytes is not None or config.num_gpu_blocks_override is not None
+    if given or some.device.type == "cpu":
+        return None
+    grids, step = worst_grids(config, vision, model_dir), worst_step(config, longest_sequence(config, model))
+    ranks = config.tensor_parallel_size * config.data_parallel_size
+    workers = -(-ranks // torch.cuda.device_count())  # more than one only where they share devices
+
+    def run() -> None:
+        cache = KVCache.allocate(model.attention_shape, 1, config.block_size, some.dtype, some.device)
+        run_worst(runner_on(cache), vision, grids, step)
+
+    use = measure(some.device, workers, media_bytes(config, model.config, some.dtype, media_cache), run)
+    logger.info("memory of %s beside the KV cache: %s", some.device, use)
+    return use
+
+
+def run_worst(runner: ModelRunner, vision: VisionConfig, grids: Sequence[Grid], step: Step) -> None:
+    """Encode raw patches of these grids, then run the step and forget its sequences."""
+    if grids:
+        runner.encode_patches([torch.zeros(t * h * w, vision.patch_dim, dtype=torch.uint8) for t, h, w in grids], grids)
+    runner.execute(step)
+    runner.execute(Step(0, finished=[new.request_id for new in step.started]))
+
+
+def longest_sequence(config: EngineConfig, model: VisionLanguageModel) -> int:
+    """Most tokens of a sequence, unless the KV cache holds less."""
+    return config.max_model_len or model.config.text.max_position_embeddings
+
+
+def allocate_cache(config: EngineConfig, model: VisionLanguageModel, use: MemoryUse | None) -> KVCache:
+    """The rank's KV cache, of the model's device and dtype; `use` as for `count_blocks`."""
     some = next(model.parameters())
-    longest = config.max_model_len or model.config.text.max_position_embeddings
-    num_blocks = count_blocks(config, model.attention_shape, some.dtype, longest, some.device)
+    longest = longest_sequence(config, model)
+    num_blocks = count_blocks(config, model.attention_shape, some.dtype, longest, some.device, use)
     logger.info(
         "model loaded: %s on %s with %d thread(s), %d KV blocks of %d tokens",
         str(some.dtype).removeprefix("torch."), some.device, torch.get_num_threads(), num_blocks, config.block_size,
