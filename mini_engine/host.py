@@ -24,6 +24,8 @@ from mini_engine.model.config import ModelConfig
 from mini_engine.model.registry import find_spec
 from mini_engine.transport.memory import create_sealed
 
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 DEFAULT_MEDIA_CACHE_BYTES = 4 << 30
 MAX_UNIX_PATH = 107  # sun_path without its terminating zero
 
@@ -52,8 +54,9 @@ def resolve_model(config: EngineConfig) -> str:
                 f"{config.model!r} is no directory, and not in the hub's cache, {hub.constants.HF_HUB_CACHE}; "
                 "unset HF_HUB_OFFLINE to download it, or set HF_HOME to where it is"
             ) from None
+        why = " ".join(str(error).split())
         raise ConfigError(
-            f"{config.model!r} is neither a directory nor a hub model that can be had here: {error}"
+            f"{config.model!r} is neither a directory nor a hub model that can be had here: {why}"
         ) from None
 
 
@@ -93,12 +96,18 @@ def load_model_config(model_dir: str, config: EngineConfig) -> ModelConfig:
     return model
 
 
-def check_weights(model_dir: str, model: ModelConfig, config: EngineConfig) -> None:
-    """Look for the weights, and at their files' headers; whether they fit the model is found when it is built.
+def check_model_files(model_dir: str, model: ModelConfig, config: EngineConfig) -> None:
+    """Look for all that the model's processes will read, and at the headers of the weights; whether those fit the model
+    is found when it is built.
 
     Raises:
         ConfigError: a file is missing or damaged.
     """
+    for what, names in (("tokenizer", TOKENIZER_FILES), ("processor", PROCESSOR_FILES)):
+        if not any((Path(model_dir) / name).is_file() for name in names):
+            raise ConfigError(
+                f"{model_dir} has no {what}: neither {' nor '.join(names)}; copy them from where the model is from"
+            )
     if config.load_format == "dummy":
         return
     try:

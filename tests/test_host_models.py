@@ -7,11 +7,11 @@ import json
 import shutil
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
-from mini_engine.host import check_weights, load_model_config, resolve_model
+from mini_engine.host import check_model_files, load_model_config, resolve_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -34,7 +34,7 @@ def put_in_cache(cache: Path, name: str, revision: str = "main") -> Path:
 
 def check(directory: Path | str, **settings: object) -> None:
     config = EngineConfig(**settings)
-    check_weights(str(directory), load_model_config(str(directory), config), config)
+    check_model_files(str(directory), load_model_config(str(directory), config), config)
 
 
 def test_a_hub_name_is_found_in_the_cache_without_a_network(offline):
@@ -86,6 +86,22 @@ def test_damaged_weights_are_found_unless_they_are_not_read(tmp_path):
     with pytest.raises(ConfigError, match="has no safetensors files"):
         check(tmp_path)
     check(tmp_path, load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("tokenizer.json", "has no tokenizer: neither tokenizer.json nor vocab.json; copy"),
+        ("preprocessor_config.json", "has no processor: neither preprocessor_config.json nor processor_config.json; c"),
+    ],
+)
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_the_other_files_are_needed_too(missing, said, load_format, tmp_path):
+    shutil.copytree(BUNDLED_MODEL, tmp_path, dirs_exist_ok=True)
+    check(tmp_path, load_format=load_format)
+    (tmp_path / missing).unlink()
+    with pytest.raises(ConfigError, match=said):
+        check(tmp_path, load_format=load_format)
 
 
 @pytest.mark.parametrize(
