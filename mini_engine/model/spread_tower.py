@@ -72,8 +72,9 @@ class SpreadTower(nn.Module):
             else patches.new_empty(0, self.config.row_size)  # it takes part in the collective all the same
         )
         counts = [share.num_patches // self.config.merge_unit for share in shares]
+        short = max(counts) - len(rows)
         # The collective wants equal shapes.
-        gathered = self.tp.all_gather(F.pad(rows, (0, 0, 0, max(counts) - len(rows))))
+        gathered = self.tp.all_gather(F.pad(rows, (0, 0, 0, short)) if short else rows)
         if len(set(counts)) == 1:
             return gathered.flatten(0, 1)
         return torch.cat([gathered[rank, :count] for rank, count in enumerate(counts)])

@@ -76,6 +76,15 @@ def test_weights_that_do_not_fit_are_named_in_one_line(model):
     assert not [line for line in said.splitlines() if "died" in line]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_nccl_without_a_device_is_refused_in_one_line():
+    said = refused("--distributed-backend", "nccl", "-tp", "2")
+    (line,) = [line for line in said.splitlines() if "ERROR" in line]
+    assert "start failed: --distributed-backend: nccl needs CUDA devices, and there is none here" in line
+    assert "Traceback" not in said
+
+
 def test_a_damaged_file_is_found_before_anything_starts(model):
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])

@@ -73,7 +73,7 @@ def test_an_untied_head_must_be_there(untied, tmp_path):
 
 def test_no_weights_at_all(copy):
     (copy / FILE).unlink()
-    with pytest.raises(CheckpointError, match="has no safetensors files; download them, or measure without"):
+    with pytest.raises(CheckpointError, match="has no safetensors files, and no others are read; download them"):
         load(copy)
 
 
