@@ -26,10 +26,10 @@ from mini_engine.messages import (
     TensorHandle,
 )
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.worker import allocate_cache, choose_device, load, profile
+from mini_engine.worker.profiling import profile
+from mini_engine.worker.worker import allocate_cache, choose_device, choose_num_blocks, load
 
 MODEL_PARTS = ("embed", "forward", "logits")  # together they are "the model's forward"
 
@@ -89,11 +89,11 @@ class WorkerAlone:
             setattr(model, name, self._timed(getattr(model, name)))
         normalise = Normalisation.from_dir(model_dir)
 
-        def runner_on(cache: KVCache) -> ModelRunner:
-            return ModelRunner(model, cache, _NoMedia(), normalise, tp)
+        def runner_with(num_blocks: int) -> ModelRunner:
+            return ModelRunner(model, allocate_cache(config, model, num_blocks), _NoMedia(), normalise, tp)
 
-        use = profile(config, model_dir, MediaCachePlan("off", 0, "nothing is sent"), model, runner_on)
-        self._runner = runner_on(allocate_cache(config, model, use))
+        use = profile(config, model_dir, MediaCachePlan("off", 0, "nothing is sent"), model.config, runner_with)
+        self._runner = runner_with(choose_num_blocks(config, model, use))
         self._synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
     def decode(self, requests: Sequence[NewRequest], warm_up: int, steps: int) -> WorkerTime:

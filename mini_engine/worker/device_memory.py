@@ -1,27 +1,23 @@
-"""What of a CUDA device's memory is left for the KV cache: all but what a step of the worst kind takes at its peak.
+"""What of a CUDA device's memory is left for the KV cache, and which step is the worst for it.
 
-The step is run once at start, so that the first large video does not run out of memory. The arithmetic and the choice
-of the step know nothing of devices.
+`profiling.py` runs that step; this file knows nothing of devices.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mini_engine.config import DEFAULT_STEP_TOKENS, ConfigError, EngineConfig
+from mini_engine.config import DEFAULT_STEP_TOKENS, EngineConfig
 from mini_engine.messages import Chunk, MediaCachePlan, NewSequence, SamplingParams, Step
 from mini_engine.model.config import ModelConfig, VisionConfig
 from mini_engine.model.rope import Grid
 
-# What CUDA and its libraries keep for each process. Where several share a device nobody can tell theirs apart.
-CONTEXT_BYTES = 1 << 30
 # Every way of choosing a token that needs memory of the vocabulary's size.
 HUNGRY_SAMPLING = SamplingParams(
     max_tokens=1, seed=0, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, logprobs=20
@@ -95,29 +91,9 @@ def worst_step(config: EngineConfig, longest: int) -> Step:
     return Step(0, started=started, chunks=chunks)
 
 
-def measure(device: torch.device, workers: int, media: int, run: Callable[[], None]) -> MemoryUse:
-    """The memory of a CUDA device on which the weights lie already, `run` being a step of the worst kind.
-
-    Raises:
-        ConfigError: there is no room for the step.
-    """
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    weights = torch.cuda.memory_reserved(device)
-    try:
-        run()
-        torch.cuda.synchronize(device)
-    except torch.OutOfMemoryError:
-        raise ConfigError(
-            f"{device} has no room for the largest step beside the weights, {weights / 2**30:.1f} GiB; lower "
-            "--max-num-batched-tokens, --max-num-encoder-input-tokens or --max-model-len, or raise "
-            "--tensor-parallel-size"
-        ) from None
-    step = torch.cuda.max_memory_reserved(device) - weights
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    outside = total - free - torch.cuda.memory_reserved(device) if workers == 1 else CONTEXT_BYTES
-    return MemoryUse(total, workers, outside, weights, step, media)
+def longest_sequence(config: EngineConfig, model: ModelConfig) -> int:
+    """Most tokens of a sequence, unless the KV cache holds less."""
+    return config.max_model_len or model.text.max_position_embeddings
 
 
 def _step_tokens(config: EngineConfig) -> int:

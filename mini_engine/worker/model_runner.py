@@ -97,6 +97,16 @@ class ModelRunner:
         self._decode: DecodeBatch | None = None  # the last step's, if it was one
 
     @property
+    def device(self) -> torch.device:
+        """Where the computation runs."""
+        return self._device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of the computation."""
+        return self._dtype
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of the KV cache."""
         return self._cache.num_blocks

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,22 +19,22 @@ import zmq
 
 from mini_engine.child import Child
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.messages import Chunk, Init, MediaCachePlan, NewSequence, SamplingParams, Step, StepResult, WorkerReady
+from mini_engine.messages import Chunk, Init, NewSequence, SamplingParams, Step, StepResult, WorkerReady
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.rope import Grid
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.cuda_memory import CudaMapped
-from mini_engine.worker.device_memory import MemoryUse, measure, media_bytes, worst_grids, worst_step
+from mini_engine.worker.device_memory import MemoryUse, longest_sequence
 from mini_engine.worker.kv_cache import KVCache, count_blocks
 from mini_engine.worker.media_inputs import MediaInputs, stay
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.pinning import PinnedMemory
+from mini_engine.worker.profiling import profile
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +52,12 @@ def run(child: Child) -> None:
     model = load(init.model_dir, init.config, tp, device)
     normalise, to_device = Normalisation.from_dir(init.model_dir), pinned.to_device if pinned else None
 
-    def runner_on(cache: KVCache) -> ModelRunner:
+    def runner_with(num_blocks: int) -> ModelRunner:
+        cache = allocate_cache(init.config, model, num_blocks)
         return ModelRunner(model, cache, media, normalise, tp, to_device)
 
-    use = profile(init.config, init.model_dir, init.media_cache, model, runner_on)
-    runner = runner_on(allocate_cache(init.config, model, use))
+    use = profile(init.config, init.model_dir, init.media_cache, model.config, runner_with)
+    runner = runner_with(choose_num_blocks(init.config, model, use))
     warm_up(runner, model.config.vision)
     # What is loaded stays: the collector need not walk over it again and again.
     gc.collect()
@@ -129,7 +129,7 @@ def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:
     return device
 
 
-def choose_backend(config: EngineConfig, device: torch.device) -> str:
+def choose_collectives(config: EngineConfig, device: torch.device) -> str:
     """What torch.distributed runs on: "nccl" or "gloo".
 
     Raises:
@@ -144,7 +144,7 @@ def choose_backend(config: EngineConfig, device: torch.device) -> str:
 
 def join_group(init: Init, engine: int, rank: int, device: torch.device) -> TensorParallel:
     """Meet the engine's other ranks; waits for them. A collective that takes too long raises on every rank."""
-    size, backend = init.config.tensor_parallel_size, choose_backend(init.config, device)
+    size, backend = init.config.tensor_parallel_size, choose_collectives(init.config, device)
     if size == 1:
         return TensorParallel()
     # Gloo would otherwise listen on whatever address the host's name resolves to.
@@ -180,53 +180,20 @@ def receive_media(
     return media
 
 
-def profile(
-    config: EngineConfig, model_dir: str, media_cache: MediaCachePlan, model: VisionLanguageModel,
-    runner_on: Callable[[KVCache], ModelRunner],
-) -> MemoryUse | None:  # fmt: skip
-    """What of its CUDA device this rank cannot have for the KV cache; None where that does not set the cache's size.
-
-    A collective: it runs a step.
-    """
-    some, vision = next(model.parameters()), model.config.vision
-    given = config.kv_cache_memory_bytes is not None or config.num_gpu_blocks_override is not None
-    if given or some.device.type == "cpu":
-        return None
-    grids, step = worst_grids(config, vision, model_dir), worst_step(config, longest_sequence(config, model))
-    ranks = config.tensor_parallel_size * config.data_parallel_size
-    workers = -(-ranks // torch.cuda.device_count())  # more than one only where they share devices
-
-    def run() -> None:
-        cache = KVCache.allocate(model.attention_shape, 1, config.block_size, some.dtype, some.device)
-        run_worst(runner_on(cache), vision, grids, step)
-
-    use = measure(some.device, workers, media_bytes(config, model.config, some.dtype, media_cache), run)
-    logger.info("memory of %s beside the KV cache: %s", some.device, use)
-    return use
-
-
-def run_worst(runner: ModelRunner, vision: VisionConfig, grids: Sequence[Grid], step: Step) -> None:
-    """Encode raw patches of these grids, then run the step and forget its sequences."""
-    if grids:
-        runner.encode_patches([torch.zeros(t * h * w, vision.patch_dim, dtype=torch.uint8) for t, h, w in grids], grids)
-    runner.execute(step)
-    runner.execute(Step(0, finished=[new.request_id for new in step.started]))
-
-
-def longest_sequence(config: EngineConfig, model: VisionLanguageModel) -> int:
-    """Most tokens of a sequence, unless the KV cache holds less."""
-    return config.max_model_len or model.config.text.max_position_embeddings
-
-
-def allocate_cache(config: EngineConfig, model: VisionLanguageModel, use: MemoryUse | None) -> KVCache:
-    """The rank's KV cache, of the model's device and dtype; `use` as for `count_blocks`."""
-    some = next(model.parameters())
-    longest = longest_sequence(config, model)
+def choose_num_blocks(config: EngineConfig, model: VisionLanguageModel, use: MemoryUse | None) -> int:
+    """Blocks of the rank's KV cache; `use` as for `count_blocks`."""
+    some, longest = next(model.parameters()), longest_sequence(config, model.config)
     num_blocks = count_blocks(config, model.attention_shape, some.dtype, longest, some.device, use)
     logger.info(
         "model loaded: %s on %s with %d thread(s), %d KV blocks of %d tokens",
         str(some.dtype).removeprefix("torch."), some.device, torch.get_num_threads(), num_blocks, config.block_size,
     )  # fmt: skip
+    return num_blocks
+
+
+def allocate_cache(config: EngineConfig, model: VisionLanguageModel, num_blocks: int) -> KVCache:
+    """A KV cache of the model's device and dtype."""
+    some = next(model.parameters())
     return KVCache.allocate(model.attention_shape, num_blocks, config.block_size, some.dtype, some.device)
 
 

@@ -130,9 +130,9 @@ def test_backends():
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     names = {("auto", cpu): "gloo", ("auto", cuda): "nccl", ("gloo", cuda): "gloo", ("nccl", cuda): "nccl"}
     for (asked, device), name in names.items():
-        assert worker.choose_backend(EngineConfig(distributed_backend=asked), device) == name
+        assert worker.choose_collectives(EngineConfig(distributed_backend=asked), device) == name
     with pytest.raises(ConfigError, match="nccl needs CUDA devices, and there is none here; use gloo or auto"):
-        worker.choose_backend(EngineConfig(distributed_backend="nccl"), cpu)
+        worker.choose_collectives(EngineConfig(distributed_backend="nccl"), cpu)
 
 
 def test_dtype():
