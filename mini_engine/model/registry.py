@@ -52,6 +52,16 @@ def find_spec(architectures: Sequence[str] | None) -> ModelSpec:
     raise ValueError(f"unsupported architecture: {found}; supported: {', '.join(SPECS)}")
 
 
+def _qwen2_vision(raw: Mapping[str, Any]) -> dict[str, Any]:
+    # What other families call hidden_size has another name here, and hidden_size is the decoder's.
+    size = raw["embed_dim"]
+    return {
+        "hidden_size": size,
+        "intermediate_size": int(size * raw["mlp_ratio"]),
+        "out_hidden_size": raw["hidden_size"],
+    }
+
+
 def _qwen2_5_vision(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "window_size": raw["window_size"],
@@ -61,6 +71,16 @@ def _qwen2_5_vision(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _FAMILIES = (
+    ModelSpec(
+        "Qwen2VLForConditionalGeneration",
+        tower="qwen2_vl:Qwen2VisionTower",
+        vision_activation="quick_gelu",
+        read_vision=_qwen2_vision,
+        video_time="steps",
+        qkv_bias=True,
+        qk_norm=False,
+        mrope_interleaved=False,
+    ),
     ModelSpec(
         "Qwen2_5_VLForConditionalGeneration",
         tower="qwen2_5_vl:Qwen2_5VisionTower",

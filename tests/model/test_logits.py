@@ -17,6 +17,11 @@ NAMES = ["text", "image", "video", "two videos", "video then images", "image the
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(scope="session")
+def family(every_family) -> str:
+    return every_family
+
+
 def load(path: Path, dtype: torch.dtype | None = None) -> VisionLanguageModel:
     return load_model(path, TensorParallel(), dtype, CPU)
 

@@ -12,6 +12,11 @@ IMAGE, VIDEO, START, END = 190, 191, 192, 193
 SECONDS = (1.0, 2.0, 3.0) if CUTS_SECONDS else (1.0, 2.0, 0.25, 0.4, 0.9, 1 / 3, 1.7, 2 / 29.97)
 
 
+@pytest.fixture(scope="session")
+def family(every_family) -> str:
+    return every_family
+
+
 def random_prompt(rng: random.Random) -> tuple[list[int], list[tuple], list[tuple], list[float]]:
     ids: list[int] = []
     grids: dict[int, list[tuple]] = {IMAGE: [], VIDEO: []}
@@ -48,10 +53,10 @@ def test_positions_equal_transformers(checkpoint):
         assert longer.positions[:, -1].tolist() == [ours.next_position] * 3
 
 
-def test_fractions_of_seconds_by_hand(checkpoint):
+def test_fractions_of_seconds_by_hand(checkpoints):
     """Two tokens a second, 0.75 s a patch: frames at 0, 1.5, 3 and 4.5, cut. Text goes on two after the start."""
     ids = [5, *[VIDEO] * 8, 6]
-    positions, following = mrope_positions(ids, [], [(4, 2, 4)], [0.75], checkpoint.config)
+    positions, following = mrope_positions(ids, [], [(4, 2, 4)], [0.75], checkpoints["qwen2_5_vl"].config)
     assert positions.tolist() == [
         [0, 1, 1, 2, 2, 4, 4, 5, 5, 3],
         [0, 1, 1, 1, 1, 1, 1, 1, 1, 3],

@@ -11,6 +11,11 @@ CPU = torch.device("cpu")
 GRIDS = ((1, 6, 10), (3, 14, 4), (1, 4, 4), (2, 2, 2))
 
 
+@pytest.fixture(scope="session")
+def family(every_family) -> str:
+    return every_family
+
+
 def segments_of(order: torch.Tensor, groups) -> set[frozenset[int]]:
     lengths = [length for count, length in groups for _ in range(count)]
     return {frozenset(part.tolist()) for part in order.split(lengths)}

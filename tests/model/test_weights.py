@@ -12,6 +12,7 @@ from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import canonical_name, load_model, load_weights, parameter_report
+from tests.model.families import FAMILIES
 
 CPU = torch.device("cpu")
 FILE = "model.safetensors"
@@ -98,10 +99,10 @@ def test_names_of_both_layouts():
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", ["checkpoint", "untied"])
-def test_ranks_hold_every_weight_once_and_list_the_rest(name, size, request):
+@pytest.mark.parametrize("name", [family + which for family in FAMILIES for which in ("", " untied")])
+def test_ranks_hold_every_weight_once_and_list_the_rest(name, size, checkpoints):
     """No process group: the parts of all ranks, put back together, are the checkpoint; each rank read only its own."""
-    path = request.getfixturevalue(name).path
+    path = checkpoints[name].path
     config = ModelConfig.from_dir(path)
     stored = {canonical_name(key): value for key, value in load_file(path / FILE).items()}
     ranks, reads = [], []

@@ -1,0 +1,64 @@
+"""Random tiny models of every family, by transformers. All take the same patches; the numbers are chosen to differ."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+IMAGE, VIDEO, START, END = 190, 191, 192, 193
+PATCH_DIM = 3 * 2 * 4 * 4
+FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+
+
+def make_config(family: str, vocab_size: int, kv_heads: int, tied: bool) -> Any:
+    """The family's own configuration class; four heads in decoder and vision tower."""
+    # Here: the ranks that share this file's numbers need no transformers, which takes seconds to import.
+    from transformers import Qwen2_5_VLConfig, Qwen2VLConfig
+
+    text = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    vision = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4}
+    common = {
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "vision_start_token_id": START,
+        "vision_end_token_id": END,
+        "tie_word_embeddings": tied,
+    }
+    if family == "qwen2_vl":
+        vision = {"depth": 3, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "num_heads": 4, "patch_size": 4}
+        return Qwen2VLConfig(text_config=text, vision_config=vision, **common)
+    vision |= {"out_hidden_size": 64, "tokens_per_second": 2}
+    vision |= {"window_size": 16, "fullatt_block_indexes": [1]}  # two merged patches a side
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **common)
+
+
+def placeholders(family: str, token_id: int, grid: tuple[int, int, int]) -> list[int]:
+    """The tokens that stand for an item: what its placeholders are, and what is written between them."""
+    t, h, w = grid
+    return [START, *[token_id] * (t * h * w // 4), END]
+
+
+def build(family: str, vocab_size: int = 200, kv_heads: int = 2, tied: bool = True, deviation: float = 0.1) -> Any:
+    """A model with random weights."""
+    from transformers import AutoModelForImageTextToText
+
+    torch.manual_seed(vocab_size)
+    model: nn.Module = AutoModelForImageTextToText.from_config(make_config(family, vocab_size, kv_heads, tied)).eval()
+    with torch.no_grad():
+        # transformers starts biases at 0 and norms at 1, which would hide a bias added twice.
+        for name, weight in model.named_parameters():
+            is_scale = name.endswith("weight") and ("norm" in name or "ln_q" in name)
+            weight.normal_(1.0 if is_scale else 0.0, deviation)
+    return model
