@@ -7,6 +7,7 @@ that the shared files know of it; its vision tower has a file of its own.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -70,6 +71,13 @@ def _qwen2_5_vision(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _qwen3_vision(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "position_side": math.isqrt(raw["num_position_embeddings"]),
+        "deepstack_layers": tuple(raw["deepstack_visual_indexes"]),
+    }
+
+
 _FAMILIES = (
     ModelSpec(
         "Qwen2VLForConditionalGeneration",
@@ -90,6 +98,16 @@ _FAMILIES = (
         qkv_bias=True,
         qk_norm=False,
         mrope_interleaved=False,
+    ),
+    ModelSpec(
+        "Qwen3VLForConditionalGeneration",
+        tower="qwen3_vl:Qwen3VisionTower",
+        vision_activation="gelu_pytorch_tanh",
+        read_vision=_qwen3_vision,
+        video_time="text",
+        qkv_bias=False,
+        qk_norm=True,
+        mrope_interleaved=True,
     ),
 )
 SPECS = {spec.architecture: spec for spec in _FAMILIES}

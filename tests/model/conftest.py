@@ -35,15 +35,16 @@ class Checkpoint:
         return ModelConfig.from_dir(self.path)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A module with EVERY_FAMILY runs its tests for each."""
+    if "family" in metafunc.fixturenames and getattr(metafunc.module, "EVERY_FAMILY", False):
+        metafunc.parametrize("family", FAMILIES, indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session")
-def family() -> str:
-    """Whose checkpoints a test gets. A module whose tests are for every family has a fixture like `every_family`."""
-    return "qwen2_5_vl"
-
-
-@pytest.fixture(scope="session", params=FAMILIES)
-def every_family(request: pytest.FixtureRequest) -> str:
-    return request.param
+def family(request: pytest.FixtureRequest) -> str:
+    """Whose checkpoints and prompts a test gets."""
+    return getattr(request, "param", "qwen2_5_vl")
 
 
 @pytest.fixture(scope="session")

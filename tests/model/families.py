@@ -7,13 +7,13 @@ from torch import nn
 
 IMAGE, VIDEO, START, END = 190, 191, 192, 193
 PATCH_DIM = 3 * 2 * 4 * 4
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def make_config(family: str, vocab_size: int, kv_heads: int, tied: bool) -> Any:
     """The family's own configuration class; four heads in decoder and vision tower."""
     # Here: the ranks that share this file's numbers need no transformers, which takes seconds to import.
-    from transformers import Qwen2_5_VLConfig, Qwen2VLConfig
+    from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
 
     text = {
         "vocab_size": vocab_size,
@@ -39,7 +39,14 @@ def make_config(family: str, vocab_size: int, kv_heads: int, tied: bool) -> Any:
     if family == "qwen2_vl":
         vision = {"depth": 3, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "num_heads": 4, "patch_size": 4}
         return Qwen2VLConfig(text_config=text, vision_config=vision, **common)
-    vision |= {"out_hidden_size": 64, "tokens_per_second": 2}
+    vision["out_hidden_size"] = 64
+    if family == "qwen3_vl":
+        text |= {"head_dim": 32, "num_hidden_layers": 3}
+        text["rope_parameters"] = {"rope_type": "default", "mrope_section": [6, 5, 5], "rope_theta": 1e4}
+        # Two of the three layers of the decoder get what is deeper; the table of positions is stretched and shrunk.
+        vision |= {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2]}
+        return Qwen3VLConfig(text_config=text, vision_config=vision, **common)
+    vision["tokens_per_second"] = 2
     vision |= {"window_size": 16, "fullatt_block_indexes": [1]}  # two merged patches a side
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **common)
 
@@ -47,6 +54,10 @@ def make_config(family: str, vocab_size: int, kv_heads: int, tied: bool) -> Any:
 def placeholders(family: str, token_id: int, grid: tuple[int, int, int]) -> list[int]:
     """The tokens that stand for an item: what its placeholders are, and what is written between them."""
     t, h, w = grid
+    if family == "qwen3_vl" and token_id == VIDEO:
+        # A time, as text, before each temporal grid; its length varies.
+        frame = [START, *[VIDEO] * (h * w // 4), END]
+        return [token for time in range(t) for token in (*range(60, 62 + time % 3), *frame)]
     return [START, *[token_id] * (t * h * w // 4), END]
 
 

@@ -6,18 +6,14 @@ import pytest
 import torch
 
 from mini_engine.model.rope import inverse_frequencies, mrope_positions, rotate, rotation
+from tests.model.families import IMAGE, VIDEO, placeholders
 from tests.oracle import CUTS_SECONDS
 
-IMAGE, VIDEO, START, END = 190, 191, 192, 193
+EVERY_FAMILY = True
 SECONDS = (1.0, 2.0, 3.0) if CUTS_SECONDS else (1.0, 2.0, 0.25, 0.4, 0.9, 1 / 3, 1.7, 2 / 29.97)
 
 
-@pytest.fixture(scope="session")
-def family(every_family) -> str:
-    return every_family
-
-
-def random_prompt(rng: random.Random) -> tuple[list[int], list[tuple], list[tuple], list[float]]:
+def random_prompt(family: str, rng: random.Random) -> tuple[list[int], list[tuple], list[tuple], list[float]]:
     ids: list[int] = []
     grids: dict[int, list[tuple]] = {IMAGE: [], VIDEO: []}
     seconds: list[float] = []
@@ -29,15 +25,15 @@ def random_prompt(rng: random.Random) -> tuple[list[int], list[tuple], list[tupl
         grids[token_id].append(grid)
         if token_id == VIDEO:
             seconds.append(rng.choice(SECONDS))
-        ids += [START, *[token_id] * (grid[0] * grid[1] * grid[2] // 4), END]
+        ids += placeholders(family, token_id, grid)
     ids += [rng.randrange(180) for _ in range(rng.randint(1, 6))]
     return ids, grids[IMAGE], grids[VIDEO], seconds
 
 
-def test_positions_equal_transformers(checkpoint):
+def test_positions_equal_transformers(checkpoint, family):
     rng = random.Random(0)
     for _ in range(200):
-        ids, images, videos, seconds = random_prompt(rng)
+        ids, images, videos, seconds = random_prompt(family, rng)
         tokens = torch.tensor([ids])
         theirs, _ = checkpoint.oracle.model.get_rope_index(
             tokens,
