@@ -303,7 +303,8 @@ def _own_sampling(video_processor: Any) -> VideoSampling:
     if num_frames is not None:
         return VideoSampling(num_frames=num_frames)
     if fps is not None:
-        return VideoSampling(fps=fps, max_frames=getattr(video_processor, "max_frames", None))
+        bounds = {name: getattr(video_processor, name, None) for name in ("max_frames", "min_frames")}
+        return VideoSampling(fps=fps, **bounds)
     return _DEFAULT_SAMPLING
 
 
