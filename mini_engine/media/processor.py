@@ -190,8 +190,8 @@ class MediaProcessor:
         seconds = self.temporal_patch_size / out["video_metadata"][0].sampled_fps
         if not self._has_second_per_grid:
             seconds = None
-        item = self._item("video", out["pixel_values_videos"], out["video_grid_thw"], seconds)
-        return replace(item, missing=video.missing, placeholder=self._placeholder(out))
+        processed = self._item("video", out["pixel_values_videos"], out["video_grid_thw"], seconds)
+        return replace(processed, missing=video.missing, placeholder=self._placeholder(out))
 
     def _item(
         self,
