@@ -58,12 +58,12 @@ def test_what_cannot_be_computed_ends_alone(case):
 
 
 def test_what_can_be_computed_has_no_problem():
-    limits = engine_limits(World().core.config, MODEL, 64)
+    limits = engine_limits(World().core.config, MODEL, 64, "cpu")
     assert problem_with(request([GOOD]), MODEL, limits) is None
 
 
 def test_a_video_in_runs_has_one_for_each_temporal_grid():
-    limits = engine_limits(World().core.config, TIMED, 64)
+    limits = engine_limits(World().core.config, TIMED, 64, "cpu")
     tokens = [20, VIDEO, VIDEO, 21, 22, VIDEO, VIDEO, 23]
     good = item(MESSAGE, 1, 4, grids=2, gap=2)
     assert problem_with(request([good], tokens), TIMED, limits) is None
