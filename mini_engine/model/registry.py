@@ -58,7 +58,7 @@ def _qwen2_vision(raw: Mapping[str, Any]) -> dict[str, Any]:
     size = raw["embed_dim"]
     return {
         "hidden_size": size,
-        "intermediate_size": int(size * raw["mlp_ratio"]),
+        "intermediate_size": int(size * raw.get("mlp_ratio", 4)),
         "out_hidden_size": raw["hidden_size"],
     }
 
