@@ -54,6 +54,7 @@ class VisionConfig:
     window_size: side of an attention window in pixels, as `patch_size`; None: all layers attend within whole frames.
     full_attention_layers: those that do where there are windows.
     tokens_per_second: steps of the decoder's time axis; None where it does not count seconds.
+    position_side: side of the square table of learned positions; 0: there is none.
     deepstack_layers: those whose output a row holds as well; see `text.MediaRows`.
     """
 
@@ -70,6 +71,7 @@ class VisionConfig:
     window_size: int | None = None
     full_attention_layers: tuple[int, ...] = ()
     tokens_per_second: float | None = None
+    position_side: int = 0
     deepstack_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

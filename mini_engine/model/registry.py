@@ -7,6 +7,7 @@ that the shared files know of it; its vision tower has a file of its own.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -64,6 +65,16 @@ def find_spec(architectures: Sequence[str] | None) -> ModelSpec:
     raise ValueError(f"unsupported architecture: {found}; supported: {', '.join(SPECS)}")
 
 
+def _qwen2_vision(raw: Mapping[str, Any]) -> dict[str, Any]:
+    # What other families call hidden_size has another name here, and hidden_size is the decoder's.
+    size = raw["embed_dim"]
+    return {
+        "hidden_size": size,
+        "intermediate_size": int(size * raw.get("mlp_ratio", 4)),
+        "out_hidden_size": raw["hidden_size"],
+    }
+
+
 def _qwen2_5_vision(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "window_size": raw["window_size"],
@@ -72,7 +83,24 @@ def _qwen2_5_vision(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _qwen3_vision(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "position_side": math.isqrt(raw["num_position_embeddings"]),
+        "deepstack_layers": tuple(raw["deepstack_visual_indexes"]),
+    }
+
+
 _FAMILIES = (
+    ModelSpec(
+        "Qwen2VLForConditionalGeneration",
+        tower="qwen2_vl:Qwen2VisionTower",
+        vision_activation="quick_gelu",
+        read_vision=_qwen2_vision,
+        video_time="steps",
+        qkv_bias=True,
+        qk_norm=False,
+        mrope_interleaved=False,
+    ),
     ModelSpec(
         "Qwen2_5_VLForConditionalGeneration",
         tower="qwen2_5_vl:Qwen2_5VisionTower",
@@ -82,6 +110,16 @@ _FAMILIES = (
         qkv_bias=True,
         qk_norm=False,
         mrope_interleaved=False,
+    ),
+    ModelSpec(
+        "Qwen3VLForConditionalGeneration",
+        tower="qwen3_vl:Qwen3VisionTower",
+        vision_activation="gelu_pytorch_tanh",
+        read_vision=_qwen3_vision,
+        video_time="text",
+        qkv_bias=False,
+        qk_norm=True,
+        mrope_interleaved=True,
     ),
 )
 SPECS = {spec.architecture: spec for spec in _FAMILIES}

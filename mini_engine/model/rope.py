@@ -166,7 +166,4 @@ def _sectioned_axes(sections: Sequence[int]) -> list[int]:
 
 def _interleaved_axes(sections: Sequence[int]) -> list[int]:
     """THWTHW...TTT: height and width take every third frequency until their sections are full, time all others."""
-    axes = [0] * sum(sections)
-    for axis in (1, 2):
-        axes[axis : 3 * sections[axis] : 3] = [axis] * sections[axis]
-    return axes
+    return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections))]

@@ -69,7 +69,10 @@ def test_several_eos_tokens():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "unsupported architecture: LlamaForCausalLM; supported: Qwen2_5_VL"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "architecture: LlamaForCausalLM; supported: Qwen2VL.*, Qwen2_5_VL",
+        ),
         ({"architectures": None}, "none given"),
         ({"vision_config": None}, "no vision_config"),
         ({"rope_scaling": {"type": "yarn"}}, "rope type 'yarn'"),

@@ -14,11 +14,12 @@ from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.registry import find_spec
 from mini_engine.model.spread_tower import SpreadTower, share_out
 from mini_engine.model.weights import load_model
-from tests.model.conftest import PATCH_DIM
+from tests.model.families import FAMILIES, PATCH_DIM
 from tests.model.made import CPU
 
 PROGRAM = Path(__file__).with_name("tower_program.py")
 ROOT = Path(__file__).parent.parent.parent
+EVERY_FAMILY = True  # sorts tests by family across modules: what is made once is made for the session
 SIZES = (2, 4)
 CALLS = {
     "one image": [(1, 6, 10)],
@@ -31,18 +32,19 @@ CALLS = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def calls() -> dict:
     generator = torch.Generator().manual_seed(3)
     sizes = {name: sum(t * h * w for t, h, w in grids) for name, grids in CALLS.items()}
     return {name: (torch.randn(sizes[name], PATCH_DIM, generator=generator), grids) for name, grids in CALLS.items()}
 
 
-@pytest.fixture(scope="module")
-def results(checkpoint, calls, tmp_path_factory) -> dict[tuple[int, int], dict]:
+@pytest.fixture(scope="session")
+def results(checkpoints, calls, tmp_path_factory) -> dict[tuple[int, int], dict]:
     """What each rank of each group wrote."""
     directory = tmp_path_factory.mktemp("towers")
-    torch.save({"checkpoint": checkpoint.path, "sizes": SIZES, "calls": calls}, directory / "job.pt")
+    paths = {family: checkpoints[family].path for family in FAMILIES}
+    torch.save({"checkpoints": paths, "sizes": SIZES, "calls": calls}, directory / "job.pt")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(PROGRAM), str(directory)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
@@ -52,18 +54,18 @@ def results(checkpoint, calls, tmp_path_factory) -> dict[tuple[int, int], dict]:
 
 @pytest.mark.parametrize("name", CALLS)
 @torch.inference_mode()
-def test_the_rows_are_those_of_one_rank(name, results, calls, checkpoint):
+def test_the_rows_are_those_of_one_rank(name, family, results, calls, checkpoint):
     alone = load_model(checkpoint.path, TensorParallel(), None, CPU).encode_vision(*calls[name])
     for result in results.values():
-        for ours, theirs in zip(result[name]["rows"], alone, strict=True):
+        for ours, theirs in zip(result[family, name]["rows"], alone, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CALLS)
-def test_the_work_is_shared(name, size, results, calls):
+def test_the_work_is_shared(name, size, family, results, calls):
     patches, grids = calls[name]
-    seen = [results[size, rank][name]["seen"] for rank in range(size)]
+    seen = [results[size, rank][family, name]["seen"] for rank in range(size)]
     assert sum(seen) == len(patches)
     assert max(seen) <= len(patches) / size + max(h * w for _, h, w in grids)
     if name in ("more than ranks", "evenly"):

@@ -16,6 +16,7 @@ from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.registry import canonical_name
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model, load_weights, parameter_report
+from tests.model.families import FAMILIES
 from tests.model.made import whole_tensors, write_config
 
 CPU = torch.device("cpu")
@@ -103,10 +104,10 @@ def test_names_of_both_layouts():
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", ["checkpoint", "untied"])
-def test_ranks_hold_every_weight_once_and_list_the_rest(name, size, request):
+@pytest.mark.parametrize("name", [family + which for family in FAMILIES for which in ("", " untied")])
+def test_ranks_hold_every_weight_once_and_list_the_rest(name, size, checkpoints):
     """No process group: the parts of all ranks, put back together, are the checkpoint; each rank read only its own."""
-    path = request.getfixturevalue(name).path
+    path = checkpoints[name].path
     config = ModelConfig.from_dir(path)
     stored = {canonical_name(key): value for key, value in load_file(path / FILE).items()}
     ranks, reads = [], []
@@ -125,7 +126,10 @@ def test_ranks_hold_every_weight_once_and_list_the_rest(name, size, request):
         kv = [n for n in report.replicated if "k_proj" in n or "v_proj" in n]
         assert bool(kv) == (size > config.text.num_kv_heads)
         norms_and_biases = {n for n in set(report.replicated) - set(kv) if stored[n].ndim == 1}
-        assert set(report.replicated) - set(kv) - norms_and_biases == {"model.visual.patch_embed.proj.weight"}
+        assert set(report.replicated) - set(kv) - norms_and_biases <= {
+            "model.visual.patch_embed.proj.weight",
+            "model.visual.pos_embed.weight",
+        }
 
 
 def test_heads_that_do_not_divide_are_refused(checkpoint, untied):

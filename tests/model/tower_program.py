@@ -1,6 +1,6 @@
 """The ranks of several groups, run as a program by `test_spread_tower.py`: `job directory`, which holds `job.pt`:
-{"checkpoint": path, "sizes": group sizes, "calls": {name: (patches, grids)}}. Writes `<size>.<rank>.pt` there: per call
-the rows, and how many patches went through this rank's own tower."""
+{"checkpoints": {family: path}, "sizes": group sizes, "calls": {name: (patches, grids)}}. Writes `<size>.<rank>.pt`
+there: per family and call the rows, and how many patches went through this rank's own tower."""
 
 import os
 import sys
@@ -19,14 +19,15 @@ from mini_engine.model.weights import load_model
 def run_rank(directory: Path, job: dict, size: int, rank: int) -> None:
     store = dist.FileStore(str(directory / f"store-{size}"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
-    model = load_model(job["checkpoint"], TensorParallel(rank, size), None, torch.device("cpu"), spread_tower=True)
     seen: list[int] = []
-    assert isinstance(model.visual, SpreadTower)
-    model.visual.tower.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
-    results = {}
-    for name, (patches, grids) in job["calls"].items():
-        seen.clear()
-        results[name] = {"rows": model.encode_vision(patches, grids), "seen": sum(seen)}
+    results: dict = {}
+    for family, path in job["checkpoints"].items():
+        model = load_model(path, TensorParallel(rank, size), None, torch.device("cpu"), spread_tower=True)
+        assert isinstance(model.visual, SpreadTower)
+        model.visual.tower.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+        for name, (patches, grids) in job["calls"].items():
+            seen.clear()
+            results[family, name] = {"rows": model.encode_vision(patches, grids), "seen": sum(seen)}
     torch.save(results, directory / f"{size}.{rank}.pt")
     dist.destroy_process_group()
 
