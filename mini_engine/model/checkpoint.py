@@ -7,8 +7,7 @@ that holds no tensors may ask whether a checkpoint is whole.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,38 +70,31 @@ def shorten(names: Sequence[str]) -> str:
 
 
 class Reader:
-    """Reads parts of stored tensors, best in the order of the files: one is open at a time."""
+    """Reads parts of stored tensors, best in the order of the files: one is open at a time. Use it in a `with`."""
 
     def __init__(self) -> None:
         self._file: Path | None = None
         self._handle: Any = None
         self._mapped = 0
 
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Unmaps the open file."""
+        if self._handle is not None:
+            self._handle.__exit__(None, None, None)
+        self._file, self._handle, self._mapped = None, None, 0
+
     def read(self, stored: Stored, index: tuple[slice, ...]) -> Tensor:
         """The part `index` of the leading axes: a view of the mapped file, to be dropped before the next call."""
         if stored.file != self._file or self._mapped > MAPPED_BYTES:
-            self.close()
+            self.__exit__()
             self._handle = safe_open(stored.file, framework="pt").__enter__()
             self._file = stored.file
         part: Tensor = self._handle.get_slice(stored.name)[index]
         self._mapped += part.untyped_storage().nbytes()
         return part
-
-    def close(self) -> None:
-        """Unmap the open file."""
-        if self._handle is not None:
-            self._handle.__exit__(None, None, None)
-        self._file, self._handle, self._mapped = None, None, 0
-
-
-@contextmanager
-def reader() -> Iterator[Reader]:
-    """A `Reader` that is closed at the end."""
-    opened = Reader()
-    try:
-        yield opened
-    finally:
-        opened.close()
 
 
 def _read_index(path: Path) -> dict[str, str]:

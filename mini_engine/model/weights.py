@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from mini_engine.model.checkpoint import CheckpointError, Stored, find_tensors, reader, shorten
+from mini_engine.model.checkpoint import CheckpointError, Reader, Stored, find_tensors, shorten
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import Piece, pieces_of
 from mini_engine.model.parallel import Placement, TensorParallel
@@ -86,7 +86,7 @@ def load_weights(model: nn.Module, path: str | Path, canonical_name: Callable[[s
     _check(pieces, found, path)
     pieces.sort(key=lambda piece: found[piece.source].file)
     read = 0
-    with reader() as files:
+    with Reader() as files:
         for piece in pieces:
             part = files.read(found[piece.source], piece.index)
             # Converts dtype and moves to the device in one pass, slice by slice.

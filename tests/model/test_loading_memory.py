@@ -52,6 +52,7 @@ def test_a_large_checkpoint(dtype, tmp_path):
         assert loaded.grown < loaded.held + 112 * MIB
 
 
+@pytest.mark.slow
 def test_random_values_take_no_more_than_their_model(tmp_path):
     write_config(tmp_path, hidden=512, layers=5, dtype="bfloat16")
     loaded = load(tmp_path, 0, 1, "dummy")
