@@ -42,7 +42,8 @@ class SchedulingOptions:
         unset="1G on the CPU, --gpu-memory-utilization on CUDA",
     )  # fmt: skip
     gpu_memory_utilization: float = option(
-        0.9, "Share of a CUDA device's memory that weights and KV cache may take together; no effect on the CPU.",
+        0.9, "Share of a CUDA device's memory that its workers may take for everything: weights, media, the largest "
+        "step, and the KV cache, which gets what is left; no effect on the CPU.",
         "Caches of the workers", minimum=0.05, maximum=1.0,
     )  # fmt: skip
     num_gpu_blocks_override: int | None = option(
