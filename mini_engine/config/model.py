@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from mini_engine.config.option import ConfigError, check_files, option
+from mini_engine.config.option import ConfigError, check_files, option, parse_count
 
 BUNDLED_MODEL = str(Path(__file__).parent.parent / "demo" / "weights")
 
@@ -54,7 +54,7 @@ class ModelOptions:
     enforce_eager: bool = option(False, "Run decode steps without CUDA graphs.", "Model")
     seed: int = option(0, "Seed of the server's own randomness.", "Model")
     max_model_len: int | None = option(
-        None, "Longest prompt and output together, in tokens.", "Model", minimum=1,
+        None, "Longest prompt and output together, in tokens.", "Model", parse=parse_count, minimum=1,
         unset="what the model was made for, or less if the KV cache holds less",
     )  # fmt: skip
     allow_long_max_model_len: bool = option(
@@ -78,10 +78,14 @@ class ModelOptions:
     api_server_count: int = option(1, "Number of API-server processes.", "Processes", minimum=1, maximum=64)
     collective_timeout: float = option(
         60.0, "Seconds after which a collective between workers is given up, or a request whose media do not reach "
-        "them (30 at most).", "Processes", minimum=1,
+        "them (30 at most).", "Processes", minimum=1, maximum=86400,
     )  # fmt: skip
     startup_timeout: float = option(
-        600.0, "Seconds within which all processes must be ready, or the start fails.", "Processes", minimum=1
+        600.0,
+        "Seconds within which all processes must be ready, or the start fails.",
+        "Processes",
+        minimum=1,
+        maximum=86400,
     )
     health_timeout: float = option(
         10.0, "Seconds within which all workers must answer a ping, or end a running step, for `/health` to be 200.",

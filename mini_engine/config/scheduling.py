@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mini_engine.config.option import option, parse_bytes
+from mini_engine.config.option import option, parse_bytes, parse_count
 
 # Tokens in a step where no flag says: so many that a step of a large model is neither wasted on its fixed cost nor much
 # longer than people want to wait for a token.
@@ -18,7 +18,7 @@ class SchedulingOptions:
     max_num_seqs: int = option(64, "Most sequences computed in one step.", "Scheduling", minimum=1)
     max_num_batched_tokens: int | None = option(
         None, "Most tokens computed in one step, media tokens in the vision tower among them; longer prompts are "
-        "computed in chunks.", "Scheduling", minimum=1, unset="512 on the CPU, 2048 on CUDA",
+        "computed in chunks.", "Scheduling", parse=parse_count, minimum=1, unset="512 on the CPU, 2048 on CUDA",
     )  # fmt: skip
     long_prefill_token_threshold: int | None = option(
         None, "Most tokens of one prompt computed in one step while other prompts wait; 0: no such bound.",
