@@ -97,8 +97,8 @@ def place(prompt: ExpandedPrompt, items: Sequence[PromptItem]) -> list[MediaItem
             item.second_per_grid,
             item.patches,
             item.media_hash,
-            placed.more_offsets,
-            item.placeholder,
+            more_offsets=placed.more_offsets,
+            placeholder=item.placeholder,
         )
         for placed, item in zip(prompt.items, items, strict=True)
     ]

@@ -191,7 +191,8 @@ class MediaProcessor:
         if not self._has_second_per_grid:
             seconds = None
         processed = self._item("video", out["pixel_values_videos"], out["video_grid_thw"], seconds)
-        return replace(processed, missing=video.missing, placeholder=self._placeholder(out))
+        written = self._written(out, processed.num_tokens)
+        return replace(processed, missing=video.missing, placeholder=written)
 
     def _item(
         self,
@@ -204,11 +205,12 @@ class MediaProcessor:
         tokens = frames * height * width // self.merge_size**2
         return ProcessedItem(modality, patches.contiguous(), (frames, height, width), tokens, seconds)
 
-    def _placeholder(self, out: Any) -> str | None:
-        """What the processor writes in the place of a video's placeholder, each run of these cut to one."""
+    def _written(self, out: Any, num_tokens: int) -> str | None:
+        """What the processor writes in the place of a video's placeholder: see `ProcessedItem.placeholder`."""
         text = self.hf_processor.replace_video_token(out, 0)
-        short = re.sub(f"(?:{re.escape(self.video_token)})+", self.video_token, text)
-        return None if short == self.video_token else short
+        if text == self.video_token * num_tokens:
+            return None
+        return re.sub(f"(?:{re.escape(self.video_token)})+", self.video_token, text)
 
     def _try_out(self, kwargs: Mapping[str, Any]) -> None:
         """Processes a grey image and video: finds settings that do not work, and does transformers' late imports."""

@@ -18,14 +18,16 @@ from mini_engine.media.video import DecodedVideo, decode_video
 from tests.e2e.running_server import RunningServer, message
 from tests.media import tiny_processor
 from tests.model import families
+from tests.oracle import exact_seconds
 
 COUNT = 64
-PATCH_SIZES = {"qwen2_vl": 14, "qwen3_vl": 16}
+PATCH_SIZES = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
 # Prompts are cut into chunks in the middle of items.
 SMALL_STEPS = ["--max-num-batched-tokens", "64"]
 SERVERS = [
     pytest.param(("qwen2_vl", ["--mm-processor-cache-type", "lru"]), id="qwen2_vl"),
     pytest.param(("qwen3_vl", ["--mm-processor-cache-type", "shm"]), id="qwen3_vl"),
+    pytest.param(("qwen2_5_vl", []), id="qwen2_5_vl", marks=[pytest.mark.slow, exact_seconds]),
     pytest.param(
         ("qwen3_vl", ["--mm-processor-cache-type", "lru", "-tp", "2"]), id="qwen3_vl-tp2", marks=pytest.mark.slow
     ),

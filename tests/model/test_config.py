@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from mini_engine.model.config import ModelConfig
+from mini_engine.model.registry import SPECS
 
 # As the hub's Qwen2.5-VL-7B-Instruct has it, shortened to what is read.
 HUB_7B = {
@@ -87,6 +88,14 @@ def test_several_eos_tokens():
 def test_what_cannot_be_served_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict(HUB_7B | change)
+
+
+def test_an_unknown_architecture_is_told_all_that_are_known():
+    with pytest.raises(ValueError) as error:
+        ModelConfig.from_dict(HUB_7B | {"architectures": ["Qwen3VLMoeForConditionalGeneration"]})
+    known = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
+    assert set(SPECS) == {f"{name}ForConditionalGeneration" for name in known}
+    assert all(name in str(error.value).partition("supported:")[2] for name in SPECS)
 
 
 def test_a_missing_field_is_named():
