@@ -24,7 +24,7 @@ from mini_engine.api.admission import MediaAdmission, RequestAdmission
 from mini_engine.api.answer import Answer, Piece, SampleText
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.completion_protocol import CompletionRequest
-from mini_engine.api.connection import read_body
+from mini_engine.api.connection import BodyLimits, read_body
 from mini_engine.api.delivery import Delivery, deliver
 from mini_engine.api.detokenizer import Detokenizer
 from mini_engine.api.door import Door, Work
@@ -57,7 +57,7 @@ class Frontend:
     renderer: ChatRenderer
     tokenizer: Any  # Hugging Face's
     vocabulary: Vocabulary
-    max_request_bytes: int
+    body_limits: BodyLimits
     requests: RequestAdmission
     admission: MediaAdmission
     media_settings: MediaSettingsResolver
@@ -74,7 +74,7 @@ class Frontend:
             ClientDisconnect: the client went meanwhile.
         """
         self.requests.check()
-        return await read_body(request, self.max_request_bytes)
+        return await read_body(request, self.body_limits)
 
     async def answer(self, chat: ChatRequest, request_id: str, clock: RequestClock) -> Answer:
         """Steps 1 to 6 of a request's road; the answer's tokens are on their way when this returns.

@@ -77,6 +77,12 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+def too_slow(what: str, seconds: float) -> ApiError:
+    """A 408: `what` has not happened in time. The connection is closed with it."""
+    text = f"{what} within the {seconds:g} s of --timeout-client; send it again, faster."
+    return ApiError(408, text, code="request_timeout", headers={"Connection": "close"})
+
+
 def internal_error(request_id: str) -> ApiError:
     """A 500 that tells the client no more than under which id the log has the rest."""
     return ApiError(500, f"The server failed at this request; its log says more under {request_id}.")

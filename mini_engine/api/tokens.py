@@ -117,7 +117,7 @@ def _tokens(frontend: Frontend, asked: TokenizeRequest) -> list[int]:
 async def _respond(request: Request, kind: type[BodyT], work: Callable[[BodyT], msgspec.Struct]) -> Response:
     frontend: Frontend = request.app.state.frontend
     try:
-        body = await read_body(request, frontend.max_request_bytes)
+        body = await read_body(request, frontend.body_limits)
         asked = parse_body(body, kind, frontend.model_names)
         answer = work(asked) if len(body) <= INLINE_BYTES else await asyncio.to_thread(work, asked)
     except ApiError as error:

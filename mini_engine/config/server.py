@@ -52,6 +52,17 @@ class ServerOptions:
         30.0, "Seconds that running requests may take to end after SIGTERM; 0 ends them at once, as SIGINT does.",
         "Server", minimum=0, maximum=86400,
     )  # fmt: skip
+    max_connections: int = option(
+        8192, "Most connections per API server, and never more than half of the files that it may open; "
+        "others wait until one is closed.", "Server", minimum=1,
+    )  # fmt: skip
+    timeout_client: float = option(
+        30.0, "Seconds in which a client must send the head of a request, send each further 8 KiB of its body, and "
+        "take what it is sent; a connection that is slower is closed.", "Server", minimum=0.1, maximum=3600,
+    )  # fmt: skip
+    timeout_keep_alive: int = option(
+        5, "Seconds for which a connection stays open after a response.", "Server", minimum=0, maximum=3600
+    )
     log_level: LogLevel = option("info", "Least severe log lines to print.", "Server")
     log_format: LogFormat = option("text", "Form of the log's lines; each an object with `json`.", "Server")
     enable_log_requests: bool = option(
