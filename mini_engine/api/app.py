@@ -7,6 +7,7 @@ knows nothing of sockets or processes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import time
 from collections.abc import AsyncGenerator, Collection, Mapping
@@ -89,10 +90,14 @@ class Frontend:
         messages = chat.plain_messages()
         refs = self.renderer.collect(messages, self.item_limits)
         token_ids = await self._render(messages)
-        clock.enter("admission")
-        async with self.admission.admit(self.media.sizes(refs)) as reservation:
+        async with contextlib.AsyncExitStack() as held:
+            reservation = held.enter_context(self.admission.reserve(self.media.sizes(refs)))
             clock.enter("fetch")
-            fetched = await self.media.fetch(refs, keyed)
+            downloads = await self.media.download(refs)
+            clock.enter("admission")  # not before: another server that hangs would keep others out of the line
+            await held.enter_async_context(self.admission.in_line(len(refs)))
+            clock.enter("fetch")
+            fetched = await self.media.fetch(refs, keyed, downloads)
             reservation.correct(sum(len(item.data) for item in fetched))
             clock.enter("other")
             hashes = {item.media_hash for item in fetched}

@@ -91,8 +91,8 @@ def test_bytes_in_flight(processor: MediaProcessor, tmp_path: Path, stream: bool
         served.core.accepts = False
         with slow.running() as part:
             first = asyncio.create_task(served.post(content=[part] * 4, stream=stream))
-            await eventually(lambda: metric("inflight_media_bytes") == 4 * MAX_MEDIA_BYTES == MAX_INFLIGHT_BYTES)
-            check_refusal(await served.post(content=[image()], stream=stream), "--max-inflight-media-gb")
+            await eventually(lambda: metric("inflight_media_bytes") == 3 * MAX_MEDIA_BYTES)
+            check_refusal(await served.post(content=[part], stream=stream), "--max-inflight-media-gb")
             assert metric("requests_rejected_total", reason="inflight_media") == before + 1
             assert served.frontend.requests.unfinished == 1
             slow.go.set()
@@ -102,6 +102,27 @@ def test_bytes_in_flight(processor: MediaProcessor, tmp_path: Path, stream: bool
             assert (await first).status_code == 200
         served.core.accepts = True
         assert (await served.post(content=[image()], stream=stream)).status_code == 200
+
+    with_server(processor, tmp_path, scenario)
+
+
+def test_a_web_server_that_hangs_holds_up_only_what_it_has(processor: MediaProcessor, tmp_path: Path) -> None:
+    """More of its items than places in line and threads that decode, and as many of their bytes as there may be."""
+
+    async def scenario(served: Served) -> None:
+        slow, before = SlowWeb(), len(served.core.requests)
+        assert served.frontend.admission.limit == 4 and MAX_INFLIGHT_BYTES == 4 * MAX_MEDIA_BYTES
+        with slow.running() as part:
+            hanging = [asyncio.create_task(served.post(content=[part])) for _ in range(3)]
+            await eventually(lambda: metric("inflight_media_bytes") == 3 * MAX_MEDIA_BYTES)
+            check_refusal(await served.post(content=[part, image()]), "being fetched from other servers")
+            assert served.frontend.admission.admitted == 0
+            for side in (56, 84, 112):
+                answers = await asyncio.gather(*(served.post(content=[image(side)]) for _ in range(4)))
+                assert [answer.status_code for answer in answers] == [200] * 4
+            assert len(served.core.requests) == before + 12
+            slow.go.set()
+            assert [(await one).status_code for one in hanging] == [200] * 3
 
     with_server(processor, tmp_path, scenario)
 
