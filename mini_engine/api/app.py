@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
+import logging
 import time
 from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from starlette.responses import Response
 from mini_engine.api import completions, operation, responses, tokens
 from mini_engine.api.admission import MediaAdmission, RequestAdmission
 from mini_engine.api.answer import Answer, Piece, SampleText
+from mini_engine.api.body import parse_body
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.completion_protocol import CompletionRequest
 from mini_engine.api.connection import BodyLimits, read_body
@@ -30,13 +32,13 @@ from mini_engine.api.delivery import Delivery, deliver
 from mini_engine.api.detokenizer import Detokenizer
 from mini_engine.api.door import Door, Work
 from mini_engine.api.engine_client import EngineClient
-from mini_engine.api.errors import ApiError
+from mini_engine.api.errors import ApiError, Code
 from mini_engine.api.logprobs import LogprobList
 from mini_engine.api.media_loader import FetchedItem, MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
-from mini_engine.api.openapi import DescribedApp, takes
+from mini_engine.api.openapi import FOR_TEXT, GUARDED, DescribedApp, takes
 from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place, prompt_items
-from mini_engine.api.protocol import ChatRequest, GenerationRequest, parse_body
+from mini_engine.api.protocol import ChatRequest, GenerationRequest
 from mini_engine.api.refusal import error_response, explain
 from mini_engine.api.request_log import RequestLog
 from mini_engine.api.sampling import SamplingResolver, siblings
@@ -44,7 +46,10 @@ from mini_engine.api.timings import RequestClock
 from mini_engine.api.tokens import DetokenizeRequest, TokenizeRequest
 from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.config import EngineConfig
+from mini_engine.log import about
 from mini_engine.messages import CachedMedia, EngineLimits, NewRequest, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 RENDER_INLINE_CHARACTERS = 16_384  # shorter texts are tokenised faster than a thread would take to answer
 
@@ -96,6 +101,10 @@ class Frontend:
             downloads = await self.media.download(refs)
             clock.enter("admission")  # not before: another server that hangs would keep others out of the line
             await held.enter_async_context(self.admission.in_line(len(refs)))
+            logger.debug(
+                "%s admitted: %d tokens, and %d media of up to %d bytes",
+                request_id, len(token_ids), len(refs), reservation.nbytes, extra=about(request_id),
+            )  # fmt: skip
             clock.enter("fetch")
             fetched = await self.media.fetch(refs, keyed, downloads)
             reservation.correct(sum(len(item.data) for item in fetched))
@@ -103,6 +112,11 @@ class Frontend:
             hashes = {item.media_hash for item in fetched}
             with self.engines.choose(hashes, chat.num_choices) as engine:
                 items = await self._prepare(fetched, engine.media.look_up(hashes), clock)
+                logger.debug(
+                    "%s has its media: %d of %d are kept by engine %d",
+                    request_id, sum(item.patches is None for item in items), len(items), engine.number,
+                    extra=about(request_id),
+                )  # fmt: skip
                 check_budget(items, self.limits)
                 prompt = self.renderer.expand(token_ids, [(item.modality, item.num_tokens) for item in items])
                 sampling = self.sampling.resolve(chat, len(prompt.token_ids))
@@ -213,7 +227,7 @@ def _frontend(request: Request) -> Frontend:
     return request.app.state.frontend
 
 
-@router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
+@router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest), responses=FOR_TEXT)
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
     frontend = _frontend(request)
@@ -225,7 +239,7 @@ async def chat_completions(request: Request) -> Response:
     return await deliver(request, frontend.read(request), "chatcmpl", begin)
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses=GUARDED)
 async def models(request: Request) -> Response:
     """The names of the model that is served."""
     frontend = _frontend(request)
@@ -237,7 +251,8 @@ async def models(request: Request) -> Response:
 async def _http_error(_: Request, error: Exception) -> Response:
     """Starlette's own refusals, an unknown path or method, in OpenAI's form."""
     assert isinstance(error, HTTPException)
-    return error_response(ApiError(error.status_code, f"{error.detail}."))
+    code: Code = "unknown_url" if error.status_code == 404 else "method_not_allowed"
+    return error_response(ApiError(error.status_code, f"{error.detail}.", code=code))
 
 
 def create_app(frontend: Frontend, config: EngineConfig) -> FastAPI:

@@ -213,9 +213,12 @@ class HttpServer(uvicorn.Server):
             seconds=self._seconds,
             on_lost=self._places.release,
         )
-        tls = {"ssl": self.config.ssl, "ssl_handshake_timeout": self._seconds} if self.config.ssl else {}
+        tls = self.config.ssl
+        patience = None if tls is None else self._seconds
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(protocol, connection, **tls)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                protocol, connection, ssl=tls, ssl_handshake_timeout=patience
+            )
         except OSError:  # the client's doing; the error of a handshake is one as well
             self._places.release()
             connection.close()

@@ -11,8 +11,9 @@ import pytest
 from openai.types import chat, completion_create_params
 
 from mini_engine.api import app, completions, operation, tokens
+from mini_engine.api.body import Body, range_of
 from mini_engine.api.completion_protocol import CompletionRequest
-from mini_engine.api.protocol import Body, ChatRequest, range_of
+from mini_engine.api.protocol import ChatRequest
 from mini_engine.api.responses import Timings
 from mini_engine.api.tokens import DetokenizeRequest, TokenizeRequest
 from mini_engine.config import EngineConfig
