@@ -104,6 +104,7 @@ def test_the_tensor_transport_switch(argv, environ, expected):
         ([], {"MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "maybe"}, "'maybe' is not 1 or 0"),
         (["--api-key", ""], {}, "--api-key"),
         ([], {"MINI_ENGINE_API_KEY": "a,"}, "--api-key"),
+        (["--served-model-name", ""], {}, "--served-model-name"),
         (["--root-path", "engine"], {}, "--root-path"),
         (["--root-path", "/engine/"], {}, "--root-path"),
         (["--uds", "/tmp/x", "--port", "1"], {}, "--uds"),

@@ -84,6 +84,7 @@ def place(prompt: ExpandedPrompt, items: Sequence[PromptItem]) -> list[MediaItem
             item.second_per_grid,
             item.patches,
             item.media_hash,
+            cacheable=item.missing is None,
         )
         for placed, item in zip(prompt.items, items, strict=True)
     ]

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from mini_engine.config.option import check_files, option
+from mini_engine.config.option import ConfigError, check_files, option
 
 BUNDLED_MODEL = str(Path(__file__).parent.parent / "demo" / "weights")
 
@@ -55,8 +55,10 @@ class ModelOptions:
     )
 
     def validate(self) -> None:
-        """Raises ConfigError for a path that is not there."""
+        """Raises ConfigError for a path that is not there, or an empty name."""
         check_files({"--chat-template": self.chat_template})
+        if not all(self.served_model_name):
+            raise ConfigError("--served-model-name: a name must not be empty; leave the flag out for the model's own")
 
     @property
     def served_names(self) -> list[str]:

@@ -207,7 +207,7 @@ class EngineCore:
         if not request.released:
             self.media.used_by(request.incarnation, request.references)
             for item in request.media:
-                if isinstance(item.patches, TensorHandle):
+                if isinstance(item.patches, TensorHandle) and item.cacheable:
                     self.media.arrived(item)
         self.scheduler.add(request)
 

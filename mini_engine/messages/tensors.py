@@ -64,6 +64,7 @@ class MediaItem(msgspec.Struct, frozen=True):
     # 16 bytes over the media's own bytes, the sampling, the processor's settings and the model: equal hashes, equal
     # patches. Empty: the item is like no other.
     media_hash: bytes = b""
+    cacheable: bool = True  # False: no later request may find it, so that it is to take no room in any cache of media
 
 
 class TensorMessage(Message, frozen=True):
