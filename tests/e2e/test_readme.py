@@ -7,14 +7,15 @@ import re
 import subprocess
 import sys
 
+from mini_engine.demo import videos
 from tests.e2e.running_server import ROOT
 
 README = (ROOT / "README.md").read_text()
 
 
-def block_after(heading: str) -> str:
+def block_after(heading: str, page: str = README) -> str:
     """The first indented block after a line."""
-    after = README[README.index(heading) :]
+    after = page[page.index(heading) :]
     match = re.search(r"((?:^    .*\n)+)", after, re.MULTILINE)
     assert match is not None
     return re.sub(r"^    ", "", match[1], flags=re.MULTILINE)
@@ -30,6 +31,16 @@ def test_the_video_and_its_answer(server, tmp_path):
     answer = json.loads(result.stdout.splitlines()[-1])["choices"][0]["message"]["content"]
     shown = re.search(r'"content":"([^"]*)"', block_after("The answer:"))
     assert shown is not None and answer == shown[1]
+
+
+def test_the_image_and_its_answer(server, tmp_path):
+    commands = block_after("A question about an image:", (ROOT / "docs" / "api.md").read_text())
+    assert "localhost:8000" in commands and "What colour is it?" in commands
+    picture = videos.render_image(4 * 10**9)
+    (tmp_path / "picture.png").write_bytes(videos.encode_image(picture))
+    commands = commands.replace("http://localhost:8000", server.url.removesuffix("/v1"))
+    result = subprocess.run(["bash", "-e", "-c", commands], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert json.loads(result.stdout)["choices"][0]["message"]["content"] == picture.colour, result.stderr
 
 
 def test_both_commands_of_a_newcomer_are_there():
