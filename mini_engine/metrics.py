@@ -33,7 +33,7 @@ REGISTRY = CollectorRegistry()
 FALLBACK_REASONS = ("no_memory", "copy_failed", "send_failed", "lost", "cuda_ipc", "store_full", "store_oversize")
 
 # Why requests were refused with 429; see `api/admission.py`.
-REJECTION_REASONS = ("queued_requests", "inflight_media")
+REJECTION_REASONS = ("queued_requests", "inflight_bodies", "inflight_media")
 
 NOTHING_HAPPENED = EngineCounters()
 

@@ -1,6 +1,7 @@
 """What one API server takes on at once; what is more is refused with 429, or waits in line.
 
     requests that are not finished           --max-num-queued-reqs          429
+    bytes of bodies that are being received  --max-inflight-media-gb        429
     bytes of encoded media in flight         --max-inflight-media-gb        429, before anything is fetched
       of these, items of unknown size        three quarters of it           429
     media items decoded, processed and sent  --maximum-concurrent-videos    wait in line, downloaded
@@ -16,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from mini_engine import metrics
 from mini_engine.api.errors import ApiError, bad_request
@@ -49,6 +50,41 @@ class RequestAdmission:
             yield
         finally:
             self.unfinished -= 1
+
+
+class BodyAdmission:
+    """Room for `max_bytes` bytes of bodies that are being received. What is announced takes none, so that a client
+    cannot take it all by words.
+    """
+
+    def __init__(self, max_bytes: int):
+        self.max_bytes = max_bytes
+        self.received_bytes = 0
+
+    @contextlib.contextmanager
+    def receive(self) -> Iterator[Callable[[int], None]]:
+        """A function to be told of each further so many bytes of one body; they are given back when the block is left.
+
+        Raises:
+            ApiError: 429 from the function, if there is no room for them.
+        """
+        received = 0
+
+        def further(nbytes: int) -> None:
+            nonlocal received
+            if self.received_bytes + nbytes > self.max_bytes:
+                raise _too_many_requests(
+                    "inflight_bodies",
+                    f"The bodies that are being received take all of the {self.max_bytes} bytes that "
+                    "--max-inflight-media-gb allows",
+                )
+            received += nbytes
+            self.received_bytes += nbytes
+
+        try:
+            yield further
+        finally:
+            self.received_bytes -= received
 
 
 class Reservation:

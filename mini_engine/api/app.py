@@ -169,11 +169,13 @@ class Frontend:
         """The whole answer as a response's body."""
         with self.requests.admit(), await self.answer(chat, request_id, clock) as answer:
             pieces: list[list[Piece]] = [[] for _ in answer.samples]
+            timings = chat.return_timings
+            del chat  # its media are as large as text as they are themselves
             async for piece in answer:
                 pieces[piece.index].append(piece)
         choices = [_choice(index, theirs) for index, theirs in enumerate(pieces)]
         return responses.completion(
-            request_id, self.model_names[0], choices, answer.usage, _remarks(chat, answer, clock)
+            request_id, self.model_names[0], choices, answer.usage, _remarks(timings, answer, clock)
         )
 
     async def stream(self, chat: ChatRequest, request_id: str, clock: RequestClock) -> AsyncGenerator[bytes, None]:
@@ -181,16 +183,18 @@ class Frontend:
 
         What fails before the first event is raised; afterwards an error event ends the stream.
         """
-        writer = responses.EventWriter(request_id, self.model_names[0], chat.include_usage)
+        include_usage, timings = chat.include_usage, chat.return_timings
+        writer = responses.EventWriter(request_id, self.model_names[0], include_usage)
         started = False
         with self.requests.admit(), await self.answer(chat, request_id, clock) as answer:
+            del chat  # as above
             try:
                 async for piece in answer:
-                    remarks = _remarks(chat, answer, clock) if answer.over else responses.Remarks()
-                    with_text = responses.Remarks() if chat.include_usage else remarks
+                    remarks = _remarks(timings, answer, clock) if answer.over else responses.Remarks()
+                    with_text = responses.Remarks() if include_usage else remarks
                     event = writer.delta(piece.index, piece.text, piece.finish_reason, piece.logprobs, with_text)
                     if answer.over:
-                        event += (writer.usage(answer.usage, remarks) if chat.include_usage else b"") + responses.DONE
+                        event += (writer.usage(answer.usage, remarks) if include_usage else b"") + responses.DONE
                     if event:
                         yield event
                     started = True
@@ -210,9 +214,9 @@ def _choice(index: int, pieces: list[Piece]) -> responses.Choice:
     return responses.Choice(index, responses.AnswerMessage(text), finish_reason, logprobs)
 
 
-def _remarks(chat: ChatRequest, answer: Answer, clock: RequestClock) -> responses.Remarks:
-    """What there is to say of a request whose answer is over."""
-    return responses.Remarks(clock.timings() if chat.return_timings else None, answer.warnings)
+def _remarks(timings: bool | None, answer: Answer, clock: RequestClock) -> responses.Remarks:
+    """What there is to say of a request whose answer is over; with `timings` where its time went."""
+    return responses.Remarks(clock.timings() if timings else None, answer.warnings)
 
 
 def _text_length(message: Mapping[str, Any]) -> int:

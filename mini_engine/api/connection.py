@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from mini_engine.api.admission import BodyAdmission
 from mini_engine.api.errors import ApiError, ClientGone, too_slow
 
 LEAST_BYTES = 8 << 10  # what is less of a body in its time is no progress
@@ -28,6 +29,7 @@ class BodyLimits:
 
     max_bytes: int  # --max-request-bytes
     seconds: float  # --timeout-client: for each further LEAST_BYTES of it, or its end
+    room: BodyAdmission  # which all bodies share while they are received
 
 
 async def read_body(request: Request, limits: BodyLimits) -> bytes:
@@ -35,7 +37,7 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
     to the HTTP server, which drops it.
 
     Raises:
-        ApiError: 413 or 408.
+        ApiError: 413, 408, or 429 if there is no room for it beside others.
         ClientDisconnect: the client went meanwhile.
     """
     declared = request.headers.get("content-length", "")
@@ -45,12 +47,15 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
     clock, enough = asyncio.get_running_loop().time, LEAST_BYTES
     try:
         async with asyncio.timeout(limits.seconds) as patience:
-            async for block in request.stream():
-                if body.tell() + len(block) > limits.max_bytes:
-                    raise _body_too_large(limits.max_bytes)
-                if body.write(block) and body.tell() >= enough:
-                    enough = body.tell() + LEAST_BYTES
-                    patience.reschedule(clock() + limits.seconds)
+            with limits.room.receive() as further:
+                async for block in request.stream():
+                    if body.tell() + len(block) > limits.max_bytes:
+                        raise _body_too_large(limits.max_bytes)
+                    further(len(block))
+                    body.write(block)
+                    if body.tell() >= enough:
+                        enough = body.tell() + LEAST_BYTES
+                        patience.reschedule(clock() + limits.seconds)
     except TimeoutError:
         raise too_slow(
             f"The body of this request, or {LEAST_BYTES} more bytes of it, have not come", limits.seconds

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import zmq.asyncio
 
 from mini_engine.api import transports
-from mini_engine.api.admission import MediaAdmission, RequestAdmission
+from mini_engine.api.admission import BodyAdmission, MediaAdmission, RequestAdmission
 from mini_engine.api.app import Frontend, create_app
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.connection import BodyLimits
@@ -137,6 +137,12 @@ def media_policy(config: EngineConfig) -> MediaPolicy:
     )
 
 
+def body_limits(config: EngineConfig) -> BodyLimits:
+    """What a request's body may cost, and all that are received at once: as much as their media, and one at least."""
+    room = max(int(config.max_inflight_media_gb * 2**30), config.max_request_bytes)
+    return BodyLimits(config.max_request_bytes, config.timeout_client, BodyAdmission(room))
+
+
 def decode_rules(config: EngineConfig) -> DecodeRules:
     """What decoding may cost."""
     video = DecodeLimits(
@@ -222,7 +228,7 @@ async def _serve(
         renderer=front.renderer,
         tokenizer=front.processor.hf_processor.tokenizer,
         vocabulary=front.vocabulary,
-        body_limits=BodyLimits(config.max_request_bytes, config.timeout_client),
+        body_limits=body_limits(config),
         requests=RequestAdmission(config.max_num_queued_reqs),
         admission=MediaAdmission(
             config.maximum_concurrent_videos, int(config.max_inflight_media_gb * 2**30), config.max_media_bytes

@@ -18,7 +18,7 @@ import openai
 import zmq.asyncio
 from PIL import Image
 
-from mini_engine.api.admission import MediaAdmission, RequestAdmission
+from mini_engine.api.admission import BodyAdmission, MediaAdmission, RequestAdmission
 from mini_engine.api.app import Frontend, create_app
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.connection import BodyLimits
@@ -131,7 +131,7 @@ async def serve(
         renderer=ChatRenderer(processor.hf_processor),
         tokenizer=processor.hf_processor.tokenizer,
         vocabulary=Vocabulary(processor.hf_processor.tokenizer),
-        body_limits=BodyLimits(MAX_REQUEST_BYTES, config.timeout_client),
+        body_limits=BodyLimits(MAX_REQUEST_BYTES, config.timeout_client, BodyAdmission(MAX_REQUEST_BYTES)),
         requests=RequestAdmission(MAX_REQUESTS),
         admission=MediaAdmission(4, MAX_INFLIGHT_BYTES, MAX_MEDIA_BYTES),
         media_settings=media_settings(processor),

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import gc
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from mini_engine.api.media_loader import DecodeRules
+from mini_engine.api.protocol import ChatRequest
 from mini_engine.config import flag_of
 from mini_engine.media.limits import DecodeLimits, ImageLimits
 from mini_engine.media.processor import MediaProcessor
@@ -225,6 +227,45 @@ def test_a_body_that_is_refused_is_not_read(processor: MediaProcessor, tmp_path:
             writer.write(head.replace(str(MAX_REQUEST_BYTES + 1), "1000").encode())
             assert b" 429 " in await asyncio.wait_for(reader.readline(), 5)
             await hang_up(writer)
+
+    with_server(processor, tmp_path, scenario)
+
+
+def test_bodies_that_are_received_at_once(processor: MediaProcessor, tmp_path: Path) -> None:
+    """What has come of them counts, not what they announce; and no longer than until they are there."""
+
+    async def scenario(served: Served) -> None:
+        before = metric("requests_rejected_total", reason="inflight_bodies")
+        room = served.frontend.body_limits.room
+        head = f"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: {MAX_REQUEST_BYTES}\r\n\r\n".encode()
+        part = b" " * (MAX_REQUEST_BYTES * 2 // 5)
+        clients = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(3)]
+        for _, writer in clients[:2]:
+            writer.write(head + part)
+        await eventually(lambda: room.received_bytes == 2 * len(part))
+        clients[2][1].write(head + part)
+        assert b" 429 " in await asyncio.wait_for(clients[2][0].readline(), 5)
+        assert metric("requests_rejected_total", reason="inflight_bodies") == before + 1
+        assert (await served.post()).status_code == 200  # a small one finds room
+        for _, writer in clients:
+            await hang_up(writer)
+        await eventually(lambda: room.received_bytes == 0)
+
+    with_server(processor, tmp_path, scenario)
+
+
+def test_a_conversation_is_forgotten_once_the_engine_has_it(processor: MediaProcessor, tmp_path: Path) -> None:
+    """As text its media are as large as they are themselves, and an answer may take long."""
+
+    async def scenario(served: Served) -> None:
+        served.core.hold = True
+        for stream in (False, True):
+            _, writer = await served.connect(content=[image()], stream=stream)
+            await served.core.until(lambda: bool(served.core.running))
+            await served.core.output(served.core.requests[-1], [65])
+            await eventually(lambda: not any(type(one) is ChatRequest for one in gc.get_objects()))
+            await hang_up(writer)
+            await eventually(lambda: not served.frontend.engines.engines[0].requests)
 
     with_server(processor, tmp_path, scenario)
 
