@@ -57,9 +57,8 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
                         enough = body.tell() + LEAST_BYTES
                         patience.reschedule(clock() + limits.seconds)
     except TimeoutError:
-        raise too_slow(
-            f"The body of this request, or {LEAST_BYTES} more bytes of it, have not come", limits.seconds
-        ) from None
+        what = f"The body of this request has not ended, nor have {LEAST_BYTES} more bytes of it come,"
+        raise too_slow(what, limits.seconds) from None
     return body.getvalue()
 
 

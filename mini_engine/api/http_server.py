@@ -73,6 +73,11 @@ class BoundedProtocol(H11Protocol):
         else:
             self._look()
 
+    def timeout_keep_alive_handler(self) -> None:
+        """No other request has come."""
+        super().timeout_keep_alive_handler()
+        self._leave()
+
     def pause_writing(self) -> None:
         """The client takes less than is written."""
         super().pause_writing()
@@ -81,7 +86,7 @@ class BoundedProtocol(H11Protocol):
     def resume_writing(self) -> None:
         """It has taken most of it."""
         super().resume_writing()
-        if self._unsent is not None:
+        if self._unsent is not None and not self.transport.is_closing():
             self._unsent.cancel()
             self._unsent = None
 

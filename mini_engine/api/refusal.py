@@ -20,7 +20,7 @@ def explain(error: Exception, request_id: str, clock: RequestClock) -> ApiError:
     if answer is None:
         logger.error("%s failed", request_id, exc_info=error, extra=about(request_id))
         answer = internal_error(request_id)
-    logger.debug("%s refused: %d %s", request_id, answer.status, answer.body.message, extra=about(request_id))
+    logger.debug("%s refused: %d %s", request_id, answer.status, answer.body.code, extra=about(request_id))
     clock.failed = True
     if answer.status >= 500:
         clock.end("error")

@@ -82,7 +82,7 @@ def test_a_line_for_each_hop_of_a_request(
     assert [line.removeprefix(request_id + " ").split(",")[0].split(":")[0] for line in lines[:-1]] == [
         "admitted", "has its media", "sent", "is at engine 0", "finished",
     ]  # fmt: skip
-    assert " refused: 400 Invalid 'max_tokens': " in lines[-1]
+    assert lines[-1].endswith(" refused: 400 invalid_value")
     assert {record.request_id for record in caplog.records[:-1]} == {request_id}
     assert "private" not in " ".join(lines)
 
