@@ -108,6 +108,7 @@ class Supervisor:
             finally:
                 self._stop_children()
                 self.context.destroy(linger=0)
+                logger.info("stopped")
 
     # --- start -------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ Modality = Literal["image", "video"]
 Message = Mapping[str, Any]
 
 _ROLES = ("system", "developer", "user", "assistant")
-_PART_TYPES: dict[str, tuple[Modality, tuple[str, ...]]] = {
+PART_TYPES: dict[str, tuple[Modality, tuple[str, ...]]] = {
     "image_url": ("image", ("image_url",)),  # OpenAI's
     "video_url": ("video", ("video_url",)),  # vLLM's
     "image": ("image", ("image", "url")),  # Hugging Face's
@@ -102,7 +102,7 @@ class ChatRenderer:
         counts: Counter[str] = Counter()
         for message in messages:
             for part in _media_parts(message):
-                modality, _ = _PART_TYPES[part["type"]]
+                modality, _ = PART_TYPES[part["type"]]
                 counts[modality] += 1
                 name = f"{modality} {counts[modality]}"
                 refs.append(MediaRef(modality, _url_of(part, name), name))
@@ -125,7 +125,7 @@ class ChatRenderer:
         text = self._apply_template([self._for_template(message) for message in messages])
         self._check_length(text)
         token_ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
-        wanted = [_PART_TYPES[part["type"]][0] for message in messages for part in _media_parts(message)]
+        wanted = [PART_TYPES[part["type"]][0] for message in messages for part in _media_parts(message)]
         placed = [self._modality_of[token] for token in token_ids if token in self._modality_of]
         if placed != wanted:
             raise ChatError(
@@ -199,7 +199,7 @@ class ChatRenderer:
             self._check_text(content)
             return {"role": role, "content": content}
         parts = [
-            {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": _PART_TYPES[part["type"]][0]}
+            {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": PART_TYPES[part["type"]][0]}
             for part in content
         ]
         # Joined, because a template writes neighbouring parts without anything in between.
@@ -238,9 +238,9 @@ def _content(message: Message) -> str | list[Mapping[str, Any]]:
         if kind == "text":
             if not isinstance(part.get("text"), str):
                 raise ChatError("a content part of type 'text' must have a string under 'text'")
-        elif kind not in _PART_TYPES:
+        elif kind not in PART_TYPES:
             raise ChatError(
-                f"content part of type {str(kind)[:40]!r} is not supported; use text, {', '.join(_PART_TYPES)}"
+                f"content part of type {str(kind)[:40]!r} is not supported; use text, {', '.join(PART_TYPES)}"
             )
     return content
 
@@ -251,7 +251,7 @@ def _media_parts(message: Message) -> list[Mapping[str, Any]]:
 
 
 def _url_of(part: Mapping[str, Any], name: str) -> str:
-    _, keys = _PART_TYPES[part["type"]]
+    _, keys = PART_TYPES[part["type"]]
     for key in keys:
         value = part.get(key)
         url = value.get("url") if isinstance(value, Mapping) else value

@@ -171,7 +171,7 @@ class MediaStore:
         stored = self._by_hash.get(item.media_hash)
         if stored is not None:
             self._objects.move_to_end(stored.number)
-        if item.patches is None:
+        if item.patches is None or not item.cacheable:
             return item
         assert not isinstance(item.patches, StoreHandle), "a request is placed once"
         if item.patches.nbytes > self._max_object_bytes:

@@ -99,6 +99,7 @@ def place(prompt: ExpandedPrompt, items: Sequence[PromptItem]) -> list[MediaItem
             item.media_hash,
             more_offsets=placed.more_offsets,
             placeholder=item.placeholder,
+            cacheable=item.missing is None,
         )
         for placed, item in zip(prompt.items, items, strict=True)
     ]

@@ -238,6 +238,14 @@ def _check_known(kwargs: Mapping[str, Any], image: Any, video: Any) -> None:
         raise ValueError(f"--mm-processor-kwargs has no {', '.join(unknown)}; this model takes {accepted}")
     if "size" in kwargs and ("min_pixels" in kwargs or "max_pixels" in kwargs):
         raise ValueError("--mm-processor-kwargs takes either size or min_pixels and max_pixels")
+    size = kwargs.get("size", {})
+    if not isinstance(size, Mapping):
+        raise ValueError('--mm-processor-kwargs: size must be an object, such as {"longest_edge": 50176}')
+    counts = {f"size.{edge}": value for edge, value in size.items()}
+    counts |= {name: kwargs[name] for name in ("min_pixels", "max_pixels", "max_video_tokens") if name in kwargs}
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"--mm-processor-kwargs: {name} must be a whole number of at least 1")
 
 
 def _valid_kwargs(processor: Any) -> set[str]:

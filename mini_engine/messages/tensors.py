@@ -67,6 +67,7 @@ class MediaItem(msgspec.Struct, frozen=True):
     # The first of each further run of placeholders, where other tokens stand between them. All runs are equally long.
     more_offsets: list[int] = []
     placeholder: str | None = None  # see `CachedMedia`
+    cacheable: bool = True  # False: no later request may find it, so that it is to take no room in any cache of media
 
     @property
     def offsets(self) -> list[int]:
