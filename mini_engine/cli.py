@@ -80,7 +80,8 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, opt: Option, kind: Any,
         flags = [flag_of(name), *([opt.short] if opt.short else [])]
         choices = "{" + ",".join(literal_choices(kind)) + "}" if literal_choices(kind) else None
         metavar = opt.metavar or choices or name.rsplit("_", 1)[-1].upper()
-        group.add_argument(*flags, dest=name, metavar=metavar, help=text)
+        nargs: dict[str, Any] = {} if opt.bare is None else {"nargs": "?", "const": opt.bare}
+        group.add_argument(*flags, dest=name, metavar=metavar, help=text, **nargs)
 
 
 def _default_text(opt: Option, field: Any) -> str:
@@ -200,3 +201,5 @@ def serve(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"serve.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # nothing has been started yet
+        return 130

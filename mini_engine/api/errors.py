@@ -12,6 +12,8 @@ import msgspec
 from mini_engine.api.chat import ChatError
 from mini_engine.media.errors import MediaError
 
+RETRY_SECONDS = 5  # about what a successor needs to start; another server is there at once
+
 
 class ErrorBody(msgspec.Struct, frozen=True):
     """OpenAI's error object."""
@@ -53,12 +55,13 @@ class ApiError(Exception):
 class EngineError(Exception):
     """An engine could not serve a request. The text is for the client.
 
-    `engine_gone`: not this request was at fault, its engine has stopped.
+    `engine_gone`: not this request was at fault, its engine has stopped. `begun`: while it had the request.
     """
 
-    def __init__(self, message: str, *, engine_gone: bool = False):
+    def __init__(self, message: str, *, engine_gone: bool = False, begun: bool = False):
         super().__init__(message)
         self.engine_gone = engine_gone
+        self.begun = begun
 
 
 class ClientGone(Exception):
@@ -82,6 +85,11 @@ def internal_error(request_id: str) -> ApiError:
     return ApiError(500, f"The server failed at this request; its log says more under {request_id}.")
 
 
+def engine_unavailable(message: str) -> ApiError:
+    """A 503: there is no engine, but there may be one soon."""
+    return ApiError(503, message, code="engine_unavailable", headers={"retry-after": str(RETRY_SECONDS)})
+
+
 def as_api_error(error: Exception) -> ApiError | None:
     """The answer to an error that the road of a request is known to raise; None for any other."""
     match error:
@@ -91,8 +99,10 @@ def as_api_error(error: Exception) -> ApiError | None:
             return bad_request(str(error), "messages")
         case MediaError():
             return bad_request(str(error), "messages", "invalid_media")
+        case EngineError(engine_gone=True, begun=True):
+            return ApiError(500, str(error), code="engine_unavailable")
         case EngineError(engine_gone=True):
-            return ApiError(503, str(error), code="engine_unavailable")
+            return engine_unavailable(str(error))
         case EngineError():
             return ApiError(500, str(error))
     return None

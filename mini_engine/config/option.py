@@ -26,6 +26,7 @@ class Option:
     parse: Callable[[str], Any] | None = None
     metavar: str | None = None
     positional: bool = False
+    bare: str | None = None  # the value of the flag alone; None: it needs one
 
 
 def option(default: Any, help: str, group: str, **more: Any) -> Any:

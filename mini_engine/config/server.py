@@ -52,6 +52,10 @@ class ServerOptions:
         30.0, "Seconds that running requests may take to end after SIGTERM; 0 ends them at once, as SIGINT does.",
         "Server", minimum=0, maximum=86400,
     )  # fmt: skip
+    restart_engine: int = option(
+        0, "Times in a row that all engines are started anew after one has died, behind the same sockets; 0 ends the "
+        "server instead. The flag alone is 3.", "Server", minimum=0, bare="3", metavar="MAX",
+    )  # fmt: skip
     log_level: LogLevel = option("info", "Least severe log lines to print.", "Server")
     log_format: LogFormat = option("text", "Form of the log's lines; each an object with `json`.", "Server")
     enable_log_requests: bool = option(
