@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Mapping
 from typing import NoReturn
 
 from mini_engine import log
@@ -30,13 +31,24 @@ from mini_engine.host import (
     raise_descriptor_limit,
     resolve_model,
     runtime_directory,
+    without_effect,
 )
 from mini_engine.launch import addresses
 from mini_engine.launch.family import Asked, Died, Event, Family, Said, Signals
 from mini_engine.launch.liveness import Liveness
 from mini_engine.launch.restarting import Restarts
 from mini_engine.launch.stopping import Stopping
-from mini_engine.messages import PROTOCOL_VERSION, EngineLimits, Hello, Init, Ready, Serving, Start, TransportChoice
+from mini_engine.messages import (
+    PROTOCOL_VERSION,
+    EngineLimits,
+    Hello,
+    Init,
+    Ready,
+    Refused,
+    Serving,
+    Start,
+    TransportChoice,
+)
 from mini_engine.transport import sockets
 
 logger = logging.getLogger(__name__)
@@ -61,8 +73,10 @@ class GenerationOver(Exception):
 class Supervisor:
     """One server from start to stop. `run` may be called once, from the main thread."""
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, origins: Mapping[str, str] | None = None):
+        """`origins`: by field, what gave the settings that are not left at their defaults, such as `--port`."""
         self.config = config
+        self.origins = origins or {}
         self.log = log.LogSettings(config.log_level, config.log_format)
         self.restarts = Restarts(config.restart_engine)
         self.generation = 1
@@ -74,7 +88,6 @@ class Supervisor:
     def run(self) -> int:
         """Serve until a signal or a death ends it; returns the exit status."""
         fill_standard_descriptors()
-        log.setup("supervisor", self.log)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         raise_descriptor_limit(self.config)
         self.model_dir = resolve_model(self.config)
@@ -140,6 +153,8 @@ class Supervisor:
         for choice in self.transports:
             what = "media that the cache has no room for" if self.media_cache.kind == "shm" else "media"
             logger.info("%s reach engine %d by %s: %s", what, choice.engine, choice.transport, choice.reason)
+        if useless := without_effect(config, self.origins, self.media_cache, limits.device):
+            logger.info("no effect here: %s", "; ".join(useless))
         logger.info("processed media are cached: %s (%s)", self.media_cache.kind, self.media_cache.reason)
         logger.info(
             "serving %s (%s) at %s/v1 after %.1f s: %d API server(s), %d engine(s) x %d worker(s), "
@@ -204,6 +219,12 @@ class Supervisor:
                     self.limits.append(limits)
                 self.transports = self.transports or transports
                 self._release_api_servers()
+            case Refused(reason=reason):
+                if not self.announced and self.generation == 1:
+                    logger.error("start failed: %s", reason)
+                    raise Stop(1)
+                child.verdict = reason
+                child.kill()
             case Serving():
                 self.early_deaths = 0
                 self._serves(child)

@@ -33,7 +33,7 @@ SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 LONG_TEXT = "word " * 600
 ENDLESS = {"max_tokens": 60_000, "ignore_eos": True, "stream": True}
 STANDSTILL_SECONDS = 3  # of a supervisor, which nobody watches
-seeds = itertools.count(30_000)
+seeds = itertools.count(30_000, 10)  # of videos that nobody has asked about: up to ten from each on
 
 
 # --- the stages: while each lasts, a request is where its name says ---------------------------------------------------
