@@ -127,15 +127,18 @@ def test_everybody_is_answered_or_told(ranks, stage, role, number, grounds):
     family = descendants(ground.server.process.pid)
     victim = ground.pid(role)
     asked = questions(next(seeds), 4)
-    with stage(ground), contextlib.ExitStack() as loads:
+    with contextlib.ExitStack() as loads:
         load = loads.enter_context(Load(ground.server, asked)) if stage is not idle else None
-        if load is not None and stage is not prefill:  # in which the engine stands still
-            load.wait_for("right", 1)
-        since = ground.hurt(role, number)
-        if role == "supervisor":
-            assert_of_the_supervisor(ground, number, load, family)
-            if number == signal.SIGKILL:
-                return
+        if load is not None:
+            load.wait_for("right", len(asked))
+        with stage(ground):
+            since = ground.hurt(role, number)
+            if role == "supervisor":
+                assert_of_the_supervisor(ground, number, load, family)
+        if (role, number) == ("supervisor", signal.SIGKILL):
+            return
+        if load is not None and number == signal.SIGSTOP and role != "supervisor":
+            time.sleep(bound(role, number, SILENCE_SECONDS) - TOLD_WITHIN_SECONDS)  # so that new ones come all along
     if role != "supervisor":
         recover(ground, {victim}, asked, load.outcomes if load else [], since, bound(role, number, SILENCE_SECONDS))
     ground.assert_whole()
