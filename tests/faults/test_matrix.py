@@ -86,7 +86,7 @@ def generation(ground: Ground) -> Iterator[None]:
 STAGES: list[Callable[[Ground], contextlib.AbstractContextManager[None]]] = [
     idle, decoding, transport, prefill, generation,
 ]  # fmt: skip
-FAST = {("worker 0.1", signal.SIGKILL, generation, 2), ("api 0", signal.SIGKILL, transport, 2)}
+FAST = {("worker 0.1", signal.SIGKILL, generation, 2)}
 
 
 def cells(stages: list) -> Iterator[object]:

@@ -25,7 +25,7 @@ from tests.faults.load import ask
 PHASES = (
     "binding", "founding", "greeting", "loading-api", "loading-worker", "loading-core", "warming-up", "listening",
 )  # fmt: skip
-FAST = {("founding", signal.SIGTERM), ("loading-worker", signal.SIGKILL), ("listening", signal.SIGINT)}
+FAST = {("founding", signal.SIGTERM), ("loading-worker", signal.SIGKILL), ("loading-api", signal.SIGINT)}
 
 
 class Starting(RunningServer):
@@ -67,7 +67,9 @@ def test_a_start_that_is_interrupted_leaves_nothing(phase, number):
         assert "Traceback" not in server.log
 
 
-@pytest.mark.parametrize("role", ["api 0", "core 0", pytest.param("worker 0.0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "role", ["core 0", *(pytest.param(role, marks=pytest.mark.slow) for role in ("api 0", "worker 0.0"))]
+)
 def test_a_stop_does_not_wait_for_who_is_stuck_longer_than_it_may(role):
     """With an endless request, and a process that stands still: a second signal ends all at once."""
     with RunningServer() as server:
