@@ -25,7 +25,7 @@ form that `--config` reads, and ends; keys of clients are not shown. Underscores
 
 Variables hold what a flag's value would be: lists with commas between (`a,b`) or as JSON, booleans as `true` or
 `false`. `MINI_ENGINE_MULTIMODAL_TENSOR_IPC` is `1` for `--enable-multimodal-tensor-ipc`, or `0` for the contrary. A
-variable with this prefix that is no setting gets a warning only, since Kubernetes sets some for a service that is called
+variable with this prefix that is no setting gets a warning only, since Kubernetes sets some for a service named
 mini-engine. It sets `MINI_ENGINE_PORT` too, which is then refused; `enableServiceLinks: false` keeps them away.
 
 What cannot be used is refused at start, in one line that says what to do, with exit status 2. What has no effect on the
