@@ -61,7 +61,11 @@ class ChildProcess:
         cls, *, role: Role, index: str, incarnation: int, supervisor: str, log: LogSettings,
         listener: socket.socket | None, environment: dict[str, str], module: str = "mini_engine.child",
     ) -> ChildProcess:  # fmt: skip
-        """Start `module` in a fresh interpreter. Call it from the main thread only."""
+        """Start `module` in a fresh interpreter. Call it from the main thread only.
+
+        Raises:
+            OSError: the host gives no process, or no descriptors for it.
+        """
         listen_fd = None if listener is None else listener.fileno()
         spec = ChildSpec(role, index, incarnation, os.getpid(), supervisor, log, listen_fd)
         popen = subprocess.Popen(
@@ -72,7 +76,17 @@ class ChildProcess:
             env={**os.environ, **environment},
             pass_fds=[] if listen_fd is None else [listen_fd],
         )
-        return cls(spec, popen)
+        try:
+            return cls(spec, popen)
+        except OSError:  # no descriptor to watch it by
+            popen.kill()
+            popen.communicate()
+            raise
+
+    def now_serves(self) -> None:
+        """It takes requests, and is asked for signs of life from now on."""
+        if not self.serving:
+            self.serving, self.turns = True, 0
 
     def forward_output(self) -> None:
         """Pass on what the child has written, whole lines at a time, and remember the last lines."""

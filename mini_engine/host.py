@@ -181,11 +181,15 @@ def bind_listeners(config: EngineConfig) -> list[socket.socket]:
 def bind_again(listener: socket.socket) -> socket.socket:
     """A new socket on the address of this one of several, which is closed: the kernel puts connections in line at the
     others until the new one listens. A unix socket, which all share, is returned as it is.
+
+    Raises:
+        OSError: there can be none; the old one stays.
     """
     if listener.family == socket.AF_UNIX:
         return listener
-    with listener:
-        return _bind_one(listener.family, listener.getsockname())
+    successor = _bind_one(listener.family, listener.getsockname())
+    listener.close()
+    return successor
 
 
 def _bind_one(family: int, address: Any) -> socket.socket:

@@ -6,6 +6,7 @@ what is to be done about what happens.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -84,7 +85,7 @@ class Family:
     def start(
         self, role: Role, index: str, generation: int, listener: socket.socket | None = None
     ) -> ChildProcess:  # fmt: skip
-        """Start a child that belongs to the engines of this `generation`."""
+        """Start a child that belongs to the engines of this `generation`. Raises OSError: the host gives no process."""
         child = ChildProcess.start(
             role=role,
             index=index,
@@ -165,8 +166,9 @@ class Family:
         self.children.remove(child)
         how = f"died: {child.reap()}"
         # The live gauges of a dead process are forgotten; its counters stay in the totals.
-        for path in (self._runtime_dir / "metrics").glob(f"gauge_live*_{child.pid}.db"):
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            for path in (self._runtime_dir / "metrics").glob(f"gauge_live*_{child.pid}.db"):
+                path.unlink(missing_ok=True)
         for other in self.children:
             if other.generation == child.generation:
                 self.send(other, PeerGone(child.name, child.incarnation))

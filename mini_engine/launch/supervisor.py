@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import time
 from collections.abc import Mapping
@@ -35,20 +34,11 @@ from mini_engine.host import (
 )
 from mini_engine.launch import addresses
 from mini_engine.launch.family import Asked, Died, Event, Family, Said, Signals
+from mini_engine.launch.generation import Generation, Ground
 from mini_engine.launch.liveness import Liveness
 from mini_engine.launch.restarting import Restarts
 from mini_engine.launch.stopping import Stopping
-from mini_engine.messages import (
-    PROTOCOL_VERSION,
-    EngineLimits,
-    Hello,
-    Init,
-    Ready,
-    Refused,
-    Serving,
-    Start,
-    TransportChoice,
-)
+from mini_engine.messages import PROTOCOL_VERSION, Hello, Refused
 from mini_engine.transport import sockets
 
 logger = logging.getLogger(__name__)
@@ -79,29 +69,26 @@ class Supervisor:
         self.origins = origins or {}
         self.log = log.LogSettings(config.log_level, config.log_format)
         self.restarts = Restarts(config.restart_engine)
-        self.generation = 1
-        self.announced = False  # this generation serves
-        self.limits: list[EngineLimits] = []  # of its engines
-        self.transports: list[TransportChoice] = []  # of one of its API servers
-        self.early_deaths = 0
 
     def run(self) -> int:
         """Serve until a signal or a death ends it; returns the exit status."""
         fill_standard_descriptors()
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         raise_descriptor_limit(self.config)
-        self.model_dir = resolve_model(self.config)
-        self.model_config = load_model_config(self.model_dir, self.config)
-        self.media_cache = plan_media_cache(self.config)
+        model_dir = resolve_model(self.config)
+        self.model_config = load_model_config(model_dir, self.config)
+        media_cache = plan_media_cache(self.config)
         check_tls(self.config)
         signals = Signals()
         with contextlib.ExitStack() as held:
             self.listeners = bind_listeners(self.config)
             if self.config.uds is not None:
                 held.callback(sockets.BoundPath(self.config.uds).unlink)
-            self.runtime_dir = held.enter_context(runtime_directory())
-            self.family = Family(self.runtime_dir, self.log, signals)
+            runtime_dir = held.enter_context(runtime_directory())
+            self.family = Family(runtime_dir, self.log, signals)
             self.liveness = Liveness(self.config, self.family)
+            self.ground = Ground(self.config, model_dir, media_cache, runtime_dir, self.listeners, self.family)
+            self.generation = Generation(1, self.ground)
             return self._serve_until_stopped()
 
     def _serve_until_stopped(self) -> int:
@@ -121,41 +108,32 @@ class Supervisor:
         """One generation after the other."""
         while True:
             try:
-                self._start_generation()
-                self._wait_until_serving()
+                self._start()
                 while True:
                     self._poll(None)
             except GenerationOver as over:
                 self._end_generation(str(over))
 
-    # --- start -------------------------------------------------------------------------------------------------------
-
-    def _start_generation(self) -> None:
-        self.limits, self.transports, self.early_deaths = [], [], 0
-        addresses.directory(self.runtime_dir, self.generation).mkdir()
-        for slot, listener in enumerate(self.listeners):  # first: they have the most to import
-            self.family.start("api", str(slot), self.generation, listener)
-        for engine in range(self.config.data_parallel_size):
-            self.family.start("core", str(engine), self.generation)
-            for rank in range(self.config.tensor_parallel_size):
-                self.family.start("worker", f"{engine}.{rank}", self.generation)
-
-    def _wait_until_serving(self) -> None:
+    def _start(self) -> None:
         begun = time.monotonic()
-        while not all(child.serving for child in self._present()):
+        try:
+            self.generation.start()
+        except OSError as error:
+            self._start_failed(f"a process cannot be started: {error}")
+        while not self.generation.complete:
             self._poll(None)
-        self.announced = True
+        self.generation.announced = True
         self.restarts.serving()
         self._announce(time.monotonic() - begun)
 
     def _announce(self, seconds: float) -> None:
-        config, limits = self.config, self.limits[0]
-        for choice in self.transports:
-            what = "media that the cache has no room for" if self.media_cache.kind == "shm" else "media"
+        config, limits, cache = self.config, self.generation.limits[0], self.ground.media_cache
+        for choice in self.generation.transports:
+            what = "media that the cache has no room for" if cache.kind == "shm" else "media"
             logger.info("%s reach engine %d by %s: %s", what, choice.engine, choice.transport, choice.reason)
-        if useless := without_effect(config, self.origins, self.media_cache, limits.device):
+        if useless := without_effect(config, self.origins, cache, limits.device):
             logger.info("no effect here: %s", "; ".join(useless))
-        logger.info("processed media are cached: %s (%s)", self.media_cache.kind, self.media_cache.reason)
+        logger.info("processed media are cached: %s (%s)", cache.kind, cache.reason)
         logger.info(
             "serving %s (%s) at %s/v1 after %.1f s: %d API server(s), %d engine(s) x %d worker(s), "
             "%d KV blocks of %d tokens, up to %d tokens a request",
@@ -164,40 +142,18 @@ class Supervisor:
             limits.num_blocks, limits.block_size, limits.max_model_len,
         )  # fmt: skip
 
-    def _init(self) -> Init:
-        directory = addresses.directory(self.runtime_dir, self.generation)
-        return Init(
-            config=self.config,
-            model_dir=self.model_dir,
-            runtime_dir=str(directory),
-            cores=addresses.cores(directory, self.config),
-            core_workers=addresses.core_workers(directory, self.config),
-            ranks=addresses.ranks(directory, self.config),
-            media_cache=self.media_cache,
-            late=self.announced or self.generation > 1,
-            restarts=self.generation - 1,
-        )
-
     # --- events ------------------------------------------------------------------------------------------------------
-
-    def _present(self) -> list[ChildProcess]:
-        """The children of this generation."""
-        return [child for child in self.family.children if child.generation == self.generation]
 
     def _poll(self, seconds: float | None) -> None:
         """Wait for the next events, for so long at most, and handle each."""
         turn = self.liveness.seconds_left()
         for event in self.family.wait(turn if seconds is None else min(turn, seconds)):
             self._handle(event)
+        self._fill_vacant()
         self.liveness.turn()
 
     def _handle(self, event: Event) -> None:
         match event:
-            case Said(child=child, body=Hello(protocol_version=version)) if version != PROTOCOL_VERSION:
-                logger.error("%s speaks protocol %d, this is %d", child.title, version, PROTOCOL_VERSION)
-                raise Stop(1)
-            case Said(child=child) if child.generation == self.generation:
-                self._hear(event)
             case Asked(numbers=[first, *more]):
                 patience = self.config.shutdown_timeout if first == signal.SIGTERM else 0.0
                 logger.info(
@@ -205,77 +161,65 @@ class Supervisor:
                     signal.Signals(first).name, patience,
                 )  # fmt: skip
                 raise Stop(0, patience, len(more))
-            case Died(child=child) if child.generation == self.generation:
+            case Said(child=child, body=Hello(protocol_version=version)) if version != PROTOCOL_VERSION:
+                logger.error("%s speaks protocol %d, this is %d", child.title, version, PROTOCOL_VERSION)
+                raise Stop(1)
+            case Said(child=child, body=Refused(reason=reason)):
+                self._on_refusal(child, reason)
+            case Said(child=child) if child.generation == self.generation.number:
+                self.generation.hear(event)
+            case Died(child=child) if child.generation == self.generation.number:
                 self._on_death(child, event.how)
 
-    def _hear(self, said: Said) -> None:
-        child = said.child
-        match said.body:
-            case Hello():
-                self.family.send(child, self._init())
-            case Ready(limits=limits, transports=transports):
-                child.ready = True
-                if limits is not None:
-                    self.limits.append(limits)
-                self.transports = self.transports or transports
-                self._release_api_servers()
-            case Refused(reason=reason):
-                if not self.announced and self.generation == 1:
-                    logger.error("start failed: %s", reason)
-                    raise Stop(1)
-                child.verdict = reason
-                child.kill()
-            case Serving():
-                self.early_deaths = 0
-                self._serves(child)
-                self._relieve(child)
-                if self.announced:
-                    logger.info("%s serves in the place of the one that died", child.title)
-
-    def _serves(self, child: ChildProcess) -> None:
-        if not child.serving:
-            child.serving, child.turns = True, 0
-
-    def _release_api_servers(self) -> None:
-        """Let API servers accept connections once every engine can take requests."""
-        engines = [child for child in self._present() if child.role != "api"]
-        if not all(child.ready for child in engines):
-            return
-        for child in engines:
-            self._serves(child)
-        for child in self._present():
-            if child.role == "api" and child.ready and not child.started:
-                child.started = True
-                self.family.send(child, Start(min(self.limits, key=lambda limits: limits.max_model_len)))
-
-    def _relieve(self, successor: ChildProcess) -> None:
-        """The API servers of generations before in this slot have answered long enough."""
-        for child in self.family.api_servers():
-            if child.generation < self.generation and child.index == successor.index:
-                child.terminate()
-
-    # --- deaths ------------------------------------------------------------------------------------------------------
+    def _on_refusal(self, child: ChildProcess, reason: str) -> None:
+        if child.generation == self.generation.number and not self.generation.announced:
+            self._start_failed(reason)
+        child.verdict = reason
+        child.kill()
 
     def _on_death(self, child: ChildProcess, how: str) -> None:
-        failed = "" if self.announced else "start failed: "
-        logger.error("%s%s %s; %s", failed, child.title, how, child.last_lines())
-        if failed and self.generation == 1:
-            raise Stop(1)
-        if failed or child.role != "api":
-            raise GenerationOver(f"{child.title} {how}")
+        in_short = f"{child.title} {how}"
+        text = f"{in_short}; {child.last_lines()}"
+        if not self.generation.announced:
+            self._start_failed(text, in_short)
+        logger.error("%s", text)
+        if child.role != "api":
+            raise GenerationOver(in_short)
         if not child.serving:
-            self.early_deaths += 1
-        if self.early_deaths >= API_RESTARTS_IN_A_ROW:
-            logger.error("the server ends: %s died before it served, as %d did", child.title, self.early_deaths)
+            self.generation.early_deaths += 1
+        if self.generation.early_deaths >= API_RESTARTS_IN_A_ROW:
+            logger.error("the server ends: %s, and so did the %d before it", in_short, API_RESTARTS_IN_A_ROW - 1)
             raise Stop(1)
-        self._replace(child)
+        self._vacate(child)
 
-    def _replace(self, dead: ChildProcess) -> None:
-        """A new API server for a slot. While others serve, the kernel is not to put connections in line there."""
+    def _start_failed(self, text: str, in_short: str | None = None) -> NoReturn:
+        """This generation will not serve. The first of all is not tried again: most often the settings are at fault."""
+        logger.error("start failed: %s", text)
+        if self.generation.number == 1:
+            raise Stop(1)
+        raise GenerationOver(in_short or text)
+
+    # --- what follows from a death -----------------------------------------------------------------------------------
+
+    def _vacate(self, dead: ChildProcess) -> None:
+        """Have its slot filled. While other API servers serve, the kernel is not to put connections in line there."""
         slot = int(dead.index)
-        if dead.serving and any(child.serving for child in self._present() if child.role == "api"):
-            self.listeners[slot] = bind_again(self.listeners[slot])
-        self.family.start("api", dead.index, self.generation, self.listeners[slot])
+        if dead.serving and any(child.serving for child in self.generation.children if child.role == "api"):
+            try:
+                self.listeners[slot] = bind_again(self.listeners[slot])
+            except OSError as error:
+                logger.warning("connections wait until the successor of %s serves: %s", dead.title, error)
+        self.generation.vacant.add(slot)
+
+    def _fill_vacant(self) -> None:
+        """Start API servers for the slots that lack one; where the host gives no process, later."""
+        for slot in sorted(self.generation.vacant):
+            try:
+                self.generation.fill(slot)
+            except OSError as error:
+                logger.error("api %d cannot be started now, and is tried again: %s", slot, error)
+                return
+            self.generation.vacant.remove(slot)
 
     def _end_generation(self, why: str) -> None:
         """End its engines, so that every client has its answer; returns when the next generation is to start.
@@ -285,11 +229,9 @@ class Supervisor:
         Raises:
             Stop: there is to be none.
         """
-        for child in self._present():
-            if not (child.role == "api" and child.serving):
-                child.kill()
-        ended, self.generation = self.generation, self.generation + 1
-        self.announced = False
+        over = self.generation
+        over.end(spare=[child for child in over.children if child.role == "api" and child.serving])
+        self.generation = Generation(over.number + 1, self.ground)  # what happens to the others is of no matter
         pause = self.restarts.next_pause()
         if pause is None:
             remedy = "" if self.restarts.most else "; --restart-engine would start its engines anew"
@@ -299,6 +241,6 @@ class Supervisor:
         deadline = time.monotonic() + (ENGINE_DEATH_GRACE_SECONDS if pause is None else pause)
         while (left := deadline - time.monotonic()) > 0 or self.family.engines():
             self._poll(left if left > 0 else None)
-        shutil.rmtree(addresses.directory(self.runtime_dir, ended), ignore_errors=True)
+        over.forget()
         if pause is None:
             raise Stop(1)
