@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from mini_engine.api.body import parse_body
 from mini_engine.api.errors import ApiError
-from mini_engine.api.protocol import ChatRequest, parse_body
+from mini_engine.api.protocol import ChatRequest
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver, siblings
 from mini_engine.config import ConfigError
 from mini_engine.messages import SamplingParams, Sibling

@@ -15,6 +15,7 @@ import pytest
 
 from mini_engine.cli import parse
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
+from mini_engine.demo import videos
 from mini_engine.model.registry import SPECS
 from tests.e2e.asked import ask_video
 from tests.e2e.running_server import ROOT, RunningServer
@@ -181,6 +182,19 @@ def test_training_again(tmp_path):
 
 def test_every_model_is_in_the_table():
     assert all(f"`{architecture}`" in README for architecture in SPECS)
+
+
+def test_the_image_and_its_answer(server, tmp_path):
+    """Of the page on the interface."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    found = re.search(r"A question about an image:\n\n((?:    .*\n)+)", page)
+    assert found is not None
+    commands = re.sub(r"^    ", "", found[1], flags=re.MULTILINE)
+    assert "http://localhost:8000" in commands and "What colour is it?" in commands
+    picture = videos.render_image(4 * 10**9)
+    (tmp_path / "picture.png").write_bytes(videos.encode_image(picture))
+    printed = shell(commands.replace("http://localhost:8000", server.url.removesuffix("/v1")), tmp_path)
+    assert json.loads(printed)["choices"][0]["message"]["content"] == picture.colour
 
 
 def test_every_file_and_folder_of_the_package_has_its_line():
