@@ -1,9 +1,9 @@
 """Regime `ab`: two servers of this project that differ in their flags, on the same prompts.
 
 A and B are started in turn, A B B A and so on, each fresh for each round, so that drift of the machine hits both alike.
-Every run is warmed up first and sends the same bytes. The ratio B/A of a figure is that of the means over all rounds;
-its spread goes from the least to the greatest ratio of a round. Answers are greedy, so they are compared as well: how
-many prompts were not answered alike by all runs, and by those of one side.
+The flags of `--launch` are for both. Every run is warmed up first and sends the same bytes. The ratio B/A of a figure
+is that of the means over all rounds; its spread goes from the least to the greatest ratio of a round. Answers are
+greedy, so they are compared as well: how many prompts were not answered alike by all runs, and by those of one side.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Runs = dict[str, list["Measured"]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The two servers' flags, and those of `serve`."""
+    """The two servers' flags, and those of `serve`, where `--launch` is for both."""
     group = parser.add_argument_group("servers")
     group.add_argument("--a", required=True, metavar="FLAGS", help='Flags of the one server, such as "" for none.')
     group.add_argument("--b", required=True, metavar="FLAGS", help="Flags of the other.")
@@ -42,12 +42,13 @@ def run(args: argparse.Namespace) -> Report:
     from mini_engine.bench.serving.measure import prepared, run_once
     from mini_engine.bench.serving.settings import server_flags, settings_of
 
-    if args.launch is not None or args.base_url or args.host or args.port:
-        raise ConfigError("ab starts both servers itself: leave out --launch, --base-url, --host and --port")
+    if args.base_url or args.host or args.port:
+        raise ConfigError("ab starts both servers itself: leave out --base-url, --host and --port")
     if args.plot is not None:
         raise ConfigError("--plot draws one run or a sweep: use it with bench.py serve or bench.py sweep")
-    sides = {"A": server_flags("--a", args.a), "B": server_flags("--b", args.b)}
-    settings = settings_of(argparse.Namespace(**{**vars(args), "launch": ""}))
+    both = args.launch or ""
+    sides = {"A": server_flags("--a", f"{both} {args.a}"), "B": server_flags("--b", f"{both} {args.b}")}
+    settings = settings_of(argparse.Namespace(**{**vars(args), "launch": both}))
     runs: Runs = {"A": [], "B": []}
     failures: list[str] = []
     with prepared(settings) as ready:
@@ -119,6 +120,7 @@ def describe(figures: dict[str, Any], args: argparse.Namespace, settings: Settin
         [
             f"A: {args.a or 'defaults'}",
             f"B: {args.b or 'defaults'}",
+            f"both: {args.launch or 'defaults'}",
             f"Means of {args.rounds} rounds, and the ratio with the least and greatest of a round:",
             "",
             table(["", "A", "B", "B/A", "least", "greatest"], rows),

@@ -39,6 +39,7 @@ def test_ratios_by_hand():
     }, "a figure that a run lacks has no ratio"
     assert found["answers"] == {"prompts": 100, "differ": 2, "differ_in_a": 0, "differ_in_b": 1}
     text = ab.describe(found, args, settings)
+    assert "both: defaults" in text
     assert "| `--block-size 8` | `defaults` | 0.5 | 1.25 (1.00–2.00) | - | - |" in text.splitlines()
     assert "Prompts not answered alike by all runs: 2 of 100; by the runs of A: 0, of B: 1" in text
 

@@ -33,6 +33,8 @@ def test_the_unique_ratio_by_counting(ratio: float, unique: int):
     assert len(order) == 40 and len(set(order)) == unique
     firsts = [number for place, number in enumerate(order) if number not in order[:place]]
     assert firsts == list(range(unique)), "new ones are numbered as they come"
+    again = {number for place, number in enumerate(order) if number in order[:place]}
+    assert len(again) >= min(40 - unique, unique) / 3, "and not always the same ones come again"
 
 
 def test_media_are_repeated_and_warm_ups_have_their_own():

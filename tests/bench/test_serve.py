@@ -246,6 +246,7 @@ def test_a_server_of_its_own_and_media_by_http(tmp_path: Path):
         ("--media-transport file --media-dir /no/such", "--media-dir: /no/such is not a directory"),
         ("--media-transport file --media-port 80", "only with --media-transport http"),
         ("ab --a '' --b '' --port 80", "ab starts both servers itself"),
+        ("ab --launch --max-num-seqs=0 --a '' --b ''", "--a: --max-num-seqs: 0 is not a whole number"),
         ("ab --a '' --b --max-num-seqs=0", "--b: --max-num-seqs: 0 is not a whole number of at least 1"),
         ("sweep --flag no-such-flag --values 1,2", "--launch: unknown flag --no-such-flag"),
         ("sweep --flag max-num-seqs --values 1,2 --port 80", "--max-num-seqs is no flag of this client"),
