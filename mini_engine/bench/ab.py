@@ -72,8 +72,12 @@ def compare(runs: Runs, settings: Settings) -> dict[str, Any]:
     statistic = ("mean", "median", *(f"p{share:g}" for share in settings.measures.percentiles))
     latencies = [f"{name}_{metric}_ms" for metric in settings.measures.metrics for name in statistic]
     a, b = runs["A"], runs["B"]
+    values = {key: [[one.figures.get(key) for one in side] for side in (a, b)] for key in (*THROUGHPUTS, *latencies)}
+    values |= {
+        f"mean_{stage}_ms": [_stage(side, stage) for side in (a, b)] for stage in a[0].figures["stages_ms"] or ()
+    }
     return {
-        "ratios": {key: ratio for key in (*THROUGHPUTS, *latencies) if (ratio := _ratio(a, b, key)) is not None},
+        "ratios": {key: ratio for key, sides in values.items() if (ratio := _ratio(*sides)) is not None},
         "answers": {
             "prompts": settings.data.count,
             "differ": differing(a + b),
@@ -84,10 +88,15 @@ def compare(runs: Runs, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _ratio(a: list[Measured], b: list[Measured], key: str) -> dict[str, float] | None:
-    """None where a run has no such figure, or A's is 0."""
-    ours = [measured.figures[key] for measured in a if measured.figures.get(key)]
-    theirs = [measured.figures[key] for measured in b if measured.figures.get(key) is not None]
+def _stage(side: list[Measured], stage: str) -> list[float | None]:
+    """The server's mean for a stage in each run, in milliseconds."""
+    return [(measured.figures["stages_ms"] or {}).get(stage, {}).get("mean") for measured in side]
+
+
+def _ratio(a: list[float | None], b: list[float | None]) -> dict[str, float] | None:
+    """Of the values of the rounds; None where a run has no such figure, or A's is 0."""
+    ours = [value for value in a if value]
+    theirs = [value for value in b if value is not None]
     if len(ours) < len(a) or len(theirs) < len(b):
         return None
     of_rounds = [theirs[number] / ours[number] for number in range(len(ours))]

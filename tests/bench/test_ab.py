@@ -29,14 +29,16 @@ def parsed(*argv: str) -> argparse.Namespace:
 def test_ratios_by_hand():
     args = parsed("ab", "--a", "--block-size 8", "--b", "", "--percentile-metrics", "ttft", "--unique-ratio", "0.5")
     settings = settings_of(argparse.Namespace(**{**vars(args), "launch": ""}))
-    a = [measured({"request_throughput": 10.0, "median_ttft_ms": 4.0}, "x", "y", "z", None),
-         measured({"request_throughput": 30.0, "median_ttft_ms": 4.0}, "x", "y", "z", "v")]  # fmt: skip
-    b = [measured({"request_throughput": 20.0, "median_ttft_ms": None}, "x", "Y", "z", "w"),
-         measured({"request_throughput": 30.0, "median_ttft_ms": 1.0}, "x", "y", "z", "w")]  # fmt: skip
+    told = {"encode": {"mean": 2.0}, "fetch": {"mean": 0.0}}
+    a = [measured({"request_throughput": 10.0, "median_ttft_ms": 4.0, "stages_ms": told}, "x", "y", "z", None),
+         measured({"request_throughput": 30.0, "median_ttft_ms": 4.0, "stages_ms": told}, "x", "y", "z", "v")]  # fmt: skip
+    b = [measured({"request_throughput": 20.0, "median_ttft_ms": None, "stages_ms": told}, "x", "Y", "z", "w"),
+         measured({"request_throughput": 30.0, "median_ttft_ms": 1.0, "stages_ms": told}, "x", "y", "z", "w")]  # fmt: skip
     found = ab.compare({"A": a, "B": b}, settings)
     assert found["ratios"] == {
-        "request_throughput": {"a": 20.0, "b": 25.0, "ratio": 1.25, "least": 1.0, "greatest": 2.0}
-    }, "a figure that a run lacks has no ratio"
+        "request_throughput": {"a": 20.0, "b": 25.0, "ratio": 1.25, "least": 1.0, "greatest": 2.0},
+        "mean_encode_ms": {"a": 2.0, "b": 2.0, "ratio": 1.0, "least": 1.0, "greatest": 1.0},
+    }, "a figure that a run lacks has no ratio, nor has one that is 0 for A"
     assert found["answers"] == {"prompts": 100, "differ": 2, "differ_in_a": 0, "differ_in_b": 1}
     text = ab.describe(found, args, settings)
     assert "both: defaults" in text
