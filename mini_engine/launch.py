@@ -22,6 +22,7 @@ from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
 from mini_engine.host import (
     bind_listeners,
+    check_model_files,
     check_tls,
     load_model_config,
     plan_media_cache,
@@ -88,6 +89,7 @@ class Supervisor:
         raise_descriptor_limit()
         self.model_dir = resolve_model(self.config)
         self.model_config = load_model_config(self.model_dir, self.config)
+        check_model_files(self.model_dir, self.model_config, self.config)
         self.media_cache = plan_media_cache(self.config)
         check_tls(self.config)
         self.listeners = bind_listeners(self.config)

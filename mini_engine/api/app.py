@@ -37,7 +37,7 @@ from mini_engine.api.logprobs import LogprobList
 from mini_engine.api.media_loader import FetchedItem, MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.openapi import FOR_TEXT, GUARDED, DescribedApp, takes
-from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place, prompt_items
+from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place, placeholders, prompt_items
 from mini_engine.api.protocol import ChatRequest, GenerationRequest
 from mini_engine.api.refusal import error_response, explain
 from mini_engine.api.request_log import RequestLog
@@ -118,7 +118,7 @@ class Frontend:
                     extra=about(request_id),
                 )  # fmt: skip
                 check_budget(items, self.limits)
-                prompt = self.renderer.expand(token_ids, [(item.modality, item.num_tokens) for item in items])
+                prompt = self.renderer.expand(token_ids, placeholders(items))
                 sampling = self.sampling.resolve(chat, len(prompt.token_ids))
                 request = NewRequest(
                     request_id,

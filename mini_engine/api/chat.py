@@ -7,8 +7,8 @@ fetched or processed. All methods may run in several threads at once.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 Modality = Literal["image", "video"]
 Message = Mapping[str, Any]
@@ -37,6 +37,15 @@ class MediaRef:
     name: str  # what errors call it: "video 1" is the first video of the conversation
 
 
+class Placeholder(NamedTuple):
+    """What is to stand for an item: `num_tokens` placeholders, in one run or as they stand in `text`, one for each of
+    several runs."""
+
+    modality: Modality
+    num_tokens: int
+    text: str | None = None
+
+
 @dataclass(frozen=True)
 class PlacedItem:
     """Where an item's placeholders lie among a prompt's tokens."""
@@ -44,11 +53,12 @@ class PlacedItem:
     modality: Modality
     offset: int
     length: int
+    more_offsets: list[int] = field(default_factory=list)  # of further runs of them, all equally long
 
 
 @dataclass(frozen=True)
 class ExpandedPrompt:
-    """What the engine gets: all token ids, and each item's stretch of placeholders in order."""
+    """What the engine gets: all token ids, and the places of each item's placeholders in order."""
 
     token_ids: list[int]
     items: list[PlacedItem]
@@ -148,8 +158,8 @@ class ChatRenderer:
                 f"{self.max_tokens} tokens for prompt and answer together"
             )
 
-    def expand(self, token_ids: Sequence[int], items: Sequence[tuple[str, int]]) -> ExpandedPrompt:
-        """Repeats each placeholder as often as its item has tokens. `items` holds (modality, num_tokens) in order.
+    def expand(self, token_ids: Sequence[int], items: Sequence[Placeholder]) -> ExpandedPrompt:
+        """Makes each placeholder as long as its item, with the text that belongs to it. `items` are in order.
 
         Raises ValueError when the items are not those of the placeholders: a mistake of the caller, not of the client.
         """
@@ -161,11 +171,20 @@ class ChatRenderer:
             if modality is None:
                 expanded.append(token)
                 continue
-            item_modality, length = next(remaining, (None, 0))
-            if item_modality != modality or length < 1:
-                raise ValueError(f"placeholder {len(placed)} is for a {modality}, the item is {item_modality, length}")
-            placed.append(PlacedItem(modality, len(expanded), length))
-            expanded.extend([token] * length)
+            item = next(remaining, None)
+            if item is None or item.modality != modality or item.num_tokens < 1:
+                raise ValueError(f"placeholder {len(placed)} is for a {modality}, the item is {item}")
+            # By itself: in a model's own template a special token stands on either side, which no token reaches across.
+            written = [token] if item.text is None else self._encoder.encode(item.text, add_special_tokens=False).ids
+            runs = written.count(token)
+            offsets: list[int] = []
+            for each in written:
+                if each == token:
+                    offsets.append(len(expanded))
+                    expanded.extend([token] * (item.num_tokens // runs))
+                else:
+                    expanded.append(each)
+            placed.append(PlacedItem(modality, offsets[0], item.num_tokens, offsets[1:]))
         if len(placed) != len(items):
             raise ValueError(f"{len(items)} items for {len(placed)} placeholders")
         return ExpandedPrompt(expanded, placed)

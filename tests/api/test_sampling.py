@@ -46,6 +46,21 @@ def test_defaults_of_another_directory(model_dir: Path, tmp_path_factory: pytest
     assert SamplingDefaults.load(str(model_dir), str(other)).top_p == 0.25
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"temperature": "hot"}', r"Expected `float \| null`, got `str` - at `\$.temperature`"),
+        ('{"top_p": 1.5}', "Expected `float` <= 1.0"),
+        ('{"eos_token_id": ["x"]}', "Expected `int`, got `str`"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_defaults_of_no_use(model_dir: Path, text: str, said: str) -> None:
+    (model_dir / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"generation_config.json .*{said}"):
+        SamplingDefaults.load(str(model_dir), "auto")
+
+
 def test_a_model_without_any(tmp_path: Path) -> None:
     assert SamplingDefaults.load(str(tmp_path), "auto") == SamplingDefaults()
 
