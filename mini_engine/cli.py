@@ -164,3 +164,5 @@ def serve(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"serve.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # nothing has been started yet
+        return 130

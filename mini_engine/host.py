@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mini_engine.config import ConfigError, EngineConfig, flag_of
 from mini_engine.free_memory import available_memory
@@ -27,6 +28,8 @@ from mini_engine.transport.memory import create_sealed
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 DEFAULT_MEDIA_CACHE_BYTES = 4 << 30
+UNREAD_SECONDS = 60
+SPARE_DESCRIPTORS = 128  # for what is open in each process however many there are, and some clients
 MAX_UNIX_PATH = 107  # sun_path without its terminating zero
 
 
@@ -211,16 +214,40 @@ def bind_listeners(config: EngineConfig) -> list[socket.socket]:
             plain.bind(address)
         listeners: list[socket.socket] = []
         for _ in range(config.api_server_count):
-            listener = socket.socket(family, kind)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            listener.bind(listeners[0].getsockname() if listeners else address)
-            listeners.append(listener)
+            listeners.append(_bind_one(family, listeners[0].getsockname() if listeners else address))
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {config.host} port {config.port}: {error.strerror}; choose another --host or --port"
         ) from None
     return listeners
+
+
+def bind_again(listener: socket.socket) -> socket.socket:
+    """A new socket on the address of this one of several, which is closed: the kernel puts connections in line at the
+    others until the new one listens. A unix socket, which all share, is returned as it is.
+
+    Raises:
+        OSError: there can be none; the old one stays.
+    """
+    if listener.family == socket.AF_UNIX:
+        return listener
+    successor = _bind_one(listener.family, listener.getsockname())
+    listener.close()
+    return successor
+
+
+def _bind_one(family: int, address: Any) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # Connections inherit it: one whose client takes nothing of what was sent for so long is closed by the kernel.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_SECONDS * 1000)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def plan_media_cache(config: EngineConfig) -> MediaCachePlan:
@@ -280,10 +307,32 @@ def _shared_memory_refusal() -> str | None:
     return None if received else "descriptors cannot be handed over"
 
 
-def raise_descriptor_limit() -> None:
-    """Allow this process and its children as many open files as the host lets them have."""
+def fill_standard_descriptors() -> None:
+    """Open what this process was started without of stdin, stdout and stderr: another file in their place would be
+    written to."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+
+
+def raise_descriptor_limit(config: EngineConfig) -> None:
+    """Allow this process and its children as many open files as the host lets them have.
+
+    Raises:
+        ConfigError: these are too few to start with.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    ranks = config.data_parallel_size * config.tensor_parallel_size
+    # The supervisor has up to four for a child; an API server connects to every rank, and a rank to every API server.
+    needed = SPARE_DESCRIPTORS + 4 * (config.api_server_count + config.data_parallel_size + ranks)
+    if hard < needed:
+        raise ConfigError(
+            f"a process may have {hard} open files here, and this server needs {needed} to start: raise the limit "
+            "(ulimit -n, LimitNOFILE= of a systemd unit, --ulimit nofile= of a container), or start fewer processes"
+        )
 
 
 class runtime_directory:  # noqa: N801 - used as a function

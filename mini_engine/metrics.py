@@ -85,6 +85,10 @@ mm_tensor_ipc_info = Gauge(
     multiprocess_mode="livemax",
     registry=REGISTRY,
 )
+engine_restarts = Gauge(
+    "mini_engine:engine_restarts", "How often the engines were started anew after one had died (--restart-engine).",
+    multiprocess_mode="livemax", registry=REGISTRY,
+)  # fmt: skip
 num_requests_running = _engine_gauge("num_requests_running", "Requests being computed.")
 num_requests_waiting = _engine_gauge("num_requests_waiting", "Requests in the engine's line.")
 kv_cache_usage_perc = _engine_gauge(
@@ -201,6 +205,10 @@ class EngineFigures:
             "preemptions": num_preemptions_total.labels(label),
             "media_evictions": mm_cache_evictions_total.labels(label),
         }
+
+    def forget(self) -> None:
+        """The engine is gone, and all that it held."""
+        self.update(EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0.0), NOTHING_HAPPENED)
 
     def update(self, stats: EngineStats, counters: EngineCounters) -> None:
         """Take over the gauges, and add what has happened since the engine last told."""

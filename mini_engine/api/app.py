@@ -77,8 +77,10 @@ class Frontend:
 
         Raises:
             ApiError: 413 or 429.
+            EngineError: no engine runs.
             ClientDisconnect: the client went meanwhile.
         """
+        self.engines.check()
         self.requests.check()
         return await read_body(request, self.body_limits)
 

@@ -11,12 +11,11 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mini_engine.api.errors import ApiError
+from mini_engine.api.errors import RETRY_SECONDS, ApiError
 from mini_engine.api.refusal import error_response
 
 OPEN_PATHS = ("/health", "/live")  # for those who only look whether the server is well
 UNCOUNTED_PATHS = ("/metrics",)  # for those who watch how it ends
-RETRY_SECONDS = 5  # about what a successor needs to start; another server is there at once
 SHUTTING_DOWN = "The server is shutting down and takes no new requests; send this one again later."
 WRONG_KEY = "This server asks for an API key: send one that it knows in the header 'Authorization: Bearer KEY'."
 

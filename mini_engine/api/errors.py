@@ -13,6 +13,8 @@ import msgspec
 from mini_engine.api.chat import ChatError
 from mini_engine.media.errors import MediaError
 
+RETRY_SECONDS = 5  # about what a successor needs to start; another server is there at once
+
 Code = Literal[
     "context_length_exceeded", "engine_unavailable", "internal_error", "invalid_api_key", "invalid_http",
     "invalid_json", "invalid_media", "invalid_value", "media_too_large", "method_not_allowed",
@@ -21,7 +23,7 @@ Code = Literal[
 ]  # fmt: skip
 STATUSES: dict[Code, tuple[int, ...]] = {
     "context_length_exceeded": (400,),
-    "engine_unavailable": (503,),
+    "engine_unavailable": (500, 503),
     "internal_error": (500,),
     "invalid_api_key": (401,),
     "invalid_http": (400, 431, 501),
@@ -84,12 +86,13 @@ class ApiError(Exception):
 class EngineError(Exception):
     """An engine could not serve a request. The text is for the client.
 
-    `engine_gone`: not this request was at fault, its engine has stopped.
+    `engine_gone`: not this request was at fault, its engine has stopped. `begun`: while it had the request.
     """
 
-    def __init__(self, message: str, *, engine_gone: bool = False):
+    def __init__(self, message: str, *, engine_gone: bool = False, begun: bool = False):
         super().__init__(message)
         self.engine_gone = engine_gone
+        self.begun = begun
 
 
 class ClientGone(Exception):
@@ -121,6 +124,11 @@ def internal_error(request_id: str) -> ApiError:
     )
 
 
+def engine_unavailable(message: str) -> ApiError:
+    """A 503: there is no engine, but there may be one soon."""
+    return ApiError(503, message, code="engine_unavailable", headers={"retry-after": str(RETRY_SECONDS)})
+
+
 def as_api_error(error: Exception) -> ApiError | None:
     """The answer to an error that the road of a request is known to raise; None for any other."""
     match error:
@@ -130,8 +138,10 @@ def as_api_error(error: Exception) -> ApiError | None:
             return bad_request(str(error), "messages")
         case MediaError():
             return bad_request(str(error), "messages", "invalid_media")
+        case EngineError(engine_gone=True, begun=True):
+            return ApiError(500, str(error), code="engine_unavailable")
         case EngineError(engine_gone=True):
-            return ApiError(503, str(error), code="engine_unavailable")
+            return engine_unavailable(str(error))
         case EngineError():
             return ApiError(500, str(error), code="internal_error")
     return None

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from mini_engine import metrics
 from mini_engine.api.door import SHUTTING_DOWN
-from mini_engine.api.errors import ApiError, EngineError
+from mini_engine.api.errors import ApiError, EngineError, engine_unavailable
 from mini_engine.api.openapi import GUARDED, refuses
 from mini_engine.api.refusal import error_response
 
@@ -44,7 +44,7 @@ async def health(request: Request) -> Response:
     if await engines.healthy(config.health_timeout):
         return Response()
     if not engines.alive:
-        return error_response(ApiError(503, ENGINE_GONE, code="engine_unavailable"))
+        return error_response(engine_unavailable(ENGINE_GONE))
     text = f"An engine has not answered within the {config.health_timeout:g} s of --health-timeout."
     return error_response(ApiError(503, text, code="timeout"))
 
@@ -66,7 +66,7 @@ async def reset_caches(request: Request) -> Response:
         async with asyncio.timeout(RESET_SECONDS):
             await _engines(request).reset_caches()
     except EngineError:
-        return error_response(ApiError(503, ENGINE_GONE, code="engine_unavailable"))
+        return error_response(engine_unavailable(ENGINE_GONE))
     except TimeoutError:
         text = f"An engine has not answered within {RESET_SECONDS:g} s; its caches may be reset later, or not at all."
         return error_response(ApiError(504, text, code="timeout"))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import zmq.asyncio
 
+from mini_engine import metrics
 from mini_engine.api import transports
 from mini_engine.api.admission import BodyAdmission, MediaAdmission, RequestAdmission
 from mini_engine.api.app import Frontend, create_app
@@ -33,7 +34,7 @@ from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.media.limits import DecodeLimits, ImageLimits
 from mini_engine.media.memory import keep_freed_memory
 from mini_engine.media.policy import MediaPolicy
-from mini_engine.messages import Drain, EngineLimits, Init, PeerGone, Serving, Start
+from mini_engine.messages import Drain, EngineLimits, Init, PeerGone, Ping, Pong, Serving, Start
 from mini_engine.model.config import ModelConfig
 from mini_engine.transport.codec import decode
 
@@ -64,6 +65,7 @@ def run(child: Child) -> None:
     """Main function of an API server's process. Does not return: it ends the process."""
     keep_freed_memory()
     init = child.init()
+    metrics.engine_restarts.set(init.restarts)
     try:
         front = load(init)
         # Half a million objects of torch and transformers that stay: no collection need look at them again.
@@ -282,6 +284,8 @@ class SupervisorLink:
                     self.draining.set()
                 case PeerGone(sender=sender):
                     self._engines.peer_gone(sender)
+                case Ping(number=number):
+                    send_now(self.socket, self._encoder.encode(Pong(number)))
 
     def say_serving(self) -> None:
         """Tell the supervisor that connections are accepted."""

@@ -77,8 +77,9 @@ class ModelOptions:
     )
     api_server_count: int = option(1, "Number of API-server processes.", "Processes", minimum=1, maximum=64)
     collective_timeout: float = option(
-        60.0, "Seconds after which a collective between workers is given up, or a request whose media do not reach "
-        "them (30 at most).", "Processes", minimum=1, maximum=86400,
+        60.0, "Seconds after which a collective between workers is given up, an engine or API server that gives no "
+        "sign of life is killed, or a request is given up whose media do not reach the workers (30 at most).",
+        "Processes", minimum=1, maximum=86400,
     )  # fmt: skip
     startup_timeout: float = option(
         600.0,
@@ -94,6 +95,11 @@ class ModelOptions:
     shutdown_timeout: float = option(
         30.0, "Seconds that running requests may take to end after SIGTERM; 0 ends them at once, as SIGINT does.",
         "Processes", minimum=0, maximum=86400,
+    )  # fmt: skip
+
+    restart_engine: int = option(
+        0, "Times in a row that all engines are started anew after one has died, behind the same sockets; at 0 the "
+        "server ends. The flag alone is 3.", "Processes", minimum=0, bare="3", metavar="MAX",
     )  # fmt: skip
 
     def validate(self) -> None:

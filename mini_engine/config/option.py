@@ -28,6 +28,7 @@ class Option:
     parse: Callable[[str], Any] | None = None
     metavar: str | None = None
     positional: bool = False
+    bare: str | None = None  # the value of the flag alone; None: it needs one
     twins: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other flags, and the value each stands for
     secret: bool = False  # never printed
 

@@ -166,7 +166,7 @@ class ResetCaches(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """API server -> core: are you and all your ranks at work?"""
+    """API server or supervisor -> core: are you and all your ranks at work? Supervisor -> API server: are you?"""
 
     number: int  # comes back in `Pong`
 
@@ -254,7 +254,7 @@ class CachesReset(Message, frozen=True):
 
 
 class Pong(Message, frozen=True):
-    """Core -> API server: since `Ping(number)` came, all ranks have reported a step."""
+    """The answer to `Ping(number)`; a core's: since it came, all ranks have reported a step."""
 
     number: int
 

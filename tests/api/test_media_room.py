@@ -97,7 +97,8 @@ class World:
 
     async def put(self, key: int, nbytes: int = ITEM, cacheable: bool = True) -> int | None:
         """Place an item for a moment: its object's number, or None when it found no room."""
-        item = MediaItem("image", 0, 1, (1, 1, 1), None, Patches(nbytes), key.to_bytes(16, "little"), cacheable)
+        patches, media_hash = Patches(nbytes), key.to_bytes(16, "little")
+        item = MediaItem("image", 0, 1, (1, 1, 1), None, patches, media_hash, cacheable=cacheable)
         request = NewRequest(f"r{key}", [], SamplingParams(max_tokens=1, seed=0), [item])
         async with self._store.placing(request) as placed:
             patches = placed.media[0].patches
