@@ -22,7 +22,9 @@ class LogSettings:
 
 
 class JsonFormatter(logging.Formatter):
-    """Each line an object: `time` (RFC 3339, UTC), `level`, `process`, `logger`, `message`, and `exception` if any."""
+    """Each line an object: `time` (RFC 3339, UTC), `level`, `process`, `logger`, `message`, and where there is one
+    `request_id`, `exception`.
+    """
 
     def __init__(self, process: str):
         super().__init__()
@@ -37,9 +39,16 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if (request_id := getattr(record, "request_id", None)) is not None:
+            line["request_id"] = request_id
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)
+
+
+def about(request_id: str) -> dict[str, str]:
+    """The `extra` of a line about one request, whose id the line names, too."""
+    return {"request_id": request_id}
 
 
 class Output:

@@ -33,7 +33,7 @@ REGISTRY = CollectorRegistry()
 FALLBACK_REASONS = ("no_memory", "copy_failed", "send_failed", "lost", "cuda_ipc", "store_full", "store_oversize")
 
 # Why requests were refused with 429; see `api/admission.py`.
-REJECTION_REASONS = ("queued_requests", "inflight_media")
+REJECTION_REASONS = ("queued_requests", "inflight_bodies", "inflight_media")
 
 NOTHING_HAPPENED = EngineCounters()
 
@@ -142,7 +142,7 @@ e2e_request_latency_seconds = _histogram(
 )
 # Where a request's time goes, by the stages of `api/timings.py`; vLLM has the three without another name here.
 stage_seconds = {
-    "admission": _stage_histogram("admission", "In line for a place among the requests that load media"),
+    "admission": _stage_histogram("admission", "In line for a place among the requests whose media are decoded"),
     "fetch": _stage_histogram("media_fetch", "Fetching and hashing the media"),
     "media_decode": _stage_histogram("media_decode", "Decoding the media, or waiting for it"),
     "process": _stage_histogram("media_process", "The processor alone, while none of the media is decoded"),

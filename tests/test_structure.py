@@ -104,8 +104,10 @@ def test_every_path_and_flag_in_the_documents_exists():
         for path in re.findall(r"`((?:mini_engine|tests|docs)/[\w./-]+)`", text):
             assert (ROOT / path).exists(), f"{document.name} names {path}"
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text):
-            commands = [path for part in ("demo", "bench") for path in (PACKAGE / part).glob("*.py")]
-            known = flag in {*flags, "--no-"} or any(f'"{flag}"' in path.read_text() for path in commands)
+            commands = [path for part in ("demo", "bench") for path in (PACKAGE / part).rglob("*.py")]
+            known = flag in {*flags, "--no-", "--index-url"} or any(
+                f'"{flag}"' in path.read_text() for path in commands
+            )
             assert known, f"{document.name} names {flag}"
 
 

@@ -22,6 +22,7 @@ from mini_engine.api.media_cache import MediaCopy
 from mini_engine.api.media_store import MediaStore
 from mini_engine.api.pulse import Pulse
 from mini_engine.api.sending import MEDIA_NOT_SENT, RequestSender
+from mini_engine.log import about
 from mini_engine.messages import (
     Accepted,
     AnyMessage,
@@ -134,6 +135,10 @@ class Engine:
             while True:
                 missing = await self._submit_once(request, generation, lost)
                 if missing is None:
+                    logger.debug(
+                        "%s is at engine %d, which has its %d media", request.request_id, self.number,
+                        len(request.media), extra=about(request.request_id),
+                    )  # fmt: skip
                     return generation
                 named = {item.media_hash for item in request.media if item.patches is None}.intersection(missing)
                 if named:
@@ -142,7 +147,10 @@ class Engine:
                 elif lost:
                     raise EngineError(MEDIA_NOT_SENT)
                 else:
-                    logger.warning("%s: its tensors have not reached engine %d", request.request_id, self.number)
+                    logger.warning(
+                        "%s: its tensors have not reached engine %d", request.request_id, self.number,
+                        extra=about(request.request_id),
+                    )  # fmt: skip
                     metrics.ipc_fallbacks_total.labels("lost").inc()
                     lost = True
         except BaseException:

@@ -15,12 +15,21 @@ import torch
 
 from mini_engine.config import EngineConfig
 from mini_engine.host import resolve_model
-from mini_engine.messages import Chunk, MessageId, NewRequest, NewSequence, Step, StoreHandle, TensorHandle
+from mini_engine.messages import (
+    Chunk,
+    MediaCachePlan,
+    MessageId,
+    NewRequest,
+    NewSequence,
+    Step,
+    StoreHandle,
+    TensorHandle,
+)
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.weights import load_model
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.worker import allocate_cache, choose_device, choose_dtype
+from mini_engine.worker.profiling import profile
+from mini_engine.worker.worker import allocate_cache, choose_device, choose_num_blocks, load
 
 MODEL_PARTS = ("embed", "forward", "logits")  # together they are "the model's forward"
 
@@ -74,12 +83,17 @@ class WorkerAlone:
     def __init__(self, config: EngineConfig):
         torch.set_num_threads(1)
         model_dir, device, tp = resolve_model(config), choose_device(config, 0, 0), TensorParallel()
-        model = load_model(model_dir, tp, choose_dtype(config), device)
+        model = load(model_dir, config, tp, device)
         self._in_model = Stopwatch()
         for name in MODEL_PARTS:
             setattr(model, name, self._timed(getattr(model, name)))
-        cache = allocate_cache(config, model)
-        self._runner = ModelRunner(model, cache, _NoMedia(), Normalisation.from_dir(model_dir), tp)
+        normalise = Normalisation.from_dir(model_dir)
+
+        def runner_with(num_blocks: int) -> ModelRunner:
+            return ModelRunner(model, allocate_cache(config, model, num_blocks), _NoMedia(), normalise, tp)
+
+        use = profile(config, model_dir, MediaCachePlan("off", 0, "nothing is sent"), model.config, runner_with)
+        self._runner = runner_with(choose_num_blocks(config, model, use))
         self._synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
     def decode(self, requests: Sequence[NewRequest], warm_up: int, steps: int) -> WorkerTime:

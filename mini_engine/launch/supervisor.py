@@ -23,6 +23,7 @@ from mini_engine.config import EngineConfig
 from mini_engine.host import (
     bind_again,
     bind_listeners,
+    check_model_files,
     check_tls,
     fill_standard_descriptors,
     load_model_config,
@@ -77,6 +78,7 @@ class Supervisor:
         raise_descriptor_limit(self.config)
         model_dir = resolve_model(self.config)
         self.model_config = load_model_config(model_dir, self.config)
+        check_model_files(model_dir, self.model_config, self.config)
         media_cache = plan_media_cache(self.config)
         check_tls(self.config)
         signals = Signals()
@@ -102,6 +104,7 @@ class Supervisor:
                 listener.close()
             Stopping(self.family, self.liveness, end.interrupts).run(end.patience)
             self.family.close()
+            logger.info("stopped")
         return end.status
 
     def _serve(self) -> NoReturn:

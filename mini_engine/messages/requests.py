@@ -61,6 +61,15 @@ class CachedMedia(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     grid_thw: tuple[int, int, int]
     second_per_grid: float | None
+    # What stands for it in a prompt's text, one placeholder token for each run of them. None: one run, nothing else.
+    placeholder: str | None = None
+
+    @classmethod
+    def of(cls, item: MediaItem) -> CachedMedia:
+        """What is to be known of the item once it is cached."""
+        return cls(
+            item.media_hash, item.modality, item.num_tokens, item.grid_thw, item.second_per_grid, item.placeholder
+        )
 
 
 class Cached(Message, frozen=True):

@@ -191,7 +191,7 @@ def test_a_client_that_leaves_in_line_for_decoding(processor: MediaProcessor, tm
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor, *ANSWER)) as served:
             admission = served.frontend.admission
-            async with admission.admit([0] * admission.limit):
+            async with admission.in_line(admission.limit):
                 _, writer = await served.connect(content=[image()], stream=stream)
                 await eventually(lambda: admission.waiting == 1)
                 await hang_up(writer)
