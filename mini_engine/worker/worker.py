@@ -56,7 +56,7 @@ def run(child: Child) -> None:
         cache = allocate_cache(init.config, model, num_blocks)
         return ModelRunner(model, cache, media, normalise, tp, to_device)
 
-    use = profile(init.config, init.model_dir, init.media_cache, model.config, runner_with)
+    use = profile(init.config, init.model_dir, init.media_cache, model.config, device, runner_with)
     runner = runner_with(choose_num_blocks(init.config, model, use))
     warm_up(runner, model.config.vision)
     # What is loaded stays: the collector need not walk over it again and again.
@@ -192,9 +192,19 @@ def choose_num_blocks(config: EngineConfig, model: VisionLanguageModel, use: Mem
 
 
 def allocate_cache(config: EngineConfig, model: VisionLanguageModel, num_blocks: int) -> KVCache:
-    """A KV cache of the model's device and dtype."""
+    """A KV cache of the model's device and dtype.
+
+    Raises:
+        ConfigError: the device has no room for it.
+    """
     some = next(model.parameters())
-    return KVCache.allocate(model.attention_shape, num_blocks, config.block_size, some.dtype, some.device)
+    try:
+        return KVCache.allocate(model.attention_shape, num_blocks, config.block_size, some.dtype, some.device)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"{some.device} has no room for a KV cache of {num_blocks} block(s) of {config.block_size} tokens; "
+            "lower --block-size, --gpu-memory-utilization or --kv-cache-memory-bytes"
+        ) from None
 
 
 def warm_up(runner: ModelRunner, vision: VisionConfig) -> None:
