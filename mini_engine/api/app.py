@@ -24,7 +24,7 @@ from starlette.responses import Response
 from mini_engine.api import completions, operation, responses, tokens
 from mini_engine.api.admission import MediaAdmission, RequestAdmission
 from mini_engine.api.answer import Answer, Piece, SampleText
-from mini_engine.api.body import parse_body
+from mini_engine.api.body import check_model, parse_body
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.completion_protocol import CompletionRequest
 from mini_engine.api.connection import BodyLimits, read_body
@@ -36,7 +36,7 @@ from mini_engine.api.errors import ApiError, Code
 from mini_engine.api.logprobs import LogprobList
 from mini_engine.api.media_loader import FetchedItem, MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
-from mini_engine.api.openapi import FOR_TEXT, GUARDED, DescribedApp, takes
+from mini_engine.api.openapi import FOR_TEXT, GUARDED, DescribedApp, in_path, refuses, takes
 from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place, placeholders, prompt_items
 from mini_engine.api.protocol import ChatRequest, GenerationRequest
 from mini_engine.api.refusal import error_response, explain
@@ -251,6 +251,18 @@ async def models(request: Request) -> Response:
     frontend = _frontend(request)
     created = request.app.state.created
     body = responses.model_list(frontend.model_names, created, frontend.sampling.max_model_len)
+    return Response(body, media_type="application/json")
+
+
+@router.get("/v1/models/{name:path}", openapi_extra=in_path("name"), responses=GUARDED | refuses(404))
+async def model(request: Request) -> Response:
+    """One of these names."""
+    frontend, name = _frontend(request), request.path_params["name"]
+    try:
+        check_model(name, frontend.model_names)
+    except ApiError as error:
+        return error_response(error)
+    body = responses.model(name, request.app.state.created, frontend.sampling.max_model_len)
     return Response(body, media_type="application/json")
 
 

@@ -83,14 +83,16 @@ def parse_body(body: bytes, kind: type[BodyT], served_names: Sequence[str]) -> B
     except ValidationError as error:
         raise _refusal(error, kind) from None
     request.check()
-    if request.model is not None and request.model not in served_names:
-        raise ApiError(
-            404,
-            f"The model {request.model[:200]!r} does not exist; this server has {', '.join(served_names)}.",
-            param="model",
-            code="model_not_found",
-        )
+    if request.model is not None:
+        check_model(request.model, served_names)
     return request
+
+
+def check_model(name: str, served_names: Sequence[str]) -> None:
+    """Raises ApiError for a model that is not served."""
+    if name not in served_names:
+        text = f"The model {name[:200]!r} does not exist; this server has {', '.join(served_names)}."
+        raise ApiError(404, text, param="model", code="model_not_found")
 
 
 def _parse_json(body: bytes) -> dict[str, Any]:

@@ -25,6 +25,11 @@ def takes(kind: type[Body]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
+def in_path(name: str) -> dict[str, Any]:
+    """The `openapi_extra` of an endpoint with a text in its path."""
+    return {"parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]}
+
+
 def refuses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The `responses` of an endpoint that may answer with an error of these statuses."""
     content = {"application/json": {"schema": {"$ref": _REF.format(model=ErrorResponse.__name__)}}}

@@ -218,6 +218,11 @@ def error_event(error: ApiError) -> bytes:
     return b"data: " + error.encode() + b"\n\n"
 
 
+def model(name: str, created: int, max_model_len: int) -> bytes:
+    """The body of `GET /v1/models/{name}`."""
+    return _encoder.encode(Model(name, created, max_model_len))
+
+
 def model_list(names: list[str], created: int, max_model_len: int) -> bytes:
     """The body of `GET /v1/models`."""
     return _encoder.encode(ModelList([Model(name, created, max_model_len) for name in names]))

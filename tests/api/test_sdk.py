@@ -93,6 +93,8 @@ def test_whole_answers_and_chunks_are_those_of_the_sdk(processor: MediaProcessor
                 assert len(events) >= body.get("n", 1)
         for model in (await served.http.get("/v1/models")).json()["data"]:
             check(Model, model, {"max_model_len", "root", "parent", "permission"})
+            assert (await served.http.get(f"/v1/models/{model['id']}")).json() == model
+        assert (await served.http.get("/v1/models/no/such")).json()["error"]["code"] == "model_not_found"
 
     with_server(processor, tmp_path, scenario)
 

@@ -35,7 +35,8 @@ MAX_GROWTH_BYTES = 384 << 20
 
 WITH_BODY = ["POST /v1/chat/completions", "POST /v1/completions", "POST /tokenize", "POST /detokenize"]
 WITHOUT_BODY = [
-    "POST /reset_caches", "GET /v1/models", "GET /health", "GET /live", "GET /metrics", "GET /version",
+    "POST /reset_caches", "GET /v1/models", "GET /v1/models/{name}", "GET /health", "GET /live", "GET /metrics",
+    "GET /version",
 ]  # fmt: skip
 DOCUMENTED = {"POST /reset_caches": {503, 504}, "GET /health": {503}}  # of the statuses from 500
 
