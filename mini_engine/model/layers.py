@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mini_engine.kernels import ops
 from mini_engine.model.parallel import Placement
 
 
@@ -63,7 +64,11 @@ class RMSNorm(Layer):
         self.weight = at.empty(size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def after_add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add `residual` to x, in place; the norm of the sum."""
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def pieces(self) -> Iterator[Piece]:
         shape = tuple(self.weight.shape)
@@ -141,8 +146,7 @@ class GatedMLP(nn.Module):
         self.down = RowParallel(f"{source}.down_proj", inner, part, size, bias, at)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up))
+        return self.down(ops.silu_mul(self.gate_up(x)))
 
 
 class VocabParallelEmbedding(Layer):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mini_engine.config import EngineConfig
+from mini_engine.kernels import ops
 from mini_engine.model.qwen2_5_vl import AttentionShape
 
 CPU_MEMORY = 1 << 30  # bytes for the blocks where no flag says how many
@@ -63,8 +64,7 @@ class KVCache:
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put keys and values of n tokens, `[n, kv_heads, head_dim]` each, where `slots` says: int64 `[n]`, each
         block * block_size + place."""
-        for cache, new in ((self.keys(layer), keys), (self.values(layer), values)):
-            cache.flatten(0, 1).index_copy_(0, slots, new)
+        ops.write_cache(self.keys(layer).flatten(0, 1), self.values(layer).flatten(0, 1), keys, values, slots)
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Fill these blocks with zeros.
