@@ -12,6 +12,7 @@ BUNDLED_MODEL = str(Path(__file__).parent.parent / "demo" / "weights")
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+AttentionBackendName = Literal["auto", "triton", "varlen", "sdpa"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,15 @@ class ModelOptions:
     )  # fmt: skip
     dtype: Dtype = option("auto", "Number format of weights and activations; `auto` takes the checkpoint's.", "Model")
     device: Device = option("auto", "Where the workers run; `auto` takes CUDA when there is a device.", "Model")
+    attention_backend: AttentionBackendName = option(
+        "auto", "What computes the decoder's attention: `triton` (this project's kernels), `varlen` (torch's varlen_attn, "
+        "from torch 2.12 on), `sdpa` (torch's operators over gathered blocks), or `auto`: triton on CUDA, sdpa on the "
+        "CPU.", "Model",
+    )  # fmt: skip
+    enforce_eager: bool = option(
+        False, "Launch every operator of a decode step by itself; otherwise CUDA replays recorded graphs of such steps. "
+        "No effect on the CPU.", "Model",
+    )  # fmt: skip
     seed: int = option(0, "Seed of the server's own randomness.", "Model")
     max_model_len: int | None = option(
         None, "Longest prompt and output together, in tokens; default: what the model was made for.", "Model", minimum=1

@@ -61,7 +61,7 @@ def _rotate(
     tl.store(target + HALF, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # or it would be compiled for counts of 1 and of 16
 def _mrope(cos, sin, positions, axis, frequencies, count, HALF: tl.constexpr, HALF_PADDED: tl.constexpr):
     """The tables of one token: frequency i turns by the position on its axis."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, HALF_PADDED)
