@@ -17,11 +17,13 @@ import msgspec
 import zmq
 
 from mini_engine import log
-from mini_engine.messages import EngineLimits, Hello, Init, Ready, Role, TransportChoice
+from mini_engine.config import ConfigError
+from mini_engine.messages import EngineLimits, Hello, Init, Ready, Refused, Role, TransportChoice
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+REFUSAL_SECONDS = 10  # within which the supervisor ends a process that refused its settings
 
 ROLE_MODULES: dict[Role, str] = {
     "api": "mini_engine.api.server",
@@ -74,6 +76,12 @@ class Child:
         """Tell the supervisor that this process can serve."""
         self.supervisor.send(self.encoder.encode(Ready(limits, transports or [])))
 
+    def refuse(self, reason: str) -> None:
+        """Tell the supervisor that this process cannot be built, and wait to be ended: a process that ends by itself
+        may take its last message with it."""
+        self.supervisor.send(self.encoder.encode(Refused(reason)))
+        self.supervisor.poll(REFUSAL_SECONDS * 1000)
+
 
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when the thread that started it ends.
@@ -100,6 +108,9 @@ def main() -> None:
     child = Child(spec)
     try:
         importlib.import_module(ROLE_MODULES[spec.role]).run(child)
+    except ConfigError as error:
+        child.refuse(str(error))
+        sys.exit(1)
     except Exception:
         logging.getLogger(__name__).exception("%s failed", child.name)
         sys.exit(1)

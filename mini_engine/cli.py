@@ -1,202 +1,131 @@
-"""The command line of `serve.py`, made from the fields of `EngineConfig`.
+"""The command line of `serve.py`: settings from flags, variables and a file, made one; then the server.
 
-A value is taken from the flag, else from `MINI_ENGINE_<FIELD>`, else from the field's default.
+A value is taken from the flag, else from `MINI_ENGINE_<FIELD>`, else from the file of `--config`, else from the field's
+default. What `--help` looks like is in `cli_help.py`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import dataclasses
+import logging
 import os
 import sys
-import types
-from collections.abc import Callable, Sequence
-from typing import Any, Union, get_args, get_origin
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from mini_engine.config import (
-    ConfigError,
-    EngineConfig,
-    Option,
-    env_of,
-    field_types,
-    fields,
-    flag_of,
+from mini_engine import log
+from mini_engine.cli_help import build_parser
+from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.config.sources import (
+    CONFIG_ENV,
+    Given,
     from_environment,
+    from_file,
+    read,
+    suggestion,
+    to_yaml,
+    unknown_variables,
 )
 
-IPC_SWITCH_ENV = "MINI_ENGINE_MULTIMODAL_TENSOR_IPC"
-IPC_SWITCH = {"1": "torch_shm", "0": "direct_rpc"}
-
-EXAMPLES = f"""examples:
-  python serve.py                                        the bundled model on port 8000
-  python serve.py Qwen/Qwen2.5-VL-3B-Instruct -tp 2      a hub model on two devices
-  python serve.py --api-server-count 3 --media-io-kwargs '{{"video": {{"num_frames": 10}}}}'
-
-Every flag can also be set by an environment variable, such as {env_of("max_num_seqs")} for {flag_of("max_num_seqs")}.
-{IPC_SWITCH_ENV}=1 or 0 means --enable- or --disable-multimodal-tensor-ipc.
-"""
+logger = logging.getLogger(__name__)
 
 
-class Parser(argparse.ArgumentParser):
-    """Ends with one clear line instead of argparse's usage dump."""
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a command line and its surroundings ask for."""
 
-    def error(self, message: str) -> Any:
-        raise ConfigError(message)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of `serve.py`; no flag has a default here, so that a missing one is told from a given one."""
-    parser = Parser(
-        prog="serve.py",
-        description="Serve a vision-language model over an OpenAI-compatible endpoint.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    kinds = field_types()
-    for field in fields():
-        opt: Option = field.metadata["option"]
-        group = groups.setdefault(opt.group, parser.add_argument_group(opt.group))
-        _add_flag(group, field.name, opt, kinds[field.name], EngineConfig.__dataclass_fields__[field.name])
-    ipc = groups["Data plane"]
-    ipc.add_argument("--enable-multimodal-tensor-ipc", dest="mm_tensor_ipc_switch", action="append_const", const="1",
-                     help="The same as --mm-tensor-ipc torch_shm.")  # fmt: skip
-    ipc.add_argument("--disable-multimodal-tensor-ipc", dest="mm_tensor_ipc_switch", action="append_const", const="0",
-                     help="The same as --mm-tensor-ipc direct_rpc.")  # fmt: skip
-    return parser
+    config: EngineConfig
+    origins: dict[str, str]  # what gave each field that does not have its default, such as `--port`
+    warnings: list[str]
+    print_config: bool = False
 
 
-def _add_flag(group: argparse._ArgumentGroup, name: str, opt: Option, kind: Any, field: Any) -> None:
-    text = f"{opt.help}{_default_text(opt, field)}".replace("%", "%%")
-    if opt.positional:
-        group.add_argument(name, nargs="?", metavar=opt.metavar, help=text)
-    elif kind is bool:
-        group.add_argument(flag_of(name), action=argparse.BooleanOptionalAction, help=text)
-    elif get_origin(kind) is list:
-        group.add_argument(flag_of(name), nargs="+", action="extend", metavar=opt.metavar, help=text)
-    else:
-        flags = [flag_of(name), *([opt.short] if opt.short else [])]
-        choices = "{" + ",".join(literal_choices(kind)) + "}" if literal_choices(kind) else None
-        metavar = opt.metavar or choices or name.rsplit("_", 1)[-1].upper()
-        group.add_argument(*flags, dest=name, metavar=metavar, help=text)
+def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> EngineConfig:
+    """The configuration for these arguments; see `settle`."""
+    return settle(argv, os.environ if environ is None else environ).config
 
 
-def _default_text(opt: Option, field: Any) -> str:
-    if opt.positional or not isinstance(field.default, (str, int, float)) or isinstance(field.default, bool):
-        return ""
-    return f" (default: {field.default})"
-
-
-def literal_choices(kind: Any) -> tuple[str, ...]:
-    """The values of a `Literal` type; empty for any other."""
-    args = get_args(kind)
-    return args if args and all(isinstance(arg, str) for arg in args) else ()
-
-
-def convert(name: str, text: str, kind: Any, opt: Option) -> Any:
-    """The text of a flag or an environment variable as the field's type.
+def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
+    """The settings for these arguments and variables, and for the file that either of them names.
 
     Raises:
-        ConfigError: it cannot be read as that type.
+        ConfigError: naming what gave the value, the value and the remedy.
+        SystemExit: for `--help` and `--version`.
     """
-    if get_origin(kind) in (Union, types.UnionType):
-        kind = next(arg for arg in get_args(kind) if arg is not type(None))
-    readers: dict[Any, Callable[[str], Any]] = {int: int, float: float, bool: _read_bool}
-    read = opt.parse or readers.get(kind, str)
-    if get_origin(kind) is list:
-        read = lambda value: [value] if value.startswith("[") else [part.strip() for part in value.split(",")]  # noqa: E731
-    try:
-        return read(text)
-    except ValueError as error:
-        detail = str(error) if opt.parse or kind is bool else f"{text!r} is not of the type {kind.__name__}"
-        raise ConfigError(f"{flag_of(name)}: {detail}") from None
-
-
-def _joined(values: Sequence[str]) -> list[str]:
-    """The values of a list, of which some may be JSON lists themselves, as users of other engines type them."""
-    items: list[str] = []
-    for value in values:
-        try:
-            inner = json.loads(value) if value.startswith("[") else None
-        except ValueError:
-            inner = None  # an IPv6 address begins like this, too
-        items += map(str, inner) if isinstance(inner, list) else [value]
-    return items
-
-
-def _read_bool(text: str) -> bool:
-    values = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-    if text.lower() not in values:
-        raise ValueError(f"{text!r} is not one of 1, 0, true, false, yes, no")
-    return values[text.lower()]
-
-
-def tensor_ipc_choice(named: str | None, switches: Sequence[str], where: str) -> str | None:
-    """The one transport that a set of equivalent settings asks for; None when none of them is set.
-
-    Raises:
-        ConfigError: two of them disagree.
-    """
-    for switch in switches:
-        if switch not in IPC_SWITCH:
-            raise ConfigError(f"{IPC_SWITCH_ENV}: {switch!r} is not 1 or 0")
-    asked = {IPC_SWITCH[switch] for switch in switches} | ({named} if named is not None else set())
-    if len(asked) > 1:
-        raise ConfigError(f"{where} ask for different transports, {' and '.join(sorted(asked))}: keep one of them")
-    return asked.pop() if asked else None
-
-
-def parse(argv: Sequence[str], environ: dict[str, str] | None = None) -> EngineConfig:
-    """The configuration for these arguments.
-
-    Raises:
-        ConfigError: naming the flag, the value and the remedy.
-        SystemExit: for `--help`.
-    """
-    environ = dict(os.environ) if environ is None else environ
-    given = vars(build_parser().parse_args(_dashes(argv)))
-    from_env = from_environment(environ)
-    flag_ipc = tensor_ipc_choice(
-        given.pop("mm_tensor_ipc", None), given.pop("mm_tensor_ipc_switch", []),
-        "--mm-tensor-ipc, --enable- and --disable-multimodal-tensor-ipc",
-    )  # fmt: skip
-    env_ipc = tensor_ipc_choice(
-        from_env.pop("mm_tensor_ipc", None), [environ[IPC_SWITCH_ENV]] if IPC_SWITCH_ENV in environ else [],
-        f"{env_of('mm_tensor_ipc')} and {IPC_SWITCH_ENV}",
-    )  # fmt: skip
-    kinds = field_types()
-    values: dict[str, Any] = {}
-    for field in fields():
-        raw = given.get(field.name, from_env.get(field.name))
-        if raw is not None:
-            opt = field.metadata["option"]
-            value = convert(field.name, raw, kinds[field.name], opt) if isinstance(raw, str) else raw
-            values[field.name] = _joined(value) if get_origin(kinds[field.name]) is list else value
-    if flag_ipc or env_ipc:
-        values["mm_tensor_ipc"] = flag_ipc or env_ipc
-    config = EngineConfig(**values)
+    args = parse_flags(argv)
+    path = args.pop("config", None) or environ.get(CONFIG_ENV)
+    print_config = bool(args.pop("print_config", False))
+    given = {
+        **(from_file(path) if path else {}),
+        **from_environment(environ),
+        **{name: _from_flags(name, uses) for name, uses in args.items()},
+    }
+    config = EngineConfig(**{name: one.value for name, one in given.items()})
     config.validate()
-    return config
+    origins = {name: one.origin for name, one in given.items()}
+    return Settings(config, origins, unknown_variables(environ), print_config)
+
+
+def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
+    """What the flags give: by field a list of `Given`, with values as they were typed; and those of `cli_help.COMMAND`.
+
+    Raises:
+        ConfigError: an unknown flag, or one without its value.
+    """
+    parser = build_parser()
+    namespace, unknown = parser.parse_known_args(_dashes(argv))
+    for arg in unknown:
+        flag = arg.partition("=")[0]
+        if flag == "--model":
+            raise ConfigError("--model: the model is the first argument, without a flag: serve.py MODEL")
+        if flag.startswith("-"):
+            known = [known for action in parser._actions for known in action.option_strings]
+            raise ConfigError(f"unknown flag {flag}{suggestion(flag, known) or '; --help lists them'}")
+        raise ConfigError(f"unexpected argument {arg!r}: one model can be served")
+    return vars(namespace)
+
+
+def _from_flags(name: str, uses: list[Given]) -> Given:
+    """The value of a field from all flags that set it: the last one, or for a list all of them.
+
+    Raises:
+        ConfigError: a value cannot be used, or a flag and its twin disagree.
+    """
+    given = [read(name, use.value, use.origin) for use in uses]
+    last = given[-1]
+    if isinstance(last.value, list):
+        return Given([item for one in given for item in one.value], last.origin)
+    twins = EngineConfig.__dataclass_fields__[name].metadata["option"].twins
+    for one in given:
+        if one.value != last.value and (one.origin in twins or last.origin in twins):
+            raise ConfigError(f"{one.origin} and {last.origin} ask for different things: keep one of them")
+    return last
 
 
 def _dashes(argv: Sequence[str]) -> list[str]:
     """`--max_model_len` is `--max-model-len`, as users of other engines type it."""
-    result = []
-    for arg in argv:
-        name, equals, value = arg.partition("=")
-        result.append(name.replace("_", "-") + equals + value if arg.startswith("--") else arg)
-    return result
+    return [
+        name.replace("_", "-") + equals + value if arg.startswith("--") else arg
+        for arg in argv
+        for name, equals, value in [arg.partition("=")]
+    ]
 
 
 def serve(argv: Sequence[str] | None = None) -> int:
-    """Run the server until it is stopped; returns the exit status."""
+    """Run a server until it ends; returns its exit status: 0, 1 when something failed, 2 for settings of no use."""
     try:
-        config = parse(sys.argv[1:] if argv is None else argv)
+        settings = settle(sys.argv[1:] if argv is None else argv, os.environ)
+        if settings.print_config:
+            print(*(f"serve.py: {warning}" for warning in settings.warnings), sep="\n", end="", file=sys.stderr)
+            print(to_yaml(settings.config, settings.origins), end="")
+            return 0
         from mini_engine.launch import Supervisor
 
-        return Supervisor(config).run()
+        supervisor = Supervisor(settings.config, settings.origins)
+        log.setup("supervisor", supervisor.log)
+        for warning in settings.warnings:
+            logger.warning("%s", warning)
+        return supervisor.run()
     except ConfigError as error:
         print(f"serve.py: {error}", file=sys.stderr)
         return 2

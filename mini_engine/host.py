@@ -1,4 +1,4 @@
-"""What a server takes from its host: model files, listening sockets, a runtime directory."""
+"""What a server takes from its host: model files, memory, listening sockets, a runtime directory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import ssl
 import stat
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
-from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.config import ConfigError, EngineConfig, flag_of
 from mini_engine.free_memory import available_memory
 from mini_engine.messages import MediaCachePlan
 from mini_engine.model.config import ModelConfig
@@ -52,7 +53,8 @@ def load_model_config(model_dir: str, config: EngineConfig) -> ModelConfig:
     """The model's own configuration.
 
     Raises:
-        ConfigError: there is none, its architecture is not supported, or its heads cannot be shared out as asked.
+        ConfigError: there is none, its architecture is not supported, its heads cannot be shared out as asked, or it
+            was made for less than `--max-model-len`.
     """
     try:
         model = ModelConfig.from_dir(model_dir)
@@ -65,7 +67,39 @@ def load_model_config(model_dir: str, config: EngineConfig) -> ModelConfig:
                 f"--tensor-parallel-size: {heads} {what} heads cannot be shared evenly by {ranks} workers; "
                 f"choose a size that divides {heads}"
             )
+    longest = model.text.max_position_embeddings
+    if (config.max_model_len or 0) > longest and not config.allow_long_max_model_len:
+        raise ConfigError(
+            f"--max-model-len: the model was made for {longest} tokens, not {config.max_model_len}; lower it, "
+            "or allow it with --allow-long-max-model-len"
+        )
     return model
+
+
+def without_effect(config: EngineConfig, origins: Mapping[str, str], cache: MediaCachePlan, device: str) -> list[str]:
+    """A text for each setting that was asked for and changes nothing on this device, "cpu" or "cuda", or beside others.
+
+    `origins` is, by field, what gave the settings, such as `--port`.
+    """
+    on_cpu, override = device == "cpu", config.num_gpu_blocks_override is not None
+    share, size = config.gpu_memory_utilization, config.kv_cache_memory_bytes
+    cases: list[tuple[str, object, bool, str]] = [
+        ("gpu_memory_utilization", share, on_cpu, "the workers run on the CPU"),
+        ("gpu_memory_utilization", share, not on_cpu and size is not None, "--kv-cache-memory-bytes goes before it"),
+        ("kv_cache_memory_bytes", size, override, "--num-gpu-blocks-override goes before it"),
+        ("enforce_eager", config.enforce_eager, on_cpu, "CUDA graphs need CUDA"),
+        ("mm_processor_cache_type", config.mm_processor_cache_type, cache.kind == "off", "the cache is off"),
+        ("mm_shm_cache_max_object_size_mb", config.mm_shm_cache_max_object_size_mb, cache.kind != "shm",
+         "no cache in shared memory"),
+        ("revision", config.revision, Path(config.model).is_dir(), "MODEL is a directory"),
+    ]  # fmt: skip
+    defaults = EngineConfig()
+    return [
+        f"{origin if origin.startswith('-') else flag_of(name)} ({reason})"
+        for name, value, idle, reason in cases
+        for origin in [origins.get(name, "")]
+        if idle and (origin.startswith("-") or value != getattr(defaults, name))
+    ]
 
 
 def check_tls(config: EngineConfig) -> None:

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Mapping
 
 import zmq
 
@@ -27,6 +28,7 @@ from mini_engine.host import (
     raise_descriptor_limit,
     resolve_model,
     runtime_directory,
+    without_effect,
 )
 from mini_engine.messages import (
     PROTOCOL_VERSION,
@@ -39,6 +41,7 @@ from mini_engine.messages import (
     PeerGone,
     RankAddress,
     Ready,
+    Refused,
     Role,
     Serving,
     Start,
@@ -64,8 +67,10 @@ class Stop(Exception):
 class Supervisor:
     """One server from start to stop. `run` may be called once, from the main thread."""
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, origins: Mapping[str, str] | None = None):
+        """`origins`: by field, what gave the settings that are not left at their defaults, such as `--port`."""
         self.config = config
+        self.origins = origins or {}
         self.log = log.LogSettings(config.log_level, config.log_format)
         self.children: dict[str, ChildProcess] = {}  # by name, such as "worker 0.1"
         self.limits: list[EngineLimits] = []
@@ -79,7 +84,6 @@ class Supervisor:
 
     def run(self) -> int:
         """Serve until a signal or a death ends it; returns the exit status."""
-        log.setup("supervisor", self.log)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         raise_descriptor_limit()
         self.model_dir = resolve_model(self.config)
@@ -185,6 +189,8 @@ class Supervisor:
         for choice in next(iter(self.transports.values()), []):
             what = "media that the cache has no room for" if self.media_cache.kind == "shm" else "media"
             logger.info("%s reach engine %d by %s: %s", what, choice.engine, choice.transport, choice.reason)
+        if useless := without_effect(config, self.origins, self.media_cache, limits.device):
+            logger.info("no effect here: %s", "; ".join(useless))
         logger.info("processed media are cached: %s (%s)", self.media_cache.kind, self.media_cache.reason)
         logger.info(
             "serving %s (%s) at %s/v1 after %.1f s: %d API server(s), %d engine(s) x %d worker(s), "
@@ -251,6 +257,11 @@ class Supervisor:
                 if child.role == "api":
                     self.transports[child.name] = transports
                 self._release_api_servers()
+            case Refused(reason=reason) if not self.stopping:
+                logger.error("%s: %s", child.name if self.announced else "start failed", reason)
+                if not self.announced:
+                    raise Stop(1)
+                child.kill()
             case Serving():
                 self.early_deaths = 0
                 child.serving = True

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mini_engine import config
+from mini_engine.cli_help import build_parser
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mini_engine"
@@ -97,16 +98,14 @@ def test_every_config_field_is_read_somewhere():
 
 
 def test_every_path_and_flag_in_the_documents_exists():
-    flags = {config.flag_of(field.name) for field in config.fields()}
-    flags |= {"--no-" + flag[2:] for flag in flags}
-    flags |= {"--help", "--enable-multimodal-tensor-ipc", "--disable-multimodal-tensor-ipc"}
+    flags = {flag for action in build_parser()._actions for flag in action.option_strings}
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = document.read_text()
         for path in re.findall(r"`((?:mini_engine|tests|docs)/[\w./-]+)`", text):
             assert (ROOT / path).exists(), f"{document.name} names {path}"
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text):
             commands = [path for part in ("demo", "bench") for path in (PACKAGE / part).glob("*.py")]
-            known = flag in flags or any(f'"{flag}"' in path.read_text() for path in commands)
+            known = flag in {*flags, "--no-"} or any(f'"{flag}"' in path.read_text() for path in commands)
             assert known, f"{document.name} names {flag}"
 
 

@@ -76,7 +76,7 @@ def run(child: Child) -> None:
         asyncio.run(_main(child, init, front))
         status = 0
     except ConfigError as error:
-        logger.error("%s", error)
+        child.refuse(str(error))
         status = 1
     # All is closed. The interpreter would take seconds more to free what the kernel frees anyway, and libraries would
     # print what they leak below an error's one line.

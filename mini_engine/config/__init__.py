@@ -1,13 +1,12 @@
 """The configuration: every option once, with its type, default, help, group and limits.
 
-The command line, the environment variables, `--help` and the docs are made from these fields (`cli.py`). The values
-reach the processes inside `Init`. These files know nothing of models, sockets or torch.
+The command line, the environment variables, `--config`, `--help` and docs/config.md are made from these fields. The
+values reach the processes inside `Init`. These files know nothing of models, sockets or torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any, get_type_hints
 
 from mini_engine.config.media import MediaCacheType, MediaOptions, TensorIpc
@@ -17,8 +16,8 @@ from mini_engine.config.scheduling import SchedulingOptions
 from mini_engine.config.server import LogLevel, ServerOptions
 
 __all__ = [
-    "BUNDLED_MODEL", "AttentionBackendName", "ConfigError", "Device", "Dtype", "EngineConfig", "LogLevel", "MediaCacheType", "Option",
-    "TensorIpc", "env_of", "field_types", "fields", "flag_of", "from_environment", "parse_bytes",
+    "BUNDLED_MODEL", "ENV_PREFIX", "AttentionBackendName", "ConfigError", "Device", "Dtype", "EngineConfig", "LogLevel",
+    "MediaCacheType", "Option", "TensorIpc", "env_of", "field_types", "fields", "flag_of", "parse_bytes",
 ]  # fmt: skip
 
 ENV_PREFIX = "MINI_ENGINE_"
@@ -38,7 +37,7 @@ class EngineConfig(MediaOptions, SchedulingOptions, ServerOptions, ModelOptions)
 
 
 def fields() -> list[dataclasses.Field[Any]]:
-    """The fields of `EngineConfig`, each with an `Option` under `metadata["option"]`."""
+    """The fields of `EngineConfig`, each with an `Option` under `metadata["option"]`; a group's stand together."""
     return list(dataclasses.fields(EngineConfig))
 
 
@@ -50,9 +49,3 @@ def field_types() -> dict[str, Any]:
 def env_of(name: str) -> str:
     """`max_num_seqs` -> `MINI_ENGINE_MAX_NUM_SEQS`."""
     return ENV_PREFIX + name.upper()
-
-
-def from_environment(environ: dict[str, str] | None = None) -> dict[str, str]:
-    """Values given by `MINI_ENGINE_<FIELD>`, unparsed, by field name."""
-    environ = dict(os.environ) if environ is None else environ
-    return {field.name: environ[env_of(field.name)] for field in fields() if env_of(field.name) in environ}

@@ -18,91 +18,102 @@ TensorIpc = Literal["auto", "torch_shm", "direct_rpc"]
 class MediaOptions:
     """The options on media and the data plane."""
 
-    allowed_local_media_path: str | None = option(
-        None, "Directory below which `file://` media may be read; without it none may.", "Media"
-    )
-    allowed_media_domains: list[str] = option(
-        [], "Hosts from which `http(s)://` media may be fetched; without it none may. All addresses of a host must "
-        "be public; an address, such as 127.0.0.1:8080, is allowed as it stands.", "Media",
-        metavar="HOST[:PORT]",
-    )  # fmt: skip
-    allow_media_redirects: bool = option(False, "Follow redirects to other hosts of --allowed-media-domains.", "Media")
-    media_fetch_timeout: float = option(
-        30.0, "Seconds within which an `http(s)://` item must be fetched.", "Media", minimum=0.1, maximum=3600
-    )
     limit_mm_per_prompt: dict[str, int] = option(
-        {}, 'Most items of each modality in one prompt, such as \'{"video": 1}\'; default: no limit.', "Media",
-        parse=parse_json_object, metavar="JSON",
+        {}, 'Most items of each modality in one prompt, such as \'{"video": 1}\'.', "Media",
+        parse=parse_json_object, metavar="JSON", unset="no limit",
     )  # fmt: skip
     media_io_kwargs: dict[str, dict[str, Any]] = option(
-        {}, 'How media are read, such as \'{"video": {"num_frames": 10}}\' or \'{"video": {"fps": 2}}\'; '
-        "default: the model's own sampling.", "Media", parse=parse_json_object, metavar="JSON",
+        {}, 'How media are read, such as \'{"video": {"num_frames": 10}}\' or \'{"video": {"fps": 2}}\'.', "Media",
+        parse=parse_json_object, metavar="JSON", unset="the model's own sampling",
     )  # fmt: skip
     mm_processor_kwargs: dict[str, Any] = option(
         {}, "Arguments for the model's Hugging Face processor, such as "
         '\'{"size": {"shortest_edge": 3136, "longest_edge": 50176}}\'.', "Media",
-        parse=parse_json_object, metavar="JSON",
-    )  # fmt: skip
-    maximum_concurrent_videos: int = option(
-        64, "Most videos per API server admitted to decoding and processing at once; more wait in line.", "Media",
-        minimum=1,
-    )  # fmt: skip
-    max_num_queued_reqs: int = option(
-        4096, "Most requests per API server that are not finished yet, whatever they wait for; "
-        "one more is refused with 429.", "Media", minimum=1,
-    )  # fmt: skip
-    max_inflight_media_gb: float = option(
-        4.0, "Most encoded images and videos per API server, in GiB, that requests hold until an engine has taken "
-        "them over; reserved before they are fetched. A request that finds no room is refused with 429.", "Media",
-        minimum=0.001,
-    )  # fmt: skip
-    max_request_bytes: int = option(
-        1 << 30, "Longest body of a request, such as 64M; what it holds in `data:` URLs is 4/3 of its size.", "Media",
-        parse=parse_bytes, minimum=1,
-    )  # fmt: skip
-    max_media_bytes: int = option(
-        256 << 20, "Largest encoded image or video accepted, such as 64M.", "Media", parse=parse_bytes, minimum=1
-    )
-    max_image_pixels: int = option(ImageLimits.max_image_pixels, "Most pixels of an image.", "Media", minimum=1)
-    max_frame_pixels: int = option(DecodeLimits.max_frame_pixels, "Most pixels of a video's frame.", "Media", minimum=1)
-    max_video_seconds: float = option(
-        DecodeLimits.max_video_seconds, "Longest video, in seconds.", "Media", minimum=0.1
-    )
-    max_video_frames: int = option(DecodeLimits.max_video_frames, "Most frames of a video file.", "Media", minimum=1)
-    max_video_frames_kept: int = option(
-        DecodeLimits.max_video_frames_kept, "Most frames that may be sampled from a video.", "Media", minimum=1
-    )
-    max_video_pixels_kept: int = option(
-        DecodeLimits.max_video_pixels_kept, "Most pixels of all frames sampled from a video.", "Media", minimum=1
-    )
-    media_decode_timeout: float = option(
-        DecodeLimits.media_decode_timeout, "Seconds within which an image or video must be decoded.", "Media",
-        minimum=0.1, maximum=3600,
+        parse=parse_json_object, metavar="JSON", unset="the model's own",
     )  # fmt: skip
     allow_partial_video: bool = option(
         False, "Answer about a video that is cut short or damaged from what can be read of it, with a warning; "
         "otherwise it is refused.", "Media",
     )  # fmt: skip
 
-    mm_tensor_ipc: TensorIpc = option(
-        "auto", "How media tensors that are not in the cache's shared memory reach the workers: `torch_shm` (shared "
-        "memory), `direct_rpc` (copied through a socket), or `auto`: the first that passes its probe.", "Data plane",
+    allowed_local_media_path: str | None = option(
+        None, "Directory below which `file://` media may be read.", "Media sources", metavar="DIRECTORY", unset="none"
+    )
+    allowed_media_domains: list[str] = option(
+        [], "Hosts from which `http(s)://` media may be fetched. All addresses of a host must be public; an address, "
+        "such as 127.0.0.1:8080, is allowed as it stands.", "Media sources", metavar="HOST[:PORT]", unset="none",
     )  # fmt: skip
+    allow_media_redirects: bool = option(
+        False, "Follow redirects to other hosts of --allowed-media-domains.", "Media sources"
+    )
+    media_fetch_timeout: float = option(
+        30.0, "Seconds within which an `http(s)://` item must be fetched.", "Media sources", minimum=0.1, maximum=3600
+    )
+
+    max_media_bytes: int = option(
+        256 << 20, "Largest encoded image or video accepted.", "Media limits", parse=parse_bytes, minimum=1
+    )
+    max_image_pixels: int = option(ImageLimits.max_image_pixels, "Most pixels of an image.", "Media limits", minimum=1)
+    max_frame_pixels: int = option(
+        DecodeLimits.max_frame_pixels, "Most pixels of a video's frame.", "Media limits", minimum=1
+    )
+    max_video_seconds: float = option(
+        DecodeLimits.max_video_seconds, "Longest video, in seconds.", "Media limits", minimum=0.1
+    )
+    max_video_frames: int = option(
+        DecodeLimits.max_video_frames, "Most frames of a video file.", "Media limits", minimum=1
+    )
+    max_video_frames_kept: int = option(
+        DecodeLimits.max_video_frames_kept, "Most frames that may be sampled from a video.", "Media limits", minimum=1
+    )
+    max_video_pixels_kept: int = option(
+        DecodeLimits.max_video_pixels_kept, "Most pixels of all frames sampled from a video.", "Media limits", minimum=1
+    )
+    media_decode_timeout: float = option(
+        DecodeLimits.media_decode_timeout, "Seconds within which an image or video must be decoded.", "Media limits",
+        minimum=0.1, maximum=3600,
+    )  # fmt: skip
+
+    maximum_concurrent_videos: int = option(
+        64, "Most videos per API server admitted to decoding and processing at once; more wait in line.", "Admission",
+        minimum=1,
+    )  # fmt: skip
+    max_num_queued_reqs: int = option(
+        4096, "Most requests per API server that are not finished yet, whatever they wait for; "
+        "one more is refused with 429.", "Admission", minimum=1,
+    )  # fmt: skip
+    max_inflight_media_gb: float = option(
+        4.0, "Most encoded images and videos per API server, in GiB, that requests hold until an engine has taken "
+        "them over; reserved before they are fetched. A request that finds no room is refused with 429.", "Admission",
+        minimum=0.001,
+    )  # fmt: skip
+    max_request_bytes: int = option(
+        1 << 30, "Longest body of a request; what it holds in `data:` URLs is 4/3 of its size.", "Admission",
+        parse=parse_bytes, minimum=1,
+    )  # fmt: skip
+
     mm_processor_cache_type: MediaCacheType = option(
         "auto", "Where processed media are kept for requests that bring them again: `shm` (in shared memory, once for "
-        "all workers), `lru` (a copy in each worker), or `auto`: `shm` where the host allows it.", "Data plane",
+        "all workers), `lru` (a copy in each worker), or `auto`: `shm` where the host allows it.",
+        "Media cache and transport",
     )  # fmt: skip
     mm_processor_cache_gb: float | None = option(
-        None, "Most memory for them, in GiB: of all API servers together (shm), or of each worker (lru). "
-        "Default: 4, or a quarter of the free memory where that is less; 0 turns it off.", "Data plane", minimum=0,
+        None, "Most memory for them, in GiB: of all API servers together (shm), or of each worker (lru); 0 turns it "
+        "off.", "Media cache and transport", minimum=0, unset="4, or a quarter of the free memory where that is less",
     )  # fmt: skip
     mm_shm_cache_max_object_size_mb: int = option(
         128, "Largest item kept in shared memory, in MiB; a larger one is handed to the workers uncached.",
-        "Data plane", minimum=1,
+        "Media cache and transport", minimum=1,
+    )  # fmt: skip
+    mm_tensor_ipc: TensorIpc = option(
+        "auto", "How media tensors that are not in the cache's shared memory reach the workers: `torch_shm` (shared "
+        "memory), `direct_rpc` (copied through a socket), or `auto`: the first that passes its probe.",
+        "Media cache and transport",
+        twins={"--enable-multimodal-tensor-ipc": "torch_shm", "--disable-multimodal-tensor-ipc": "direct_rpc"},
     )  # fmt: skip
     mm_ipc_memory_bytes: int = option(
         1 << 30, "Most memory per API server and engine for tensors on their way to the workers; "
-        "a request that finds none waits.", "Data plane", parse=parse_bytes, minimum=1 << 20,
+        "a request that finds none waits.", "Media cache and transport", parse=parse_bytes, minimum=1 << 20,
     )  # fmt: skip
 
     def validate(self) -> None:

@@ -1,4 +1,4 @@
-"""What is served, and where the workers run."""
+"""What is served, and by which processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from mini_engine.config.option import check_files, option
+from mini_engine.config.option import ConfigError, check_files, option
 
 BUNDLED_MODEL = str(Path(__file__).parent.parent / "demo" / "weights")
 
@@ -17,56 +17,74 @@ AttentionBackendName = Literal["auto", "triton", "varlen", "sdpa"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The options on the model and its workers."""
+    """The options on the model and its processes."""
 
     model: str = option(
-        BUNDLED_MODEL, "Local directory or hub name of a model. Without it the bundled model is served.", "Model",
+        BUNDLED_MODEL, "Local directory or hub name of a model.", "Model", unset="the bundled model",
         positional=True, metavar="MODEL",
     )  # fmt: skip
     served_model_name: list[str] = option(
-        [], "Names by which clients ask for the model; default: MODEL, or `mini-engine-demo` for the bundled one.",
-        "Model", metavar="NAME",
+        [], "Names by which clients ask for the model.", "Model", metavar="NAME",
+        unset="MODEL, or mini-engine-demo for the bundled one",
     )  # fmt: skip
-    revision: str | None = option(None, "Branch, tag or commit of a hub model.", "Model")
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.", "Model", unset="the hub's main branch")
     trust_remote_code: bool = option(False, "Let the hub model's own processor code run.", "Model")
-    chat_template: str | None = option(None, "File with a Jinja chat template to use instead of the model's.", "Model")
+    chat_template: str | None = option(
+        None,
+        "File with a Jinja chat template to use instead of the model's.",
+        "Model",
+        unset="the model's",
+        metavar="FILE",
+    )
     generation_config: str = option(
         "auto", "Where sampling defaults come from: `auto` (the model's generation_config.json), `vllm` (none), "
-        "or a directory that holds such a file.", "Model",
+        "or a directory that holds such a file.", "Model", metavar="SOURCE",
     )  # fmt: skip
     dtype: Dtype = option("auto", "Number format of weights and activations; `auto` takes the checkpoint's.", "Model")
     device: Device = option("auto", "Where the workers run; `auto` takes CUDA when there is a device.", "Model")
     attention_backend: AttentionBackendName = option(
-        "auto", "What computes the decoder's attention: `triton` (this project's kernels), `varlen` (torch's varlen_attn, "
-        "from torch 2.12 on), `sdpa` (torch's operators over gathered blocks), or `auto`: triton on CUDA, sdpa on the "
-        "CPU.", "Model",
+        "auto", "What computes the decoder's attention: `triton` (this project's kernels), `varlen` (torch's "
+        "varlen_attn, from torch 2.12 on), `sdpa` (torch's operators over gathered blocks), or `auto`: triton on CUDA, "
+        "sdpa on the CPU.", "Model",
     )  # fmt: skip
-    enforce_eager: bool = option(
-        False, "Launch every operator of a decode step by itself; otherwise CUDA replays recorded graphs of such steps. "
-        "No effect on the CPU.", "Model",
-    )  # fmt: skip
+    enforce_eager: bool = option(False, "Run decode steps without CUDA graphs.", "Model")
     seed: int = option(0, "Seed of the server's own randomness.", "Model")
     max_model_len: int | None = option(
-        None, "Longest prompt and output together, in tokens; default: what the model was made for.", "Model", minimum=1
+        None, "Longest prompt and output together, in tokens.", "Model", minimum=1,
+        unset="what the model was made for, or less if the KV cache holds less",
+    )  # fmt: skip
+    allow_long_max_model_len: bool = option(
+        False, "Let --max-model-len be more than the model was made for; what it says then may be nonsense.", "Model"
     )
 
     tensor_parallel_size: int = option(
-        1, "Worker processes that share each layer of the model.", "Parallelism", short="-tp", minimum=1
+        1, "Worker processes that share each layer of the model.", "Processes", short="-tp", minimum=1
     )
     data_parallel_size: int = option(
-        1, "Engines, each with its own copy of the model.", "Parallelism", short="-dp", minimum=1
+        1, "Engines, each with its own copy of the model.", "Processes", short="-dp", minimum=1, maximum=64
     )
+    api_server_count: int = option(1, "Number of API-server processes.", "Processes", minimum=1, maximum=64)
     collective_timeout: float = option(
-        60.0,
-        "Seconds after which a collective between workers is given up, or a request whose media do not reach "
-        "them (30 at most).",
-        "Parallelism",
-        minimum=1,
+        60.0, "Seconds after which a collective between workers is given up, or a request whose media do not reach "
+        "them (30 at most).", "Processes", minimum=1,
+    )  # fmt: skip
+    startup_timeout: float = option(
+        600.0, "Seconds within which all processes must be ready, or the start fails.", "Processes", minimum=1
     )
+    health_timeout: float = option(
+        10.0, "Seconds within which all workers must answer a ping, or end a running step, for `/health` to be 200.",
+        "Processes", minimum=0.1, maximum=3600,
+    )  # fmt: skip
+    shutdown_timeout: float = option(
+        30.0, "Seconds that running requests may take to end after SIGTERM; 0 ends them at once, as SIGINT does.",
+        "Processes", minimum=0, maximum=86400,
+    )  # fmt: skip
 
     def validate(self) -> None:
-        """Raises ConfigError for a path that is not there."""
+        """Raises ConfigError for a path that is not there, or a name that nobody can ask for."""
         check_files({"--chat-template": self.chat_template})
+        if not all(self.served_model_name):
+            raise ConfigError("--served-model-name: a name must not be empty; leave the flag out for the default")
 
     @property
     def served_names(self) -> list[str]:

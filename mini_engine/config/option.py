@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, Union, get_args, get_origin
 
 
 class ConfigError(ValueError):
@@ -20,12 +21,15 @@ class Option:
 
     help: str
     group: str
+    unset: str | None = None  # what the default stands for, where its value does not say it
     short: str | None = None
     minimum: float | None = None
     maximum: float | None = None
     parse: Callable[[str], Any] | None = None
     metavar: str | None = None
     positional: bool = False
+    twins: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other flags, and the value each stands for
+    secret: bool = False  # never printed
 
 
 def option(default: Any, help: str, group: str, **more: Any) -> Any:
@@ -74,19 +78,78 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def check_range(field: dataclasses.Field[Any], kind: Any, value: Any) -> None:
-    """Raises ConfigError when `value` is outside the limits or choices of a field of the type `kind`."""
+def flags_of(field: dataclasses.Field[Any], kind: Any) -> list[str]:
+    """All ways to write the flag of a field, without its twins; none for a positional argument."""
     opt: Option = field.metadata["option"]
-    choices = get_args(kind) if isinstance(value, str) else ()
-    if choices and all(isinstance(choice, str) for choice in choices) and value not in choices:
-        raise ConfigError(f"{flag_of(field.name)}: {value!r} is not one of {', '.join(choices)}")
+    if opt.positional:
+        return []
+    flag = flag_of(field.name)
+    return [flag, f"--no-{flag[2:]}"] if kind is bool else [flag, *([opt.short] if opt.short else [])]
+
+
+def check_range(field: dataclasses.Field[Any], kind: Any, value: Any, origin: str | None = None) -> None:
+    """Raises ConfigError when `value` is outside the limits or choices of a field of the type `kind`.
+
+    `origin` is what gave the value, such as the name of a variable; the flag if it is not told.
+    """
+    opt: Option = field.metadata["option"]
+    wrong = bool(choices_of(kind)) and value not in choices_of(kind)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if not (math.isfinite(value) and abs(value) < 2**63):
-            raise ConfigError(f"{flag_of(field.name)}: {value} is not a number below 2**63")
-        if opt.minimum is not None and value < opt.minimum:
-            raise ConfigError(f"{flag_of(field.name)}: {value} is below the least value, {opt.minimum}")
-        if opt.maximum is not None and value > opt.maximum:
-            raise ConfigError(f"{flag_of(field.name)}: {value} is above the greatest value, {opt.maximum}")
+        wrong = not (math.isfinite(value) and abs(value) < 2**63)
+        wrong |= opt.minimum is not None and value < opt.minimum
+        wrong |= opt.maximum is not None and value > opt.maximum
+    if wrong:
+        raise ConfigError(f"{origin or flag_of(field.name)}: {value!r} is not {values_of(opt, kind)}")
+
+
+def plain_type(kind: Any) -> Any:
+    """`int` for `int | None`; any other type as it is."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return next(arg for arg in get_args(kind) if arg is not type(None))
+    return kind
+
+
+def choices_of(kind: Any) -> tuple[str, ...]:
+    """The values of a `Literal` type; empty for any other."""
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def values_of(opt: Option, kind: Any) -> str:
+    """The values that an option of the type `kind` takes, in words, such as `a whole number from 0 to 65535`."""
+    kind = plain_type(kind)
+    if choices := choices_of(kind):
+        return "one of " + ", ".join(choices)
+    if opt.parse is parse_bytes:
+        return "a size in bytes, or with K, M, G or T, such as 512M" + (
+            f"; at least {opt.minimum}" if opt.minimum else ""
+        )
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list of texts"}
+    words = names.get(get_origin(kind) or kind, "a JSON object")
+    if kind not in (int, float):
+        return words
+    low, high = opt.minimum, opt.maximum
+    if low is not None and high is not None:
+        return f"{words} from {low} to {high}"
+    return words + (f" of at least {low}" if low is not None else "")
+
+
+def default_of(field: dataclasses.Field[Any]) -> str:
+    """The default of a field in words; for one that is nothing, what that stands for."""
+    opt: Option = field.metadata["option"]
+    if opt.unset is not None:
+        return opt.unset
+    value: Any = field.default
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return size_text(value) if opt.parse is parse_bytes else str(value)
+
+
+def size_text(nbytes: int) -> str:
+    """The shortest text that `parse_bytes` reads as this number."""
+    for shift, unit in ((40, "T"), (30, "G"), (20, "M"), (10, "K")):
+        if nbytes and nbytes % (1 << shift) == 0:
+            return f"{nbytes >> shift}{unit}"
+    return str(nbytes)
 
 
 def check_files(paths: Mapping[str, str | None]) -> None:

@@ -14,36 +14,38 @@ class SchedulingOptions:
     max_num_seqs: int = option(64, "Most sequences computed in one step.", "Scheduling", minimum=1)
     max_num_batched_tokens: int | None = option(
         None, "Most tokens computed in one step, media tokens in the vision tower among them; longer prompts are "
-        "computed in chunks. Default: 512 on the CPU, 2048 on CUDA.", "Scheduling", minimum=1,
+        "computed in chunks.", "Scheduling", minimum=1, unset="512 on the CPU, 2048 on CUDA",
     )  # fmt: skip
     long_prefill_token_threshold: int | None = option(
-        None, "Most tokens of one prompt computed in one step while other prompts wait; 0: no such bound. "
-        "Default: half of --max-num-batched-tokens.", "Scheduling", minimum=0,
+        None, "Most tokens of one prompt computed in one step while other prompts wait; 0: no such bound.",
+        "Scheduling", minimum=0, unset="half of --max-num-batched-tokens",
     )  # fmt: skip
     max_num_encoder_input_tokens: int | None = option(
-        None, "Most media tokens encoded in one step; a longer video is encoded over several steps. "
-        "Default: --max-num-batched-tokens.", "Scheduling", minimum=1,
+        None, "Most media tokens encoded in one step; a longer video is encoded over several steps.",
+        "Scheduling", minimum=1, unset="--max-num-batched-tokens",
     )  # fmt: skip
-    encoder_cache_tokens: int = option(
-        65536, "Most media tokens whose embeddings the workers keep, for running requests and for those to come; "
-        "also the most that one prompt may hold.", "Scheduling", minimum=1,
-    )  # fmt: skip
-    enable_prefix_caching: bool = option(
-        True, "Keep the KV blocks of finished requests, for prompts that begin alike.", "Scheduling"
-    )
-    block_size: int = option(16, "Tokens in one block of the KV cache.", "Scheduling", minimum=1)
-    kv_cache_memory_bytes: int | None = option(
-        None, "Size of each worker's KV cache, such as 512M or 4G; default: 1G on the CPU, "
-        "--gpu-memory-utilization on CUDA.", "Scheduling", parse=parse_bytes, minimum=1,
-    )  # fmt: skip
-    gpu_memory_utilization: float = option(
-        0.9, "Share of a CUDA device's memory that weights and KV cache may take together; no effect on the CPU.",
-        "Scheduling", minimum=0.05, maximum=1.0,
-    )  # fmt: skip
-    num_gpu_blocks_override: int | None = option(
-        None, "Number of KV-cache blocks, on any device, whatever the memory.", "Scheduling", minimum=1
-    )
-
     async_scheduling: bool = option(
         True, "Schedule and dispatch the next step while the workers run the present one.", "Scheduling"
     )
+
+    enable_prefix_caching: bool = option(
+        True, "Keep the KV blocks of finished requests, for prompts that begin alike.", "Caches of the workers"
+    )
+    block_size: int = option(16, "Tokens in one block of the KV cache.", "Caches of the workers", minimum=1)
+    kv_cache_memory_bytes: int | None = option(
+        None, "Size of each worker's KV cache. No more is taken than --max-num-seqs sequences of --max-model-len "
+        "tokens fill.", "Caches of the workers", parse=parse_bytes, minimum=1,
+        unset="1G on the CPU, --gpu-memory-utilization on CUDA",
+    )  # fmt: skip
+    gpu_memory_utilization: float = option(
+        0.9, "Share of a CUDA device's memory that weights and KV cache may take together; no effect on the CPU.",
+        "Caches of the workers", minimum=0.05, maximum=1.0,
+    )  # fmt: skip
+    num_gpu_blocks_override: int | None = option(
+        None, "Number of KV-cache blocks, on any device, in place of the two before.", "Caches of the workers",
+        minimum=1, unset="as many as the memory for them holds",
+    )  # fmt: skip
+    encoder_cache_tokens: int = option(
+        65536, "Most media tokens whose embeddings the workers keep, for running requests and for those to come; "
+        "also the most that one prompt may hold.", "Caches of the workers", minimum=1,
+    )  # fmt: skip

@@ -17,48 +17,50 @@ class ServerOptions:
 
     host: str = option("0.0.0.0", "Address to listen on.", "Server")
     port: int = option(8000, "Port to listen on; 0 takes a free one.", "Server", minimum=0, maximum=65535)
-    uds: str | None = option(None, "Unix socket to listen on instead of --host and --port.", "Server")
-    root_path: str = option("", "Path under which a proxy shows the server, such as /engine.", "Server")
-    ssl_keyfile: str | None = option(None, "File with the private key for TLS; with --ssl-certfile.", "Server")
-    ssl_certfile: str | None = option(None, "File with the certificate for TLS; with --ssl-keyfile.", "Server")
-    ssl_ca_certs: str | None = option(
-        None, "File with the certificates that clients' own must go back to; with --ssl-cert-reqs.", "Server"
+    uds: str | None = option(
+        None, "Unix socket to listen on instead of --host and --port.", "Server", metavar="PATH", unset="none"
     )
+    root_path: str = option("", "Path under which a proxy shows the server, such as /engine.", "Server", unset="none")
+
+    api_key: list[str] = option(
+        [], "Keys of which clients must send one in the header `Authorization: Bearer KEY`, but for `/health` and "
+        "`/live`; may be given several times. A flag shows in the list of processes, the environment variable does "
+        "not.", "Security", metavar="KEY", unset="no key is asked for", secret=True,
+    )  # fmt: skip
+    ssl_keyfile: str | None = option(
+        None, "File with the private key for TLS; with --ssl-certfile.", "Security", metavar="FILE", unset="no TLS"
+    )
+    ssl_certfile: str | None = option(
+        None, "File with the certificate for TLS; with --ssl-keyfile.", "Security", metavar="FILE", unset="no TLS"
+    )
+    ssl_ca_certs: str | None = option(
+        None, "File with the certificates that clients' own must go back to; with --ssl-cert-reqs.", "Security",
+        metavar="FILE", unset="none",
+    )  # fmt: skip
     ssl_cert_reqs: int = option(
-        0, "Whether clients must have a certificate: 0 no, 1 they may, 2 they must; with --ssl-ca-certs.", "Server",
+        0, "Whether clients must have a certificate: 0 no, 1 they may, 2 they must; with --ssl-ca-certs.", "Security",
         minimum=0, maximum=2,
     )  # fmt: skip
     allowed_origins: list[str] = option(
-        [], "Origins whose pages may use the server from a browser (CORS); `*` is all. Default: none.", "Server",
-        metavar="ORIGIN",
+        [], "Origins whose pages may use the server from a browser (CORS); `*` is all.", "Security",
+        metavar="ORIGIN", unset="none",
     )  # fmt: skip
-    allowed_methods: list[str] = option(["*"], "Methods allowed to them; default: all.", "Server", metavar="METHOD")
-    allowed_headers: list[str] = option(["*"], "Headers allowed to them; default: all.", "Server", metavar="HEADER")
-    allow_credentials: bool = option(False, "Let them send cookies and the like.", "Server")
-    api_server_count: int = option(1, "Number of API-server processes.", "Server", minimum=1, maximum=64)
-    startup_timeout: float = option(
-        600.0, "Seconds within which all processes must be ready, or the start fails.", "Server", minimum=1
+    allowed_methods: list[str] = option(
+        ["*"], "Methods allowed to those pages.", "Security", metavar="METHOD", unset="all"
     )
-    api_key: list[str] = option(
-        [], "Keys of which clients must send one in the header `Authorization: Bearer KEY`, but for `/health` and "
-        "`/live`; may be given several times. Default: no key is asked for. A flag shows in the list of processes, the "
-        "environment variable does not.", "Server", metavar="KEY",
-    )  # fmt: skip
-    health_timeout: float = option(
-        10.0, "Seconds within which all workers must answer a ping, or end a running step, for `/health` to be 200.",
-        "Server", minimum=0.1, maximum=3600,
-    )  # fmt: skip
-    shutdown_timeout: float = option(
-        30.0, "Seconds that running requests may take to end after SIGTERM; 0 ends them at once, as SIGINT does.",
-        "Server", minimum=0, maximum=86400,
-    )  # fmt: skip
-    log_level: LogLevel = option("info", "Least severe log lines to print.", "Server")
-    log_format: LogFormat = option("text", "Form of the log's lines; each an object with `json`.", "Server")
+    allowed_headers: list[str] = option(
+        ["*"], "Headers allowed to those pages.", "Security", metavar="HEADER", unset="all"
+    )
+    allow_credentials: bool = option(False, "Let those pages send cookies and the like.", "Security")
+
+    log_level: LogLevel = option("info", "Least severe log lines to print.", "Logging")
+    log_format: LogFormat = option("text", "Form of the log's lines; each an object with `json`.", "Logging")
     enable_log_requests: bool = option(
-        False, "Log a line for each request when it has ended: id, status, time; never what it says.", "Server"
-    )
+        False, "Log a line for each request when it has ended: id, status, time; never what it says.", "Logging",
+        twins={"--disable-log-requests": False},
+    )  # fmt: skip
     disable_log_stats: bool = option(
-        False, "Log no line with the server's figures every ten seconds in which something ran.", "Server"
+        False, "Log no line with the server's figures every ten seconds in which something ran.", "Logging"
     )
 
     def validate(self) -> None:

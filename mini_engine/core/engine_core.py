@@ -375,7 +375,7 @@ def run(child: Child) -> None:
     model = ModelConfig.from_dir(init.model_dir)
     links = Links(child, init.cores[engine], init.core_workers[engine], config.tensor_parallel_size)
     workers = links.wait_for_workers()
-    limits = engine_limits(config, model, min(ready.num_blocks for ready in workers))
+    limits = engine_limits(config, model, min(ready.num_blocks for ready in workers), workers[0].device)
     plan = init.media_cache
     media: Directory[Any] = KeptMedia(plan.nbytes)
     if plan.kind == "shm":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from mini_engine.config import EngineConfig
+from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.core.scheduler import Budgets
 from mini_engine.messages import EngineLimits
 from mini_engine.model.config import ModelConfig
@@ -29,13 +29,22 @@ def budgets(config: EngineConfig, device: str) -> Budgets:
     )
 
 
-def engine_limits(config: EngineConfig, model: ModelConfig, num_blocks: int) -> EngineLimits:
-    """What one request may ask for: what the model was made for, or less if the caches hold less."""
+def engine_limits(config: EngineConfig, model: ModelConfig, num_blocks: int, device: str) -> EngineLimits:
+    """What one request may ask for: what the model was made for, or less if the KV cache holds less.
+
+    Raises:
+        ConfigError: the KV cache holds less than `--max-model-len` asks for.
+    """
     wanted = config.max_model_len or model.text.max_position_embeddings
     capacity = num_blocks * config.block_size
+    if config.max_model_len is not None and capacity < wanted:
+        raise ConfigError(
+            f"--max-model-len: the KV cache holds {capacity} tokens, not {wanted}; raise --kv-cache-memory-bytes or "
+            "--gpu-memory-utilization, or lower it"
+        )
     if capacity < wanted:
         logger.warning(
             "the KV cache holds %d tokens, so requests are limited to that instead of %d; "
             "raise --kv-cache-memory-bytes for more", capacity, wanted,
         )  # fmt: skip
-    return EngineLimits(min(wanted, capacity), num_blocks, config.block_size, config.encoder_cache_tokens)
+    return EngineLimits(min(wanted, capacity), num_blocks, config.block_size, config.encoder_cache_tokens, device)

@@ -24,6 +24,7 @@ from mini_engine.messages.handshake import (
     PeerGone,
     RankAddress,
     Ready,
+    Refused,
     Role,
     Serving,
     Start,
@@ -137,6 +138,7 @@ __all__ = [
     "ProbeResult",
     "RankAddress",
     "Ready",
+    "Refused",
     "RequestOutput",
     "ResetCaches",
     "Retract",
@@ -179,7 +181,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 AnyMessage = (
-    Hello | Init | Ready | Start | Serving | Drain | PeerGone
+    Hello | Init | Ready | Refused | Start | Serving | Drain | PeerGone
     | NewRequest | Finish | ResetCaches | Outputs | Consumed | CachesReset | Ping | Pong
     | Attach | Cached | Evicted | Accepted | MediaMiss
     | Offer | Retract | Retracted | Busy | LastUsed | Unwanted | Withdraw | AskFigures | Figures

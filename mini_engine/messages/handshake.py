@@ -68,6 +68,7 @@ class EngineLimits(msgspec.Struct, frozen=True):
     num_blocks: int
     block_size: int  # tokens
     max_prompt_media_tokens: int  # most tokens of all media items of one prompt: the encoder cache's budget
+    device: str = "cpu"  # where its workers run: "cpu" or "cuda"
 
 
 class Ready(Message, frozen=True):
@@ -75,6 +76,12 @@ class Ready(Message, frozen=True):
 
     limits: EngineLimits | None = None
     transports: list[TransportChoice] = []
+
+
+class Refused(Message, frozen=True):
+    """Child -> supervisor: I cannot be built with these settings, or from these files. Nothing else follows."""
+
+    reason: str  # for the log: names the setting or file and the remedy
 
 
 class Start(Message, frozen=True):

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mini_engine.config import EngineConfig
+from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.free_memory import available_memory
 from mini_engine.kernels import ops
 from mini_engine.model.qwen2_5_vl import AttentionShape
 
@@ -87,16 +88,39 @@ def count_blocks(
     Call it when the weights are loaded: on CUDA they count as memory in use.
 
     Raises:
-        ValueError: not a single block fits.
+        ConfigError: not a single block fits, or the device has less memory than a flag asks for.
     """
-    if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override
     block_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize * config.block_size
+    if config.num_gpu_blocks_override is not None:
+        _check_free(config, config.num_gpu_blocks_override * block_bytes, "--num-gpu-blocks-override", device)
+        return config.num_gpu_blocks_override
     memory, origin = _memory(config, device)
     fit = memory // block_bytes
     if fit < 1:
-        raise ValueError(f"{origin} leaves {memory} bytes for the KV cache, but one block needs {block_bytes}")
-    return min(fit, config.max_num_seqs * -(-longest // config.block_size))
+        raise ConfigError(
+            f"{origin} leaves {memory} bytes for the KV cache, but one block needs {block_bytes}; "
+            f"raise {'it' if origin.startswith('--') else '--kv-cache-memory-bytes'}, or lower --block-size"
+        )
+    count = min(fit, config.max_num_seqs * -(-longest // config.block_size))
+    if config.kv_cache_memory_bytes is not None:
+        _check_free(config, count * block_bytes, "--kv-cache-memory-bytes", device)
+    return count
+
+
+def _check_free(config: EngineConfig, nbytes: int, flag: str, device: torch.device) -> None:
+    """Raises ConfigError when a cache of that size cannot be had; on the CPU nothing else would, until it is full."""
+    if device.type == "cpu":
+        workers = config.tensor_parallel_size * config.data_parallel_size
+        free, whose = available_memory(), f" for each of {workers} workers" if workers > 1 else ""
+        short = nbytes * workers > free
+    else:
+        free, whose = torch.cuda.mem_get_info(device)[0], f" on {device}"
+        short = nbytes > free
+    if short:
+        raise ConfigError(
+            f"{flag}: a KV cache of {nbytes / 2**30:.1f} GiB{whose} cannot be had, "
+            f"{free / 2**30:.1f} GiB of memory are free; lower it"
+        )
 
 
 def _memory(config: EngineConfig, device: torch.device) -> tuple[int, str]:

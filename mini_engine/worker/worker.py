@@ -18,7 +18,7 @@ import torch.distributed as dist
 import zmq
 
 from mini_engine.child import Child
-from mini_engine.config import EngineConfig
+from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.messages import Chunk, Init, NewSequence, SamplingParams, Step, StepResult, WorkerReady
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.parallel import TensorParallel
@@ -84,13 +84,15 @@ def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:
     """The rank's device, made current.
 
     Raises:
-        RuntimeError: there are fewer CUDA devices than workers.
+        ConfigError: there is no CUDA, or fewer devices than workers.
     """
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     index = engine * config.tensor_parallel_size + rank
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device here; choose --device cpu or auto")
     if index >= torch.cuda.device_count():
-        raise RuntimeError(
+        raise ConfigError(
             f"worker {engine}.{rank} needs CUDA device {index}, but there are {torch.cuda.device_count()}; "
             "lower --tensor-parallel-size or --data-parallel-size, or choose --device cpu"
         )

@@ -57,5 +57,5 @@ def test_what_cannot_be_computed_ends_alone(case):
 
 
 def test_what_can_be_computed_has_no_problem():
-    limits = engine_limits(World().core.config, MODEL, 64)
+    limits = engine_limits(World().core.config, MODEL, 64, "cpu")
     assert problem_with(request([GOOD]), MODEL, limits) is None

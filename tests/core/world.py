@@ -45,7 +45,7 @@ class World:
         self.links = SimulatedLinks(ranks, block_size, max_tokens, max_seqs, config.encoder_cache_tokens)
         self.links.identities[API[1]] = b"api 0:7"
         self.core = EngineCore(
-            config, MODEL, engine_limits(config, MODEL, blocks), budgets(config, "cpu"), media, self.links
+            config, MODEL, engine_limits(config, MODEL, blocks, "cpu"), budgets(config, "cpu"), media, self.links
         )  # fmt: skip
         self.pool = self.core.blocks
         self.tokens: dict[str, list[int]] = {}

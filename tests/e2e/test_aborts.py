@@ -342,7 +342,7 @@ STAGES: list[Callable[[Ground], contextlib.AbstractContextManager[Reached]]] = [
 ]  # fmt: skip
 SETUPS = [Setup(*setup) for setup in itertools.product(CACHES, ("torch_shm", "direct_rpc"), (1, 2))]
 # By default every stage with the store, and with the queue those in which it holds something.
-FAST = {Setup("shm", "torch_shm", 1): set(STAGES), Setup("lru", "torch_shm", 1): {sent, received, waiting}}
+FAST = {Setup("shm", "torch_shm", 1): set(STAGES), Setup("lru", "torch_shm", 1): {sent}}
 # What there is not: nothing is kept, nothing is stored, or no rank is sent anything.
 ABSENT = {"off": {waiting_on_kept_media, storing}, "lru": {storing}, "shm": {sent}}
 

@@ -38,7 +38,7 @@ def refusal(server: RunningServer, path: str, body: bytes | None = None) -> tupl
 def test_what_runs_ends_well_and_what_comes_is_refused():
     with RunningServer("--api-server-count", "2", "-tp", "2") as server:
         family = descendants(server.process.pid)
-        stream = begin(server, 1500)
+        stream = begin(server, 700)
         apis = [pid for name, pid in server.pids().items() if name.startswith("mini-engine: api")]
         server.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 5
@@ -50,7 +50,7 @@ def test_what_runs_ends_well_and_what_comes_is_refused():
             assert refusal(server, "/v1/chat/completions", body) == (503, "shutting_down", "5")
         assert refusal(server, "/health")[:2] == (503, "shutting_down")
         *_, last, used = stream
-        assert last.choices[0].finish_reason == "length" and used.usage.completion_tokens == 1500
+        assert last.choices[0].finish_reason == "length" and used.usage.completion_tokens == 700
         assert server.process.wait(5) == 0
         server.assert_nothing_left(family)
 

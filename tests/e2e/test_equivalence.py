@@ -61,7 +61,12 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+SLOW = {"one step at a time", "two ranks"}  # "two ranks, few blocks, small chunks" holds the latter
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in VARIANTS]
+)
 def test_the_tokens_are_the_same(variant, asked, alone):
     with RunningServer(*VARIANTS[variant]) as server:
         cold = answers(server, asked, NUM_REQUESTS)
@@ -99,7 +104,7 @@ def test_a_second_question_about_a_video_skips_the_tower_and_the_shared_prefill(
         assert figures(server)["encoder_cache_hits_total"] == 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_samples_of_one_request_share_its_prompt(ranks):
     one = ask_video(7, "describe")
     with RunningServer("-tp", str(ranks), "--no-enable-prefix-caching") as server:

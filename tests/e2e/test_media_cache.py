@@ -40,9 +40,9 @@ def ask_all(server: RunningServer, asked: list[Asked], at_once: int = CLIENTS) -
 @pytest.mark.parametrize(
     ("kind", "transport", "ranks", "engines"),
     [
-        ("lru", "torch_shm", 2, 1),
+        pytest.param("lru", "torch_shm", 2, 1, marks=pytest.mark.slow),
         ("lru", "direct_rpc", 1, 2),
-        ("shm", "torch_shm", 1, 2),
+        pytest.param("shm", "torch_shm", 1, 2, marks=pytest.mark.slow),
         ("shm", "direct_rpc", 2, 1),
     ],
 )

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from mini_engine.config import EngineConfig
+from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.free_memory import available_memory
 from mini_engine.model.qwen2_5_vl import AttentionShape
 from mini_engine.worker.kv_cache import KVCache, count_blocks
 
@@ -25,7 +26,7 @@ def test_a_gibibyte_where_nothing_is_said():
     assert count_blocks(many, SHAPE, torch.float32, longest=4096, device=CPU) == (1 << 30) // BLOCK_BYTES
 
 
-@pytest.mark.parametrize("count", [1, 10**9])
+@pytest.mark.parametrize("count", [1, 10**5])
 def test_the_override_wins_over_all(count):
     config = EngineConfig(num_gpu_blocks_override=count, kv_cache_memory_bytes=100, max_num_seqs=1)
     assert count_blocks(config, SHAPE, torch.float32, longest=33, device=CPU) == count
@@ -67,6 +68,29 @@ def test_clear_touches_the_named_blocks_only(blocks):
 def test_room_for_no_block_is_an_error():
     with pytest.raises(ValueError, match=f"--kv-cache-memory-bytes 100 leaves 100 .* one block needs {BLOCK_BYTES}"):
         count_blocks(EngineConfig(kv_cache_memory_bytes=100), SHAPE, torch.float32, longest=33, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("flag", "settings"),
+    [
+        ("--num-gpu-blocks-override", {"num_gpu_blocks_override": 10**9}),
+        ("--kv-cache-memory-bytes", {"kv_cache_memory_bytes": 2 << 40, "max_num_seqs": 10**9}),
+    ],
+)
+def test_memory_that_is_not_there_is_an_error(flag, settings):
+    with pytest.raises(ConfigError, match=rf"{flag}: a KV cache of \d+\.\d GiB cannot be had, .* free; lower it"):
+        count_blocks(EngineConfig(**settings), SHAPE, torch.float32, longest=4096, device=CPU)
+
+
+def test_the_memory_of_all_workers_counts():
+    half = available_memory() // BLOCK_BYTES * 6 // 10
+    one, two = (
+        EngineConfig(num_gpu_blocks_override=half),
+        EngineConfig(num_gpu_blocks_override=half, data_parallel_size=2),
+    )
+    assert count_blocks(one, SHAPE, torch.float32, longest=33, device=CPU) == half
+    with pytest.raises(ConfigError, match="for each of 2 workers"):
+        count_blocks(two, SHAPE, torch.float32, longest=33, device=CPU)
 
 
 def test_sizes_agree():

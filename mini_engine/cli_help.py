@@ -1,0 +1,148 @@
+"""The flags of `serve.py` as argparse has them, made from the fields of `EngineConfig`, and what `--help` shows."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import textwrap
+from collections.abc import Sequence
+from typing import Any, get_origin
+
+from mini_engine.config import ConfigError, Option, env_of, field_types, fields
+from mini_engine.config.option import choices_of, default_of, flag_of, flags_of, parse_bytes, plain_type
+from mini_engine.config.sources import CONFIG_ENV, IPC_SWITCH_ENV, Given, suggestion
+
+EXAMPLES = f"""examples:
+  python serve.py                                       the bundled model on port 8000
+  python serve.py Qwen/Qwen2.5-VL-3B-Instruct -tp 2     a hub model on two devices
+  python serve.py --api-server-count 3 --media-io-kwargs '{{"video": {{"num_frames": 10}}}}'
+  python serve.py --max-num-seqs 8 --print-config > small.yaml
+  python serve.py --config small.yaml
+
+Underscores work as dashes. Each flag can also be set by an environment variable, such as {env_of("max_num_seqs")}
+for {flag_of("max_num_seqs")}; {IPC_SWITCH_ENV}=1 or 0 is --enable- or --disable-multimodal-tensor-ipc.
+A flag counts before a variable, a variable before the file of --config ({CONFIG_ENV}), and that before the default.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Ends with one clear line instead of argparse's usage dump."""
+
+    def error(self, message: str) -> Any:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+class Layout(argparse.RawDescriptionHelpFormatter):
+    """Help in which no flag is broken at its dashes."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+class Use(argparse.Action):
+    """Notes each use of a flag: which one it was, and its value as typed, or what it `means` if it takes none."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, means: dict[str, Any] | None = None, **more: Any):
+        super().__init__(option_strings, dest, **(more if means is None else {**more, "nargs": 0}))
+        self.means = means or {}
+
+    def __call__(
+        self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: str | None = None
+    ) -> None:
+        """See `argparse.Action`."""
+        value = self.means[flag] if flag in self.means else values
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), Given(value, flag or "MODEL")])
+
+
+class Help(argparse.Action):
+    """`--help` shows everything, `--help WORD` the flags with that word in their names or their group's."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _namespace: argparse.Namespace, values: Any, _flag: str | None = None
+    ) -> None:
+        """See `argparse.Action`."""
+        print(build_parser(values).format_help(), end="")
+        parser.exit()
+
+
+def build_parser(word: str | None = None) -> argparse.ArgumentParser:
+    """The parser of `serve.py`, or with a `word` the part of it that `--help WORD` shows.
+
+    No flag has a default here, so that a missing one is told from a given one.
+
+    Raises:
+        ConfigError: no flag or group has that word.
+    """
+    parser = Parser(
+        prog="serve.py",
+        usage="serve.py [MODEL] [--flag VALUE ...]",
+        description=None if word else "Serve a vision-language model over an OpenAI-compatible endpoint.",
+        epilog=None if word else EXAMPLES,
+        formatter_class=Layout,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    if not word:
+        _add_command(parser.add_argument_group("Command"))
+    kinds, groups = field_types(), {}
+    for field in fields():
+        opt: Option = field.metadata["option"]
+        if word and not _matches(word, opt.group, *flags_of(field, kinds[field.name])):
+            continue
+        if opt.group not in groups:
+            groups[opt.group] = parser.add_argument_group(opt.group)
+        _add_field(groups[opt.group], field, opt, kinds[field.name])
+    if not groups:
+        known = sorted({field.metadata["option"].group for field in fields()})
+        near = suggestion(word or "", known)
+        raise ConfigError(f"--help: no flag or group has {word!r} in its name{near or '; groups: ' + ', '.join(known)}")
+    return parser
+
+
+def _matches(word: str, *names: str) -> bool:
+    wanted = word.replace("_", "-").lower()
+    return any(wanted in name.lower() for name in names)
+
+
+def _add_command(group: argparse._ArgumentGroup) -> None:
+    """What is no setting of a server."""
+    group.add_argument(
+        "-h", "--help", action=Help, nargs="?", metavar="WORD",
+        help="Show this, or the flags with a word in their names or their group's: --help cache.",
+    )  # fmt: skip
+    version = f"mini-engine {importlib.metadata.version('mini-engine')}"
+    group.add_argument("--version", action="version", version=version, help="Show the version.")
+    group.add_argument("--config", metavar="FILE", help="YAML file with settings, such as `max-num-seqs: 8`.")
+    group.add_argument(
+        "--print-config", action="store_true",
+        help="Show all settings and where each comes from, as a file for --config, and end.",
+    )  # fmt: skip
+
+
+def _add_field(group: argparse._ArgumentGroup, field: Any, opt: Option, kind: Any) -> None:
+    text = f"{opt.help} (default: {default_of(field)})".replace("%", "%%")
+    common: dict[str, Any] = {"dest": field.name, "action": Use}
+    if opt.positional:
+        group.add_argument(**common, nargs="?", metavar=opt.metavar, help=text)
+        return
+    flags = flags_of(field, kind)
+    if kind is bool:
+        group.add_argument(*flags, **common, means=dict(zip(flags, (True, False), strict=True)), help=text)
+    else:
+        nargs = "+" if get_origin(kind) is list else None
+        group.add_argument(*flags, **common, nargs=nargs, metavar=_metavar(field.name, opt, kind), help=text)
+    for twin, value in opt.twins.items():
+        same = ("" if value else "no-") + flags[0][2:] if kind is bool else f"{flags[0][2:]} {value}"
+        group.add_argument(twin, **common, means={twin: value}, help=f"The same as --{same}.")
+
+
+def _metavar(name: str, opt: Option, kind: Any) -> str:
+    """What stands for the value of a flag."""
+    if opt.metavar or choices_of(kind):
+        return opt.metavar or "{" + ",".join(choices_of(kind)) + "}"
+    if opt.parse is parse_bytes:
+        return "SIZE"
+    if name.endswith(("timeout", "seconds")):
+        return "SECONDS"
+    return {int: "N", float: "X"}.get(plain_type(kind)) or name.rpartition("_")[2].upper()
