@@ -18,9 +18,10 @@ from mini_engine.host import resolve_model
 from mini_engine.messages import Chunk, MessageId, NewRequest, NewSequence, Step, StoreHandle, TensorHandle
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.weights import load_model
+from mini_engine.worker.attention import choose_backend
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.worker import allocate_cache, choose_device, choose_dtype
+from mini_engine.worker.worker import choose_device, choose_dtype, make_attention
 
 MODEL_PARTS = ("embed", "forward", "logits")  # together they are "the model's forward"
 
@@ -78,8 +79,8 @@ class WorkerAlone:
         self._in_model = Stopwatch()
         for name in MODEL_PARTS:
             setattr(model, name, self._timed(getattr(model, name)))
-        cache = allocate_cache(config, model)
-        self._runner = ModelRunner(model, cache, _NoMedia(), Normalisation.from_dir(model_dir), tp)
+        attention = make_attention(config, model, choose_backend(config.attention_backend, device))
+        self._runner = ModelRunner(model, attention, _NoMedia(), Normalisation.from_dir(model_dir), tp)
         self._synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
     def decode(self, requests: Sequence[NewRequest], warm_up: int, steps: int) -> WorkerTime:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mini_engine.config import AttentionBackendName
+from mini_engine.config import AttentionBackendName, ConfigError
 from mini_engine.kernels import ops
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.paged_attention import SdpaBackend, Span
@@ -64,13 +64,13 @@ def choose_backend(wanted: AttentionBackendName, device: torch.device) -> Attent
     """What `--attention-backend` means on this device.
 
     Raises:
-        ValueError: it cannot run here; the text says why and what can.
+        ConfigError: it cannot run here; the text says why.
     """
     if wanted == "auto":
         return "triton" if device.type == "cuda" and triton_obstacle(device) is None else "sdpa"
     obstacle = {"triton": triton_obstacle, "varlen": varlen_obstacle}.get(wanted, lambda _: None)(device)
     if obstacle:
-        raise ValueError(f"--attention-backend {wanted}: {obstacle}; use --attention-backend auto")
+        raise ConfigError(f"--attention-backend {wanted}: {obstacle}; choose auto")
     return wanted
 
 
@@ -102,13 +102,9 @@ def varlen_obstacle(device: torch.device) -> str | None:
     """Why torch's `varlen_attn` cannot serve on this device; None if it can."""
     if device.type != "cuda":
         return f"torch's varlen_attn needs CUDA, and the worker runs on {device.type}"
-    missing = {"block_table", "seqused_k", "enable_gqa"} - set(inspect.signature(_varlen_attn()).parameters)
+    from torch.nn.attention.varlen import varlen_attn
+
+    missing = {"block_table", "seqused_k", "enable_gqa"} - set(inspect.signature(varlen_attn).parameters)
     if missing:
         return f"varlen_attn of torch {torch.__version__} takes no {', '.join(sorted(missing))}; it does from 2.12 on"
     return None
-
-
-def _varlen_attn() -> Callable[..., Tensor]:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn

@@ -24,7 +24,7 @@ class BlockTables:
     def __init__(self, spans: Sequence[Span], block_size: int, device: torch.device) -> None:
         self._block_size, self._device = block_size, device
         used = [-(-span.context // block_size) for span in spans]
-        self._host = np.zeros((len(spans), _columns(max(used))), dtype=np.int32)
+        self._host = np.zeros((len(spans), columns_of(max(used))), dtype=np.int32)
         for row, (span, length) in enumerate(zip(spans, used, strict=True)):
             self._host[row, :length] = span.blocks[:length]
         contexts = np.array([span.context for span in spans], dtype=np.int32)
@@ -36,7 +36,7 @@ class BlockTables:
         for row, block in entered:
             column = (contexts.item(row) - 1) // self._block_size
             if column >= self._host.shape[1]:
-                more = np.zeros((len(self._host), _columns(2 * self._host.shape[1])), dtype=np.int32)
+                more = np.zeros((len(self._host), columns_of(2 * self._host.shape[1])), dtype=np.int32)
                 more[:, : self._host.shape[1]] = self._host
                 self._host = more
             self._host[row, column] = block
@@ -49,5 +49,6 @@ class BlockTables:
         self.tables: Tensor = to_device(torch.from_numpy(self._host.copy()), self._device)
 
 
-def _columns(least: int) -> int:
+def columns_of(least: int) -> int:
+    """Columns of a table for `least` blocks."""
     return -(-least // COLUMNS) * COLUMNS

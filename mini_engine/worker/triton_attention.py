@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,6 +15,18 @@ from mini_engine.worker.block_tables import BlockTables
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.paged_attention import Span
 from mini_engine.worker.staging import to_device
+
+
+class Tables(Protocol):
+    """Block tables on the device, as `BlockTables` makes them."""
+
+    @property
+    def tables(self) -> Tensor:
+        """int32 `[rows, columns]`"""
+
+    @property
+    def contexts(self) -> Tensor:
+        """int32 `[rows]`"""
 
 
 class TritonBackend:
@@ -37,11 +50,11 @@ class TritonBackend:
             prefill = _Prefill(self.cache, spans[singles:], singles, slots.device)
         return TritonAttention(self.cache, slots, decode, prefill)
 
-    def decode(self, tables: BlockTables, rows: int) -> Decode:
-        """For the first `rows` rows of a step."""
+    def decode(self, tables: Tables, rows: int) -> Decode:
+        """For the first `rows` rows of a step, whose tables are `tables`."""
         kv_heads = self.cache.storage.shape[4]
-        # For the longest context and not this step's: one kernel is compiled for each number of splits, and what a graph
-        # has captured serves every context. A short context leaves most splits empty, which end at once.
+        # For the longest context and not this step's: one kernel is compiled for each number of splits, and what a
+        # graph has recorded serves every context. A short context leaves most splits empty, which end at once.
         splits = paged.choose_splits(rows, kv_heads, self._longest, self.cache.storage.device)
         return Decode(self.cache, tables, rows, splits)
 
@@ -49,7 +62,7 @@ class TritonBackend:
 class Decode:
     """Single tokens, the step's first rows. Reads `tables` at each call."""
 
-    def __init__(self, cache: KVCache, tables: BlockTables, rows: int, splits: int) -> None:
+    def __init__(self, cache: KVCache, tables: Tables, rows: int, splits: int) -> None:
         self.tables = tables
         self._cache, self._rows, self._splits = cache, rows, splits
 
@@ -93,6 +106,7 @@ class TritonAttention:
     def __init__(self, cache: KVCache, slots: Tensor, decode: Decode | None, prefill: _Prefill | None) -> None:
         self._cache, self._slots = cache, slots
         self.decode, self._prefill = decode, prefill
+        self.block_size = cache.block_size
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `attention.StepAttention`."""
@@ -106,6 +120,8 @@ class TritonAttention:
     def advance(self, slots: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> bool:
         """See `attention.StepAttention`."""
         assert self.decode is not None and self._prefill is None
+        tables = self.decode.tables
+        assert isinstance(tables, BlockTables)
         self._slots = slots
-        self.decode.tables.advance(contexts, entered)
+        tables.advance(contexts, entered)
         return True

@@ -3,7 +3,8 @@ step, single tokens and longer ones, in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ class VarlenAttention:
     def __init__(self, cache: KVCache, slots: Tensor, spans: Sequence[Span]) -> None:
         from torch.nn.attention.varlen import varlen_attn
 
-        self._varlen_attn = varlen_attn
+        self._varlen_attn: Callable[..., Any] = varlen_attn
         self._cache, self._slots = cache, slots
         self._tables = BlockTables(spans, cache.block_size, slots.device)
         lengths = [span.length for span in spans]
@@ -48,10 +49,11 @@ class VarlenAttention:
         """See `attention.StepAttention`."""
         cache = self._cache
         cache.write(layer, self._slots, k, v)
-        return self._varlen_attn(
+        out: Tensor = self._varlen_attn(
             q, cache.keys(layer), cache.values(layer), self._firsts, None, self._longest_chunk, self._longest,
             window_size=(-1, 0), enable_gqa=True, seqused_k=self._tables.contexts, block_table=self._tables.tables,
         )  # fmt: skip
+        return out
 
     def advance(self, slots: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> bool:
         """See `attention.StepAttention`."""

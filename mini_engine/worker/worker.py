@@ -1,4 +1,4 @@
-"""A worker's process: one rank of one engine. Steps come from the engine core, results go back, in order.
+"""A worker's process: one rank of one engine, from its start to the loop of `serving.py`.
 
 The receiver thread of `media_inputs.py` is the only other thread with work of its own. An exception ends the process:
 the supervisor sees it and ends the engine.
@@ -9,29 +9,30 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import zmq
 
 from mini_engine.child import Child
-from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.messages import Chunk, Init, NewSequence, SamplingParams, Step, StepResult, WorkerReady
+from mini_engine.config import AttentionBackendName, ConfigError, EngineConfig
+from mini_engine.messages import Chunk, Init, NewSequence, SamplingParams, Step, WorkerReady
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
 from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
-from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.cuda_memory import CudaMapped
+from mini_engine.worker.attention import AttentionBackend, choose_backend, make_backend
 from mini_engine.worker.kv_cache import KVCache, count_blocks
 from mini_engine.worker.media_inputs import MediaInputs, stay
-from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.model_runner import DecodeSteps, ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.pinning import PinnedMemory
+from mini_engine.worker.serving import Watch, serve, serve_ahead, wait_for_device
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +42,17 @@ def run(child: Child) -> None:
     init = child.init()
     engine, rank = (int(part) for part in child.index.split("."))
     device = choose_device(init.config, engine, rank)
+    backend = choose_backend(init.config.attention_backend, device)
     # First of all that takes time: API servers probe these addresses while the model loads.
     pinned = PinnedMemory(device) if device.type == "cuda" else None
     media = receive_media(child, init, engine, rank, device, pinned)
     torch.set_num_threads(choose_threads(init.config))
     tp = join_group(init, engine, rank, device)
     model = load_model(init.model_dir, tp, choose_dtype(init.config), device)
-    cache, normalise = allocate_cache(init.config, model), Normalisation.from_dir(init.model_dir)
-    runner = ModelRunner(model, cache, media, normalise, tp, pinned.to_device if pinned else None)
+    normalise = Normalisation.from_dir(init.model_dir)
+    attention = make_attention(init.config, model, backend)
+    graphs = record_graphs(init.config, model, attention)
+    runner = ModelRunner(model, attention, media, normalise, tp, pinned.to_device if pinned else None, graphs)
     warm_up(runner, model.config.vision)
     # What is loaded stays: the collector need not walk over it again and again.
     gc.collect()
@@ -58,17 +62,9 @@ def run(child: Child) -> None:
     )
     core.send(child.encoder.encode(WorkerReady(rank, runner.num_blocks, device.type)))
     child.ready()
-    serve(core, child.encoder, runner)
-
-
-def serve(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner) -> None:
-    """Receive -> execute -> report, for good."""
-    while True:
-        step = decode(core.recv()).body
-        if not isinstance(step, Step):
-            raise RuntimeError(f"expected a Step from the engine core, got {type(step).__name__}")
-        result: StepResult = runner.execute(step)
-        core.send(encoder.encode(result))
+    if device.type == "cpu":
+        serve(core, child.encoder, runner)
+    serve_ahead(core, child.encoder, runner, Watch(child.context, wait_for_device))
 
 
 def choose_threads(config: EngineConfig) -> int:
@@ -139,16 +135,44 @@ def receive_media(
     return media
 
 
-def allocate_cache(config: EngineConfig, model: Qwen2_5_VL) -> KVCache:
-    """The rank's KV cache, of the model's device and dtype."""
+def make_attention(config: EngineConfig, model: Qwen2_5_VL, backend: AttentionBackendName) -> AttentionBackend:
+    """Attention over the rank's KV cache, which has the model's device and dtype."""
     some = next(model.parameters())
-    longest = config.max_model_len or model.config.text.max_position_embeddings
+    longest = longest_sequence(config, model)
     num_blocks = count_blocks(config, model.attention_shape, some.dtype, longest, some.device)
     logger.info(
         "model loaded: %s on %s with %d thread(s), %d KV blocks of %d tokens",
         str(some.dtype).removeprefix("torch."), some.device, torch.get_num_threads(), num_blocks, config.block_size,
     )  # fmt: skip
-    return KVCache.allocate(model.attention_shape, num_blocks, config.block_size, some.dtype, some.device)
+    spare = int(has_graphs(config, some.device, backend))
+    cache = KVCache.allocate(model.attention_shape, num_blocks, config.block_size, some.dtype, some.device, spare)
+    return make_backend(backend, cache, longest)
+
+
+def longest_sequence(config: EngineConfig, model: Qwen2_5_VL) -> int:
+    """Most tokens of a sequence."""
+    return config.max_model_len or model.config.text.max_position_embeddings
+
+
+def has_graphs(config: EngineConfig, device: torch.device, backend: AttentionBackendName) -> bool:
+    """Whether decode steps are recorded: on CUDA, with kernels and collectives that wait for nothing on the host."""
+    waits = dist.is_initialized() and dist.get_backend() != "nccl"
+    return device.type == "cuda" and backend == "triton" and not config.enforce_eager and not waits
+
+
+def record_graphs(config: EngineConfig, model: Qwen2_5_VL, attention: AttentionBackend) -> DecodeSteps | None:
+    """Graphs of decode steps for up to `--max-num-seqs` sequences; None where there are none."""
+    if not attention.cache.spare:
+        return None
+    from mini_engine.worker.decode_graphs import DecodeGraphs  # imports Triton
+    from mini_engine.worker.triton_attention import TritonBackend
+
+    assert isinstance(attention, TritonBackend)
+    begun = time.monotonic()
+    graphs = DecodeGraphs(model, attention, config.max_num_seqs, longest_sequence(config, model))
+    graphs.capture()
+    logger.info("%d CUDA graphs of decode steps recorded in %.1f s", len(graphs), time.monotonic() - begun)
+    return graphs
 
 
 def warm_up(runner: ModelRunner, vision: VisionConfig) -> None:

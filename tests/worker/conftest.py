@@ -9,6 +9,7 @@ from mini_engine.model.weights import load_model
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
+from mini_engine.worker.paged_attention import SdpaBackend
 from tests.worker import tiny
 
 NUM_BLOCKS = 256
@@ -32,7 +33,9 @@ def make_runner(checkpoint: Path) -> Callable[..., ModelRunner]:
         cache = KVCache.allocate(model.attention_shape, NUM_BLOCKS, block_size, torch.float32, torch.device("cpu"))
         # What an earlier owner may have left: nothing of it may reach a result.
         cache.storage.fill_(float("nan"))
-        return ModelRunner(model, cache, media, Normalisation.from_dir(checkpoint), TensorParallel(), **more)
+        return ModelRunner(
+            model, SdpaBackend(cache), media, Normalisation.from_dir(checkpoint), TensorParallel(), **more
+        )
 
     return make
 

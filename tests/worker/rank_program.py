@@ -14,6 +14,7 @@ from mini_engine.model.weights import load_model
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
+from mini_engine.worker.paged_attention import SdpaBackend
 from mini_engine.worker.worker import join_group
 from tests.worker import script, tiny
 
@@ -43,7 +44,7 @@ def main() -> None:
     model = load_model(checkpoint, tp, None, torch.device("cpu"))
     cache = KVCache.allocate(model.attention_shape, NUM_BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     media = tiny.MemoryMedia()
-    runner = ModelRunner(model, cache, media, Normalisation.from_dir(checkpoint), tp)
+    runner = ModelRunner(model, SdpaBackend(cache), media, Normalisation.from_dir(checkpoint), tp)
     results = {}
     for name, sampling in (("greedy", {}), ("sampled", {"temperature": 1.0, "seed": 5})):
         requests = tiny.mixed_requests(media, **sampling)
