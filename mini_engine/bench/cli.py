@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from mini_engine.bench import core, transport
+from mini_engine.bench import attention, core, gpu, transport
 from mini_engine.bench.report import BenchError, Report, as_json
 from mini_engine.config import ConfigError
 
@@ -38,7 +38,7 @@ class Regime(Protocol):
         """
 
 
-REGIMES: dict[str, Regime] = {"core": core, "transport": transport}
+REGIMES: dict[str, Regime] = {"attention": attention, "core": core, "gpu": gpu, "transport": transport}
 FLAG_TEXTS = ("--serve",)  # flags whose value is itself a text of flags
 
 

@@ -50,7 +50,7 @@ class Stopwatch:
         self.cpu += time.thread_time() - self._begun[1]
 
 
-class _NoMedia:
+class NoMedia:
     """For steps without media."""
 
     def tensor(self, handle: TensorHandle) -> torch.Tensor:
@@ -80,7 +80,7 @@ class WorkerAlone:
         for name in MODEL_PARTS:
             setattr(model, name, self._timed(getattr(model, name)))
         attention = make_attention(config, model, choose_backend(config.attention_backend, device))
-        self._runner = ModelRunner(model, attention, _NoMedia(), Normalisation.from_dir(model_dir), tp)
+        self._runner = ModelRunner(model, attention, NoMedia(), Normalisation.from_dir(model_dir), tp)
         self._synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
     def decode(self, requests: Sequence[NewRequest], warm_up: int, steps: int) -> WorkerTime:
