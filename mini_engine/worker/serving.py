@@ -52,19 +52,26 @@ class Watch:
         address = f"inproc://watch-{id(self)}"
         self.done = context.socket(zmq.PULL)
         self.done.bind(address)
-        self._steps: queue.SimpleQueue[Launched] = queue.SimpleQueue()
-        threading.Thread(target=self._run, args=(context, address, wait), name="watch", daemon=True).start()
+        self._steps: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(context, address, wait), name="watch", daemon=True)
+        self._thread.start()
 
     def start(self, step: Launched) -> None:
         """Wait for one more step."""
         self._steps.put(step)
 
+    def close(self) -> None:
+        """End the thread, when it has waited for what it was given."""
+        self._steps.put(None)
+        self._thread.join()
+        self.done.close(linger=0)
+
     def _run(self, context: zmq.Context[zmq.Socket[bytes]], address: str, wait: Callable[[Launched], None]) -> None:
-        told = context.socket(zmq.PUSH)
-        told.connect(address)
-        while True:
-            wait(self._steps.get())
-            told.send(b"")
+        with context.socket(zmq.PUSH) as told:
+            told.connect(address)
+            while (step := self._steps.get()) is not None:
+                wait(step)
+                told.send(b"")
 
 
 def wait_for_device(step: Launched) -> None:

@@ -6,6 +6,7 @@ the supervisor sees it and ends the engine.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -64,7 +65,8 @@ def run(child: Child) -> None:
     child.ready()
     if device.type == "cpu":
         serve(core, child.encoder, runner)
-    serve_ahead(core, child.encoder, runner, Watch(child.context, wait_for_device))
+    with contextlib.closing(Watch(child.context, wait_for_device)) as watch:
+        serve_ahead(core, child.encoder, runner, watch)
 
 
 def choose_threads(config: EngineConfig) -> int:
@@ -125,7 +127,8 @@ def receive_media(
 ) -> MediaInputs:
     """Start the receiver thread at this rank's addresses."""
     address = next(address for address in init.ranks if (address.engine, address.rank) == (engine, rank))
-    to_device = stay if device.type == "cpu" else partial(torch.Tensor.to, device=device)
+    # In the receiver thread, on a stream of its own: what arrives is copied while the model runs.
+    to_device = stay if device.type == "cpu" else partial(fetch_beside, torch.cuda.Stream(device))
     pin = pinned.pin if pinned else None
     map_slots = partial(CudaMapped, device) if device.type == "cuda" else None
     media = MediaInputs(
@@ -133,6 +136,16 @@ def receive_media(
     )
     media.start()
     return media
+
+
+def fetch_beside(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` on the stream's device, whole, for the default stream to read."""
+    with torch.cuda.stream(stream):
+        moved = tensor.to(stream.device, non_blocking=True)
+    stream.synchronize()
+    # Or its memory would be another's as soon as nobody holds it, though the default stream still reads it.
+    moved.record_stream(torch.cuda.default_stream(stream.device))
+    return moved
 
 
 def make_attention(config: EngineConfig, model: Qwen2_5_VL, backend: AttentionBackendName) -> AttentionBackend:
