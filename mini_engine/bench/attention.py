@@ -7,8 +7,9 @@ blocks of 16 in random order, one thread. The forms differ in how keys and value
                little padding; the query heads that share a key-value head are the rows of one product.
     enable_gqa each sequence's blocks, and the query heads as torch's own option takes them.
     padded     all sequences in one call, the shorter ones padded to the longest and masked; rows as in `gathered`.
-All give the same result, which is checked. What it should cost: keys and values are read once, 2 KiB a token in float32
-for 2 heads of 128, so 8 sequences of 1,100 tokens on average are 18 MB: 2 ms at 10 GB/s, gathering included.
+All give the same result, which is checked. Times are those of the thread on a CPU, which a busy machine stretches less.
+What it should cost: keys and values are read once, 2 KiB a token in float32 for 2 heads of 128, so 8 sequences of 1,100
+tokens on average are 18 MB: 2 ms at 10 GB/s, gathering included.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ def measure(dtype: str, sequences: int, repeats: int) -> list[dict[str, Any]]:
     samples: dict[str, list[float]] = {name: [] for name in forms}
     for _ in range(repeats):
         for name, form in forms.items():
-            begun = time.perf_counter()
+            begun = time.thread_time()
             form()
-            samples[name].append(time.perf_counter() - begun)
+            samples[name].append(time.thread_time() - begun)
     medians = {name: 1000 * statistics.median(values) for name, values in samples.items()}
     return [
         {"dtype": dtype, "form": name, "ms": round(ms, 3), "over_gathered": round(ms / medians["gathered"], 2)}
