@@ -34,6 +34,8 @@ class EngineConfig(MediaOptions, SchedulingOptions, ServerOptions, ModelOptions)
             check_range(field, kinds[field.name], getattr(self, field.name))
         for group in (ModelOptions, ServerOptions, MediaOptions):
             group.validate(self)
+        if self.mm_processor_device == "cuda" and self.device == "cpu":
+            raise ConfigError("--mm-processor-device: cuda needs workers on CUDA, not --device cpu; choose cpu")
 
 
 def fields() -> list[dataclasses.Field[Any]]:

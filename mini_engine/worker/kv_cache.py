@@ -136,4 +136,5 @@ def _memory(config: EngineConfig, device: torch.device) -> tuple[int, str]:
     free, total = torch.cuda.mem_get_info(device)
     used = total - free  # by any process, not by this one alone
     share = config.gpu_memory_utilization
-    return int(share * total) - used, f"--gpu-memory-utilization {share:g}"
+    # Taken off whether it is in use already or not: the API servers start at the same time.
+    return int(share * total) - used - config.ipc_gpu_bytes, f"--gpu-memory-utilization {share:g}"

@@ -50,6 +50,16 @@ def test_answers_by_each_transport(workers, transport, asked):
     assert sum(a != b for a, b in zip(answers, again, strict=True)) <= 1
 
 
+@pytest.mark.parametrize("workers", WORKERS[:1] + WORKERS[2:])
+def test_patches_that_are_made_on_the_device_never_leave_it(workers, asked):
+    flags = [*workers, "--mm-processor-device", "cuda", "--mm-tensor-ipc", "torch_shm", "--api-server-count", "2"]
+    with RunningServer(*flags) as server:
+        answers = answer(server, asked)
+        assert server.total("ipc_fallbacks_total") == 0
+        assert server.total("ipc_messages_total") >= len(asked)
+    assert sum(one.answer == got for one, got in zip(asked, answers, strict=True)) >= len(asked) - 2
+
+
 @pytest.mark.parametrize("workers", WORKERS[:1])
 def test_answers_from_the_store(workers, asked):
     with RunningServer(*workers, "--mm-processor-cache-type", "shm") as server:

@@ -38,6 +38,10 @@ def test_a_share_of_the_devices_memory_less_what_is_in_use(monkeypatch):
     cuda = torch.device("cuda", 0)
     config = EngineConfig(gpu_memory_utilization=0.5)
     assert count_blocks(config, SHAPE, torch.float32, longest=4096, device=cuda) == 410
+    shared = EngineConfig(
+        gpu_memory_utilization=0.5, mm_processor_device="cuda", mm_ipc_gpu_memory_gb=50 * BLOCK_BYTES / (1 << 30)
+    )
+    assert count_blocks(shared, SHAPE, torch.float32, longest=4096, device=cuda) == 360
     fixed = EngineConfig(gpu_memory_utilization=0.5, kv_cache_memory_bytes=20 * BLOCK_BYTES)
     assert count_blocks(fixed, SHAPE, torch.float32, longest=4096, device=cuda) == 20
     with pytest.raises(ValueError, match=r"--gpu-memory-utilization 0.05 leaves -\d+ bytes"):
