@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.free_memory import ipc_gpu_bytes
 from mini_engine.messages import RankAddress
 from mini_engine.transport.base import TensorSender
 from mini_engine.transport.codec import Encoder
@@ -43,7 +44,7 @@ def cuda_sender(
     from mini_engine.transport.cuda_memory import CudaStaging
     from mini_engine.transport.cuda_slots import CudaSender
 
-    nbytes = config.ipc_gpu_bytes // (config.api_server_count * engines * SLOTS) - SLOT_ROOM
+    nbytes = ipc_gpu_bytes(config) // (config.api_server_count * engines * SLOTS) - SLOT_ROOM
 
     def make(ranks: list[RankAddress]) -> TensorSender:
         return CudaSender(encoder, ranks, CudaStaging(torch.device(device)), SLOTS, nbytes)

@@ -14,8 +14,6 @@ MediaCacheType = Literal["auto", "lru", "shm"]
 TensorIpc = Literal["auto", "torch_shm", "direct_rpc"]
 ProcessorDevice = Literal["cpu", "cuda"]
 
-IPC_GPU_MEMORY_GB = 1.0
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MediaOptions:
@@ -128,14 +126,6 @@ class MediaOptions:
         "taken off the KV cache. What finds no room there goes by the host.", "Media cache and transport",
         unset="1, where the patches are made on CUDA", minimum=0.01,
     )  # fmt: skip
-
-    @property
-    def ipc_gpu_bytes(self) -> int:
-        """Of `--mm-ipc-gpu-memory-gb`; 0 where no patches are made on CUDA."""
-        if self.mm_processor_device == "cpu":
-            return 0
-        gib = IPC_GPU_MEMORY_GB if self.mm_ipc_gpu_memory_gb is None else self.mm_ipc_gpu_memory_gb
-        return int(gib * (1 << 30))
 
     def validate(self) -> None:
         """Raises ConfigError for the first value that names what does not exist."""

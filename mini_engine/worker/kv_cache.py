@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.free_memory import available_memory
+from mini_engine.free_memory import available_memory, ipc_gpu_bytes
 from mini_engine.kernels import ops
 from mini_engine.model.qwen2_5_vl import AttentionShape
 
@@ -137,4 +137,4 @@ def _memory(config: EngineConfig, device: torch.device) -> tuple[int, str]:
     used = total - free  # by any process, not by this one alone
     share = config.gpu_memory_utilization
     # Taken off whether it is in use already or not: the API servers start at the same time.
-    return int(share * total) - used - config.ipc_gpu_bytes, f"--gpu-memory-utilization {share:g}"
+    return int(share * total) - used - ipc_gpu_bytes(config), f"--gpu-memory-utilization {share:g}"

@@ -7,6 +7,7 @@ import torch
 
 from mini_engine.api.processor_device import SLOTS, cuda_sender, processor_device
 from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.free_memory import ipc_gpu_bytes
 from mini_engine.host import plan_media_cache
 from mini_engine.transport.codec import Encoder
 
@@ -38,7 +39,7 @@ def test_no_device_is_no_way_to_start():
 def test_on_the_cpu_there_is_nothing_to_set_up():
     config = EngineConfig()
     assert processor_device(config, 0) is None and cuda_sender(config, Encoder("api 0", 1), 0, 1) is None
-    assert config.ipc_gpu_bytes == 0
+    assert ipc_gpu_bytes(config) == 0 < ipc_gpu_bytes(EngineConfig(**CUDA)) == 1 << 30
 
 
 def test_api_servers_take_turns_with_the_devices(monkeypatch):
