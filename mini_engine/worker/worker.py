@@ -139,7 +139,9 @@ def receive_media(
 
 
 def fetch_beside(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` on the stream's device, whole, for the default stream to read."""
+    """`tensor` on the stream's device, whole, for the default stream to read; itself if it is there."""
+    if tensor.is_cuda:
+        return tensor
     with torch.cuda.stream(stream):
         moved = tensor.to(stream.device, non_blocking=True)
     stream.synchronize()

@@ -89,3 +89,25 @@ def test_sizes():
     assert sizes(6) == [1, 2, 4, 6]
     assert sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
     assert sizes(100) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01}, {"temperature": 1.0, "top_p": 0.5}]
+)
+def test_a_step_that_goes_on_waits_for_nothing(sampling, checkpoint):
+    """Torch raises where it would wait for the device."""
+    world = World(checkpoint, torch.device("cuda", 0))
+    media = tiny.MemoryMedia()
+    requests = [new for new in tiny.mixed_requests(media, **sampling) if new.request_id in ("text", "short", "block")]
+    steps = script.write_steps(requests, 30, 1000, 16, BLOCKS)
+    runner = ModelRunner(
+        world.model, world.backend, media, Normalisation.from_dir(checkpoint), TensorParallel(), None, world.graphs
+    )
+    script.run(runner, steps[:3])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        script.run(runner, steps[3:29], ahead=1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
