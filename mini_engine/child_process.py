@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import logging
 import os
 import signal
 import socket
@@ -14,7 +13,7 @@ from typing import IO
 import msgspec
 
 from mini_engine.child import ChildSpec
-from mini_engine.log import LogSettings
+from mini_engine.log import LogSettings, output
 from mini_engine.messages import Role
 
 TAIL_LINES = 20
@@ -40,16 +39,33 @@ class ChildProcess:
         self.ready = False  # built and connected
         self.started = False  # API server: told to serve
         self.serving = False  # takes requests
+        self.generation = 0  # which start of the engines it belongs to
+        self.turns = 0  # of `launch/liveness.py` since it was started, or since it last answered
+        self.verdict: str | None = None  # why the supervisor has killed it
         self._popen = popen
         self._tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
         self._partial = b""
+
+    @property
+    def title(self) -> str:
+        """For the log: `worker 0.1 (pid 4711)`."""
+        return f"{self.name} (pid {self.pid})"
+
+    @property
+    def engine(self) -> str | None:
+        """The number of the engine that a core or a worker belongs to."""
+        return None if self.role == "api" else self.index.partition(".")[0]
 
     @classmethod
     def start(
         cls, *, role: Role, index: str, incarnation: int, supervisor: str, log: LogSettings,
         listener: socket.socket | None, environment: dict[str, str], module: str = "mini_engine.child",
     ) -> ChildProcess:  # fmt: skip
-        """Start `module` in a fresh interpreter. Call it from the main thread only."""
+        """Start `module` in a fresh interpreter. Call it from the main thread only.
+
+        Raises:
+            OSError: the host gives no process, or no descriptors for it.
+        """
         listen_fd = None if listener is None else listener.fileno()
         spec = ChildSpec(role, index, incarnation, os.getpid(), supervisor, log, listen_fd)
         popen = subprocess.Popen(
@@ -60,7 +76,17 @@ class ChildProcess:
             env={**os.environ, **environment},
             pass_fds=[] if listen_fd is None else [listen_fd],
         )
-        return cls(spec, popen)
+        try:
+            return cls(spec, popen)
+        except OSError:  # no descriptor to watch it by
+            popen.kill()
+            popen.communicate()
+            raise
+
+    def now_serves(self) -> None:
+        """It takes requests, and is asked for signs of life from now on."""
+        if not self.serving:
+            self.serving, self.turns = True, 0
 
     def forward_output(self) -> None:
         """Pass on what the child has written, whole lines at a time, and remember the last lines."""
@@ -69,7 +95,8 @@ class ChildProcess:
             return
         *lines, self._partial = (self._partial + data).split(b"\n")
         self._tail.extend(lines)
-        self._write(b"".join(line + b"\n" for line in lines))
+        if lines:
+            output.write(b"".join(line + b"\n" for line in lines))
 
     def reap(self) -> str:
         """Collect a dead child; returns how it died in words. The descriptors are closed."""
@@ -77,15 +104,15 @@ class ChildProcess:
         self.forward_output()
         if self._partial:
             self._tail.append(self._partial)
-            self._write(self._partial + b"\n")
+            output.write(self._partial + b"\n")
         self.output.close()
         os.close(self.pidfd)
         return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
-    def log_tail(self, logger: logging.Logger) -> None:
-        """Log the last lines that the child wrote."""
-        for line in self._tail:
-            logger.error("  %s: %s", self.name, line.decode(errors="replace"))
+    def last_lines(self) -> str:
+        """What it wrote last, for a log record of the supervisor's."""
+        lines = [line.decode(errors="replace") for line in self._tail]
+        return "its last log lines:" + "".join(f"\n    {line}" for line in lines) if lines else "it has logged nothing"
 
     def terminate(self) -> None:
         """Ask an API server to end at once, answering its clients. One that is not that far yet ends by the signal."""
@@ -94,9 +121,3 @@ class ChildProcess:
     def kill(self) -> None:
         """End it at once."""
         self._popen.kill()
-
-    @staticmethod
-    def _write(data: bytes) -> None:
-        if data:
-            sys.stderr.buffer.write(data)
-            sys.stderr.buffer.flush()

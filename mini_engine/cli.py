@@ -7,6 +7,8 @@ default. What `--help` looks like is in `cli_help.py`.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import logging
 import os
 import sys
@@ -67,26 +69,31 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
 
 
 def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
-    """What the flags give: by field a list of `Given`, with values as they were typed; and those of `cli_help.COMMAND`.
+    """What the flags give: by field a list of `Given`, with values as they were typed; and `config`, `print_config`.
 
     Raises:
         ConfigError: an unknown flag, or one without its value.
     """
-    parser = build_parser()
-    namespace, unknown = parser.parse_known_args(_dashes(argv))
+    parser, args = build_parser(), _respelt(argv)
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    for arg in args:  # first of all, since argparse takes an unknown flag for a value if there is a space in it
+        _check_flag(arg.partition("=")[0], known)
+    namespace, unknown = parser.parse_known_args(args)
     for arg in unknown:
-        flag = arg.partition("=")[0]
-        if flag == "--model":
-            raise ConfigError("--model: the model is the first argument, without a flag: serve.py MODEL")
-        if flag.startswith("-"):
-            known = [known for action in parser._actions for known in action.option_strings]
-            raise ConfigError(f"unknown flag {flag}{suggestion(flag, known) or '; --help lists them'}")
-        raise ConfigError(f"unexpected argument {arg!r}: one model can be served")
+        raise ConfigError(f"unexpected argument {arg!r}; --help shows what can be given")
     return vars(namespace)
 
 
+def _check_flag(flag: str, known: Sequence[str]) -> None:
+    """Raises ConfigError if this looks like a flag and is none."""
+    if flag == "--model":
+        raise ConfigError("--model: the model is the first argument, without a flag: serve.py MODEL")
+    if flag.startswith("--") and flag not in known:
+        raise ConfigError(f"unknown flag {flag}{suggestion(flag, known, '--') or '; --help lists them'}")
+
+
 def _from_flags(name: str, uses: list[Given]) -> Given:
-    """The value of a field from all flags that set it: the last one, or for a list all of them.
+    """The value of a field from all flags that set it: the last one, or for a list or an object all of them.
 
     Raises:
         ConfigError: a value cannot be used, or a flag and its twin disagree.
@@ -95,6 +102,8 @@ def _from_flags(name: str, uses: list[Given]) -> Given:
     last = given[-1]
     if isinstance(last.value, list):
         return Given([item for one in given for item in one.value], last.origin)
+    if isinstance(last.value, dict):
+        return Given(functools.reduce(_merged, (one.value for one in given)), last.origin)
     twins = EngineConfig.__dataclass_fields__[name].metadata["option"].twins
     for one in given:
         if one.value != last.value and (one.origin in twins or last.origin in twins):
@@ -102,13 +111,38 @@ def _from_flags(name: str, uses: list[Given]) -> Given:
     return last
 
 
-def _dashes(argv: Sequence[str]) -> list[str]:
-    """`--max_model_len` is `--max-model-len`, as users of other engines type it."""
-    return [
-        name.replace("_", "-") + equals + value if arg.startswith("--") else arg
-        for arg in argv
-        for name, equals, value in [arg.partition("=")]
-    ]
+def _merged(first: Any, then: Any) -> Any:
+    """Two objects in one, all the way down; where they differ, the second counts."""
+    if not (isinstance(first, dict) and isinstance(then, dict)):
+        return then
+    return {**first, **{key: _merged(first.get(key), value) for key, value in then.items()}}
+
+
+def _respelt(argv: Sequence[str]) -> list[str]:
+    """Flags as users of other engines type them: `--max_model_len` is `--max-model-len`, and a part of an object,
+    `--media-io-kwargs.video.fps 2`, is `--media-io-kwargs={"video": {"fps": 2}}`."""
+    respelt: list[str] = []
+    rest = iter(argv)
+    for arg in rest:
+        name, equals, value = arg.partition("=")
+        flag, *keys = name.split(".")
+        if not arg.startswith("--"):
+            respelt.append(arg)
+        elif not keys:
+            respelt.append(flag.replace("_", "-") + equals + value)
+        else:
+            part = _json_or_text(value if equals else next(rest, ""))
+            for key in reversed(keys):
+                part = {key: part}
+            respelt.append(f"{flag.replace('_', '-')}={json.dumps(part)}")
+    return respelt
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def serve(argv: Sequence[str] | None = None) -> int:
@@ -116,7 +150,8 @@ def serve(argv: Sequence[str] | None = None) -> int:
     try:
         settings = settle(sys.argv[1:] if argv is None else argv, os.environ)
         if settings.print_config:
-            print(*(f"serve.py: {warning}" for warning in settings.warnings), sep="\n", end="", file=sys.stderr)
+            for warning in settings.warnings:
+                print(f"serve.py: {warning}", file=sys.stderr)
             print(to_yaml(settings.config, settings.origins), end="")
             return 0
         from mini_engine.launch import Supervisor
@@ -129,3 +164,5 @@ def serve(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"serve.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # nothing has been started yet
+        return 130

@@ -130,8 +130,9 @@ def _add_field(group: argparse._ArgumentGroup, field: Any, opt: Option, kind: An
     if kind is bool:
         group.add_argument(*flags, **common, means=dict(zip(flags, (True, False), strict=True)), help=text)
     else:
-        nargs = "+" if get_origin(kind) is list else None
-        group.add_argument(*flags, **common, nargs=nargs, metavar=_metavar(field.name, opt, kind), help=text)
+        nargs = "+" if get_origin(kind) is list else None if opt.bare is None else "?"
+        common |= {"nargs": nargs, "const": opt.bare}
+        group.add_argument(*flags, **common, metavar=_metavar(field.name, opt, kind), help=text)
     for twin, value in opt.twins.items():
         same = ("" if value else "no-") + flags[0][2:] if kind is bool else f"{flags[0][2:]} {value}"
         group.add_argument(twin, **common, means={twin: value}, help=f"The same as --{same}.")

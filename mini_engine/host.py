@@ -15,37 +15,51 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mini_engine.config import ConfigError, EngineConfig, flag_of
 from mini_engine.free_memory import available_memory
 from mini_engine.messages import MediaCachePlan
+from mini_engine.model.checkpoint import CheckpointError, find_tensors
 from mini_engine.model.config import ModelConfig
+from mini_engine.model.registry import find_spec
 from mini_engine.transport.memory import create_sealed
 
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 DEFAULT_MEDIA_CACHE_BYTES = 4 << 30
+UNREAD_SECONDS = 60
+SPARE_DESCRIPTORS = 128  # for what is open in each process however many there are, and some clients
 MAX_UNIX_PATH = 107  # sun_path without its terminating zero
 
 
 def resolve_model(config: EngineConfig) -> str:
-    """The local directory of `config.model`; a hub name is downloaded once, here.
+    """The local directory of `config.model`; a hub name is downloaded once, here, or taken from the hub's cache.
 
     Raises:
-        ConfigError: no such directory and no such model on the hub.
+        ConfigError: no such directory and no such model on the hub; or, with HF_HUB_OFFLINE, in its cache.
     """
     if Path(config.model).is_dir():
         return str(Path(config.model).resolve())
     if config.model.startswith(("/", ".", "~")):
         raise ConfigError(f"{config.model} is not a directory")
+    weights = [] if config.load_format == "dummy" else ["*.safetensors"]
     hub = importlib.import_module("huggingface_hub")
     try:
         return hub.snapshot_download(
             config.model,
             revision=config.revision,
-            allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.txt", "*.model", "*.py"],
+            allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.py", *weights],
         )
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
+        if hub.constants.HF_HUB_OFFLINE:
+            raise ConfigError(
+                f"{config.model!r} is no directory, and not in the hub's cache, {hub.constants.HF_HUB_CACHE}; "
+                "unset HF_HUB_OFFLINE to download it, or set HF_HOME to where it is"
+            ) from None
+        why = " ".join(str(error).split())
         raise ConfigError(
-            f"{config.model!r} is neither a directory nor a hub model that can be had here: {error}"
+            f"{config.model!r} is neither a directory nor a hub model that can be had here: {why}"
         ) from None
 
 
@@ -60,13 +74,22 @@ def load_model_config(model_dir: str, config: EngineConfig) -> ModelConfig:
         model = ModelConfig.from_dir(model_dir)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the model in {model_dir} cannot be served: {error}") from None
-    ranks = config.tensor_parallel_size
-    for heads, what in ((model.text.num_heads, "attention"), (model.vision.num_heads, "vision attention")):
-        if heads % ranks:
-            raise ConfigError(
-                f"--tensor-parallel-size: {heads} {what} heads cannot be shared evenly by {ranks} workers; "
-                f"choose a size that divides {heads}"
-            )
+    ranks, kv_heads = config.tensor_parallel_size, model.text.num_kv_heads
+    if model.text.num_heads % ranks:
+        raise ConfigError(
+            f"--tensor-parallel-size: {model.text.num_heads} attention heads cannot be shared evenly by {ranks} "
+            f"workers; choose a size that divides {model.text.num_heads}"
+        )
+    if model.vision.num_heads % ranks and config.mm_encoder_tp_mode == "weights":
+        raise ConfigError(
+            f"--tensor-parallel-size: {model.vision.num_heads} vision attention heads cannot be shared evenly by "
+            f"{ranks} workers; choose a size that divides {model.vision.num_heads}, or --mm-encoder-tp-mode data"
+        )
+    if kv_heads % ranks and ranks % kv_heads:
+        raise ConfigError(
+            f"--tensor-parallel-size: {kv_heads} key-value heads can be neither split nor repeated evenly over {ranks} "
+            f"workers; choose a divisor or a multiple of {kv_heads}"
+        )
     longest = model.text.max_position_embeddings
     if (config.max_model_len or 0) > longest and not config.allow_long_max_model_len:
         raise ConfigError(
@@ -76,18 +99,42 @@ def load_model_config(model_dir: str, config: EngineConfig) -> ModelConfig:
     return model
 
 
+def check_model_files(model_dir: str, model: ModelConfig, config: EngineConfig) -> None:
+    """Look for all that the model's processes will read, and at the headers of the weights; whether those fit the model
+    is found when it is built.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
+    for what, names in (("tokenizer", TOKENIZER_FILES), ("processor", PROCESSOR_FILES)):
+        if not any((Path(model_dir) / name).is_file() for name in names):
+            raise ConfigError(
+                f"{model_dir} has no {what}: neither {' nor '.join(names)}; copy them from where the model is from"
+            )
+    if config.load_format == "dummy":
+        return
+    try:
+        find_tensors(Path(model_dir), find_spec([model.architecture]).canonical_name)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+
+
 def without_effect(config: EngineConfig, origins: Mapping[str, str], cache: MediaCachePlan, device: str) -> list[str]:
     """A text for each setting that was asked for and changes nothing on this device, "cpu" or "cuda", or beside others.
 
     `origins` is, by field, what gave the settings, such as `--port`.
     """
     on_cpu, override = device == "cpu", config.num_gpu_blocks_override is not None
+    alone = config.tensor_parallel_size == 1
     share, size = config.gpu_memory_utilization, config.kv_cache_memory_bytes
     cases: list[tuple[str, object, bool, str]] = [
         ("gpu_memory_utilization", share, on_cpu, "the workers run on the CPU"),
         ("gpu_memory_utilization", share, not on_cpu and size is not None, "--kv-cache-memory-bytes goes before it"),
         ("kv_cache_memory_bytes", size, override, "--num-gpu-blocks-override goes before it"),
         ("enforce_eager", config.enforce_eager, on_cpu, "CUDA graphs need CUDA"),
+        ("mm_encoder_tp_mode", config.mm_encoder_tp_mode, alone, "an engine has one worker"),
+        ("distributed_backend", config.distributed_backend, alone and (on_cpu or config.data_parallel_size == 1),
+         "an engine has one worker"),
         ("mm_processor_cache_type", config.mm_processor_cache_type, cache.kind == "off", "the cache is off"),
         ("mm_shm_cache_max_object_size_mb", config.mm_shm_cache_max_object_size_mb, cache.kind != "shm",
          "no cache in shared memory"),
@@ -167,16 +214,40 @@ def bind_listeners(config: EngineConfig) -> list[socket.socket]:
             plain.bind(address)
         listeners: list[socket.socket] = []
         for _ in range(config.api_server_count):
-            listener = socket.socket(family, kind)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            listener.bind(listeners[0].getsockname() if listeners else address)
-            listeners.append(listener)
+            listeners.append(_bind_one(family, listeners[0].getsockname() if listeners else address))
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {config.host} port {config.port}: {error.strerror}; choose another --host or --port"
         ) from None
     return listeners
+
+
+def bind_again(listener: socket.socket) -> socket.socket:
+    """A new socket on the address of this one of several, which is closed: the kernel puts connections in line at the
+    others until the new one listens. A unix socket, which all share, is returned as it is.
+
+    Raises:
+        OSError: there can be none; the old one stays.
+    """
+    if listener.family == socket.AF_UNIX:
+        return listener
+    successor = _bind_one(listener.family, listener.getsockname())
+    listener.close()
+    return successor
+
+
+def _bind_one(family: int, address: Any) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # Connections inherit it: one whose client takes nothing of what was sent for so long is closed by the kernel.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_SECONDS * 1000)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def plan_media_cache(config: EngineConfig) -> MediaCachePlan:
@@ -239,10 +310,32 @@ def _shared_memory_refusal() -> str | None:
     return None if received else "descriptors cannot be handed over"
 
 
-def raise_descriptor_limit() -> None:
-    """Allow this process and its children as many open files as the host lets them have."""
+def fill_standard_descriptors() -> None:
+    """Open what this process was started without of stdin, stdout and stderr: another file in their place would be
+    written to."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+
+
+def raise_descriptor_limit(config: EngineConfig) -> None:
+    """Allow this process and its children as many open files as the host lets them have.
+
+    Raises:
+        ConfigError: these are too few to start with.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    ranks = config.data_parallel_size * config.tensor_parallel_size
+    # The supervisor has up to four for a child; an API server connects to every rank, and a rank to every API server.
+    needed = SPARE_DESCRIPTORS + 4 * (config.api_server_count + config.data_parallel_size + ranks)
+    if hard < needed:
+        raise ConfigError(
+            f"a process may have {hard} open files here, and this server needs {needed} to start: raise the limit "
+            "(ulimit -n, LimitNOFILE= of a systemd unit, --ulimit nofile= of a container), or start fewer processes"
+        )
 
 
 class runtime_directory:  # noqa: N801 - used as a function

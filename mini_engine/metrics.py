@@ -33,7 +33,7 @@ REGISTRY = CollectorRegistry()
 FALLBACK_REASONS = ("no_memory", "copy_failed", "send_failed", "lost", "cuda_ipc", "store_full", "store_oversize")
 
 # Why requests were refused with 429; see `api/admission.py`.
-REJECTION_REASONS = ("queued_requests", "inflight_media")
+REJECTION_REASONS = ("queued_requests", "inflight_bodies", "inflight_media")
 
 NOTHING_HAPPENED = EngineCounters()
 
@@ -85,6 +85,10 @@ mm_tensor_ipc_info = Gauge(
     multiprocess_mode="livemax",
     registry=REGISTRY,
 )
+engine_restarts = Gauge(
+    "mini_engine:engine_restarts", "How often the engines were started anew after one had died (--restart-engine).",
+    multiprocess_mode="livemax", registry=REGISTRY,
+)  # fmt: skip
 num_requests_running = _engine_gauge("num_requests_running", "Requests being computed.")
 num_requests_waiting = _engine_gauge("num_requests_waiting", "Requests in the engine's line.")
 kv_cache_usage_perc = _engine_gauge(
@@ -138,7 +142,7 @@ e2e_request_latency_seconds = _histogram(
 )
 # Where a request's time goes, by the stages of `api/timings.py`; vLLM has the three without another name here.
 stage_seconds = {
-    "admission": _stage_histogram("admission", "In line for a place among the requests that load media"),
+    "admission": _stage_histogram("admission", "In line for a place among the requests whose media are decoded"),
     "fetch": _stage_histogram("media_fetch", "Fetching and hashing the media"),
     "media_decode": _stage_histogram("media_decode", "Decoding the media, or waiting for it"),
     "process": _stage_histogram("media_process", "The processor alone, while none of the media is decoded"),
@@ -201,6 +205,10 @@ class EngineFigures:
             "preemptions": num_preemptions_total.labels(label),
             "media_evictions": mm_cache_evictions_total.labels(label),
         }
+
+    def forget(self) -> None:
+        """The engine is gone, and all that it held."""
+        self.update(EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0.0), NOTHING_HAPPENED)
 
     def update(self, stats: EngineStats, counters: EngineCounters) -> None:
         """Take over the gauges, and add what has happened since the engine last told."""

@@ -98,6 +98,10 @@ def test_the_tensor_transport_switch(argv, environ, expected):
         (["--bogus"], {}, "unknown flag --bogus; --help lists them"),
         (["--max_num_seq=3"], {}, "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
         (["--tensor-paralel-size", "2"], {}, "did you mean --tensor-parallel-size?"),
+        (["--tp", "2"], {}, "did you mean -tp?"),
+        (['--media-io-kwarg={"video": {}}'], {}, "unknown flag --media-io-kwarg; did you mean --media-io-kwargs?"),
+        (["--api-key", "k", "--bogus=a b"], {}, "unknown flag --bogus"),
+        (["-x"], {}, "unexpected argument '-x'"),
         (["--model", "M"], {}, "--model: the model is the first argument"),
         (["M", "N"], {}, "unexpected argument 'N'"),
         (["--served-model-name", ""], {}, "--served-model-name"),
@@ -105,9 +109,13 @@ def test_the_tensor_transport_switch(argv, environ, expected):
         (["--port", "70000"], {}, "65535"),
         (["--max-num-seqs", "0"], {}, "--max-num-seqs"),
         (["--dtype", "int3"], {}, "--dtype: 'int3' is not one of auto, float32"),
+        (["--device", "cpu", "--distributed-backend", "nccl"], {}, "nccl needs CUDA devices, not --device cpu; use gl"),
+        (["--seed", "9" * 400], {}, "9 is not a whole number"),
         (["--ssl-cert-reqs", "3"], {}, "--ssl-cert-reqs: 3 is not a whole number from 0 to 2"),
         (["--gpu-memory-utilization", "some"], {}, "'some' is not a number from 0.05 to 1.0"),
         (["--kv-cache-memory-bytes", "12Q"], {}, "512M"),
+        (["--kv-cache-memory-bytes", "1e999"], {}, "'1e999' is not a size"),
+        (["--kv-cache-memory-bytes", ""], {}, "'' is not a size"),
         (["--limit-mm-per-prompt", '{"audio": 1}'], {}, "audio"),
         (["--limit-mm-per-prompt", "{"], {}, "not JSON"),
         (["--media-io-kwargs", '{"video": 3}'], {}, "--media-io-kwargs"),
@@ -152,9 +160,36 @@ def test_a_bad_start_is_one_line_and_status_2(tmp_path):
         assert named in result.stderr and "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("16384", 16384), ("16k", 16000), ("16K", 16384), ("25.6k", 25600), ("1.5M", 3 << 19)]
+)
+def test_counts(text, value):
+    settings = parse(["--max-model-len", text, "--max-num-batched-tokens", text], {})
+    assert settings.max_model_len == settings.max_num_batched_tokens == value
+
+
+@pytest.mark.parametrize("text", ["16q", "1.5", "25.6789k", "", "k", "nan", "1e999999999", "1e99999", "9" * 400])
+def test_a_text_that_is_no_count(text):
+    with pytest.raises(ConfigError, match="--max-model-len: "):
+        parse([f"--max-model-len={text}"], {})
+
+
 def test_the_last_of_a_flags_uses_counts():
     settings = parse(["--port", "1", "--async-scheduling", "--port", "2", "--no-async-scheduling"], {})
     assert (settings.port, settings.async_scheduling) == (2, False)
+
+
+def test_parts_of_an_object_add_up():
+    """As vLLM's pages show them."""
+    parts = ["--media_io_kwargs.video.num_frames", "10", "--media-io-kwargs.video.start=1.5", "--port", "1"]
+    settings = parse(["--limit-mm-per-prompt.video", "0", "--limit-mm-per-prompt", '{"image": 2}', *parts], {})
+    assert settings.limit_mm_per_prompt == {"video": 0, "image": 2}
+    assert settings.media_io_kwargs == {"video": {"num_frames": 10, "start": 1.5}} and settings.port == 1
+    twice = parse([*parts, "--media-io-kwargs", '{"video": {"num_frames": 4}}', "--mm-processor-kwargs.a", "b"], {})
+    assert twice.media_io_kwargs == {"video": {"num_frames": 4, "start": 1.5}}
+    assert twice.mm_processor_kwargs == {"a": "b"}
+    with pytest.raises(ConfigError, match="unknown flag --limit-mm-per-prompts; did you mean --limit-mm-per-prompt"):
+        parse(["--limit-mm-per-prompts.video", "0"], {})
 
 
 def test_twins_that_agree_are_one():

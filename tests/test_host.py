@@ -38,6 +38,16 @@ def test_what_needs_cuda() -> None:
     assert useless([], environ={"MINI_ENGINE_ENFORCE_EAGER": "1"}) == ["--enforce-eager (CUDA graphs need CUDA)"]
 
 
+def test_what_needs_several_workers() -> None:
+    asked = ["--mm-encoder-tp-mode", "data", "--distributed-backend", "gloo"]
+    assert useless(asked) == [
+        "--mm-encoder-tp-mode (an engine has one worker)", "--distributed-backend (an engine has one worker)"
+    ]  # fmt: skip
+    assert useless([*asked, "-tp", "2"]) == []
+    # On CUDA it lets the workers of several engines share a device.
+    assert useless([*asked, "-dp", "2"], device="cuda") == ["--mm-encoder-tp-mode (an engine has one worker)"]
+
+
 def test_what_another_setting_overrides() -> None:
     asked = ["--kv-cache-memory-bytes", "1G", "--gpu-memory-utilization", "0.5", "--num-gpu-blocks-override", "9"]
     assert [text.partition(" ")[0] for text in useless(asked, device="cuda")] == [

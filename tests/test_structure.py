@@ -99,13 +99,16 @@ def test_every_config_field_is_read_somewhere():
 
 def test_every_path_and_flag_in_the_documents_exists():
     flags = {flag for action in build_parser()._actions for flag in action.option_strings}
+    flags |= {"--gpus", "--memory", "--no-cache-dir", "--shm-size", "--stop-timeout", "--ulimit"}  # docker's and pip's
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = document.read_text()
         for path in re.findall(r"`((?:mini_engine|tests|docs)/[\w./-]+)`", text):
             assert (ROOT / path).exists(), f"{document.name} names {path}"
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text):
-            commands = [path for part in ("demo", "bench") for path in (PACKAGE / part).glob("*.py")]
-            known = flag in {*flags, "--no-"} or any(f'"{flag}"' in path.read_text() for path in commands)
+            commands = [path for part in ("demo", "bench") for path in (PACKAGE / part).rglob("*.py")]
+            known = flag in {*flags, "--no-", "--index-url"} or any(
+                f'"{flag}"' in path.read_text() for path in commands
+            )
             assert known, f"{document.name} names {flag}"
 
 

@@ -1,12 +1,15 @@
 """What one API server takes on at once; what is more is refused with 429, or waits in line.
 
     requests that are not finished           --max-num-queued-reqs          429
+    bytes of bodies that are being received  --max-inflight-media-gb        429
     bytes of encoded media in flight         --max-inflight-media-gb        429, before anything is fetched
-    media items decoded, processed and sent  --maximum-concurrent-videos    wait in line
+      of these, items of unknown size        three quarters of it           429
+    media items decoded, processed and sent  --maximum-concurrent-videos    wait in line, downloaded
 
-First come, first served: what needs much room in line is not overtaken by what needs little. Each place is given back
-by leaving a `with` block, so on every way out. Knows nothing of what requests are made of. Used from the event-loop
-thread only.
+An item's size is unknown while another server has it, which may take its time: hence the share, and the line behind the
+download. First come, first served: what needs much room in line is not overtaken by what needs little. Each place is
+given back by leaving a `with` block, so on every way out. Knows nothing of what requests are made of. Used from the
+event-loop thread only.
 """
 
 from __future__ import annotations
@@ -14,12 +17,13 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from mini_engine import metrics
 from mini_engine.api.errors import ApiError, bad_request
 
 RETRY_AFTER_SECONDS = 1  # many requests take no longer than that
+UNKNOWN_SHARE = 0.75  # of the bytes in flight: other servers that hang leave the rest to media that are here already
 
 
 class RequestAdmission:
@@ -48,18 +52,58 @@ class RequestAdmission:
             self.unfinished -= 1
 
 
+class BodyAdmission:
+    """Room for `max_bytes` bytes of bodies that are being received. What is announced takes none, so that a client
+    cannot take it all by words.
+    """
+
+    def __init__(self, max_bytes: int):
+        self.max_bytes = max_bytes
+        self.received_bytes = 0
+
+    @contextlib.contextmanager
+    def receive(self) -> Iterator[Callable[[int], None]]:
+        """A function to be told of each further so many bytes of one body; they are given back when the block is left.
+
+        Raises:
+            ApiError: 429 from the function, if there is no room for them.
+        """
+        received = 0
+
+        def further(nbytes: int) -> None:
+            nonlocal received
+            if self.received_bytes + nbytes > self.max_bytes:
+                raise _too_many_requests(
+                    "inflight_bodies",
+                    f"The bodies that are being received take all of the {self.max_bytes} bytes that "
+                    "--max-inflight-media-gb allows",
+                )
+            received += nbytes
+            self.received_bytes += nbytes
+
+        try:
+            yield further
+        finally:
+            self.received_bytes -= received
+
+
 class Reservation:
     """The room of one request for the bytes of its media."""
 
-    def __init__(self, admission: MediaAdmission, nbytes: int):
+    def __init__(self, admission: MediaAdmission, nbytes: int, unknown: int):
         self.nbytes = nbytes
+        self.unknown = unknown  # of these, reserved for items of unknown size
         self._admission = admission
 
     def correct(self, nbytes: int) -> None:
         """The media are fetched: they have so many bytes. Raises ApiError, a 400, if they can never be let in."""
         self._admission.check_possible(nbytes)
-        self._admission.change_bytes(nbytes - self.nbytes)
-        self.nbytes = nbytes
+        self.change(nbytes, 0)
+
+    def change(self, nbytes: int, unknown: int) -> None:
+        """From now on it is so much room."""
+        self._admission.change_bytes(nbytes - self.nbytes, unknown - self.unknown)
+        self.nbytes, self.unknown = nbytes, unknown
 
 
 class MediaAdmission:
@@ -73,6 +117,7 @@ class MediaAdmission:
         self.max_item_bytes = max_item_bytes
         self.admitted = 0  # items
         self.inflight_bytes = 0
+        self.unknown_bytes = 0  # of these, for items of unknown size
         self._waiting: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()
 
     @property
@@ -81,26 +126,19 @@ class MediaAdmission:
         return len(self._waiting)
 
     @contextlib.asynccontextmanager
-    async def admit(self, sizes: Sequence[int | None]) -> AsyncIterator[Reservation]:
-        """Hold room for items of these sizes in bytes while the block runs; None is a size that is not known yet.
-
-        The bytes are reserved at once, and the items then wait in line. More items than the limit are let through
-        alone, and so are items that may turn out to have more bytes than the limit; none never wait. Cancelling the
-        wait leaves the line.
-
-        Raises:
-            ApiError: 429 if there is no room for the bytes now, 400 if there never is.
+    async def in_line(self, num_items: int) -> AsyncIterator[None]:
+        """Wait for room for so many items, and hold it while the block runs. More than the limit are let through alone;
+        none never wait. Cancelling the wait leaves the line.
         """
-        room = min(len(sizes), self.limit)
-        with self._reserve(sizes) as reservation:
+        room = min(num_items, self.limit)
+        if room:
+            await self._enter(room)
+        try:
+            yield
+        finally:
             if room:
-                await self._enter(room)
-            try:
-                yield reservation
-            finally:
-                if room:
-                    self.admitted -= room
-                    self._let_in()
+                self.admitted -= room
+                self._let_in()
 
     def check_possible(self, nbytes: int) -> None:
         """Raises ApiError, a 400, if so many bytes are more than can ever be in flight."""
@@ -112,27 +150,44 @@ class MediaAdmission:
                 "media_too_large",
             )
 
-    def change_bytes(self, difference: int) -> None:
-        """So many bytes more, or less, are in flight."""
+    def change_bytes(self, difference: int, unknown: int) -> None:
+        """So many bytes more, or less, are in flight; so many of them for items of unknown size."""
         self.inflight_bytes += difference
+        self.unknown_bytes += unknown
         metrics.inflight_media_bytes.set(self.inflight_bytes)
 
     @contextlib.contextmanager
-    def _reserve(self, sizes: Sequence[int | None]) -> Iterator[Reservation]:
-        self.check_possible(sum(size for size in sizes if size is not None))
-        most = sum(self.max_item_bytes if size is None else size for size in sizes)
-        reservation = Reservation(self, min(most, self.max_bytes))
-        if self.inflight_bytes + reservation.nbytes > self.max_bytes:
+    def reserve(self, sizes: Sequence[int | None]) -> Iterator[Reservation]:
+        """Hold room for items of these sizes in bytes while the block runs; None is a size that is not known yet.
+
+        Items that may turn out to have more bytes than there is room for are let through when there are no others.
+
+        Raises:
+            ApiError: 429 if there is no room for the bytes now, 400 if there never is.
+        """
+        known = sum(size for size in sizes if size is not None)
+        self.check_possible(known)
+        share = int(self.max_bytes * UNKNOWN_SHARE)
+        most = sizes.count(None) * self.max_item_bytes
+        unknown = min(most, share)
+        nbytes = min(known + unknown, self.max_bytes)
+        taken = None
+        if unknown and self.unknown_bytes + unknown > share:
+            taken = f"{self.unknown_bytes} of the {share} for what is being fetched from other servers"
+        elif self.inflight_bytes + nbytes > self.max_bytes:
+            taken = str(self.inflight_bytes)
+        if taken is not None:
             raise _too_many_requests(
                 "inflight_media",
-                f"There is no room for the up to {most} bytes of this prompt's images and videos beside the "
-                f"{self.inflight_bytes} that are in flight; --max-inflight-media-gb allows {self.max_bytes}",
+                f"There is no room for the up to {known + most} bytes of this prompt's images and videos: {taken} of "
+                f"the {self.max_bytes} of --max-inflight-media-gb are taken",
             )
-        self.change_bytes(reservation.nbytes)
+        reservation = Reservation(self, 0, 0)
+        reservation.change(nbytes, unknown)
         try:
             yield reservation
         finally:
-            self.change_bytes(-reservation.nbytes)
+            reservation.change(0, 0)
 
     async def _enter(self, room: int) -> None:
         turn = asyncio.get_running_loop().create_future()

@@ -6,6 +6,7 @@ Knows nothing of HTTP or of how text is sent.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,10 @@ from mini_engine.api.generation import Generation, NewTokens
 from mini_engine.api.logprobs import LogprobList
 from mini_engine.api.responses import FinishedBy, ListedToken, Usage, usage
 from mini_engine.api.timings import RequestClock
-from mini_engine.messages import FinishReason
+from mini_engine.log import about
+from mini_engine.messages import EngineTimes, FinishReason
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,7 @@ class Answer:
             self._generation.stop(piece.index)  # of a stop string its engine does not know
             self._unfinished -= 1
             if self.over:
-                self._clock.end(piece.finish_reason, self._generation.times)
+                self._end(piece.finish_reason, self._generation.times)
         return piece
 
     def __enter__(self) -> Answer:
@@ -139,6 +143,8 @@ class Answer:
             self._generation.abort()
             self._end("abort")
 
-    def _end(self, reason: FinishReason) -> None:
+    def _end(self, reason: FinishReason, times: EngineTimes | None = None) -> None:
         self._unfinished = 0
-        self._clock.end(reason)
+        self._clock.end(reason, times)
+        request_id, tokens = self._generation.samples[0].request_id, self.usage.completion_tokens
+        logger.debug("%s finished: %s, %d tokens", request_id, reason, tokens, extra=about(request_id))

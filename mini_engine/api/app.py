@@ -7,7 +7,9 @@ knows nothing of sockets or processes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
+import logging
 import time
 from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass
@@ -22,20 +24,21 @@ from starlette.responses import Response
 from mini_engine.api import completions, operation, responses, tokens
 from mini_engine.api.admission import MediaAdmission, RequestAdmission
 from mini_engine.api.answer import Answer, Piece, SampleText
+from mini_engine.api.body import parse_body
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.completion_protocol import CompletionRequest
-from mini_engine.api.connection import read_body
+from mini_engine.api.connection import BodyLimits, read_body
 from mini_engine.api.delivery import Delivery, deliver
 from mini_engine.api.detokenizer import Detokenizer
 from mini_engine.api.door import Door, Work
 from mini_engine.api.engine_client import EngineClient
-from mini_engine.api.errors import ApiError
+from mini_engine.api.errors import ApiError, Code
 from mini_engine.api.logprobs import LogprobList
 from mini_engine.api.media_loader import FetchedItem, MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
-from mini_engine.api.openapi import DescribedApp, takes
-from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place, prompt_items
-from mini_engine.api.protocol import ChatRequest, GenerationRequest, parse_body
+from mini_engine.api.openapi import FOR_TEXT, GUARDED, DescribedApp, takes
+from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place, placeholders, prompt_items
+from mini_engine.api.protocol import ChatRequest, GenerationRequest
 from mini_engine.api.refusal import error_response, explain
 from mini_engine.api.request_log import RequestLog
 from mini_engine.api.sampling import SamplingResolver, siblings
@@ -43,7 +46,10 @@ from mini_engine.api.timings import RequestClock
 from mini_engine.api.tokens import DetokenizeRequest, TokenizeRequest
 from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.config import EngineConfig
+from mini_engine.log import about
 from mini_engine.messages import CachedMedia, EngineLimits, NewRequest, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 RENDER_INLINE_CHARACTERS = 16_384  # shorter texts are tokenised faster than a thread would take to answer
 
@@ -57,7 +63,7 @@ class Frontend:
     renderer: ChatRenderer
     tokenizer: Any  # Hugging Face's
     vocabulary: Vocabulary
-    max_request_bytes: int
+    body_limits: BodyLimits
     requests: RequestAdmission
     admission: MediaAdmission
     media_settings: MediaSettingsResolver
@@ -71,10 +77,12 @@ class Frontend:
 
         Raises:
             ApiError: 413 or 429.
+            EngineError: no engine runs.
             ClientDisconnect: the client went meanwhile.
         """
+        self.engines.check()
         self.requests.check()
-        return await read_body(request, self.max_request_bytes)
+        return await read_body(request, self.body_limits)
 
     async def answer(self, chat: ChatRequest, request_id: str, clock: RequestClock) -> Answer:
         """Steps 1 to 6 of a request's road; the answer's tokens are on their way when this returns.
@@ -89,17 +97,30 @@ class Frontend:
         messages = chat.plain_messages()
         refs = self.renderer.collect(messages, self.item_limits)
         token_ids = await self._render(messages)
-        clock.enter("admission")
-        async with self.admission.admit(self.media.sizes(refs)) as reservation:
+        async with contextlib.AsyncExitStack() as held:
+            reservation = held.enter_context(self.admission.reserve(self.media.sizes(refs)))
             clock.enter("fetch")
-            fetched = await self.media.fetch(refs, keyed)
+            downloads = await self.media.download(refs)
+            clock.enter("admission")  # not before: another server that hangs would keep others out of the line
+            await held.enter_async_context(self.admission.in_line(len(refs)))
+            logger.debug(
+                "%s admitted: %d tokens, and %d media of up to %d bytes",
+                request_id, len(token_ids), len(refs), reservation.nbytes, extra=about(request_id),
+            )  # fmt: skip
+            clock.enter("fetch")
+            fetched = await self.media.fetch(refs, keyed, downloads)
             reservation.correct(sum(len(item.data) for item in fetched))
             clock.enter("other")
             hashes = {item.media_hash for item in fetched}
             with self.engines.choose(hashes, chat.num_choices) as engine:
                 items = await self._prepare(fetched, engine.media.look_up(hashes), clock)
+                logger.debug(
+                    "%s has its media: %d of %d are kept by engine %d",
+                    request_id, sum(item.patches is None for item in items), len(items), engine.number,
+                    extra=about(request_id),
+                )  # fmt: skip
                 check_budget(items, self.limits)
-                prompt = self.renderer.expand(token_ids, [(item.modality, item.num_tokens) for item in items])
+                prompt = self.renderer.expand(token_ids, placeholders(items))
                 sampling = self.sampling.resolve(chat, len(prompt.token_ids))
                 request = NewRequest(
                     request_id,
@@ -150,11 +171,13 @@ class Frontend:
         """The whole answer as a response's body."""
         with self.requests.admit(), await self.answer(chat, request_id, clock) as answer:
             pieces: list[list[Piece]] = [[] for _ in answer.samples]
+            timings = chat.return_timings
+            del chat  # its media are as large as text as they are themselves
             async for piece in answer:
                 pieces[piece.index].append(piece)
         choices = [_choice(index, theirs) for index, theirs in enumerate(pieces)]
         return responses.completion(
-            request_id, self.model_names[0], choices, answer.usage, _remarks(chat, answer, clock)
+            request_id, self.model_names[0], choices, answer.usage, _remarks(timings, answer, clock)
         )
 
     async def stream(self, chat: ChatRequest, request_id: str, clock: RequestClock) -> AsyncGenerator[bytes, None]:
@@ -162,16 +185,18 @@ class Frontend:
 
         What fails before the first event is raised; afterwards an error event ends the stream.
         """
-        writer = responses.EventWriter(request_id, self.model_names[0], chat.include_usage)
+        include_usage, timings = chat.include_usage, chat.return_timings
+        writer = responses.EventWriter(request_id, self.model_names[0], include_usage)
         started = False
         with self.requests.admit(), await self.answer(chat, request_id, clock) as answer:
+            del chat  # as above
             try:
                 async for piece in answer:
-                    remarks = _remarks(chat, answer, clock) if answer.over else responses.Remarks()
-                    with_text = responses.Remarks() if chat.include_usage else remarks
+                    remarks = _remarks(timings, answer, clock) if answer.over else responses.Remarks()
+                    with_text = responses.Remarks() if include_usage else remarks
                     event = writer.delta(piece.index, piece.text, piece.finish_reason, piece.logprobs, with_text)
                     if answer.over:
-                        event += (writer.usage(answer.usage, remarks) if chat.include_usage else b"") + responses.DONE
+                        event += (writer.usage(answer.usage, remarks) if include_usage else b"") + responses.DONE
                     if event:
                         yield event
                     started = True
@@ -191,9 +216,9 @@ def _choice(index: int, pieces: list[Piece]) -> responses.Choice:
     return responses.Choice(index, responses.AnswerMessage(text), finish_reason, logprobs)
 
 
-def _remarks(chat: ChatRequest, answer: Answer, clock: RequestClock) -> responses.Remarks:
-    """What there is to say of a request whose answer is over."""
-    return responses.Remarks(clock.timings() if chat.return_timings else None, answer.warnings)
+def _remarks(timings: bool | None, answer: Answer, clock: RequestClock) -> responses.Remarks:
+    """What there is to say of a request whose answer is over; with `timings` where its time went."""
+    return responses.Remarks(clock.timings() if timings else None, answer.warnings)
 
 
 def _text_length(message: Mapping[str, Any]) -> int:
@@ -208,7 +233,7 @@ def _frontend(request: Request) -> Frontend:
     return request.app.state.frontend
 
 
-@router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
+@router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest), responses=FOR_TEXT)
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
     frontend = _frontend(request)
@@ -220,7 +245,7 @@ async def chat_completions(request: Request) -> Response:
     return await deliver(request, frontend.read(request), "chatcmpl", begin)
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses=GUARDED)
 async def models(request: Request) -> Response:
     """The names of the model that is served."""
     frontend = _frontend(request)
@@ -232,7 +257,8 @@ async def models(request: Request) -> Response:
 async def _http_error(_: Request, error: Exception) -> Response:
     """Starlette's own refusals, an unknown path or method, in OpenAI's form."""
     assert isinstance(error, HTTPException)
-    return error_response(ApiError(error.status_code, f"{error.detail}."))
+    code: Code = "unknown_url" if error.status_code == 404 else "method_not_allowed"
+    return error_response(ApiError(error.status_code, f"{error.detail}.", code=code))
 
 
 def create_app(frontend: Frontend, config: EngineConfig) -> FastAPI:

@@ -7,14 +7,14 @@ fetched or processed. All methods may run in several threads at once.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 Modality = Literal["image", "video"]
 Message = Mapping[str, Any]
 
 _ROLES = ("system", "developer", "user", "assistant")
-_PART_TYPES: dict[str, tuple[Modality, tuple[str, ...]]] = {
+PART_TYPES: dict[str, tuple[Modality, tuple[str, ...]]] = {
     "image_url": ("image", ("image_url",)),  # OpenAI's
     "video_url": ("video", ("video_url",)),  # vLLM's
     "image": ("image", ("image", "url")),  # Hugging Face's
@@ -37,6 +37,15 @@ class MediaRef:
     name: str  # what errors call it: "video 1" is the first video of the conversation
 
 
+class Placeholder(NamedTuple):
+    """What is to stand for an item: `num_tokens` placeholders, in one run or as they stand in `text`, one for each of
+    several runs."""
+
+    modality: Modality
+    num_tokens: int
+    text: str | None = None
+
+
 @dataclass(frozen=True)
 class PlacedItem:
     """Where an item's placeholders lie among a prompt's tokens."""
@@ -44,11 +53,12 @@ class PlacedItem:
     modality: Modality
     offset: int
     length: int
+    more_offsets: list[int] = field(default_factory=list)  # of further runs of them, all equally long
 
 
 @dataclass(frozen=True)
 class ExpandedPrompt:
-    """What the engine gets: all token ids, and each item's stretch of placeholders in order."""
+    """What the engine gets: all token ids, and the places of each item's placeholders in order."""
 
     token_ids: list[int]
     items: list[PlacedItem]
@@ -92,7 +102,7 @@ class ChatRenderer:
         counts: Counter[str] = Counter()
         for message in messages:
             for part in _media_parts(message):
-                modality, _ = _PART_TYPES[part["type"]]
+                modality, _ = PART_TYPES[part["type"]]
                 counts[modality] += 1
                 name = f"{modality} {counts[modality]}"
                 refs.append(MediaRef(modality, _url_of(part, name), name))
@@ -115,7 +125,7 @@ class ChatRenderer:
         text = self._apply_template([self._for_template(message) for message in messages])
         self._check_length(text)
         token_ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
-        wanted = [_PART_TYPES[part["type"]][0] for message in messages for part in _media_parts(message)]
+        wanted = [PART_TYPES[part["type"]][0] for message in messages for part in _media_parts(message)]
         placed = [self._modality_of[token] for token in token_ids if token in self._modality_of]
         if placed != wanted:
             raise ChatError(
@@ -148,8 +158,8 @@ class ChatRenderer:
                 f"{self.max_tokens} tokens for prompt and answer together"
             )
 
-    def expand(self, token_ids: Sequence[int], items: Sequence[tuple[str, int]]) -> ExpandedPrompt:
-        """Repeats each placeholder as often as its item has tokens. `items` holds (modality, num_tokens) in order.
+    def expand(self, token_ids: Sequence[int], items: Sequence[Placeholder]) -> ExpandedPrompt:
+        """Makes each placeholder as long as its item, with the text that belongs to it. `items` are in order.
 
         Raises ValueError when the items are not those of the placeholders: a mistake of the caller, not of the client.
         """
@@ -161,11 +171,20 @@ class ChatRenderer:
             if modality is None:
                 expanded.append(token)
                 continue
-            item_modality, length = next(remaining, (None, 0))
-            if item_modality != modality or length < 1:
-                raise ValueError(f"placeholder {len(placed)} is for a {modality}, the item is {item_modality, length}")
-            placed.append(PlacedItem(modality, len(expanded), length))
-            expanded.extend([token] * length)
+            item = next(remaining, None)
+            if item is None or item.modality != modality or item.num_tokens < 1:
+                raise ValueError(f"placeholder {len(placed)} is for a {modality}, the item is {item}")
+            # By itself: in a model's own template a special token stands on either side, which no token reaches across.
+            written = [token] if item.text is None else self._encoder.encode(item.text, add_special_tokens=False).ids
+            runs = written.count(token)
+            offsets: list[int] = []
+            for each in written:
+                if each == token:
+                    offsets.append(len(expanded))
+                    expanded.extend([token] * (item.num_tokens // runs))
+                else:
+                    expanded.append(each)
+            placed.append(PlacedItem(modality, offsets[0], item.num_tokens, offsets[1:]))
         if len(placed) != len(items):
             raise ValueError(f"{len(items)} items for {len(placed)} placeholders")
         return ExpandedPrompt(expanded, placed)
@@ -180,7 +199,7 @@ class ChatRenderer:
             self._check_text(content)
             return {"role": role, "content": content}
         parts = [
-            {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": _PART_TYPES[part["type"]][0]}
+            {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": PART_TYPES[part["type"]][0]}
             for part in content
         ]
         # Joined, because a template writes neighbouring parts without anything in between.
@@ -219,9 +238,9 @@ def _content(message: Message) -> str | list[Mapping[str, Any]]:
         if kind == "text":
             if not isinstance(part.get("text"), str):
                 raise ChatError("a content part of type 'text' must have a string under 'text'")
-        elif kind not in _PART_TYPES:
+        elif kind not in PART_TYPES:
             raise ChatError(
-                f"content part of type {str(kind)[:40]!r} is not supported; use text, {', '.join(_PART_TYPES)}"
+                f"content part of type {str(kind)[:40]!r} is not supported; use text, {', '.join(PART_TYPES)}"
             )
     return content
 
@@ -232,7 +251,7 @@ def _media_parts(message: Message) -> list[Mapping[str, Any]]:
 
 
 def _url_of(part: Mapping[str, Any], name: str) -> str:
-    _, keys = _PART_TYPES[part["type"]]
+    _, keys = PART_TYPES[part["type"]]
     for key in keys:
         value = part.get(key)
         url = value.get("url") if isinstance(value, Mapping) else value

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
-from mini_engine.api.protocol import MAX_CHOICES, MAX_LOGPROBS, GenerationRequest, TokenId
+from mini_engine.api.protocol import MAX_CHOICES, MAX_LOGPROBS, GenerationRequest, StreamOptions, TokenId
 from mini_engine.api.responses import FinishedBy, ListedToken, Usage
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -51,6 +51,7 @@ class CompletionRequest(GenerationRequest):
         # ours, of chat requests
         "return_timings": (False,),
     }
+    inner = frozenset(StreamOptions.model_fields)
     prompt_field = "prompt"
     default_tokens = DEFAULT_TOKENS
 

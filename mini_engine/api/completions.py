@@ -15,12 +15,13 @@ from starlette.responses import Response
 
 from mini_engine.api import responses
 from mini_engine.api.answer import Answer, Piece
+from mini_engine.api.body import parse_body
 from mini_engine.api.chat import ChatError
 from mini_engine.api.completion_protocol import Choice, CompletionRequest, CompletionWriter, LogprobWriter, too_many
 from mini_engine.api.delivery import Delivery, deliver
 from mini_engine.api.errors import bad_request
-from mini_engine.api.openapi import takes
-from mini_engine.api.protocol import MAX_CHOICES, parse_body
+from mini_engine.api.openapi import FOR_TEXT, takes
+from mini_engine.api.protocol import MAX_CHOICES
 from mini_engine.api.refusal import explain
 from mini_engine.api.sampling import siblings
 from mini_engine.api.timings import RequestClock
@@ -34,7 +35,7 @@ ENCODE_INLINE_CHARACTERS = 16_384  # shorter texts are tokenised faster than a t
 router = APIRouter()
 
 
-@router.post("/v1/completions", openapi_extra=takes(CompletionRequest))
+@router.post("/v1/completions", openapi_extra=takes(CompletionRequest), responses=FOR_TEXT)
 async def completions(request: Request) -> Response:
     """Continue one or several texts, as OpenAI's legacy completions."""
     frontend: Frontend = request.app.state.frontend

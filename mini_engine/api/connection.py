@@ -8,33 +8,57 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import AsyncGenerator, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mini_engine.api.errors import ApiError, ClientGone
+from mini_engine.api.admission import BodyAdmission
+from mini_engine.api.errors import ApiError, ClientGone, too_slow
+
+LEAST_BYTES = 8 << 10  # what is less of a body in its time is no progress
 
 T = TypeVar("T")
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """The body, which is kept nowhere else. Of one with more than `most` bytes no more than these are held; the rest
-    is left to the HTTP server, which drops it.
+@dataclass(frozen=True)
+class BodyLimits:
+    """What the body of a request may cost."""
+
+    max_bytes: int  # --max-request-bytes
+    seconds: float  # --timeout-client: for each further LEAST_BYTES of it, or its end
+    room: BodyAdmission  # which all bodies share while they are received
+
+
+async def read_body(request: Request, limits: BodyLimits) -> bytes:
+    """The body, which is kept nowhere else. Of one that is too long no more than is allowed is held; the rest is left
+    to the HTTP server, which drops it.
 
     Raises:
-        ApiError: 413.
+        ApiError: 413, 408, or 429 if there is no room for it beside others.
         ClientDisconnect: the client went meanwhile.
     """
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > most:
-        raise _body_too_large(most)
+    if declared.isdecimal() and int(declared) > limits.max_bytes:
+        raise _body_too_large(limits.max_bytes)
     body = io.BytesIO()  # hands over its buffer without a copy
-    async for block in request.stream():
-        if body.tell() + len(block) > most:
-            raise _body_too_large(most)
-        body.write(block)
+    clock, enough = asyncio.get_running_loop().time, LEAST_BYTES
+    try:
+        async with asyncio.timeout(limits.seconds) as patience:
+            with limits.room.receive() as further:
+                async for block in request.stream():
+                    if body.tell() + len(block) > limits.max_bytes:
+                        raise _body_too_large(limits.max_bytes)
+                    further(len(block))
+                    body.write(block)
+                    if body.tell() >= enough:
+                        enough = body.tell() + LEAST_BYTES
+                        patience.reschedule(clock() + limits.seconds)
+    except TimeoutError:
+        what = f"The body of this request has not ended, nor have {LEAST_BYTES} more bytes of it come,"
+        raise too_slow(what, limits.seconds) from None
     return body.getvalue()
 
 

@@ -35,6 +35,7 @@ async def deliver(
     What fails before the first event leaves is an error response. A client that goes ends the work.
     """
     clock = RequestClock()
+    request.scope["state"]["clock"] = clock  # for the log of requests
     request_id = f"{prefix}-{uuid.uuid4().hex}"
     headers = {"x-request-id": request_id}
     try:

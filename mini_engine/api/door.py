@@ -7,15 +7,15 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import Sequence
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mini_engine.api.errors import ApiError
+from mini_engine.api.errors import RETRY_SECONDS, ApiError
 from mini_engine.api.refusal import error_response
 
 OPEN_PATHS = ("/health", "/live")  # for those who only look whether the server is well
 UNCOUNTED_PATHS = ("/metrics",)  # for those who watch how it ends
-RETRY_SECONDS = 5  # about what a successor needs to start; another server is there at once
 SHUTTING_DOWN = "The server is shutting down and takes no new requests; send this one again later."
 WRONG_KEY = "This server asks for an API key: send one that it knows in the header 'Authorization: Bearer KEY'."
 
@@ -25,6 +25,7 @@ class Work:
 
     def __init__(self) -> None:
         self.draining = False
+        self._unread: set[asyncio.Task[Any]] = set()  # requests whose bodies are not there yet
         self._inside = 0
         self._none_inside = asyncio.Event()
         self._none_inside.set()
@@ -38,9 +39,23 @@ class Work:
         if not self._inside:
             self._none_inside.set()
 
+    async def read(self, receive: Receive) -> Message:
+        """The next part of the body of the calling task's request. The task is cancelled if draining begins first: a
+        client that sends half a body could hold up the end as long as it likes.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._unread.add(task)
+        try:
+            return await receive()
+        finally:
+            self._unread.discard(task)
+
     async def drain(self) -> None:
-        """Let nobody in any more; returns when the last request has its answer."""
+        """Let nobody in any more; returns when the last request that was there whole has its answer."""
         self.draining = True
+        for task in self._unread:
+            task.cancel()
         await self._none_inside.wait()
 
 
@@ -76,15 +91,23 @@ class Door:
 
     async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A request that is cut off from outside, because the server ends, is told so if it has no response yet."""
-        answered = False
+        answered = whole = False
 
-        async def watched(message: Message) -> None:
+        async def sending(message: Message) -> None:
             nonlocal answered
             answered = True
             await send(message)
 
+        async def receiving() -> Message:
+            nonlocal whole
+            if whole:
+                return await receive()
+            message = await self._work.read(receive)
+            whole = not message.get("more_body", False)
+            return message
+
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receiving, sending)
         except asyncio.CancelledError:
             if answered:
                 raise

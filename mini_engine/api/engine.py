@@ -22,6 +22,7 @@ from mini_engine.api.media_cache import MediaCopy
 from mini_engine.api.media_store import MediaStore
 from mini_engine.api.pulse import Pulse
 from mini_engine.api.sending import MEDIA_NOT_SENT, RequestSender
+from mini_engine.log import about
 from mini_engine.messages import (
     Accepted,
     AnyMessage,
@@ -50,7 +51,8 @@ from mini_engine.transport.codec import Encoder, decode
 
 logger = logging.getLogger(__name__)
 
-ENGINE_STOPPED = "The engine that served this request has stopped; send it again later."
+ENGINE_DIED = "The engine that served this request has stopped; send it again later."
+ENGINE_STOPPED = "The engine has stopped; send this request again later."
 
 # Makes a request again, with the patches of those of its items that have one of these hashes.
 Refill = Callable[[NewRequest, Collection[bytes]], Awaitable[NewRequest]]
@@ -133,6 +135,10 @@ class Engine:
             while True:
                 missing = await self._submit_once(request, generation, lost)
                 if missing is None:
+                    logger.debug(
+                        "%s is at engine %d, which has its %d media", request.request_id, self.number,
+                        len(request.media), extra=about(request.request_id),
+                    )  # fmt: skip
                     return generation
                 named = {item.media_hash for item in request.media if item.patches is None}.intersection(missing)
                 if named:
@@ -141,7 +147,10 @@ class Engine:
                 elif lost:
                     raise EngineError(MEDIA_NOT_SENT)
                 else:
-                    logger.warning("%s: its tensors have not reached engine %d", request.request_id, self.number)
+                    logger.warning(
+                        "%s: its tensors have not reached engine %d", request.request_id, self.number,
+                        extra=about(request.request_id),
+                    )  # fmt: skip
                     metrics.ipc_fallbacks_total.labels("lost").inc()
                     lost = True
         except BaseException:
@@ -185,15 +194,19 @@ class Engine:
         """Whether the core and all its ranks answer a ping within so many seconds."""
         return self.stopped is None and await self._pulse.check(within)
 
-    def stop(self, why: str) -> None:
-        """End all requests and refuse new ones: the engine is gone, or this server is going. Clients are told `why`."""
+    def stop(self, why: str, error: EngineError | None = None) -> None:
+        """End all requests and refuse new ones: the engine is gone, or this server is going.
+
+        Clients are told `why`; those whose requests the engine had, `error`, if it is given.
+        """
         if self.stopped is not None:
             return
         self.stopped = why
+        self._figures.forget()
         self.media.clear()
         requests, self.requests = self.requests, {}
         for sample in requests.values():
-            sample.fail(EngineError(why, engine_gone=True))
+            sample.fail(error or EngineError(why, engine_gone=True))
         if self._asked is not None:
             self._asked.cancel()
         for reset in list(self._resets.values()):
@@ -201,6 +214,10 @@ class Engine:
                 reset.set_exception(EngineError(why, engine_gone=True))
         self._pulse.stop()
         self._sender.close(EngineError(why, engine_gone=True))
+
+    def die(self) -> None:
+        """The engine is dead."""
+        self.stop(ENGINE_STOPPED, EngineError(ENGINE_DIED, engine_gone=True, begun=True))
 
     def close(self) -> None:
         """Stop, and close the socket."""
@@ -291,7 +308,7 @@ class Engine:
             send_now(self._socket, frame)
         except zmq.ZMQError as error:
             logger.error("engine %d takes no more messages (%s): treated as dead", self.number, error)
-            self.stop(ENGINE_STOPPED)
+            self.die()
             self._check_running()
 
     def _check_running(self) -> None:

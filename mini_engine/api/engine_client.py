@@ -52,6 +52,11 @@ class EngineClient:
             for number, (endpoint, theirs) in enumerate(zip(endpoints, senders, strict=True))
         ]
 
+    def check(self) -> None:
+        """Raises EngineError when no engine runs: then a request need not be looked at."""
+        if not any(engine.stopped is None for engine in self.engines):
+            raise EngineError(ENGINE_STOPPED, engine_gone=True)
+
     @property
     def alive(self) -> bool:
         """Whether every engine serves, as far as is known without asking."""
@@ -75,9 +80,8 @@ class EngineClient:
         Raises:
             EngineError: no engine runs.
         """
+        self.check()
         running = [engine for engine in self.engines if engine.stopped is None]
-        if not running:
-            raise EngineError(ENGINE_STOPPED, engine_gone=True)
         least = min(engine.load for engine in running)
         close = [engine for engine in running if engine.load <= least + LOAD_MARGIN]
         keeping = [engine for engine in close if engine.media.holds_all(hashes)]
@@ -114,7 +118,7 @@ class EngineClient:
         """A process has died: with a core or one of its workers, the engine and all of its requests end."""
         role, _, index = sender.partition(" ")
         if role in ("core", "worker"):
-            self.engines[int(index.partition(".")[0])].stop(ENGINE_STOPPED)
+            self.engines[int(index.partition(".")[0])].die()
 
     def stop(self, why: str) -> None:
         """End all requests, telling their clients `why`, and refuse new ones."""

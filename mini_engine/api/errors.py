@@ -6,11 +6,43 @@ No text made here holds a path, an address or a segment's name. Knows nothing of
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
 from mini_engine.api.chat import ChatError
 from mini_engine.media.errors import MediaError
+
+RETRY_SECONDS = 5  # about what a successor needs to start; another server is there at once
+
+Code = Literal[
+    "context_length_exceeded", "engine_unavailable", "internal_error", "invalid_api_key", "invalid_http",
+    "invalid_json", "invalid_media", "invalid_value", "media_too_large", "method_not_allowed",
+    "missing_required_parameter", "model_not_found", "overloaded", "request_timeout", "request_too_large",
+    "shutting_down", "timeout", "unknown_parameter", "unknown_url", "unsupported_parameter",
+]  # fmt: skip
+STATUSES: dict[Code, tuple[int, ...]] = {
+    "context_length_exceeded": (400,),
+    "engine_unavailable": (500, 503),
+    "internal_error": (500,),
+    "invalid_api_key": (401,),
+    "invalid_http": (400, 431, 501),
+    "invalid_json": (400,),
+    "invalid_media": (400,),
+    "invalid_value": (400,),
+    "media_too_large": (400,),
+    "method_not_allowed": (405,),
+    "missing_required_parameter": (400,),
+    "model_not_found": (404,),
+    "overloaded": (429,),
+    "request_timeout": (408,),
+    "request_too_large": (413,),
+    "shutting_down": (503,),
+    "timeout": (503, 504),
+    "unknown_parameter": (400,),
+    "unknown_url": (404,),
+    "unsupported_parameter": (400,),
+}
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -18,8 +50,8 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
     message: str
     type: str
-    param: str | None = None  # the field of the request that is at fault
-    code: str | None = None  # what happened, for programs
+    param: str | None  # the field of the request that is at fault
+    code: Code  # what happened, for programs
 
 
 class ErrorResponse(msgspec.Struct, frozen=True):
@@ -36,11 +68,12 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
+        code: Code,
         param: str | None = None,
-        code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
         super().__init__(message)
+        assert status in STATUSES[code], f"a {status} is no {code}"
         self.status = status
         self.headers = headers or {}  # of the response
         self.body = ErrorBody(message, error_type(status), param, code)
@@ -53,12 +86,13 @@ class ApiError(Exception):
 class EngineError(Exception):
     """An engine could not serve a request. The text is for the client.
 
-    `engine_gone`: not this request was at fault, its engine has stopped.
+    `engine_gone`: not this request was at fault, its engine has stopped. `begun`: while it had the request.
     """
 
-    def __init__(self, message: str, *, engine_gone: bool = False):
+    def __init__(self, message: str, *, engine_gone: bool = False, begun: bool = False):
         super().__init__(message)
         self.engine_gone = engine_gone
+        self.begun = begun
 
 
 class ClientGone(Exception):
@@ -72,14 +106,27 @@ def error_type(status: int) -> str:
     return "rate_limit_error" if status == 429 else "invalid_request_error"
 
 
-def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def bad_request(message: str, param: str | None = None, code: Code = "invalid_value") -> ApiError:
     """A 400: the client can mend it."""
     return ApiError(400, message, param=param, code=code)
 
 
+def too_slow(what: str, seconds: float) -> ApiError:
+    """A 408: `what` has not happened in time. The connection is closed with it."""
+    text = f"{what} within the {seconds:g} s of --timeout-client; send it again, faster."
+    return ApiError(408, text, code="request_timeout", headers={"Connection": "close"})
+
+
 def internal_error(request_id: str) -> ApiError:
     """A 500 that tells the client no more than under which id the log has the rest."""
-    return ApiError(500, f"The server failed at this request; its log says more under {request_id}.")
+    return ApiError(
+        500, f"The server failed at this request; its log says more under {request_id}.", code="internal_error"
+    )
+
+
+def engine_unavailable(message: str) -> ApiError:
+    """A 503: there is no engine, but there may be one soon."""
+    return ApiError(503, message, code="engine_unavailable", headers={"retry-after": str(RETRY_SECONDS)})
 
 
 def as_api_error(error: Exception) -> ApiError | None:
@@ -91,8 +138,10 @@ def as_api_error(error: Exception) -> ApiError | None:
             return bad_request(str(error), "messages")
         case MediaError():
             return bad_request(str(error), "messages", "invalid_media")
+        case EngineError(engine_gone=True, begun=True):
+            return ApiError(500, str(error), code="engine_unavailable")
         case EngineError(engine_gone=True):
-            return ApiError(503, str(error), code="engine_unavailable")
+            return engine_unavailable(str(error))
         case EngineError():
-            return ApiError(500, str(error))
+            return ApiError(500, str(error), code="internal_error")
     return None

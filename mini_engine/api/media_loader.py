@@ -1,4 +1,5 @@
-"""A conversation's media references -> bytes and hashes -> processed items, in a few threads.
+"""A conversation's media references -> bytes and hashes -> processed items, in a few threads; those that wait for other
+servers are others.
 
 Two steps, because an item that an engine keeps under its hash need not be decoded. Knows nothing of prompts, requests
 or engines. Decoding and processing release the interpreter for most of their time, so a few threads of one process use
@@ -8,9 +9,10 @@ several cores.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +23,7 @@ from mini_engine.api.chat import MediaRef
 from mini_engine.api.media_settings import KeyedSettings
 from mini_engine.api.timings import RequestClock
 from mini_engine.media.errors import DecodeCancelled, MediaError
-from mini_engine.media.fetch import declared_size, fetch
+from mini_engine.media.fetch import declared_size, fetch, is_elsewhere
 from mini_engine.media.hashing import media_hash
 from mini_engine.media.image import decode_image
 from mini_engine.media.limits import DecodeLimits, ImageLimits
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from mini_engine.media.processor import MediaProcessor, MediaSettings, ProcessedItem
 
 T = TypeVar("T")
+
+FETCH_THREADS = 32  # they wait, most of the time
 
 
 @dataclass(frozen=True)
@@ -75,13 +79,16 @@ class _Flight:
 
 
 class MediaLoader:
-    """Loads media with at most `threads` items at work at once; more queue in order."""
+    """Loads media with at most `threads` items at work at once; more queue in order. Besides, up to FETCH_THREADS items
+    are fetched from other servers: one that hangs holds up no item that is here.
+    """
 
     def __init__(self, processor: MediaProcessor, policy: MediaPolicy, rules: DecodeRules, threads: int):
         self.processor = processor
         self.policy = policy
         self.rules = rules
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="media")
+        self._fetching = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="fetch")
         self._flights: dict[bytes, _Flight] = {}
 
     def sizes(self, refs: Iterable[MediaRef]) -> list[int | None]:
@@ -92,19 +99,37 @@ class MediaLoader:
         """
         return [declared_size(ref.url, self.policy, ref.name) for ref in refs]
 
-    async def fetch(self, refs: Sequence[MediaRef], keyed: KeyedSettings) -> list[FetchedItem]:
-        """The items' bytes, in the order of `refs`. Cancelling it, or the failure of one item, ends the other fetches.
+    async def download(self, refs: Iterable[MediaRef]) -> dict[str, bytes]:
+        """The bytes of those items that other servers have, by name. Cancelling it, or the failure of one item, ends
+        the other downloads.
+
+        Raises:
+            MediaError: an item cannot be fetched.
+        """
+        elsewhere = [ref for ref in refs if is_elsewhere(ref.url)]
+        with _cancelling() as cancelled:
+            downloads = await _all(
+                _in_thread(self._fetching, partial(fetch, ref.url, self.policy, ref.name, cancelled=cancelled))
+                for ref in elsewhere
+            )
+        return {ref.name: data for ref, data in zip(elsewhere, downloads, strict=True)}
+
+    async def fetch(
+        self, refs: Sequence[MediaRef], keyed: KeyedSettings, downloads: Mapping[str, bytes]
+    ) -> list[FetchedItem]:
+        """The items' bytes, in the order of `refs`: of `downloads` by name, of the others as they are here. Cancelling
+        it, or the failure of one item, ends the work on the others.
 
         `keyed` says what is to become of them.
 
         Raises:
             MediaError: an item cannot be fetched.
         """
-        cancelled = threading.Event()
-        try:
-            return await _all(self._in_thread(partial(self._fetch_and_hash, ref, keyed, cancelled)) for ref in refs)
-        finally:
-            cancelled.set()
+        with _cancelling() as cancelled:
+            return await _all(
+                _in_thread(self._pool, partial(self._fetch_and_hash, ref, keyed, downloads.get(ref.name), cancelled))
+                for ref in refs
+            )
 
     async def process(self, items: Iterable[FetchedItem], clock: RequestClock) -> dict[bytes, ProcessedItem]:
         """The processed items by hash. A hash that is already at work, for whomever, is waited for and shared.
@@ -130,7 +155,8 @@ class MediaLoader:
 
     def close(self) -> None:
         """Take no more work. What is at work ends by its own cancellation."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._fetching):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def _process(self, item: FetchedItem) -> _Worked:
         flight = self._flights.get(item.media_hash) or self._start(item)
@@ -152,7 +178,7 @@ class MediaLoader:
 
     def _start(self, item: FetchedItem) -> _Flight:
         cancelled = threading.Event()
-        work = asyncio.ensure_future(self._in_thread(partial(self._decode_and_process, item, cancelled)))
+        work = asyncio.ensure_future(_in_thread(self._pool, partial(self._decode_and_process, item, cancelled)))
         flight = self._flights[item.media_hash] = _Flight(work, cancelled)
         work.add_done_callback(lambda _: self._land(item.media_hash, flight))
         return flight
@@ -161,8 +187,10 @@ class MediaLoader:
         if self._flights.get(digest) is flight:
             del self._flights[digest]
 
-    def _fetch_and_hash(self, ref: MediaRef, keyed: KeyedSettings, cancelled: threading.Event) -> FetchedItem:
-        data = fetch(ref.url, self.policy, ref.name, cancelled=cancelled)
+    def _fetch_and_hash(
+        self, ref: MediaRef, keyed: KeyedSettings, download: bytes | None, cancelled: threading.Event
+    ) -> FetchedItem:
+        data = fetch(ref.url, self.policy, ref.name, cancelled=cancelled) if download is None else download
         digest = media_hash(data, keyed.keys[ref.modality])
         return FetchedItem(ref.modality, ref.name, data, keyed.settings, digest)
 
@@ -188,8 +216,19 @@ class MediaLoader:
         metrics.media_decodes_total.inc()
         return _Worked(processed, began, decoded, time.monotonic())
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+async def _in_thread(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
+@contextlib.contextmanager
+def _cancelling() -> Iterator[threading.Event]:
+    """An event that is set when the block is left."""
+    cancelled = threading.Event()
+    try:
+        yield cancelled
+    finally:
+        cancelled.set()
 
 
 def _seconds_of_processing(worked: Sequence[_Worked], since: float) -> float:

@@ -171,7 +171,7 @@ class MediaStore:
         stored = self._by_hash.get(item.media_hash)
         if stored is not None:
             self._objects.move_to_end(stored.number)
-        if item.patches is None:
+        if item.patches is None or not item.cacheable:
             return item
         assert not isinstance(item.patches, StoreHandle), "a request is placed once"
         if item.patches.nbytes > self._max_object_bytes:
@@ -210,8 +210,7 @@ class MediaStore:
         except Exception:
             self._segment.free(slot.object)
             raise
-        media = CachedMedia(item.media_hash, item.modality, item.num_tokens, item.grid_thw, item.second_per_grid)
-        stored = Stored(handle, media, pins=1)  # at first: it is not itself to make room for the next
+        stored = Stored(handle, CachedMedia.of(item), pins=1)  # at first: it is not itself to make room for the next
         self._objects[stored.number] = self._by_hash[item.media_hash] = stored
         self._offer([stored])  # though the one it was made for may have left
         if tensor.nbytes >= self._refused:

@@ -11,7 +11,8 @@ from starlette.responses import JSONResponse, Response
 
 from mini_engine import metrics
 from mini_engine.api.door import SHUTTING_DOWN
-from mini_engine.api.errors import ApiError, EngineError
+from mini_engine.api.errors import ApiError, EngineError, engine_unavailable
+from mini_engine.api.openapi import GUARDED, refuses
 from mini_engine.api.refusal import error_response
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def _engines(request: Request) -> EngineClient:
 
 
 @router.head("/health", include_in_schema=False)
-@router.get("/health")
+@router.get("/health", responses=refuses(503))
 async def health(request: Request) -> Response:
     """200 when every engine answers a ping through all of its ranks within `--health-timeout`.
 
@@ -43,7 +44,7 @@ async def health(request: Request) -> Response:
     if await engines.healthy(config.health_timeout):
         return Response()
     if not engines.alive:
-        return error_response(ApiError(503, ENGINE_GONE, code="engine_unavailable"))
+        return error_response(engine_unavailable(ENGINE_GONE))
     text = f"An engine has not answered within the {config.health_timeout:g} s of --health-timeout."
     return error_response(ApiError(503, text, code="timeout"))
 
@@ -55,7 +56,7 @@ async def live() -> Response:
     return Response()
 
 
-@router.post("/reset_caches")
+@router.post("/reset_caches", responses=refuses(401, 503, 504))
 async def reset_caches(request: Request) -> Response:
     """Empty the prefix and encoder caches of every engine, but for what running requests use.
 
@@ -65,21 +66,21 @@ async def reset_caches(request: Request) -> Response:
         async with asyncio.timeout(RESET_SECONDS):
             await _engines(request).reset_caches()
     except EngineError:
-        return error_response(ApiError(503, ENGINE_GONE, code="engine_unavailable"))
+        return error_response(engine_unavailable(ENGINE_GONE))
     except TimeoutError:
         text = f"An engine has not answered within {RESET_SECONDS:g} s; its caches may be reset later, or not at all."
         return error_response(ApiError(504, text, code="timeout"))
     return Response()
 
 
-@router.get("/metrics")
+@router.get("/metrics", responses=refuses(401))
 async def show_metrics(request: Request) -> Response:
     """Figures of all API servers, and of the engines at this moment, in Prometheus's text format."""
     await _engines(request).refresh_figures(FIGURES_SECONDS)
     return Response(await asyncio.to_thread(metrics.exposition), headers={"content-type": metrics.CONTENT_TYPE})
 
 
-@router.get("/version")
+@router.get("/version", responses=GUARDED)
 async def version() -> Response:
     """The version of this server."""
     return JSONResponse({"version": importlib.metadata.version("mini-engine")})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from mini_engine.api.chat import ExpandedPrompt
+from mini_engine.api.chat import ExpandedPrompt, Placeholder
 from mini_engine.api.errors import bad_request
 from mini_engine.media.hashing import HASH_BYTES
 from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality, NewRequest
@@ -35,6 +35,7 @@ class PromptItem:
     second_per_grid: float | None
     patches: torch.Tensor | None
     missing: str | None
+    placeholder: str | None
 
     @classmethod
     def of(cls, media_hash: bytes, source: ProcessedItem | CachedMedia) -> PromptItem:
@@ -44,7 +45,14 @@ class PromptItem:
             # A hit is not decoded, so it could not say what is missing: nobody may find this one.
             media_hash = os.urandom(HASH_BYTES)
         return cls(
-            source.modality, media_hash, source.num_tokens, source.grid_thw, source.second_per_grid, patches, missing
+            source.modality,
+            media_hash,
+            source.num_tokens,
+            source.grid_thw,
+            source.second_per_grid,
+            patches,
+            missing,
+            source.placeholder,
         )
 
 
@@ -73,6 +81,11 @@ def check_budget(items: Sequence[PromptItem], limits: EngineLimits) -> None:
         )
 
 
+def placeholders(items: Sequence[PromptItem]) -> list[Placeholder]:
+    """What is to stand for the items in the prompt."""
+    return [Placeholder(item.modality, item.num_tokens, item.placeholder) for item in items]
+
+
 def place(prompt: ExpandedPrompt, items: Sequence[PromptItem]) -> list[MediaItem]:
     """The items with their places in the prompt."""
     return [
@@ -84,6 +97,9 @@ def place(prompt: ExpandedPrompt, items: Sequence[PromptItem]) -> list[MediaItem
             item.second_per_grid,
             item.patches,
             item.media_hash,
+            more_offsets=placed.more_offsets,
+            placeholder=item.placeholder,
+            cacheable=item.missing is None,
         )
         for placed, item in zip(prompt.items, items, strict=True)
     ]

@@ -1,22 +1,24 @@
-"""The body of a chat request: which fields there are, what they may hold, and what is said of one that may not be.
+"""The body of a chat request: which fields there are, and what they may hold.
 
 Each field of a request is either supported (a field of `ChatRequest`), ignored (`IGNORED`), known but unsupported and
 so accepted only at the value that changes nothing (`NEUTRAL`), or refused as unknown. What it shares with other
-requests is in `GenerationRequest` and `Body`. Knows nothing of defaults that depend on the model (`sampling.py`), nor
-of what the messages say (`chat.py`).
+requests is in `GenerationRequest`; how bodies are read, in `body.py`. Knows nothing of defaults that depend on the
+model (`sampling.py`), nor of what the messages say (`chat.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
-from mini_engine.api.errors import ApiError, bad_request
+from mini_engine.api.body import Body, Strict, few
+from mini_engine.api.errors import bad_request
 
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096  # of all messages together
 MAX_STOP_STRINGS = 16  # OpenAI takes 4; more cost little here
 MAX_CHOICES = 128  # OpenAI's limit on `n`
 MAX_LOGPROBS = 20  # OpenAI's limit on `top_logprobs`
@@ -73,18 +75,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class MediaUrl(_Model):
+class MediaUrl(Strict):
     """Where an image or video is. `detail` is ignored: `mm_processor_kwargs` says how large items get."""
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class ContentPart(_Model):
+class ContentPart(Strict):
     """A piece of a message. Which keys go with which type is `chat.py`'s matter. `uuid` is ignored."""
 
     type: str
@@ -97,19 +95,41 @@ class ContentPart(_Model):
     uuid: str | None = None
 
 
-class ChatMessage(_Model):
-    """One message. `name` and the answer's own fields are ignored where they are null or a name."""
+def _not_null(value: Any) -> Any:
+    if value is None:
+        raise PydanticCustomError("null", "null is for messages that call tools, which are not supported; send a text")
+    return value
+
+
+class ChatMessage(Strict):
+    """One message. `name` is ignored, and so is what an answer has beside its text, where that says nothing."""
 
     role: str
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
+    content: Annotated[
+        str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)], BeforeValidator(_not_null)
+    ]
     name: str | None = None
     refusal: None = None
     audio: None = None
+    annotations: list[Any] | None = Field(None, max_length=0)
     tool_calls: list[Any] | None = Field(None, max_length=0)
     function_call: None = None
 
 
-class StreamOptions(_Model):
+def _few_parts(messages: list[ChatMessage]) -> list[ChatMessage]:
+    parts = sum(len(message.content) for message in messages if not isinstance(message.content, str))
+    if parts > MAX_PARTS:
+        text = "the messages have {parts} content parts together, more than {most}"
+        raise PydanticCustomError("too_long", text, {"parts": parts, "most": MAX_PARTS})
+    return messages
+
+
+Messages = Annotated[
+    list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), AfterValidator(_few_parts)
+]
+
+
+class StreamOptions(Strict):
     """`include_usage` asks for one more chunk with the usage. `include_obfuscation` and vLLM's
     `continuous_usage_stats` are known but not supported."""
 
@@ -123,38 +143,11 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 WrittenTokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]  # the keys of JSON objects are strings
 
 
-def _few(most: int) -> BeforeValidator:
-    """Refuses a larger object before it looks into it: each member that is wrong would cost an error of its own."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > most:
-            raise PydanticCustomError("too_long", "Object should have at most {most} members", {"most": most})
-        return value
-
-    return BeforeValidator(check)
-
-
 Setting = bool | Annotated[int | float, Field(ge=-(2**31), le=2**31 - 1)] | None
-Settings = Annotated[dict[str, Setting], Field(max_length=MAX_MEDIA_SETTINGS), _few(MAX_MEDIA_SETTINGS)]
+Settings = Annotated[dict[str, Setting], Field(max_length=MAX_MEDIA_SETTINGS), few(MAX_MEDIA_SETTINGS)]
 
 
 Biases = dict[WrittenTokenId, Annotated[float, Field(ge=-100, le=100)]]
-
-
-class Body(_Model):
-    """A request's body: its supported fields, and what is known of others. None means: the server's default."""
-
-    ignored: ClassVar[frozenset[str]] = frozenset()
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-
-    model: str | None = None
-
-    def check(self) -> None:
-        """Whether the fields go together.
-
-        Raises:
-            ApiError: 400.
-        """
 
 
 class GenerationRequest(Body):
@@ -171,7 +164,7 @@ class GenerationRequest(Body):
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[Biases, _few(MAX_BIASED_TOKENS)] | None = Field(
+    logit_bias: Annotated[Biases, few(MAX_BIASED_TOKENS)] | None = Field(
         None,
         max_length=MAX_BIASED_TOKENS,
         description=f"at most {MAX_BIASED_TOKENS} token ids, as strings, each with a number of at least -100 and at "
@@ -233,22 +226,28 @@ class GenerationRequest(Body):
             raise bad_request("'stream_options' is only allowed when 'stream' is true.", "stream_options")
 
 
+INNER_FIELDS = frozenset(
+    name for model in (ChatMessage, ContentPart, MediaUrl, StreamOptions) for name in model.model_fields
+)
+
+
 class ChatRequest(GenerationRequest):
     """The supported fields of a chat request."""
 
     ignored = IGNORED
     neutral = NEUTRAL
+    inner = INNER_FIELDS
     prompt_field = "messages"
 
-    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     # vLLM's. Which settings there are, and how far they may go, is `media_settings.py`'s matter.
-    media_io_kwargs: Annotated[dict[Literal["image", "video"], Settings | None], _few(2)] | None = Field(
+    media_io_kwargs: Annotated[dict[Literal["image", "video"], Settings | None], few(2)] | None = Field(
         None, description=f"an object with at most {MAX_MEDIA_SETTINGS} numbers under `video`"
     )
-    mm_processor_kwargs: Annotated[dict[str, Setting | Settings], _few(MAX_MEDIA_SETTINGS)] | None = Field(
+    mm_processor_kwargs: Annotated[dict[str, Setting | Settings], few(MAX_MEDIA_SETTINGS)] | None = Field(
         None,
         max_length=MAX_MEDIA_SETTINGS,
         description=f"an object of at most {MAX_MEDIA_SETTINGS} numbers, booleans, or objects of these",
@@ -281,112 +280,3 @@ class ChatRequest(GenerationRequest):
 def plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Messages as plain data, for the chat template."""
     return [message.model_dump(exclude_none=True) for message in messages]
-
-
-_INNER_FIELDS = {name for model in (ChatMessage, ContentPart, MediaUrl, StreamOptions) for name in model.model_fields}
-
-BodyT = TypeVar("BodyT", bound=Body)
-
-
-def parse_body(body: bytes, kind: type[BodyT], served_names: Sequence[str]) -> BodyT:
-    """The request in `body`.
-
-    Raises:
-        ApiError: 400 that names the field and what it may hold; 404 for a model that is not served.
-    """
-    fields = _parse_json(body)
-    for name in kind.ignored & fields.keys():
-        del fields[name]
-    for name in kind.neutral.keys() & fields.keys():
-        _check_neutral(name, fields.pop(name), kind.neutral[name])
-    try:
-        request = kind.model_validate(fields)
-    except ValidationError as error:
-        raise _refusal(error, kind) from None
-    request.check()
-    if request.model is not None and request.model not in served_names:
-        raise ApiError(
-            404,
-            f"The model {request.model[:200]!r} does not exist; this server has {', '.join(served_names)}.",
-            param="model",
-            code="model_not_found",
-        )
-    return request
-
-
-def _parse_json(body: bytes) -> dict[str, Any]:
-    try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise bad_request(f"The request body cannot be read as JSON: {error}", code="invalid_json") from None
-    except RecursionError:
-        raise bad_request("The request body is nested too deeply.", code="invalid_json") from None
-    if not isinstance(fields, dict):
-        raise bad_request("The request body must be a JSON object.", code="invalid_json")
-    return fields
-
-
-def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
-    # True == 1 in Python, but not in JSON.
-    if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
-        return
-    accepted = " or ".join(msgspec.json.encode(one).decode() for one in neutral) or "null"
-    raise bad_request(
-        f"'{name}' is not supported by this server; leave it out or send {accepted}.", name, "unsupported_parameter"
-    )
-
-
-def _refusal(error: ValidationError, kind: type[Body]) -> ApiError:
-    # Where a field may hold one of several types there is an error for each: the deepest knows most, and of several
-    # the one that is about more than the type.
-    details: ErrorDetails = max(
-        error.errors(include_url=False, include_input=False, include_context=False),
-        key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")),
-    )
-    unknown = details["type"] == "extra_forbidden"
-    param = _param(details["loc"], unknown, kind)
-    if unknown:
-        return bad_request(f"Unknown parameter: '{param}'.", param, "unknown_parameter")
-    if details["type"] == "missing":
-        return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
-    problem = details["msg"]
-    field = str(details["loc"][0])
-    if field in kind.model_fields and kind.model_fields[field].description:
-        param = field  # what is said of it is said of all that it holds
-    if param in kind.model_fields and (says := _demand(kind, param, details["type"])):
-        problem = f"must be {says}"
-    return bad_request(f"Invalid '{param}': {problem}.", param, "invalid_value")
-
-
-def _param(location: Sequence[int | str], unknown: bool, kind: type[Body]) -> str:
-    """`("messages", 0, "content", "str")` -> `messages[0].content`: without pydantic's names for union members.
-
-    With `unknown` the last part is a name that no model has.
-    """
-    text = ""
-    for place, part in enumerate(location):
-        if isinstance(part, int):
-            text += f"[{part}]"
-        elif part in kind.model_fields or part in _INNER_FIELDS or (unknown and place == len(location) - 1):
-            text += f".{part[:60]}" if text else part[:60]
-    return text
-
-
-def _demand(kind: type[Body], name: str, error_type: str) -> str:
-    """What a field of `kind` may hold, where that says more than pydantic's own words; "" where not."""
-    described = kind.model_fields[name].description
-    if described is not None:
-        return described
-    return range_of(kind, name) if error_type.startswith(("greater_than", "less_than")) else ""
-
-
-def range_of(kind: type[Body], name: str) -> str:
-    """The limits of a number field of `kind` in words; "" where it has none."""
-    words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-    limits = [
-        f"{word} {getattr(limit, key):g}" if abs(getattr(limit, key)) < 1e6 else f"{word} {getattr(limit, key)}"
-        for limit in kind.model_fields[name].metadata
-        for key, word in words.items()
-        if getattr(limit, key, None) is not None
-    ]
-    return " and ".join(limits)

@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from mini_engine.api.errors import ApiError, as_api_error, internal_error
 from mini_engine.api.timings import RequestClock
+from mini_engine.log import about
 
 logger = logging.getLogger(__name__)
 
@@ -17,8 +18,10 @@ def explain(error: Exception, request_id: str, clock: RequestClock) -> ApiError:
     """What the client is told of `error`. One that is nobody's fault but the server's goes to the log."""
     answer = as_api_error(error)
     if answer is None:
-        logger.error("%s failed", request_id, exc_info=error)
+        logger.error("%s failed", request_id, exc_info=error, extra=about(request_id))
         answer = internal_error(request_id)
+    logger.debug("%s refused: %d %s", request_id, answer.status, answer.body.code, extra=about(request_id))
+    clock.failed = True
     if answer.status >= 500:
         clock.end("error")
     return answer

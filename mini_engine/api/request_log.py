@@ -8,6 +8,8 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mini_engine.api.door import OPEN_PATHS, route_of
+from mini_engine.api.timings import RequestClock
+from mini_engine.log import about
 
 logger = logging.getLogger(__name__)
 
@@ -40,5 +42,11 @@ class RequestLog:
                 # The path as it was sent: decoded, it could hold the end of a line.
                 path = scope["raw_path"].decode("ascii", "backslashreplace")
                 seconds = time.monotonic() - begun
+                clock: RequestClock | None = scope["state"].get("clock")
                 end = "" if whole else ", cut off"
-                logger.info("%s %s %s: %d after %.3f s%s", request_id, scope["method"], path, status, seconds, end)
+                if status == 200 and clock is not None and clock.failed:
+                    end = ", with an error in its stream"
+                logger.info(
+                    "%s %s %s: %d after %.3f s%s", request_id, scope["method"], path, status, seconds, end,
+                    extra=about(request_id),
+                )  # fmt: skip

@@ -36,7 +36,7 @@ class Usage(msgspec.Struct, frozen=True):
 class Timings(msgspec.Struct, frozen=True):
     """Where a request's seconds went, from its arrival to its last token. All of them together are the whole time."""
 
-    admission: float  # in line for a place among the requests that load media
+    admission: float  # in line for a place among the requests whose media are decoded
     fetch: float  # the media's bytes, and their hashes
     media_decode: float  # until the last item is decoded, but for `process`
     process: float  # the processor at work, and no item being decoded

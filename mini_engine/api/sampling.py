@@ -10,7 +10,10 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import GenerationRequest
@@ -19,6 +22,18 @@ from mini_engine.messages import SamplingParams, Sibling
 
 GREEDY_BELOW = 1e-5  # temperatures below it are greedy, as in vLLM: dividing logits by less would overflow
 GENERATION_CONFIG = "generation_config.json"
+
+
+class ModelFile(msgspec.Struct, frozen=True):
+    """What is used of a model's generation_config.json or config.json; null is as good as absent."""
+
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
+    eos_token_id: int | list[int] | None = None
+    text_config: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -39,25 +54,25 @@ class SamplingDefaults:
         The end-of-sequence tokens are the model's own whatever `source` says.
 
         Raises:
-            ConfigError: the directory holds no readable generation_config.json.
+            ConfigError: the directory holds no readable generation_config.json, or one with a value of no use.
         """
         own = _read(Path(model_dir) / GENERATION_CONFIG)
         if source in ("auto", "vllm"):
-            chosen = own if source == "auto" else {}
+            chosen = own if source == "auto" else ModelFile()
         else:
             path = Path(source) / GENERATION_CONFIG
             if not path.is_file():
                 raise ConfigError(f"--generation-config: {source} is not auto, vllm or a directory with such a file")
             chosen = _read(path)
         model = _read(Path(model_dir) / "config.json")
-        ends = [own.get("eos_token_id"), chosen.get("eos_token_id"), model.get("eos_token_id")]
-        ends.append(model.get("text_config", {}).get("eos_token_id"))
+        ends = [file.eos_token_id for file in (own, chosen, model)]
+        ends.append((model.text_config or {}).get("eos_token_id"))
         return cls(
-            temperature=_given(chosen, "temperature", cls.temperature),
-            top_p=_given(chosen, "top_p", cls.top_p),
-            top_k=_top_k(_given(chosen, "top_k", cls.top_k)),
-            repetition_penalty=_given(chosen, "repetition_penalty", cls.repetition_penalty),
-            max_tokens=chosen.get("max_new_tokens"),
+            temperature=_first(chosen.temperature, cls.temperature),
+            top_p=_first(chosen.top_p, cls.top_p),
+            top_k=_top_k(_first(chosen.top_k, cls.top_k)),
+            repetition_penalty=_first(chosen.repetition_penalty, cls.repetition_penalty),
+            max_tokens=chosen.max_new_tokens,
             eos_token_ids=tuple(sorted({token for end in ends for token in _as_list(end)})),
         )
 
@@ -159,20 +174,18 @@ def _top_k(value: int) -> int:
     return max(0, value)  # vLLM's -1 is off too
 
 
-def _given(source: dict[str, Any], name: str, default: float) -> Any:
-    return _first(source.get(name), default)
-
-
 def _as_list(value: int | list[int] | None) -> list[int]:
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> ModelFile:
     if not path.is_file():
-        return {}
+        return ModelFile()
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), ModelFile)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path} cannot be used: {error}; mend it") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None

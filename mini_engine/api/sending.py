@@ -20,6 +20,7 @@ import msgspec
 from mini_engine import metrics
 from mini_engine.api.errors import EngineError
 from mini_engine.api.media_store import INLINE_COPY_BYTES
+from mini_engine.log import about
 from mini_engine.messages import MessageId, NewRequest, StoreHandle, Withdraw
 from mini_engine.transport.base import Outgoing, TensorSender, TransportError
 from mini_engine.transport.codec import Encoder
@@ -76,6 +77,10 @@ class RequestSender:
         else:
             self._send(self._encoder.encode(request))
         stored = [item.patches for item in request.media if isinstance(item.patches, StoreHandle)]
+        logger.debug(
+            "%s sent, with %d media as tensors and %d in the store", request.request_id, len(tensors), len(stored),
+            extra=about(request.request_id),
+        )  # fmt: skip
         if stored:
             nbytes = sum(math.prod(handle.shape) for handle in stored)
             metrics.ipc_messages_total.labels(SHM_STORE).inc(len(stored) * self._num_ranks)
@@ -111,7 +116,7 @@ class RequestSender:
                     raise self._closed from None
                 logger.warning(
                     "%s: its tensors cannot go by %s (%s): %s",
-                    request.request_id, sender.name, failed.reason, failed,
+                    request.request_id, sender.name, failed.reason, failed, extra=about(request.request_id),
                 )  # fmt: skip
                 if fallback is not None:
                     metrics.ipc_fallbacks_total.labels(failed.reason).inc()
@@ -127,7 +132,10 @@ class RequestSender:
         except _SendFailed as failed:
             if self._closed is not None:
                 raise self._closed from None
-            logger.warning("%s: its tensors go by way of the host (%s): %s", request.request_id, failed.reason, failed)
+            logger.warning(
+                "%s: its tensors go by way of the host (%s): %s", request.request_id, failed.reason, failed,
+                extra=about(request.request_id),
+            )  # fmt: skip
             return False
         return True
 
@@ -185,7 +193,10 @@ async def _on_host(request: NewRequest) -> tuple[NewRequest, list[Any]]:
     try:
         moved = await asyncio.get_running_loop().run_in_executor(None, copied)
     except RuntimeError as error:  # torch's, of the device
-        logger.error("%s: its tensors cannot be copied from the device: %s", request.request_id, error)
+        logger.error(
+            "%s: its tensors cannot be copied from the device: %s", request.request_id, error,
+            extra=about(request.request_id),
+        )  # fmt: skip
         raise EngineError(MEDIA_NOT_SENT) from error
     return moved, [item.patches for item in moved.media if not isinstance(item.patches, StoreHandle | None)]
 

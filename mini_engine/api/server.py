@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import uvicorn
 import zmq.asyncio
 
+from mini_engine import metrics
 from mini_engine.api import transports
-from mini_engine.api.admission import MediaAdmission, RequestAdmission
+from mini_engine.api.admission import BodyAdmission, MediaAdmission, RequestAdmission
 from mini_engine.api.app import Frontend, create_app
 from mini_engine.api.chat import ChatRenderer
+from mini_engine.api.connection import BodyLimits
 from mini_engine.api.engine import send_now
 from mini_engine.api.engine_client import EngineClient
+from mini_engine.api.http_server import HttpServer
 from mini_engine.api.media_loader import DecodeRules, MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.media_store import MediaStore
@@ -35,20 +35,17 @@ from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.media.limits import DecodeLimits, ImageLimits
 from mini_engine.media.memory import keep_freed_memory
 from mini_engine.media.policy import MediaPolicy
-from mini_engine.messages import Drain, EngineLimits, Init, PeerGone, Serving, Start
+from mini_engine.messages import Drain, EngineLimits, Init, PeerGone, Ping, Pong, Serving, Start
 from mini_engine.model.config import ModelConfig
 from mini_engine.transport.codec import decode
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from mini_engine.child import Child
     from mini_engine.media.processor import MediaProcessor
     from mini_engine.transport.shm_store import ShmStoreWriter
 
 logger = logging.getLogger(__name__)
 
-STOP_SECONDS = 1  # for responses to end once their requests were ended, before their connections are cut
 STOPPING = "The server is stopping."
 
 
@@ -69,6 +66,7 @@ def run(child: Child) -> None:
     """Main function of an API server's process. Does not return: it ends the process."""
     keep_freed_memory()
     init = child.init()
+    metrics.engine_restarts.set(init.restarts)
     try:
         front = load(init, int(child.index))
         # Half a million objects of torch and transformers that stay: no collection need look at them again.
@@ -142,6 +140,12 @@ def media_policy(config: EngineConfig) -> MediaPolicy:
         config.allow_media_redirects,
         config.media_fetch_timeout,
     )
+
+
+def body_limits(config: EngineConfig) -> BodyLimits:
+    """What a request's body may cost, and all that are received at once: as much as their media, and one at least."""
+    room = max(int(config.max_inflight_media_gb * 2**30), config.max_request_bytes)
+    return BodyLimits(config.max_request_bytes, config.timeout_client, BodyAdmission(room))
 
 
 def decode_rules(config: EngineConfig) -> DecodeRules:
@@ -230,7 +234,7 @@ async def _serve(
         renderer=front.renderer,
         tokenizer=front.processor.hf_processor.tokenizer,
         vocabulary=front.vocabulary,
-        max_request_bytes=config.max_request_bytes,
+        body_limits=body_limits(config),
         requests=RequestAdmission(config.max_num_queued_reqs),
         admission=MediaAdmission(
             config.maximum_concurrent_videos, int(config.max_inflight_media_gb * 2**30), config.max_media_bytes
@@ -284,40 +288,9 @@ class SupervisorLink:
                     self.draining.set()
                 case PeerGone(sender=sender):
                     self._engines.peer_gone(sender)
+                case Ping(number=number):
+                    send_now(self.socket, self._encoder.encode(Pong(number)))
 
     def say_serving(self) -> None:
         """Tell the supervisor that connections are accepted."""
         send_now(self.socket, self._encoder.encode(Serving()))
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn on an inherited socket. Signals are the process's matter, not its own."""
-
-    def __init__(self, app: FastAPI, config: EngineConfig, on_started: Callable[[], None]):
-        super().__init__(
-            uvicorn.Config(
-                app,
-                lifespan="off",
-                ws="none",
-                access_log=False,
-                log_config=None,
-                log_level="warning",
-                server_header=False,
-                timeout_graceful_shutdown=STOP_SECONDS,
-                ssl_keyfile=config.ssl_keyfile,
-                ssl_certfile=config.ssl_certfile,
-                ssl_ca_certs=config.ssl_ca_certs,
-                ssl_cert_reqs=config.ssl_cert_reqs,
-            )
-        )
-        self._on_started = on_started
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; then say that connections are accepted."""
-        await super().startup(sockets)
-        self._on_started()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone."""
-        yield

@@ -26,6 +26,7 @@ class RequestClock:
     """
 
     def __init__(self) -> None:
+        self.failed = False  # the client was told of an error, be it in a stream whose status was 200
         self._arrived = self._entered = time.monotonic()
         self._started = False
         self._last_token: dict[int, float] = {}  # when it came, by choice

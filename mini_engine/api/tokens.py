@@ -12,18 +12,21 @@ from pydantic import Field
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from mini_engine.api.body import Body, BodyT, parse_body
 from mini_engine.api.chat import ChatError
 from mini_engine.api.connection import read_body
 from mini_engine.api.delivery import CLIENT_CLOSED_REQUEST
 from mini_engine.api.errors import ApiError, bad_request
-from mini_engine.api.openapi import takes
-from mini_engine.api.protocol import Body, BodyT, ChatMessage, TokenId, parse_body, plain
+from mini_engine.api.openapi import refuses, takes
+from mini_engine.api.protocol import INNER_FIELDS, Messages, TokenId, plain
 from mini_engine.api.refusal import error_response
 
 if TYPE_CHECKING:
     from mini_engine.api.app import Frontend
 
 INLINE_BYTES = 16_384  # a shorter body is worked on faster than a thread would take to answer
+
+REFUSALS = refuses(400, 401, 404, 408, 413, 503)
 
 router = APIRouter()
 
@@ -39,9 +42,10 @@ class TokenizeRequest(Body):
         "mm_processor_kwargs": ({},),
         "tools": ([],),
     }
+    inner = INNER_FIELDS
 
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -75,7 +79,7 @@ class Text(msgspec.Struct, frozen=True):
     prompt: str
 
 
-@router.post("/tokenize", openapi_extra=takes(TokenizeRequest))
+@router.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=REFUSALS)
 async def tokenize(request: Request) -> Response:
     """The token ids of a text, or of a conversation with a place for each image and video, which are not loaded."""
     frontend: Frontend = request.app.state.frontend
@@ -88,7 +92,7 @@ async def tokenize(request: Request) -> Response:
     return await _respond(request, TokenizeRequest, work)
 
 
-@router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
+@router.post("/detokenize", openapi_extra=takes(DetokenizeRequest), responses=REFUSALS)
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     frontend: Frontend = request.app.state.frontend
@@ -117,7 +121,7 @@ def _tokens(frontend: Frontend, asked: TokenizeRequest) -> list[int]:
 async def _respond(request: Request, kind: type[BodyT], work: Callable[[BodyT], msgspec.Struct]) -> Response:
     frontend: Frontend = request.app.state.frontend
     try:
-        body = await read_body(request, frontend.max_request_bytes)
+        body = await read_body(request, frontend.body_limits)
         asked = parse_body(body, kind, frontend.model_names)
         answer = work(asked) if len(body) <= INLINE_BYTES else await asyncio.to_thread(work, asked)
     except ApiError as error:

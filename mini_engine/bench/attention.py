@@ -79,7 +79,7 @@ def make_forms(dtype: torch.dtype, sequences: int) -> dict[str, Callable[[], tor
     import torch
     import torch.nn.functional as F
 
-    from mini_engine.model.qwen2_5_vl import AttentionShape
+    from mini_engine.model.vision_language import AttentionShape
     from mini_engine.worker.kv_cache import KVCache
     from mini_engine.worker.paged_attention import SdpaBackend, Span, attention_order
 

@@ -1,5 +1,7 @@
 """The command line of `bench.py`: one subcommand for each regime, and the output conventions that all share.
 
+Without the name of a regime it is `serve`, so that command lines of vLLM's serving benchmark run as they stand.
+
 A regime is a module with `HELP`, `add_arguments(parser)` and `run(args) -> Report`; nothing heavy is imported before
 `run`. What it prints is a text for people and, as the last line of stdout, one JSON object. Progress goes to stderr.
 This file knows nothing of servers or engines.
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from mini_engine.bench import attention, core, gpu, transport
+from mini_engine.bench import ab, attention, core, gpu, serve, sweep, transport
 from mini_engine.bench.report import BenchError, Report, as_json
 from mini_engine.config import ConfigError
 
@@ -38,8 +40,17 @@ class Regime(Protocol):
         """
 
 
-REGIMES: dict[str, Regime] = {"attention": attention, "core": core, "gpu": gpu, "transport": transport}
-FLAG_TEXTS = ("--serve",)  # flags whose value is itself a text of flags
+DEFAULT_REGIME = "serve"
+REGIMES: dict[str, Regime] = {
+    "serve": serve,
+    "ab": ab,
+    "sweep": sweep,
+    "core": core,
+    "transport": transport,
+    "gpu": gpu,
+    "attention": attention,
+}
+FLAG_TEXTS = ("--serve", "--launch", "--a", "--b", "--flag")  # flags whose value is itself a text of flags
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -56,20 +67,24 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def join_flag_texts(argv: Sequence[str]) -> list[str]:
-    """`--serve --no-async-scheduling` -> `--serve=--no-async-scheduling`: argparse would take the value for a flag."""
-    joined: list[str] = []
+def as_typed(argv: Sequence[str]) -> list[str]:
+    """What argparse can read: the regime first, dashes for the underscores in a flag's name, and
+    `--serve --no-async-scheduling` as `--serve=--no-async-scheduling`, whose value it would take for a flag.
+    """
+    named = argv and (argv[0] in REGIMES or argv[0] in ("-h", "--help"))
+    read: list[str] = [] if named else [DEFAULT_REGIME]
     for arg in argv:
-        if joined and joined[-1] in FLAG_TEXTS:
-            joined[-1] += "=" + arg
+        name, equals, value = arg.partition("=")
+        if read and read[-1] in FLAG_TEXTS:
+            read[-1] += "=" + arg
         else:
-            joined.append(arg)
-    return joined
+            read.append(name.replace("_", "-") + equals + value if arg.startswith("--") else arg)
+    return read
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one regime; returns the exit status: 0, 1 if something failed while it was measured, 2 for bad flags."""
-    args = build_parser().parse_args(join_flag_texts(sys.argv[1:] if argv is None else argv))
+    args = build_parser().parse_args(as_typed(sys.argv[1:] if argv is None else argv))
     signal.signal(signal.SIGTERM, _terminate)
     try:
         report = REGIMES[args.regime].run(args)
@@ -81,8 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    line = json.dumps(as_json(given, report))
+    line = json.dumps(as_json(vars(args), report))
     if args.output is not None:
         args.output.write_text(line + "\n")
     for failure in report.failures:

@@ -18,7 +18,8 @@ from mini_engine.bench.worker_alone import NoMedia
 from mini_engine.messages import Chunk, NewSequence, SamplingParams, Step
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import Placement, TensorParallel
-from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
+from mini_engine.model.vision_language import VisionLanguageModel
+from mini_engine.model.weights import fill_randomly
 from mini_engine.worker.attention import choose_backend, make_backend
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.model_runner import ModelRunner
@@ -45,9 +46,8 @@ class Model:
 
     def __init__(self, raw: dict[str, Any], device: torch.device, most: int, longest: int, graphs: bool) -> None:
         self.config = ModelConfig.from_dict(raw)
-        model = Qwen2_5_VL(self.config, Placement(TensorParallel(), torch.bfloat16, device))
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.02)
+        model = VisionLanguageModel(self.config, Placement(TensorParallel(), torch.bfloat16, device))
+        fill_randomly(model)
         longest = max(longest, PREFILL_TOKENS)
         self._per_sequence = -(-longest // BLOCK_SIZE)
         cache = KVCache.allocate(

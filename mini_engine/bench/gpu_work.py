@@ -73,13 +73,13 @@ def prefill_flops(config: ModelConfig, tokens: int) -> int:
 
 
 def vision_flops(vision: VisionConfig, grids: Sequence[tuple[int, int, int]]) -> int:
-    """Operations of the vision tower for items of these grids (t, h, w), in patches."""
+    """Operations of Qwen2.5-VL's tower for items of these grids (t, h, w), in patches."""
     patches = sum(t * h * w for t, h, w in grids)
     size = vision.hidden_size
     inner = size * vision.merge_unit
     linear = vision.depth * (4 * size * size + 3 * size * vision.intermediate_size) + size * vision.patch_dim
     merger = inner * (inner + vision.out_hidden_size) * (patches // vision.merge_unit)
-    whole = len(vision.fullatt_block_indexes)
+    whole = len(vision.full_attention_layers)
     frames = sum(t * (h * w) ** 2 for t, h, w in grids)
     windows = sum(t * _window_pairs(h, w, vision) for t, h, w in grids)
     attention = 4 * size * (whole * frames + (vision.depth - whole) * windows)
@@ -88,6 +88,7 @@ def vision_flops(vision: VisionConfig, grids: Sequence[tuple[int, int, int]]) ->
 
 def _window_pairs(h: int, w: int, vision: VisionConfig) -> int:
     """Pairs of patches that share a window of one frame; the windows at its right and lower edge are smaller."""
+    assert vision.merged_window is not None
     side = vision.merged_window * vision.spatial_merge_size
     rows = [min(side, h - top) for top in range(0, h, side)]
     columns = [min(side, w - left) for left in range(0, w, side)]

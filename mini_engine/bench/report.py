@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import importlib.metadata
+import math
 import os
 import platform
 from collections.abc import Sequence
@@ -81,12 +82,21 @@ def as_json(config: dict[str, Any], report: Report) -> dict[str, Any]:
     return {
         "regime": config.get("regime"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "config": config,
+        "config": plain(config),
         "versions": versions(),
         "hardware": hardware(),
         "figures": report.figures,
         "failures": report.failures,
     }
+
+
+def plain(values: dict[str, Any]) -> dict[str, Any]:
+    """As JSON can hold it: paths, infinity, and keys that are no texts, as texts."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        text = isinstance(value, Path) or value == math.inf
+        found[str(key)] = str(value) if text else plain(value) if isinstance(value, dict) else value
+    return found
 
 
 def versions() -> dict[str, str]:

@@ -18,23 +18,21 @@ waits for several of them: over 100 times the idle latency. With budgets for bot
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mini_engine.bench.client import Client, NoAnswer, Reply, chat_body
+from mini_engine.bench.blocking_client import Client, NoAnswer, Reply, chat_body
+from mini_engine.bench.datasets import synthetic
 from mini_engine.bench.report import Latencies, percentile, table
 from mini_engine.bench.served import Served
 from mini_engine.demo import questions, videos
 
 WIDTH, HEIGHT, SECONDS = 640, 480, 5
-FIRST_SEED = 2 * 10**9  # far from what the bundled model was trained on
 PAUSE_SECONDS = 0.1
 WARM_UP_TEXTS = 5
 TARGET_RATIO = 10.0
@@ -210,16 +208,15 @@ def describe(figures: dict[str, Any]) -> str:
 
 def render(count: int, seed: int) -> list[tuple[bytes, str, str]]:
     """`count` MP4 files, each with a question and its answer; no two alike, and none alike for another seed."""
-    first = FIRST_SEED + seed * 10**6
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # drawing and encoding leave the GIL
-        return list(pool.map(_render_one, range(first, first + count)))
+    first = synthetic.FIRST_SEED + seed * synthetic.SEEDS_EACH
+    return synthetic.make(lambda number: _render_one(first + number), count)
 
 
 def _render_one(seed: int) -> tuple[bytes, str, str]:
     scene = videos.make_scene(seed, width=WIDTH, height=HEIGHT)
-    clip = videos.render(seed, width=WIDTH, height=HEIGHT, num_frames=SECONDS * scene.fps)
-    question = questions.ask([clip], None, seed)
-    return videos.encode(clip), question.text, question.answer
+    shown = synthetic.show("video", seed, width=WIDTH, height=HEIGHT, num_frames=SECONDS * scene.fps)
+    question = questions.ask([shown], None, seed)
+    return shown.medium.data, question.text, question.answer
 
 
 def _say(text: str) -> None:

@@ -34,13 +34,13 @@ def read(path: Path) -> tuple[float, float]:
 def run(process: child.Child) -> None:
     """Main function of a worker process: the worker's own, its model under stopwatches."""
     from mini_engine.bench.worker_alone import MODEL_PARTS
-    from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
+    from mini_engine.model.vision_language import VisionLanguageModel
     from mini_engine.worker import worker
 
     with Path(os.environ[FILE_VARIABLE]).open("r+b") as file:
         totals = mmap.mmap(file.fileno(), TOTALS.size)
     for part in MODEL_PARTS:
-        setattr(Qwen2_5_VL, part, _timed(getattr(Qwen2_5_VL, part), totals))
+        setattr(VisionLanguageModel, part, _timed(getattr(VisionLanguageModel, part), totals))
     worker.run(process)
 
 

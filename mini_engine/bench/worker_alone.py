@@ -15,13 +15,22 @@ import torch
 
 from mini_engine.config import EngineConfig
 from mini_engine.host import resolve_model
-from mini_engine.messages import Chunk, MessageId, NewRequest, NewSequence, Step, StoreHandle, TensorHandle
+from mini_engine.messages import (
+    Chunk,
+    MediaCachePlan,
+    MessageId,
+    NewRequest,
+    NewSequence,
+    Step,
+    StoreHandle,
+    TensorHandle,
+)
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.weights import load_model
 from mini_engine.worker.attention import choose_backend
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.worker import choose_device, choose_dtype, make_attention
+from mini_engine.worker.profiling import profile
+from mini_engine.worker.worker import choose_device, choose_num_blocks, load, make_attention
 
 MODEL_PARTS = ("embed", "forward", "logits")  # together they are "the model's forward"
 
@@ -75,12 +84,18 @@ class WorkerAlone:
     def __init__(self, config: EngineConfig):
         torch.set_num_threads(1)
         model_dir, device, tp = resolve_model(config), choose_device(config, 0, 0), TensorParallel()
-        model = load_model(model_dir, tp, choose_dtype(config), device)
+        model = load(model_dir, config, tp, device)
         self._in_model = Stopwatch()
         for name in MODEL_PARTS:
             setattr(model, name, self._timed(getattr(model, name)))
-        attention = make_attention(config, model, choose_backend(config.attention_backend, device))
-        self._runner = ModelRunner(model, attention, NoMedia(), Normalisation.from_dir(model_dir), tp)
+        normalise = Normalisation.from_dir(model_dir)
+        backend = choose_backend(config.attention_backend, device)
+
+        def runner_with(num_blocks: int) -> ModelRunner:
+            return ModelRunner(model, make_attention(config, model, backend, num_blocks), NoMedia(), normalise, tp)
+
+        use = profile(config, model_dir, MediaCachePlan("off", 0, "nothing is sent"), model.config, runner_with)
+        self._runner = runner_with(choose_num_blocks(config, model, use))
         self._synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
     def decode(self, requests: Sequence[NewRequest], warm_up: int, steps: int) -> WorkerTime:

@@ -22,14 +22,16 @@ The flag counts before the variable, the variable before the file, and the file 
 file, or `MINI_ENGINE_CONFIG` does. Its keys are flags without the dashes in front; `true` and `false` stand for a flag
 and its `--no-` form, and `null` for the default. `--print-config` shows all settings and where each comes from, in the
 form that `--config` reads, and ends; keys of clients are not shown. Underscores work as dashes, in flags and in files.
+A part of a JSON object can be a flag of its own, and parts add up: `--media-io-kwargs.video.num_frames 10`.
 
 Variables hold what a flag's value would be: lists with commas between (`a,b`) or as JSON, booleans as `true` or
 `false`. `MINI_ENGINE_MULTIMODAL_TENSOR_IPC` is `1` for `--enable-multimodal-tensor-ipc`, or `0` for the contrary. A
-variable with this prefix that is no setting gets a warning only, since Kubernetes sets some for a service that is called
-mini-engine. It sets `MINI_ENGINE_PORT` too, which is then refused; `enableServiceLinks: false` keeps them away.
+variable with this prefix that is no setting gets a warning only, since Kubernetes sets some for a service that is
+called mini-engine. It sets `MINI_ENGINE_PORT` too, which is then refused; `enableServiceLinks: false` keeps them away.
 
-What cannot be used is refused at start, in one line that says what to do, with exit status 2. What has no effect on the
-device at hand, such as `--gpu-memory-utilization` on a CPU, is said in one line of the log.
+What cannot be used is refused at start, in one line that says what to do. The exit status is 2, or 1 if it takes one of
+the server's processes to find out, such as the memory of a device. What has no effect on the device at hand, such as
+`--gpu-memory-utilization` on a CPU, is said in one line of the log.
 """
 
 

@@ -6,13 +6,16 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from mini_engine.config.option import ConfigError, check_files, option
+from mini_engine.config.option import ConfigError, check_files, option, parse_count
 
 BUNDLED_MODEL = str(Path(__file__).parent.parent / "demo" / "weights")
 
+Backend = Literal["auto", "gloo", "nccl"]
 Device = Literal["auto", "cpu", "cuda"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackendName = Literal["auto", "triton", "varlen", "sdpa"]
+Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
+EncoderMode = Literal["weights", "data"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +43,14 @@ class ModelOptions:
         "auto", "Where sampling defaults come from: `auto` (the model's generation_config.json), `vllm` (none), "
         "or a directory that holds such a file.", "Model", metavar="SOURCE",
     )  # fmt: skip
-    dtype: Dtype = option("auto", "Number format of weights and activations; `auto` takes the checkpoint's.", "Model")
+    dtype: Dtype = option(
+        "auto", "Number format of weights and activations; `auto` takes the checkpoint's, `float` is float32 and "
+        "`half` float16.", "Model",
+    )  # fmt: skip
+    load_format: LoadFormat = option(
+        "auto", "Where weights come from: `safetensors` files, `auto` the same, or `dummy`: random ones, of a model "
+        "that needs no more than its config, tokenizer and processor files.", "Model",
+    )  # fmt: skip
     device: Device = option("auto", "Where the workers run; `auto` takes CUDA when there is a device.", "Model")
     attention_backend: AttentionBackendName = option(
         "auto", "What computes the decoder's attention: `triton` (this project's kernels), `varlen` (torch's "
@@ -50,7 +60,7 @@ class ModelOptions:
     enforce_eager: bool = option(False, "Run decode steps without CUDA graphs.", "Model")
     seed: int = option(0, "Seed of the server's own randomness.", "Model")
     max_model_len: int | None = option(
-        None, "Longest prompt and output together, in tokens.", "Model", minimum=1,
+        None, "Longest prompt and output together, in tokens.", "Model", parse=parse_count, minimum=1,
         unset="what the model was made for, or less if the KV cache holds less",
     )  # fmt: skip
     allow_long_max_model_len: bool = option(
@@ -60,16 +70,29 @@ class ModelOptions:
     tensor_parallel_size: int = option(
         1, "Worker processes that share each layer of the model.", "Processes", short="-tp", minimum=1
     )
+    mm_encoder_tp_mode: EncoderMode = option(
+        "weights", "What those workers do with the vision tower: `weights` shares out each of its layers too, `data` "
+        "keeps it whole on each of them and shares out the images and frames.", "Processes",
+    )  # fmt: skip
+    distributed_backend: Backend = option(
+        "auto", "What carries tensors between those workers: `nccl`, `gloo`, or `auto`: NCCL on CUDA and Gloo on the "
+        "CPU. With `gloo` asked for, workers may share CUDA devices, which is slow and meant for tests.", "Processes",
+    )  # fmt: skip
     data_parallel_size: int = option(
         1, "Engines, each with its own copy of the model.", "Processes", short="-dp", minimum=1, maximum=64
     )
     api_server_count: int = option(1, "Number of API-server processes.", "Processes", minimum=1, maximum=64)
     collective_timeout: float = option(
-        60.0, "Seconds after which a collective between workers is given up, or a request whose media do not reach "
-        "them (30 at most).", "Processes", minimum=1,
+        60.0, "Seconds after which a collective between workers is given up, an engine or API server that gives no "
+        "sign of life is killed, or a request is given up whose media do not reach the workers (30 at most).",
+        "Processes", minimum=1, maximum=86400,
     )  # fmt: skip
     startup_timeout: float = option(
-        600.0, "Seconds within which all processes must be ready, or the start fails.", "Processes", minimum=1
+        600.0,
+        "Seconds within which all processes must be ready, or the start fails.",
+        "Processes",
+        minimum=1,
+        maximum=86400,
     )
     health_timeout: float = option(
         10.0, "Seconds within which all workers must answer a ping, or end a running step, for `/health` to be 200.",
@@ -80,9 +103,16 @@ class ModelOptions:
         "Processes", minimum=0, maximum=86400,
     )  # fmt: skip
 
+    restart_engine: int = option(
+        0, "Times in a row that all engines are started anew after one has died, behind the same sockets; at 0 the "
+        "server ends. The flag alone is 3.", "Processes", minimum=0, bare="3", metavar="MAX",
+    )  # fmt: skip
+
     def validate(self) -> None:
         """Raises ConfigError for a path that is not there, or a name that nobody can ask for."""
         check_files({"--chat-template": self.chat_template})
+        if self.device == "cpu" and self.distributed_backend == "nccl":
+            raise ConfigError("--distributed-backend: nccl needs CUDA devices, not --device cpu; use gloo or auto")
         if not all(self.served_model_name):
             raise ConfigError("--served-model-name: a name must not be empty; leave the flag out for the default")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import types
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -28,6 +28,7 @@ class Option:
     parse: Callable[[str], Any] | None = None
     metavar: str | None = None
     positional: bool = False
+    bare: str | None = None  # the value of the flag alone; None: it needs one
     twins: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other flags, and the value each stands for
     secret: bool = False  # never printed
 
@@ -49,13 +50,28 @@ def parse_bytes(text: str) -> int:
     units = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
     stripped = text.strip().upper().removesuffix("IB").removesuffix("B")
     unit = stripped[-1:] if stripped[-1:].isalpha() else ""
-    if unit not in units:
-        raise ValueError(f"{text!r} is not a size; write bytes or a number with K, M, G or T, such as 512M")
     try:
-        value = float(stripped.removesuffix(unit))
-    except ValueError:
+        return int(float(stripped.removesuffix(unit)) * units[unit])
+    except (KeyError, ValueError, OverflowError):
         raise ValueError(f"{text!r} is not a size; write bytes or a number with K, M, G or T, such as 512M") from None
-    return int(value * units[unit])
+
+
+def parse_count(text: str) -> int:
+    """`16384`, `16k` (16,000), `16K` (16,384), `25.6k` -> a whole number; small letters are powers of 1000, as in vLLM.
+
+    Raises:
+        ValueError: not a whole number, with one of these letters or without.
+    """
+    units = {"": 1} | {letter: 1000**power for power, letter in enumerate("kmg", 1)}
+    units |= {letter: 1024**power for power, letter in enumerate("KMG", 1)}
+    unit = text[-1:] if text[-1:].isalpha() else ""
+    try:
+        value = Decimal(text.removesuffix(unit)) * units[unit]
+        if abs(value) < 2**63 and value == int(value):
+            return int(value)
+    except (ArithmeticError, KeyError, ValueError):
+        pass
+    raise ValueError(f"{text!r} is not a whole number, such as 16384, 16k (16000) or 16K (16384)")
 
 
 def parse_json_object(text: str) -> dict[str, Any]:
@@ -95,7 +111,7 @@ def check_range(field: dataclasses.Field[Any], kind: Any, value: Any, origin: st
     opt: Option = field.metadata["option"]
     wrong = bool(choices_of(kind)) and value not in choices_of(kind)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        wrong = not (math.isfinite(value) and abs(value) < 2**63)
+        wrong = not abs(value) < 2**63  # neither is NaN
         wrong |= opt.minimum is not None and value < opt.minimum
         wrong |= opt.maximum is not None and value > opt.maximum
     if wrong:
@@ -127,6 +143,8 @@ def values_of(opt: Option, kind: Any) -> str:
     words = names.get(get_origin(kind) or kind, "a JSON object")
     if kind not in (int, float):
         return words
+    if opt.parse is parse_count:
+        words += " such as 16384, 16k or 16K,"
     low, high = opt.minimum, opt.maximum
     if low is not None and high is not None:
         return f"{words} from {low} to {high}"

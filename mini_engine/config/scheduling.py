@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from mini_engine.config.option import option, parse_bytes
+from mini_engine.config.option import option, parse_bytes, parse_count
+
+# Tokens in a step where no flag says: so many that a step of a large model is neither wasted on its fixed cost nor much
+# longer than people want to wait for a token.
+DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,7 +18,7 @@ class SchedulingOptions:
     max_num_seqs: int = option(64, "Most sequences computed in one step.", "Scheduling", minimum=1)
     max_num_batched_tokens: int | None = option(
         None, "Most tokens computed in one step, media tokens in the vision tower among them; longer prompts are "
-        "computed in chunks.", "Scheduling", minimum=1, unset="512 on the CPU, 2048 on CUDA",
+        "computed in chunks.", "Scheduling", parse=parse_count, minimum=1, unset="512 on the CPU, 2048 on CUDA",
     )  # fmt: skip
     long_prefill_token_threshold: int | None = option(
         None, "Most tokens of one prompt computed in one step while other prompts wait; 0: no such bound.",
@@ -38,7 +42,8 @@ class SchedulingOptions:
         unset="1G on the CPU, --gpu-memory-utilization on CUDA",
     )  # fmt: skip
     gpu_memory_utilization: float = option(
-        0.9, "Share of a CUDA device's memory that weights and KV cache may take together; no effect on the CPU.",
+        0.9, "Share of a CUDA device's memory that its workers may take for everything: weights, media, the largest "
+        "step, and the KV cache, which gets what is left; no effect on the CPU.",
         "Caches of the workers", minimum=0.05, maximum=1.0,
     )  # fmt: skip
     num_gpu_blocks_override: int | None = option(

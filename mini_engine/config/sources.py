@@ -34,9 +34,9 @@ class Given:
 
 def suggestion(word: str, known: Collection[str], prefix: str = "") -> str:
     """`; did you mean X?` for the nearest of `known`, apart from the prefix of all; empty if none is near."""
-    ends = [name.removeprefix(prefix) for name in known]
+    ends = {name.removeprefix(prefix): name for name in known}
     near = difflib.get_close_matches(word.removeprefix(prefix), ends, n=1, cutoff=0.7)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
+    return f"; did you mean {ends[near[0]]}?" if near else ""
 
 
 def read(name: str, value: Any, origin: str) -> Given:
@@ -117,22 +117,23 @@ def from_file(path: str) -> dict[str, Given]:
         ConfigError: it cannot be read, or a setting in it is unknown, stands there twice, or has a value of no use.
     """
     given: dict[str, Given] = {}
+    seen: set[str] = set()
     known = [field.name for field in fields()]
     for key, value, where in _items(path):
         name = key.replace("-", "_")
         if name not in known:
             near = suggestion(name, known).replace("_", "-")
             raise ConfigError(f"{where}: {key!r} is not a setting{near or '; --help lists them'}")
-        if name in given:
+        if name in seen:
             raise ConfigError(f"{where}: {key!r} stands there for the second time; keep one of them")
-        given[name] = Given(None, where) if value is None else read(name, value, f"{where}: {key}")
-    return {
-        name: Given(one.value, one.origin.partition(": ")[0]) for name, one in given.items() if one.value is not None
-    }
+        seen.add(name)
+        if value is not None:
+            given[name] = Given(read(name, value, f"{where}: {key}").value, where)
+    return given
 
 
 def _items(path: str) -> Iterator[tuple[str, Any, str]]:
-    """(key, value, place) of each line of a YAML mapping, twins and all."""
+    """(key, value, place) of each entry of a YAML mapping, also of a key that stands there twice."""
     try:
         loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
         root = loader.get_single_node()

@@ -27,6 +27,7 @@ from mini_engine.core.scheduler import Budgets, Counters, Plan, Scheduler
 from mini_engine.core.steps import InFlight, Steps
 from mini_engine.core.stored_media import StoredObjects
 from mini_engine.core.validation import problem_with
+from mini_engine.log import about
 from mini_engine.messages import (
     AnyMessage,
     AskFigures,
@@ -206,14 +207,14 @@ class EngineCore:
         if not request.released:
             self.media.used_by(request.incarnation, request.references)
             for item in request.media:
-                if isinstance(item.patches, TensorHandle):
+                if isinstance(item.patches, TensorHandle) and item.cacheable:
                     self.media.arrived(item)
         self.scheduler.add(request)
 
     def _expire_media(self) -> None:
         """Have the requests sent again whose media did not come in time."""
         for request in self.awaiting_media.expired(time.monotonic()):
-            logger.warning("%s: its media are not on all ranks in time", request.id)
+            logger.warning("%s: its media are not on all ranks in time", request.id, extra=about(request.id))
             self._turn_down(request)
 
     def _turn_down(self, request: Request) -> None:

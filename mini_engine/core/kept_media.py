@@ -38,7 +38,7 @@ class KeptMedia(Directory[bytes]):
         while self.num_bytes + nbytes > self.capacity:
             self._evict(self.idle.longest_unused())
             self.num_evictions += 1
-        media = CachedMedia(item.media_hash, item.modality, item.num_tokens, item.grid_thw, item.second_per_grid)
+        media = CachedMedia.of(item)
         self._entries[item.media_hash] = Entry(media, nbytes)
         self.num_bytes += nbytes
         self.keep.append(KeepMedia(item.media_hash, item.patches))

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.config import DEFAULT_STEP_TOKENS, ConfigError, EngineConfig
 from mini_engine.core.scheduler import Budgets
 from mini_engine.messages import EngineLimits
 from mini_engine.model.config import ModelConfig
 
 logger = logging.getLogger(__name__)
-
-
-# Tokens in a step where no flag says: so many that a step of a large model is neither wasted on its fixed cost nor much
-# longer than people want to wait for a token.
-DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 
 
 def budgets(config: EngineConfig, device: str) -> Budgets:

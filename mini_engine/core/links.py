@@ -13,6 +13,8 @@ from mini_engine.transport.codec import Encoder, decode
 
 logger = logging.getLogger(__name__)
 
+SUPERVISOR = sockets.identity("supervisor", 0)
+
 
 class Links:
     """All of them, in one poller."""
@@ -23,6 +25,7 @@ class Links:
         self.workers = sockets.bind_router(child.context, worker_endpoint)
         self.ranks = [b""] * num_ranks  # addresses on `workers`
         self.identities: dict[int, bytes] = {}  # addresses on `api`, by incarnation
+        self.supervisor = child.supervisor
         self.sockets = (child.supervisor, self.workers, self.api)
         self.poller = zmq.Poller()
         for socket in self.sockets:
@@ -60,8 +63,12 @@ class Links:
             self.workers.send_multipart([rank, frame], zmq.NOBLOCK)
 
     def send(self, peer: bytes, body: AnyMessage) -> None:
-        """To an API server. One that is gone, or reads nothing any more, is left to the supervisor."""
+        """To an API server or the supervisor. A peer that is gone, or reads nothing any more, is left to the latter."""
+        frame = self.encoder.encode(body)
         try:
-            self.api.send_multipart([peer, self.encoder.encode(body)], zmq.NOBLOCK)
+            if peer == SUPERVISOR:
+                self.supervisor.send(frame, zmq.NOBLOCK)
+            else:
+                self.api.send_multipart([peer, frame], zmq.NOBLOCK)
         except zmq.ZMQError:
             logger.debug("%s does not take %s", peer.decode(), type(body).__name__)

@@ -247,12 +247,12 @@ class Scheduler:
 
     def _encode_until(self, request: Request, end: int, plan: Plan) -> int:
         """Encode what a chunk that ends at `end` is the first to need; returns where the chunk has to stop."""
-        for item in self._items_between(request, end):
+        for item, first in self._items_between(request, end):
             entry = self.encoder[item.media_hash]
             if entry.encoded_by is None:
                 self._encode(request, item, entry, plan)
             if not entry.ready and entry.encoded_by != request.id:
-                return max(item.offset, request.num_computed)
+                return first
         return end
 
     def _encode(self, request: Request, item: MediaItem, entry: Entry, plan: Plan) -> None:
@@ -276,9 +276,10 @@ class Scheduler:
             entry.encoded_by = request.id
             plan.encoded_hashes.append(item.media_hash)
 
-    def _items_between(self, request: Request, end: int) -> list[MediaItem]:
-        start = request.num_computed
-        return [item for item in request.media if item.offset < end and item.offset + item.num_tokens > start]
+    def _items_between(self, request: Request, end: int) -> list[tuple[MediaItem, int]]:
+        """The items that its tokens up to `end` need, each with the first token that needs it."""
+        firsts = [(item, item.first_from(request.num_computed)) for item in request.media]
+        return [(item, first) for item, first in firsts if first is not None and first < end]
 
     def _extend_blocks(self, request: Request, length: int) -> bool:
         needed = self.blocks.blocks_for(request.num_computed + length) - len(request.blocks)

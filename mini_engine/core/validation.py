@@ -29,7 +29,7 @@ def problem_with(new: NewRequest, model: ModelConfig, limits: EngineLimits) -> s
         problem = _problem_with_item(item, end, new.prompt_token_ids, model)
         if problem is not None:
             return f"media item {number} {problem}"
-        end = item.offset + item.num_tokens
+        end = item.end
     placeholders = map(new.prompt_token_ids.count, (model.image_token_id, model.video_token_id))
     if sum(placeholders) != sum(item.num_tokens for item in new.media):
         return "the prompt has placeholders without media"
@@ -47,7 +47,12 @@ def _problem_with_item(item: MediaItem, earliest: int, tokens: list[int], model:
     if item.patches is not None and (item.patches.shape, item.patches.dtype) != ((patches, vision.patch_dim), "uint8"):
         return f"has patches of another shape than its grid, {item.grid_thw}"
     placeholder = model.image_token_id if item.modality == "image" else model.video_token_id
-    span = tokens[item.offset : item.offset + item.num_tokens]
-    if item.offset < earliest or span.count(placeholder) != item.num_tokens:
-        return "does not lie on its placeholders"
+    runs = item.grid_thw[0] if item.modality == "video" and model.video_time == "text" else 1
+    if len(item.offsets) != runs:
+        return f"has {len(item.offsets)} runs of placeholders, not {runs}"
+    for offset in item.offsets:
+        run = tokens[offset : offset + item.run_length]
+        if offset < earliest or run.count(placeholder) != item.run_length:
+            return "does not lie on its placeholders"
+        earliest = offset + item.run_length
     return None

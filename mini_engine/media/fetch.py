@@ -37,6 +37,11 @@ def fetch(
     return fetch_http(url, policy, item, cancelled)
 
 
+def is_elsewhere(url: str) -> bool:
+    """Whether `fetch` would ask another server, which may take its time."""
+    return url[:4].lower() == "http"
+
+
 def declared_size(url: str, policy: MediaPolicy, item: str = "media item") -> int | None:
     """The most bytes that `fetch` would return, as far as can be known without fetching; None if it cannot.
 

@@ -266,6 +266,9 @@ def _body(response: HTTPResponse, policy: MediaPolicy, item: str, cancelled: thr
         raise _Refused("its server sends it compressed (Content-Encoding), which is not taken")
     if response.getheader("transfer-encoding", "chunked").strip().lower() != "chunked":
         raise _Refused("its server sends it with a Transfer-Encoding that is not taken")
+    declared = response.getheader("content-length", "0").strip()
+    if not (declared.isascii() and declared.isdecimal()):  # http.client takes such a body up to the connection's end
+        raise _Refused("its server sends a Content-Length that is no number of bytes")
     if response.length is not None and response.length > policy.max_media_bytes:
         raise too_large(policy, item)
     # read() takes a chunk size of -1 for "all there is"; read1() takes one buffer at most, whatever the size says.

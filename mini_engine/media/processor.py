@@ -5,6 +5,7 @@ quarter of float32's bytes travel. Knows nothing of prompts: `num_tokens` tells 
 Loads transformers and torch when a `MediaProcessor` is made, not when this file is imported: they cost seconds.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -49,6 +50,8 @@ class ProcessedItem:
     num_tokens: int  # placeholders in the prompt, after merging merge_size**2 patches each
     second_per_grid: float | None  # seconds between temporal patches; None: an image, or a model that does not ask
     missing: str | None = None  # of a video of which not all could be read: what is not there
+    # What stands for it in a prompt's text, one placeholder token for each run of them. None: one run, nothing else.
+    placeholder: str | None = None
 
 
 class MediaProcessor:
@@ -183,13 +186,18 @@ class MediaProcessor:
         )
         # Channels first, but in the memory order of the frames: torch resizes that without a copy.
         pixels = torch.from_numpy(video.frames).permute(0, 3, 1, 2)
+        if len(pixels) < self.temporal_patch_size:
+            # What processors do with a patch that frames do not fill; some refuse a video that has no full one.
+            pixels = pixels[[*range(len(pixels)), *[-1] * (self.temporal_patch_size - len(pixels))]]
         call = (settings or self._settings).video_call
         out = self.hf_processor.video_processor([pixels], video_metadata=[metadata], **call)
         # As Qwen2_5_VLProcessor computes it: from the mean rate of the frames that were kept.
         seconds = self.temporal_patch_size / out["video_metadata"][0].sampled_fps
         if not self._has_second_per_grid:
             seconds = None
-        return self._item("video", out["pixel_values_videos"], out["video_grid_thw"], seconds, video.missing)
+        processed = self._item("video", out["pixel_values_videos"], out["video_grid_thw"], seconds)
+        written = self._written(out, processed.num_tokens)
+        return replace(processed, missing=video.missing, placeholder=written)
 
     def _item(
         self,
@@ -197,11 +205,17 @@ class MediaProcessor:
         patches: "torch.Tensor",
         grid: "torch.Tensor",
         seconds: float | None,
-        missing: str | None = None,
     ) -> ProcessedItem:
         frames, height, width = grid[0].tolist()
         tokens = frames * height * width // self.merge_size**2
-        return ProcessedItem(modality, patches.contiguous(), (frames, height, width), tokens, seconds, missing)
+        return ProcessedItem(modality, patches.contiguous(), (frames, height, width), tokens, seconds)
+
+    def _written(self, out: Any, num_tokens: int) -> str | None:
+        """What the processor writes in the place of a video's placeholder: see `ProcessedItem.placeholder`."""
+        text = self.hf_processor.replace_video_token(out, 0)
+        if text == self.video_token * num_tokens:
+            return None
+        return re.sub(f"(?:{re.escape(self.video_token)})+", self.video_token, text)
 
     def _try_out(self, kwargs: Mapping[str, Any]) -> None:
         """Processes a grey image and video: finds settings that do not work, and does transformers' late imports."""
@@ -229,6 +243,14 @@ def _check_known(kwargs: Mapping[str, Any], image: Any, video: Any) -> None:
         raise ValueError(f"--mm-processor-kwargs has no {', '.join(unknown)}; this model takes {accepted}")
     if "size" in kwargs and ("min_pixels" in kwargs or "max_pixels" in kwargs):
         raise ValueError("--mm-processor-kwargs takes either size or min_pixels and max_pixels")
+    size = kwargs.get("size", {})
+    if not isinstance(size, Mapping):
+        raise ValueError('--mm-processor-kwargs: size must be an object, such as {"longest_edge": 50176}')
+    counts = {f"size.{edge}": value for edge, value in size.items()}
+    counts |= {name: kwargs[name] for name in ("min_pixels", "max_pixels", "max_video_tokens") if name in kwargs}
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"--mm-processor-kwargs: {name} must be a whole number of at least 1")
 
 
 def _valid_kwargs(processor: Any) -> set[str]:
@@ -237,9 +259,10 @@ def _valid_kwargs(processor: Any) -> set[str]:
 
 def _call_kwargs(processor: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of each call: what was set and the processor knows, and what keeps the patches uint8."""
-    given = {key: value for key, value in kwargs.items() if key in _valid_kwargs(processor)}
-    # transformers deprecates these two in calls; `size` says the same.
-    edges = {"shortest_edge": given.pop("min_pixels", None), "longest_edge": given.pop("max_pixels", None)}
+    # transformers deprecates these two in calls, and some processors do not know them; `size` says the same.
+    edges = {"shortest_edge": kwargs.get("min_pixels"), "longest_edge": kwargs.get("max_pixels")}
+    known = _valid_kwargs(processor) - {"min_pixels", "max_pixels"}
+    given = {key: value for key, value in kwargs.items() if key in known}
     edges = {edge: pixels for edge, pixels in edges.items() if pixels is not None}
     if edges:
         given["size"] = {edge: processor.size[edge] for edge in ("shortest_edge", "longest_edge")} | edges
@@ -295,7 +318,8 @@ def _own_sampling(video_processor: Any) -> VideoSampling:
     if num_frames is not None:
         return VideoSampling(num_frames=num_frames)
     if fps is not None:
-        return VideoSampling(fps=fps, max_frames=getattr(video_processor, "max_frames", None))
+        bounds = {name: getattr(video_processor, name, None) for name in ("max_frames", "min_frames")}
+        return VideoSampling(fps=fps, **bounds)
     return _DEFAULT_SAMPLING
 
 

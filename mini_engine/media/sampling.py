@@ -13,7 +13,8 @@ _SLACK = 0.0015
 
 @dataclass(frozen=True)
 class VideoSampling:
-    """Either `num_frames` frames, evenly spread, or one frame for each 1/`fps` seconds (at most `max_frames`).
+    """Either `num_frames` frames, evenly spread, or one frame for each 1/`fps` seconds (at most `max_frames`, and at
+    least `min_frames` of a video that has so many).
 
     Of the frames on show from `start` up to `end`, both in seconds after the first frame; None: from the beginning, to
     the end. Frozen and made of numbers only, so that `repr` can enter a media hash.
@@ -22,13 +23,14 @@ class VideoSampling:
     num_frames: int | None = None
     fps: float | None = None
     max_frames: int | None = None
+    min_frames: int | None = None
     start: float | None = None
     end: float | None = None
 
     def __post_init__(self) -> None:
         if (self.num_frames is None) == (self.fps is None):
             raise ValueError("video sampling takes exactly one of num_frames and fps")
-        for name in ("num_frames", "max_frames"):
+        for name in ("num_frames", "max_frames", "min_frames"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"video sampling: {name} must be a whole number of at least 1")
@@ -41,8 +43,11 @@ class VideoSampling:
             object.__setattr__(self, name, float(value))  # 2 and 2.0 are one sampling, with one hash
         if self.end is not None and self.end <= (self.start or 0):
             raise ValueError(f"video sampling: end ({self.end:g}) must be greater than start ({self.start or 0:g})")
-        if self.max_frames is not None and self.fps is None:
-            raise ValueError("video sampling: max_frames goes with fps; with num_frames it would have no effect")
+        for name in ("max_frames", "min_frames"):
+            if getattr(self, name) is not None and self.fps is None:
+                raise ValueError(f"video sampling: {name} goes with fps; with num_frames it would have no effect")
+        if self.max_frames is not None and self.min_frames is not None and self.min_frames > self.max_frames:
+            raise ValueError(f"video sampling: min_frames is {self.min_frames}, more than max_frames")
 
     @classmethod
     def from_kwargs(cls, kwargs: Mapping[str, Any]) -> "VideoSampling":
@@ -67,11 +72,17 @@ class VideoSampling:
         wanted = {field.name: getattr(self, field.name) for field in fields(self)}
         count = self.num_frames or self.max_frames or most_frames
         if "num_frames" in asked:
-            wanted |= {"fps": None, "max_frames": None}
+            wanted |= {"fps": None, "max_frames": None, "min_frames": None}
         elif "fps" in asked and self.num_frames is not None:
             wanted |= {"num_frames": None, "max_frames": count}
-        narrowed = VideoSampling.from_kwargs(wanted | asked)
-        bounds = (("num_frames", count), ("max_frames", count), ("fps", self.fps), ("end", self.end))
+        wanted |= asked
+        if "min_frames" not in asked and None not in (wanted["min_frames"], wanted["max_frames"]):
+            wanted["min_frames"] = min(wanted["min_frames"], wanted["max_frames"])
+        narrowed = VideoSampling.from_kwargs(wanted)
+        least = self.min_frames or 1
+        bounds = (
+            ("num_frames", count), ("max_frames", count), ("min_frames", least), ("fps", self.fps), ("end", self.end),
+        )  # fmt: skip
         for name, most in bounds:
             if name in asked and most is not None and asked[name] > most:
                 raise ValueError(f"video sampling: {name} is {asked[name]:g}, more than the {most:g} of this server")
@@ -103,7 +114,8 @@ class VideoSampling:
         With `num_frames`, the indices are np.linspace(0, total - 1, num_frames) rounded down, or all frames when there
         are no more than that; `total` counts the frames of the window, from whose first one the indices go on. With
         `fps`, ticks go off every 1/fps seconds from `start` on (or the first frame), and the frame on show at a tick
-        is kept; one that is on show at several ticks is kept once. Raises ValueError as `window` does.
+        is kept; one that is on show at several ticks is kept once. Those kept are spread anew where they are more than
+        `max_frames` or fewer than `min_frames`. Raises ValueError as `window` does.
         """
         window = self.window(times)
         places = np.arange(window.start, window.stop)
@@ -119,6 +131,8 @@ class VideoSampling:
         kept = places[np.ceil(ticks[:-1]) < ticks[1:]]
         if not kept.size:
             kept = places[:1]
+        if len(kept) < (self.min_frames or 1):
+            return _spread(places, self.min_frames or 1)
         return _spread(kept, self.max_frames or len(kept))
 
 

@@ -51,6 +51,7 @@ class Init(Message, frozen=True):
     ranks: list[RankAddress]  # all ranks of all engines
     media_cache: MediaCachePlan
     late: bool = False  # the server runs already: this process takes the place of one that died
+    restarts: int = 0  # how often all engines were started anew before
 
 
 class TransportChoice(msgspec.Struct, frozen=True):

@@ -61,6 +61,15 @@ class CachedMedia(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     grid_thw: tuple[int, int, int]
     second_per_grid: float | None
+    # What stands for it in a prompt's text, one placeholder token for each run of them. None: one run, nothing else.
+    placeholder: str | None = None
+
+    @classmethod
+    def of(cls, item: MediaItem) -> CachedMedia:
+        """What is to be known of the item once it is cached."""
+        return cls(
+            item.media_hash, item.modality, item.num_tokens, item.grid_thw, item.second_per_grid, item.placeholder
+        )
 
 
 class Cached(Message, frozen=True):
@@ -157,7 +166,7 @@ class ResetCaches(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """API server -> core: are you and all your ranks at work?"""
+    """API server or supervisor -> core: are you and all your ranks at work? Supervisor -> API server: are you?"""
 
     number: int  # comes back in `Pong`
 
@@ -245,7 +254,7 @@ class CachesReset(Message, frozen=True):
 
 
 class Pong(Message, frozen=True):
-    """Core -> API server: since `Ping(number)` came, all ranks have reported a step."""
+    """The answer to `Ping(number)`; a core's: since it came, all ranks have reported a step."""
 
     number: int
 

@@ -64,6 +64,30 @@ class MediaItem(msgspec.Struct, frozen=True):
     # 16 bytes over the media's own bytes, the sampling, the processor's settings and the model: equal hashes, equal
     # patches. Empty: the item is like no other.
     media_hash: bytes = b""
+    # The first of each further run of placeholders, where other tokens stand between them. All runs are equally long.
+    more_offsets: list[int] = []
+    placeholder: str | None = None  # see `CachedMedia`
+    cacheable: bool = True  # False: no later request may find it, so that it is to take no room in any cache of media
+
+    @property
+    def offsets(self) -> list[int]:
+        """The first placeholder of each run, in order."""
+        return [self.offset, *self.more_offsets]
+
+    @property
+    def run_length(self) -> int:
+        """Placeholders in each run."""
+        return self.num_tokens // (1 + len(self.more_offsets))
+
+    @property
+    def end(self) -> int:
+        """Index after its last placeholder."""
+        return self.offsets[-1] + self.run_length
+
+    def first_from(self, start: int) -> int | None:
+        """The first of its placeholders at `start` or after it."""
+        length = self.run_length
+        return next((max(offset, start) for offset in self.offsets if offset + length > start), None)
 
 
 class TensorMessage(Message, frozen=True):

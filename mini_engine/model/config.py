@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mini_engine.model.registry import find_spec
+from mini_engine.model.registry import ModelSpec, VideoTime, find_spec
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class TextConfig:
-    """Dimensions of the decoder. `mrope_section` counts the rotary frequencies of (time, height, width)."""
+    """Dimensions of the decoder. `mrope_section` counts the rotary frequencies of (time, height, width); they lie one
+    section after the other, or interleaved. `qkv_bias`: the projections to queries, keys and values have one;
+    `qk_norm`: each head's queries and keys are normed."""
 
     vocab_size: int
     hidden_size: int
@@ -29,7 +31,10 @@ class TextConfig:
     rms_norm_eps: float
     rope_theta: float
     mrope_section: tuple[int, ...]
+    mrope_interleaved: bool
     max_position_embeddings: int
+    qkv_bias: bool
+    qk_norm: bool
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -44,7 +49,14 @@ class TextConfig:
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Dimensions of the vision tower. `window_size` and `patch_size` are in pixels."""
+    """Dimensions of the vision tower.
+
+    window_size: side of an attention window in pixels, as `patch_size`; None: all layers attend within whole frames.
+    full_attention_layers: those that do where there are windows.
+    tokens_per_second: steps of the decoder's time axis; None where it does not count seconds.
+    position_side: side of the square table of learned positions; 0: there is none.
+    deepstack_layers: those whose output a row holds as well; see `text.MediaRows`.
+    """
 
     depth: int
     hidden_size: int
@@ -55,17 +67,19 @@ class VisionConfig:
     patch_size: int
     temporal_patch_size: int
     spatial_merge_size: int
-    window_size: int
-    fullatt_block_indexes: tuple[int, ...]
-    tokens_per_second: float
     rope_theta: float
+    window_size: int | None = None
+    full_attention_layers: tuple[int, ...] = ()
+    tokens_per_second: float | None = None
+    position_side: int = 0
+    deepstack_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 4:
             raise ValueError(
                 f"vision hidden size {self.hidden_size} over {self.num_heads} heads: head size must divide by 4"
             )
-        if self.merged_window < 1:
+        if self.merged_window is not None and self.merged_window < 1:
             raise ValueError(f"window_size {self.window_size} is smaller than one merged patch")
 
     @property
@@ -78,9 +92,14 @@ class VisionConfig:
         return self.spatial_merge_size**2
 
     @property
-    def merged_window(self) -> int:
+    def merged_window(self) -> int | None:
         """Side of an attention window, in merged patches."""
-        return self.window_size // self.spatial_merge_size // self.patch_size
+        return self.window_size and self.window_size // self.spatial_merge_size // self.patch_size
+
+    @property
+    def row_size(self) -> int:
+        """Length of one of the tower's rows: see `text.MediaRows`."""
+        return self.out_hidden_size * (1 + len(self.deepstack_layers))
 
     @property
     def patch_dim(self) -> int:
@@ -102,6 +121,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     tie_word_embeddings: bool
     dtype: str
+    video_time: VideoTime
 
     def __post_init__(self) -> None:
         if self.vision.out_hidden_size != self.text.hidden_size:
@@ -127,8 +147,8 @@ class ModelConfig:
         try:
             return cls(
                 architecture=spec.architecture,
-                text=_text_config(text),
-                vision=_vision_config(vision),
+                text=_text_config(text, spec),
+                vision=_vision_config(vision, spec),
                 image_token_id=raw["image_token_id"],
                 video_token_id=raw["video_token_id"],
                 vision_start_token_id=raw["vision_start_token_id"],
@@ -136,15 +156,18 @@ class ModelConfig:
                 eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
                 tie_word_embeddings=bool(raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
                 dtype=_dtype(raw, text),
+                video_time=spec.video_time,
             )
         except KeyError as missing:
             raise ValueError(f"config.json lacks the field {missing}") from missing
 
 
-def _text_config(raw: Mapping[str, Any]) -> TextConfig:
+def _text_config(raw: Mapping[str, Any], spec: ModelSpec) -> TextConfig:
     if raw.get("use_sliding_window"):
         raise ValueError("use_sliding_window is not supported; set it to false in config.json")
-    _require_silu(raw, "text")
+    if raw.get("attention_bias"):
+        raise ValueError("attention_bias is not supported; set it to false in config.json")
+    _require_activation(raw, "text", "silu")
     # `rope_parameters` holds everything since transformers 5; before that theta lay beside `rope_scaling`.
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -162,32 +185,29 @@ def _text_config(raw: Mapping[str, Any]) -> TextConfig:
         rms_norm_eps=raw["rms_norm_eps"],
         rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 1_000_000.0),
         mrope_section=tuple(rope.get("mrope_section", (16, 24, 24))),
+        mrope_interleaved=spec.mrope_interleaved,
         max_position_embeddings=raw["max_position_embeddings"],
+        qkv_bias=spec.qkv_bias,
+        qk_norm=spec.qk_norm,
     )
 
 
-def _vision_config(raw: Mapping[str, Any]) -> VisionConfig:
-    _require_silu(raw, "vision")
+def _vision_config(raw: Mapping[str, Any], spec: ModelSpec) -> VisionConfig:
+    _require_activation(raw, "vision", spec.vision_activation)
+    own = spec.read_vision(raw)
+    names = ("depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size", "patch_size")
     return VisionConfig(
-        depth=raw["depth"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_heads=raw["num_heads"],
-        out_hidden_size=raw["out_hidden_size"],
+        **{name: raw[name] for name in (*names, "spatial_merge_size") if name not in own},
         in_channels=raw.get("in_channels") or raw.get("in_chans") or 3,
-        patch_size=raw["patch_size"],
         temporal_patch_size=raw.get("temporal_patch_size", 2),
-        spatial_merge_size=raw["spatial_merge_size"],
-        window_size=raw["window_size"],
-        fullatt_block_indexes=tuple(raw["fullatt_block_indexes"]),
-        tokens_per_second=raw["tokens_per_second"],
         rope_theta=float((raw.get("rope_parameters") or {}).get("rope_theta") or 10_000.0),
+        **own,
     )
 
 
-def _require_silu(raw: Mapping[str, Any], part: str) -> None:
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{part} activation {raw['hidden_act']!r} is not supported; supported: silu")
+def _require_activation(raw: Mapping[str, Any], part: str, wanted: str) -> None:
+    if raw.get("hidden_act", wanted) != wanted:
+        raise ValueError(f"{part} activation {raw['hidden_act']!r} is not supported; supported: {wanted}")
 
 
 def _dtype(raw: Mapping[str, Any], text: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ A layer says through `pieces()` which rectangle of which checkpoint tensor it ho
 Checkpoint names are in the newer hub layout (`model.language_model.*`, `model.visual.*`, `lm_head.weight`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ class Piece:
     shape: tuple[int, ...]  # of the whole checkpoint tensor
     index: tuple[slice, ...]  # this rank's part of it, leading axes
     target: Tensor  # a view of the parameter, shaped like the part
-    copies: int  # how many ranks hold this same part; 1 is sharded, the group's size is replicated
+    copies: int  # how many ranks of the layer's group hold this same part; 1 is sharded, their number is replicated
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,27 @@ class RMSNorm(Layer):
     def pieces(self) -> Iterator[Piece]:
         shape = tuple(self.weight.shape)
         yield Piece(f"{self.source}.weight", shape, (slice(0, shape[0]),), self.weight, self.copies)
+
+
+class LayerNorm(Layer):
+    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last axis (Ba et al. 2016). Replicated."""
+
+    def __init__(self, source: str, size: int, eps: float, at: Placement) -> None:
+        super().__init__()
+        self.source, self.eps, self.copies = source, eps, at.tp.size
+        self.weight, self.bias = at.empty(size), at.empty(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def after_add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """See `RMSNorm.after_add`."""
+        return self(x.add_(residual))
+
+    def pieces(self) -> Iterator[Piece]:
+        for name, target in (("weight", self.weight), ("bias", self.bias)):
+            shape = tuple(target.shape)
+            yield Piece(f"{self.source}.{name}", shape, (slice(0, shape[0]),), target, self.copies)
 
 
 class ColumnParallel(Layer):
@@ -147,6 +168,28 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(ops.silu_mul(self.gate_up(x)))
+
+
+class MLP(nn.Module):
+    """`down(activation(up x))` with biases, up split by column, down by row.
+
+    Args:
+        up, down: checkpoint names.
+        sizes: of x, in between, and of the result.
+    """
+
+    def __init__(
+        self, up: str, down: str, sizes: tuple[int, int, int], activation: Callable[[Tensor], Tensor], at: Placement
+    ) -> None:
+        super().__init__()
+        size, inner, outputs = sizes
+        part = at.tp.part(inner)
+        self.activation = activation
+        self.up = ColumnParallel(size, [Rows(up, inner, part)], bias=True, at=at)
+        self.down = RowParallel(down, inner, part, outputs, bias=True, at=at)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
 
 
 class VocabParallelEmbedding(Layer):

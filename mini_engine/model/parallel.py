@@ -4,7 +4,7 @@
 the caller's business.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -67,11 +67,17 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where parameters are made: in which group, dtype and device."""
+    """Where parameters are made: in which group, dtype and device. With `spread_tower` each rank of the group holds the
+    whole vision tower and encodes some of the media; otherwise its part of the tower."""
 
     tp: TensorParallel
     dtype: torch.dtype
     device: torch.device
+    spread_tower: bool = False
+
+    def alone(self) -> "Placement":
+        """The same for what each rank holds whole."""
+        return replace(self, tp=TensorParallel())
 
     def empty(self, *shape: int) -> torch.nn.Parameter:
         """A parameter with unset contents and no gradient."""

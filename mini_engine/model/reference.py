@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
 from mini_engine.model.rope import Grid, mrope_positions
+from mini_engine.model.text import MediaRows
+from mini_engine.model.vision_language import VisionLanguageModel
 
 
 class ReferenceAttention:
@@ -68,26 +69,34 @@ class Prompt:
 
 
 def reference_logits(
-    model: Qwen2_5_VL, prompts: Sequence[Prompt], attend: ReferenceAttention | None = None
+    model: VisionLanguageModel, prompts: Sequence[Prompt], attend: ReferenceAttention | None = None
 ) -> list[Tensor]:
     """Logits `[tokens, vocab_size]` per prompt, all prompts in one flat batch, one vision call per modality.
 
     The i-th prompt is sequence i of `attend`, which keeps the keys and values for decoding further.
     """
     config, token_ids = model.config, torch.cat([torch.as_tensor(p.token_ids) for p in prompts])
-    hidden = model.embed(token_ids)
+    media: list[MediaRows] = []
     for token_id, items in (
         (config.image_token_id, [item for p in prompts for item in p.images]),
         (config.video_token_id, [item for p in prompts for item in p.videos]),
     ):
         if items:
             patches = torch.cat([patches for patches, _ in items])
-            hidden[token_ids == token_id] = torch.cat(model.encode_vision(patches, [grid for _, grid in items]))
+            rows = torch.cat(model.encode_vision(patches, [grid for _, grid in items]))
+            media += media_at(torch.nonzero(token_ids == token_id).flatten(), rows)
     positions = [
         mrope_positions(p.token_ids, [g for _, g in p.images], [g for _, g in p.videos], p.seconds, config).positions
         for p in prompts
     ]
     lengths = [len(p.token_ids) for p in prompts]
     step = (attend or ReferenceAttention()).step(list(enumerate(lengths)))
-    hidden = model(hidden, torch.cat(positions, dim=1), step)
+    hidden = model(model.embed(token_ids, media), torch.cat(positions, dim=1), step, media)
     return list(model.logits(hidden).split(lengths))
+
+
+def media_at(places: Tensor, rows: Tensor) -> list[MediaRows]:
+    """Rows `[n, row_size]` for the places `[n]` of a batch, ascending: one piece for each run of places."""
+    gaps = torch.nonzero(places.diff() != 1).flatten() + 1
+    runs = zip(places.tensor_split(gaps), rows.tensor_split(gaps), strict=True)
+    return [MediaRows(int(run[0]), part) for run, part in runs]

@@ -1,33 +1,59 @@
-"""Which architectures can be served, and where each one's code is.
+"""Which architectures can be served, and what sets each apart.
 
-Imports no torch: a process that holds no tensors may ask whether a checkpoint is supported.
+Imports no torch: a process that holds no tensors may ask whether a checkpoint is supported. The spec of a family is all
+that the shared files know of it; its vision tower has a file of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
+    from mini_engine.model.vision import VisionTower
+
+VideoTime = Literal["steps", "seconds", "text"]
+"""What tells the decoder when a temporal grid of a video is: its place among the grids, one step of the time axis each;
+the seconds between them, as steps of the time axis; or text between them, each grid being placed like an image."""
+
+
+def canonical_name(name: str) -> str:
+    """A checkpoint's name of a weight in the newer of the hub's two layouts: `model.language_model.*`,
+    `model.visual.*` for the older `model.*`, `visual.*`."""
+    if name.startswith("visual."):
+        return f"model.{name}"
+    if name.startswith("model.") and not name.startswith(("model.language_model.", "model.visual.")):
+        return f"model.language_model.{name.removeprefix('model.')}"
+    return name
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One supported architecture. `load_class` imports the model's module, and with it torch."""
+    """One supported architecture.
+
+    tower: module and class of its vision tower.
+    vision_activation: of the tower's MLPs, by its name in config.json.
+    read_vision: those fields of a `VisionConfig` that config.json has under other names, or no other family has.
+    canonical_name: turns the name of a weight in its checkpoints into the one that the layers know.
+    """
 
     architecture: str
-    load_class: Callable[[], type[Qwen2_5_VL]]
+    tower: str
+    vision_activation: str
+    read_vision: Callable[[Mapping[str, Any]], dict[str, Any]]
+    video_time: VideoTime
+    qkv_bias: bool
+    qk_norm: bool
+    mrope_interleaved: bool
+    canonical_name: Callable[[str], str] = canonical_name
 
-
-def _qwen2_5_vl() -> type[Qwen2_5_VL]:
-    from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
-
-    return Qwen2_5_VL
-
-
-SPECS = {spec.architecture: spec for spec in (ModelSpec("Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl),)}
+    def load_tower(self) -> type[VisionTower]:
+        """The class of its vision tower; imports torch."""
+        module, name = self.tower.split(":")
+        return getattr(importlib.import_module(f"mini_engine.model.{module}"), name)
 
 
 def find_spec(architectures: Sequence[str] | None) -> ModelSpec:
@@ -37,3 +63,63 @@ def find_spec(architectures: Sequence[str] | None) -> ModelSpec:
             return SPECS[name]
     found = ", ".join(architectures) if architectures else "none given"
     raise ValueError(f"unsupported architecture: {found}; supported: {', '.join(SPECS)}")
+
+
+def _qwen2_vision(raw: Mapping[str, Any]) -> dict[str, Any]:
+    # What other families call hidden_size has another name here, and hidden_size is the decoder's.
+    size = raw["embed_dim"]
+    return {
+        "hidden_size": size,
+        "intermediate_size": int(size * raw.get("mlp_ratio", 4)),
+        "out_hidden_size": raw["hidden_size"],
+    }
+
+
+def _qwen2_5_vision(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "window_size": raw["window_size"],
+        "full_attention_layers": tuple(raw["fullatt_block_indexes"]),
+        "tokens_per_second": raw["tokens_per_second"],
+    }
+
+
+def _qwen3_vision(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "position_side": math.isqrt(raw["num_position_embeddings"]),
+        "deepstack_layers": tuple(raw["deepstack_visual_indexes"]),
+    }
+
+
+_FAMILIES = (
+    ModelSpec(
+        "Qwen2VLForConditionalGeneration",
+        tower="qwen2_vl:Qwen2VisionTower",
+        vision_activation="quick_gelu",
+        read_vision=_qwen2_vision,
+        video_time="steps",
+        qkv_bias=True,
+        qk_norm=False,
+        mrope_interleaved=False,
+    ),
+    ModelSpec(
+        "Qwen2_5_VLForConditionalGeneration",
+        tower="qwen2_5_vl:Qwen2_5VisionTower",
+        vision_activation="silu",
+        read_vision=_qwen2_5_vision,
+        video_time="seconds",
+        qkv_bias=True,
+        qk_norm=False,
+        mrope_interleaved=False,
+    ),
+    ModelSpec(
+        "Qwen3VLForConditionalGeneration",
+        tower="qwen3_vl:Qwen3VisionTower",
+        vision_activation="gelu_pytorch_tanh",
+        read_vision=_qwen3_vision,
+        video_time="text",
+        qkv_bias=False,
+        qk_norm=True,
+        mrope_interleaved=True,
+    ),
+)
+SPECS = {spec.architecture: spec for spec in _FAMILIES}

@@ -33,18 +33,20 @@ def mrope_positions(
     second_per_grid_ts: Sequence[float],
     config: ModelConfig,
 ) -> PromptPositions:
-    """Positions of a prompt's tokens, as transformers 5.23 computes them for Qwen2.5-VL (`get_rope_index`).
+    """Positions of a prompt's tokens, as transformers 5.23 computes them for each family (`get_rope_index`).
 
-    Text counts up on all three axes. An item starts where the text before it ended: its time axis advances by
-    `tokens_per_second` x seconds per temporal patch, each product cut to an integer; its height and width axes count
-    merged patches. Text goes on at the item's start plus its longer side. The next position is one past the prompt's
-    last token, as in training and in `generate`: a token stands where it stands whether it was decoded or is part of
-    a longer prompt. (`rope_deltas`, one past the largest position, would put it behind a long video's last frame.)
+    Text counts up on all three axes. An item starts where the text before it ended: its time axis advances by one per
+    temporal patch, or by `tokens_per_second` x seconds per temporal patch, each product cut to an integer; its height
+    and width axes count merged patches. Text goes on at the item's start plus its longer side. Where text tells the
+    time, every temporal patch of a video is placed by itself, as an image is. The next position is one past the
+    prompt's last token, as in training and in `generate`: a token stands where it stands whether it was decoded or is
+    part of a longer prompt. (`rope_deltas`, one past the largest position, would put it behind a long video's last
+    frame.)
 
     Args:
         token_ids: the prompt, placeholders expanded to one per merged patch.
         image_grids, video_grids: per modality in order of appearance, in patches before merging.
-        second_per_grid_ts: per video, seconds between two temporal patches.
+        second_per_grid_ts: per video, seconds between two temporal patches; used where positions count seconds.
 
     Raises:
         ValueError: the placeholders do not match the grids.
@@ -53,9 +55,7 @@ def mrope_positions(
     if len(second_per_grid_ts) != len(video_grids):
         raise ValueError(f"{len(video_grids)} videos but {len(second_per_grid_ts)} values of second_per_grid_ts")
     images = [_Item(config.image_token_id, grid, None) for grid in reversed(image_grids)]
-    videos = [_Item(config.video_token_id, grid, s) for grid, s in zip(video_grids, second_per_grid_ts, strict=True)][
-        ::-1
-    ]
+    videos = _videos(video_grids, second_per_grid_ts, config)[::-1]
     waiting = {config.image_token_id: images, config.video_token_id: videos}
     # Start of every item still to place; a plain scan in Python would be slow for long prompts.
     placeholders = torch.nonzero((ids == config.image_token_id) | (ids == config.video_token_id)).flatten().tolist()
@@ -92,11 +92,20 @@ class _Item:
         t, h, w = self.grid[0], self.grid[1] // merge, self.grid[2] // merge
         # In float32, as transformers does with the processor's tensor: the cut to an integer must fall alike.
         step = torch.tensor(1.0 if self.seconds is None else self.seconds, dtype=torch.float32)
-        if self.seconds is not None:
+        if self.seconds is not None and config.vision.tokens_per_second is not None:
             step = config.vision.tokens_per_second * step
         time = (torch.arange(t) * step).to(torch.int64)
         axes = torch.meshgrid(time, torch.arange(h), torch.arange(w), indexing="ij")
         return torch.stack(axes).flatten(1)
+
+
+def _videos(grids: Sequence[Grid], seconds: Sequence[float], config: ModelConfig) -> list[_Item]:
+    """What is placed by itself of each video, in order."""
+    token_id = config.video_token_id
+    if config.video_time == "text":
+        return [_Item(token_id, (1, h, w), None) for t, h, w in grids for _ in range(t)]
+    counted = seconds if config.video_time == "seconds" else [None] * len(grids)
+    return [_Item(token_id, grid, each) for grid, each in zip(grids, counted, strict=True)]
 
 
 def _take(waiting: dict[int, list[_Item]], token_id: int, at: int) -> _Item:
@@ -137,9 +146,19 @@ class MRope:
 
     def __init__(self, config: TextConfig, device: torch.device) -> None:
         self.inv_freq = inverse_frequencies(config.rope_theta, config.head_dim, device)
-        sections = torch.tensor(config.mrope_section, device=device)
-        self.axis = torch.repeat_interleave(torch.arange(len(sections), device=device) % 3, sections)
+        axes = _interleaved_axes if config.mrope_interleaved else _sectioned_axes
+        self.axis = torch.tensor(axes(config.mrope_section), device=device)
 
     def tables(self, positions: Tensor) -> Rotation:
         """int64 `[3, n]` -> tables for n tokens."""
         return Rotation(*ops.mrope_tables(positions, self.axis, self.inv_freq))
+
+
+def _sectioned_axes(sections: Sequence[int]) -> list[int]:
+    """TTT...HHH...WWW: the axis of each frequency, sections one after the other."""
+    return [axis % 3 for axis, count in enumerate(sections) for _ in range(count)]
+
+
+def _interleaved_axes(sections: Sequence[int]) -> list[int]:
+    """THWTHW...TTT: height and width take every third frequency until their sections are full, time all others."""
+    return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections))]

@@ -1,10 +1,12 @@
-"""The decoder of Qwen2.5-VL over a flat batch: all sequences of a step lie one after the other.
+"""The decoder over a flat batch: all sequences of a step lie one after the other.
 
 What belongs to which sequence, and where earlier keys and values are kept, is known to the `attend` hook alone.
 """
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from mini_engine.model.config import TextConfig
@@ -21,6 +23,17 @@ class Attend(Protocol):
         """q `[n, heads_local, head_dim]`, k and v `[n, kv_heads_local, head_dim]`, q and k already rotated -> a tensor
         shaped like q. The arguments may be views of one buffer: copy what is to be kept. v is not contiguous."""
         ...
+
+
+class MediaRows(NamedTuple):
+    """A piece of a media item in a flat batch: its rows from the vision tower, and the batch's row of the first.
+
+    The first `hidden_size` columns are the decoder's input; each further `hidden_size` of them are added to the output
+    of one layer, from the first layer on (DeepStack, Meng et al. 2024).
+    """
+
+    first: int
+    rows: Tensor
 
 
 class Attention(nn.Module):
@@ -40,13 +53,18 @@ class Attention(nn.Module):
             Rows(f"{source}.k_proj", config.num_kv_heads * dim, kv_part, copies),
             Rows(f"{source}.v_proj", config.num_kv_heads * dim, kv_part, copies),
         ]
-        self.qkv = ColumnParallel(config.hidden_size, rows, bias=True, at=at)
+        self.qkv = ColumnParallel(config.hidden_size, rows, bias=config.qkv_bias, at=at)
+        self.q_norm = RMSNorm(f"{source}.q_norm", dim, config.rms_norm_eps, at) if config.qk_norm else None
+        self.k_norm = RMSNorm(f"{source}.k_norm", dim, config.rms_norm_eps, at) if config.qk_norm else None
         self.o = RowParallel(f"{source}.o_proj", config.num_heads * dim, part, config.hidden_size, bias=False, at=at)
 
     def forward(self, x: Tensor, turn: Rotation, attend: Attend) -> Tensor:
         rotated = self.heads + self.kv_heads
         qkv = self.qkv(x).unflatten(-1, (rotated + self.kv_heads, self.head_dim))
         qk, v = qkv.split((rotated, self.kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split((self.heads, self.kv_heads), dim=1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
         q, k = rotate(qk, turn).split((self.heads, self.kv_heads), dim=1)
         return self.o(attend(self.layer, q, k, v).flatten(1))
 
@@ -81,9 +99,15 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(f"{source}.norm", config.hidden_size, config.rms_norm_eps, at)
 
-    def forward(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """`[n, hidden_size]` and int64 `[3, n]` -> `[n, hidden_size]`, after the final norm, the same on every rank."""
-        turn = self.rope.tables(positions)
-        for layer in self.layers:
+    def forward(self, hidden: Tensor, positions: Tensor, attend: Attend, media: Sequence[MediaRows] = ()) -> Tensor:
+        """`[n, hidden_size]` and int64 `[3, n]` -> `[n, hidden_size]`, after the final norm, the same on every rank.
+
+        `hidden` holds the first columns of `media` already.
+        """
+        turn, size = self.rope.tables(positions), hidden.shape[1]
+        for i, layer in enumerate(self.layers, 1):
             hidden = layer(hidden, turn, attend)
+            for first, rows in media:
+                if rows.shape[1] > i * size:
+                    hidden[first : first + len(rows)] += rows[:, i * size : (i + 1) * size]
         return self.norm(hidden)

@@ -1,9 +1,9 @@
-"""The vision tower of Qwen2.5-VL: patches in, rows of the decoder's width out.
+"""The vision tower: patches in, rows for the decoder out. What the families share; each has a file with the rest.
 
-Several items of any sizes go through in one call. Most layers attend within windows of a frame, a few within the whole
-frame; no layer attends across frames. Attention does not care in which order its segments, or the patches inside one,
-are laid out. So patches are sorted such that segments of equal length lie together, and each length is one batched
-product without padding or mask.
+Several items of any sizes go through in one call. A layer attends within the whole of a frame, or within windows of it;
+no layer attends across frames. Attention does not care in which order its segments, or the patches inside one, are laid
+out. So patches are sorted such that segments of equal length lie together, and each length is one batched product
+without padding or mask.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_engine.model.config import VisionConfig
-from mini_engine.model.layers import ColumnParallel, GatedMLP, Layer, Piece, RMSNorm, RowParallel, Rows
+from mini_engine.model.layers import MLP, ColumnParallel, Layer, LayerNorm, Piece, RMSNorm, RowParallel, Rows
 from mini_engine.model.parallel import Placement
 from mini_engine.model.rope import Grid, Rotation, inverse_frequencies, rotate, rotation
 
@@ -44,22 +44,24 @@ class Layout:
     patches: `[n]`, from the processor's order to the tower's.
     merged: `[n / merge unit]`, from the tower's order of merged patches back to the processor's.
     coordinates: `[n, 2]`, row and column of each patch in its frame, in the tower's order.
+    sizes: `[n, 2]`, rows and columns of that frame.
     """
 
     patches: Tensor
     merged: Tensor
     coordinates: Tensor
+    sizes: Tensor
     windows: Segments
     frames: Segments
 
 
 @lru_cache(maxsize=16)
-def layout(grids: tuple[Grid, ...], merge: int, window: int, device: torch.device) -> Layout:
+def layout(grids: tuple[Grid, ...], merge: int, window: int | None, device: torch.device) -> Layout:
     """The layout for items of these grids: `merge` patches a side become one, `window` merged patches are a window.
 
-    Raises ValueError for a grid that does not divide into merged patches.
+    Without a window, the windows are the frames. Raises ValueError for a grid that does not divide into merged patches.
     """
-    units = _units(grids, merge, window)
+    units = _units(grids, merge, window or max(max(h, w) for _, h, w in grids))
     order, window_groups = _sort_segments(units.window_length, units.window)
     frame_order, frame_groups = _sort_segments(units.frame_length[order], units.frame[order])
     corner = torch.cartesian_prod(torch.arange(merge), torch.arange(merge))
@@ -75,6 +77,7 @@ def layout(grids: tuple[Grid, ...], merge: int, window: int, device: torch.devic
         patches=_expand(order, merge**2).to(device),
         merged=torch.argsort(order).to(device),
         coordinates=coordinates.to(device),
+        sizes=(units.size[order] * merge).repeat_interleave(merge**2, 0).to(device),
         windows=Segments(None, None, patches_of(window_groups)),
         frames=Segments(None if to_frames is None else to_frames.to(device), from_frames, patches_of(frame_groups)),
     )
@@ -85,6 +88,7 @@ class _Units:
     """Per merged patch of a call, in the processor's order: the segments that it belongs to, and their lengths."""
 
     corner: Tensor  # [units, 2] row and column in the frame
+    size: Tensor  # [units, 2] of the frame, in merged patches
     window: Tensor
     window_length: Tensor
     frame: Tensor
@@ -105,7 +109,7 @@ def _units(grids: Sequence[Grid], merge: int, window: int) -> _Units:
         index = first_window + (frame * down + top) * across + left
         corner = torch.stack((row, col), dim=-1).flatten(0, 2)
         parts = (index, length, frame + first_frame, torch.full_like(frame, h * w))
-        columns.append((corner, *(part.flatten() for part in parts)))
+        columns.append((corner, torch.tensor([[h, w]]).expand_as(corner), *(part.flatten() for part in parts)))
         first_window += t * down * across
         first_frame += t
     return _Units(*(torch.cat(column) for column in zip(*columns, strict=True)))
@@ -137,20 +141,23 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[tuple[in
 class PatchEmbed(Layer):
     """One linear map of a flattened patch: a convolution whose stride is its kernel. Replicated."""
 
-    def __init__(self, source: str, config: VisionConfig, at: Placement) -> None:
+    def __init__(self, source: str, config: VisionConfig, bias: bool, at: Placement) -> None:
         super().__init__()
         self.source, self.copies = source, at.tp.size
         p = config.patch_size
         self.kernel = (config.in_channels, config.temporal_patch_size, p, p)
         self.weight = at.empty(config.hidden_size, config.patch_dim)
+        self.bias = at.empty(config.hidden_size) if bias else None
 
     def forward(self, patches: Tensor) -> Tensor:
-        return F.linear(patches, self.weight)
+        return F.linear(patches, self.weight, self.bias)
 
     def pieces(self) -> Iterator[Piece]:
         rows = len(self.weight)
         target = self.weight.view(rows, *self.kernel)
         yield Piece(f"{self.source}.weight", tuple(target.shape), (slice(0, rows),), target, self.copies)
+        if self.bias is not None:
+            yield Piece(f"{self.source}.bias", (rows,), (slice(0, rows),), self.bias, self.copies)
 
 
 class VisionAttention(nn.Module):
@@ -175,13 +182,16 @@ class VisionAttention(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    def __init__(self, source: str, config: VisionConfig, at: Placement) -> None:
+    """One layer, of a family's kind of norm and MLP."""
+
+    def __init__(
+        self, source: str, config: VisionConfig, norm: type[RMSNorm | LayerNorm], mlp: nn.Module, at: Placement
+    ) -> None:
         super().__init__()
-        size = config.hidden_size
-        self.norm1 = RMSNorm(f"{source}.norm1", size, NORM_EPS, at)
+        self.norm1 = norm(f"{source}.norm1", config.hidden_size, NORM_EPS, at)
         self.attention = VisionAttention(f"{source}.attn", config, at)
-        self.norm2 = RMSNorm(f"{source}.norm2", size, NORM_EPS, at)
-        self.mlp = GatedMLP(f"{source}.mlp", size, config.intermediate_size, bias=True, at=at)
+        self.norm2 = norm(f"{source}.norm2", config.hidden_size, NORM_EPS, at)
+        self.mlp = mlp
 
     def forward(self, x: Tensor, segments: Segments, turn: Rotation) -> Tensor:
         attended = self.norm1(x)
@@ -194,34 +204,57 @@ class VisionBlock(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Joins the patches of one merge unit and maps them to the decoder's width."""
+    """Joins the patches of one merge unit and maps them to the decoder's width.
 
-    def __init__(self, source: str, config: VisionConfig, at: Placement) -> None:
+    Args:
+        norm: of each patch, or of the joined patches, as its size says.
+        up, down: checkpoint names of the two linear maps.
+    """
+
+    def __init__(self, norm: RMSNorm | LayerNorm, up: str, down: str, config: VisionConfig, at: Placement) -> None:
         super().__init__()
-        self.inner = config.hidden_size * config.merge_unit
-        part = at.tp.part(self.inner)
-        self.norm = RMSNorm(f"{source}.ln_q", config.hidden_size, NORM_EPS, at)
-        self.up = ColumnParallel(self.inner, [Rows(f"{source}.mlp.0", self.inner, part)], bias=True, at=at)
-        self.down = RowParallel(f"{source}.mlp.2", self.inner, part, config.out_hidden_size, bias=True, at=at)
+        self.joined = config.hidden_size * config.merge_unit
+        self.norm = norm
+        self.mlp = MLP(up, down, (self.joined, self.joined, config.out_hidden_size), F.gelu, at)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(self.norm(x).view(-1, self.inner))))
+        return self.mlp(self.norm(x.view(-1, *self.norm.weight.shape)).view(-1, self.joined))
 
 
 class VisionTower(nn.Module):
-    """The whole tower, sharded over the ranks; every rank gets all rows.
+    """The whole tower, sharded over the ranks; every rank gets all rows. A family says which norm, MLP and mergers.
 
     Raises ValueError at construction if the heads do not divide by the ranks.
     """
+
+    norm: type[RMSNorm | LayerNorm]
+    patch_bias = False
 
     def __init__(self, config: VisionConfig, at: Placement, source: str = "model.visual") -> None:
         super().__init__()
         at.tp.check_heads("vision attention", config.num_heads)
         self.config = config
         self.inv_freq = inverse_frequencies(config.rope_theta, config.head_dim // 2, at.device)
-        self.patch_embed = PatchEmbed(f"{source}.patch_embed.proj", config, at)
-        self.blocks = nn.ModuleList(VisionBlock(f"{source}.blocks.{i}", config, at) for i in range(config.depth))
-        self.merger = PatchMerger(f"{source}.merger", config, at)
+        self.patch_embed = PatchEmbed(f"{source}.patch_embed.proj", config, self.patch_bias, at)
+        sources = [f"{source}.blocks.{i}" for i in range(config.depth)]
+        self.blocks = nn.ModuleList(
+            VisionBlock(block, config, self.norm, self.make_mlp(f"{block}.mlp", at), at) for block in sources
+        )
+        self.merger = self.make_merger(f"{source}.merger", at)
+        deeper = [f"{source}.deepstack_merger_list.{n}" for n in range(len(config.deepstack_layers))]
+        self.deepstack = nn.ModuleList(self.make_deepstack(each, at) for each in deeper)
+
+    def make_mlp(self, source: str, at: Placement) -> nn.Module:
+        """The MLP of one layer."""
+        raise NotImplementedError
+
+    def make_merger(self, source: str, at: Placement) -> nn.Module:
+        """What follows the last layer."""
+        raise NotImplementedError
+
+    def make_deepstack(self, source: str, at: Placement) -> nn.Module:
+        """What follows each of the `deepstack_layers`, where there are any."""
+        raise NotImplementedError
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Encode all items of a call.
@@ -232,7 +265,7 @@ class VisionTower(nn.Module):
             grids: per item (time, height, width) in patches; n is the sum of their products.
 
         Returns:
-            `[n / merge unit, out_hidden_size]`, in the same order.
+            `[n / merge unit, row_size]`, in the same order.
 
         Raises:
             ValueError: the grids do not fit the patches.
@@ -241,14 +274,22 @@ class VisionTower(nn.Module):
             raise ValueError(f"{len(patches)} patches do not fill the grids {[tuple(g) for g in grids]}")
         cfg = self.config
         where = layout(tuple(map(tuple, grids)), cfg.spatial_merge_size, cfg.merged_window, patches.device)
-        x = self.patch_embed(patches).index_select(0, where.patches)
+        x = self.embed(patches, where)
         angles = (where.coordinates.unsqueeze(-1).float() * self.inv_freq).flatten(1)
         in_windows = rotation(angles)
         order = where.frames.order
         in_frames = in_windows if order is None else Rotation(*(table.index_select(0, order) for table in in_windows))
+        deeper: list[Tensor] = []
         for i, block in enumerate(self.blocks):
-            if i in cfg.fullatt_block_indexes:
+            if cfg.window_size is None or i in cfg.full_attention_layers:
                 x = block(x, where.frames, in_frames)
             else:
                 x = block(x, where.windows, in_windows)
-        return self.merger(x).index_select(0, where.merged)
+            if i in cfg.deepstack_layers:
+                deeper.append(self.deepstack[cfg.deepstack_layers.index(i)](x))
+        rows = self.merger(x)
+        return (torch.cat((rows, *deeper), dim=-1) if deeper else rows).index_select(0, where.merged)
+
+    def embed(self, patches: Tensor, where: Layout) -> Tensor:
+        """The first layer's input, `[n, hidden_size]` in the tower's order."""
+        return self.patch_embed(patches).index_select(0, where.patches)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
+from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker.attention import StepAttention
 from mini_engine.worker.block_tables import columns_of
 from mini_engine.worker.triton_attention import TritonAttention, TritonBackend
@@ -43,7 +43,7 @@ class DecodeStep:
         longest: most tokens of a sequence.
     """
 
-    def __init__(self, model: Qwen2_5_VL, backend: TritonBackend, rows: int, longest: int) -> None:
+    def __init__(self, model: VisionLanguageModel, backend: TritonBackend, rows: int, longest: int) -> None:
         cache = backend.cache
         device, spare = cache.storage.device, cache.num_blocks
         assert cache.spare, "padding writes to the block after the last"
@@ -102,7 +102,7 @@ class DecodeStep:
 class DecodeGraphs:
     """The steps of all sizes up to `most` sequences."""
 
-    def __init__(self, model: Qwen2_5_VL, backend: TritonBackend, most: int, longest: int) -> None:
+    def __init__(self, model: VisionLanguageModel, backend: TritonBackend, most: int, longest: int) -> None:
         self._sizes = sizes(most)
         self._steps = [DecodeStep(model, backend, size, longest) for size in self._sizes]
 

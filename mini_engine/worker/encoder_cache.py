@@ -21,7 +21,7 @@ class _Begun:
 
 
 class EncoderCache(Mapping[bytes, Tensor]):
-    """`media_hash` -> embeddings `[num_tokens, hidden_size]` on the rank's device; kept until they are evicted.
+    """`media_hash` -> embeddings `[num_tokens, row_size]` on the rank's device; kept until they are evicted.
 
     As a mapping it holds whole items only: nobody reads one of which a part is still to come.
     """

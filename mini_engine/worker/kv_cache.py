@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.free_memory import available_memory, ipc_gpu_bytes
+from mini_engine.free_memory import available_memory
 from mini_engine.kernels import ops
-from mini_engine.model.qwen2_5_vl import AttentionShape
+from mini_engine.model.vision_language import AttentionShape
+from mini_engine.worker.device_memory import MemoryUse
 
 CPU_MEMORY = 1 << 30  # bytes for the blocks where no flag says how many
 
@@ -84,12 +85,17 @@ class KVCache:
 
 
 def count_blocks(
-    config: EngineConfig, shape: AttentionShape, dtype: torch.dtype, longest: int, device: torch.device
+    config: EngineConfig,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    longest: int,
+    device: torch.device,
+    use: MemoryUse | None = None,
 ) -> int:
     """How many blocks to allocate: `--num-gpu-blocks-override`, or what fits into the memory for them, but no more than
     `--max-num-seqs` sequences of `longest` tokens fill.
 
-    Call it when the weights are loaded: on CUDA they count as memory in use.
+    `use` is what all else takes of a CUDA device; needed there unless one of the flags gives the size.
 
     Raises:
         ConfigError: not a single block fits, or the device has less memory than a flag asks for.
@@ -98,7 +104,7 @@ def count_blocks(
     if config.num_gpu_blocks_override is not None:
         _check_free(config, config.num_gpu_blocks_override * block_bytes, "--num-gpu-blocks-override", device)
         return config.num_gpu_blocks_override
-    memory, origin = _memory(config, device)
+    memory, origin = _memory(config, use)
     fit = memory // block_bytes
     if fit < 1:
         raise ConfigError(
@@ -127,14 +133,11 @@ def _check_free(config: EngineConfig, nbytes: int, flag: str, device: torch.devi
         )
 
 
-def _memory(config: EngineConfig, device: torch.device) -> tuple[int, str]:
+def _memory(config: EngineConfig, use: MemoryUse | None) -> tuple[int, str]:
     """Bytes for all blocks of one rank, and what set them."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes, f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
-    if device.type == "cpu":
+    if use is None:
         return CPU_MEMORY, "the CPU's default"
-    free, total = torch.cuda.mem_get_info(device)
-    used = total - free  # by any process, not by this one alone
     share = config.gpu_memory_utilization
-    # Taken off whether it is in use already or not: the API servers start at the same time.
-    return int(share * total) - used - ipc_gpu_bytes(config), f"--gpu-memory-utilization {share:g}"
+    return use.left(share), f"--gpu-memory-utilization {share:g} ({use})"

@@ -25,8 +25,9 @@ from mini_engine.messages import (
     TensorHandle,
 )
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
 from mini_engine.model.rope import Grid
+from mini_engine.model.text import MediaRows
+from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker import sampler
 from mini_engine.worker.attention import AttentionBackend, StepAttention
 from mini_engine.worker.batch import FlatBatch, build_batch
@@ -82,7 +83,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Qwen2_5_VL,
+        model: VisionLanguageModel,
         attention: AttentionBackend,
         media: Media,
         normalise: Normalisation,
@@ -105,6 +106,16 @@ class ModelRunner:
         self._store = MediaStore(media.tensor, media.stored)
         self._decode: DecodeBatch | None = None  # the last step's, if it was one
         self._sampling: Sampling | None = None  # the last step's, as long as its tokens are not taken
+
+    @property
+    def device(self) -> torch.device:
+        """Where the computation runs."""
+        return self._device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of the computation."""
+        return self._dtype
 
     @property
     def num_blocks(self) -> int:
@@ -141,7 +152,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def encode_patches(self, raw: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
-        """Raw uint8 patches of each item, and its (t, h, w) in patches -> its rows `[num_tokens, hidden_size]`.
+        """Raw uint8 patches of each item, and its (t, h, w) in patches -> its rows `[num_tokens, row_size]`.
 
         The patches are only read; they may lie on the CPU. A collective: every rank makes the same call.
         """
@@ -218,21 +229,21 @@ class ModelRunner:
             self._cache.clear(unwritten)
 
     def _run(self, batch: FlatBatch, attend: StepAttention) -> Sampling | None:
-        positions = to_device(batch.positions, self._device)
+        token_ids, positions = to_device(batch.token_ids, self._device), to_device(batch.positions, self._device)
         if self._graphs is not None and self._decode is not None:
-            hidden = self._graphs.run(batch.token_ids, positions, to_device(batch.slots, self._device), attend)
+            hidden = self._graphs.run(token_ids, positions, to_device(batch.slots, self._device), attend)
         else:
-            hidden = self._model(self._embed(batch), positions, attend)
+            media = self._media_rows(batch)
+            hidden = self._model(self._model.embed(token_ids, media), positions, attend, media)
         return self._sample(hidden, batch) if batch.sampled else None
 
-    def _embed(self, batch: FlatBatch) -> Tensor:
-        """`[n, hidden_size]`, the rows of media in their placeholders' place."""
-        hidden = self._model.embed(to_device(batch.token_ids, self._device))
-        for part in batch.in_prompt:
-            for token, rows in part.sequence.embeddings_within(part.chunk.start, part.stop, self._encoded):
-                first = part.first + token - part.chunk.start
-                hidden[first : first + len(rows)] = rows
-        return hidden
+    def _media_rows(self, batch: FlatBatch) -> list[MediaRows]:
+        """What of the batch is media."""
+        return [
+            MediaRows(part.first + token - part.chunk.start, rows)
+            for part in batch.in_prompt
+            for token, rows in part.sequence.embeddings_within(part.chunk.start, part.stop, self._encoded)
+        ]
 
     def _sample(self, hidden: Tensor, batch: FlatBatch) -> Sampling:
         """The next token of every chunk that samples, kept on every rank, reported by rank 0."""

@@ -110,18 +110,21 @@ class SequenceState:
     def embeddings_within(self, start: int, stop: int, encoded: Mapping[bytes, Tensor]) -> Iterator[tuple[int, Tensor]]:
         """(first token, rows) for each piece of a media item among the tokens `start .. stop`.
 
-        `encoded`: embeddings `[num_tokens, hidden_size]` of whole items by media hash.
+        `encoded`: embeddings `[num_tokens, row_size]` of whole items by media hash.
 
         Raises:
             RuntimeError: an item is not there that one of these tokens needs.
         """
         for index, item in enumerate(self.media):
-            first, last = max(start, item.offset), min(stop, item.offset + item.num_tokens)
-            if first < last:
+            for run, offset in enumerate(item.offsets):
+                first, last = max(start, offset), min(stop, offset + item.run_length)
+                if first >= last:
+                    continue
                 rows = encoded.get(item.media_hash)
                 if rows is None:
                     raise RuntimeError(f"{self.request_id}: item {index} is needed at token {first} but not encoded")
-                yield first, rows[first - item.offset : last - item.offset]
+                before = offset - run * item.run_length  # tokens of the prompt that are none of the item's
+                yield first, rows[first - before : last - before]
 
 
 def _of(media: Sequence[MediaItem], modality: str) -> list[MediaItem]:

@@ -21,18 +21,21 @@ import torch.distributed as dist
 from mini_engine.child import Child
 from mini_engine.config import AttentionBackendName, ConfigError, EngineConfig
 from mini_engine.messages import Chunk, Init, NewSequence, SamplingParams, Step, WorkerReady
+from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
+from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
 from mini_engine.transport.cuda_memory import CudaMapped
 from mini_engine.worker.attention import AttentionBackend, choose_backend, make_backend
+from mini_engine.worker.device_memory import MemoryUse, longest_sequence
 from mini_engine.worker.kv_cache import KVCache, count_blocks
 from mini_engine.worker.media_inputs import MediaInputs, stay
 from mini_engine.worker.model_runner import DecodeSteps, ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.pinning import PinnedMemory
+from mini_engine.worker.profiling import profile
 from mini_engine.worker.serving import Watch, serve, serve_ahead, wait_for_device
 
 logger = logging.getLogger(__name__)
@@ -49,11 +52,16 @@ def run(child: Child) -> None:
     media = receive_media(child, init, engine, rank, device, pinned)
     torch.set_num_threads(choose_threads(init.config))
     tp = join_group(init, engine, rank, device)
-    model = load_model(init.model_dir, tp, choose_dtype(init.config), device)
-    normalise = Normalisation.from_dir(init.model_dir)
-    attention = make_attention(init.config, model, backend)
-    graphs = record_graphs(init.config, model, attention)
-    runner = ModelRunner(model, attention, media, normalise, tp, pinned.to_device if pinned else None, graphs)
+    model = load(init.model_dir, init.config, tp, device)
+    normalise, to_device = Normalisation.from_dir(init.model_dir), pinned.to_device if pinned else None
+
+    def runner_with(num_blocks: int, recorded: bool = False) -> ModelRunner:
+        attention = make_attention(init.config, model, backend, num_blocks)
+        graphs = record_graphs(init.config, model, attention) if recorded else None
+        return ModelRunner(model, attention, media, normalise, tp, to_device, graphs)
+
+    use = profile(init.config, init.model_dir, init.media_cache, model.config, runner_with)
+    runner = runner_with(choose_num_blocks(init.config, model, use), recorded=True)
     warm_up(runner, model.config.vision)
     # What is loaded stays: the collector need not walk over it again and again.
     gc.collect()
@@ -67,6 +75,23 @@ def run(child: Child) -> None:
         serve(core, child.encoder, runner)
     with contextlib.closing(Watch(child.context, wait_for_device)) as watch:
         serve_ahead(core, child.encoder, runner, watch)
+
+
+def load(model_dir: str, config: EngineConfig, tp: TensorParallel, device: torch.device) -> VisionLanguageModel:
+    """This rank's part of the model.
+
+    Raises:
+        ConfigError: the weights cannot be used, or the device has no room for them.
+    """
+    try:
+        spread = config.mm_encoder_tp_mode == "data"
+        return load_model(model_dir, tp, choose_dtype(config), device, config.load_format, spread)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"{device} has no room for the weights; raise --tensor-parallel-size, or choose --dtype bfloat16"
+        ) from None
 
 
 def choose_threads(config: EngineConfig) -> int:
@@ -86,29 +111,44 @@ def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:
     """
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    index = engine * config.tensor_parallel_size + rank
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device here; choose --device cpu or auto")
-    if index >= torch.cuda.device_count():
+    index, devices = engine * config.tensor_parallel_size + rank, torch.cuda.device_count()
+    if config.distributed_backend == "gloo":
+        index %= devices
+    if index >= devices:
         raise ConfigError(
-            f"worker {engine}.{rank} needs CUDA device {index}, but there are {torch.cuda.device_count()}; "
-            "lower --tensor-parallel-size or --data-parallel-size, or choose --device cpu"
+            f"worker {engine}.{rank} needs CUDA device {index}, but there are {devices}; lower --tensor-parallel-size "
+            "or --data-parallel-size, choose --device cpu, or let workers share devices: --distributed-backend gloo"
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 
 
+def choose_collectives(config: EngineConfig, device: torch.device) -> str:
+    """What torch.distributed runs on: "nccl" or "gloo".
+
+    Raises:
+        ConfigError: NCCL was asked for on a CPU.
+    """
+    if config.distributed_backend == "auto":
+        return "nccl" if device.type == "cuda" else "gloo"
+    if config.distributed_backend == "nccl" and device.type == "cpu":
+        raise ConfigError("--distributed-backend: nccl needs CUDA devices, and there is none here; use gloo or auto")
+    return config.distributed_backend
+
+
 def join_group(init: Init, engine: int, rank: int, device: torch.device) -> TensorParallel:
     """Meet the engine's other ranks; waits for them. A collective that takes too long raises on every rank."""
-    size = init.config.tensor_parallel_size
+    size, backend = init.config.tensor_parallel_size, choose_collectives(init.config, device)
     if size == 1:
         return TensorParallel()
     # Gloo would otherwise listen on whatever address the host's name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(Path(init.runtime_dir) / f"ranks-{engine}"), size)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        backend,
         store=store,
         rank=rank,
         world_size=size,
@@ -150,23 +190,25 @@ def fetch_beside(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tenso
     return moved
 
 
-def make_attention(config: EngineConfig, model: Qwen2_5_VL, backend: AttentionBackendName) -> AttentionBackend:
-    """Attention over the rank's KV cache, which has the model's device and dtype."""
-    some = next(model.parameters())
-    longest = longest_sequence(config, model)
-    num_blocks = count_blocks(config, model.attention_shape, some.dtype, longest, some.device)
+def choose_num_blocks(config: EngineConfig, model: VisionLanguageModel, use: MemoryUse | None) -> int:
+    """Blocks of the rank's KV cache; `use` as for `count_blocks`."""
+    some, longest = next(model.parameters()), longest_sequence(config, model.config)
+    num_blocks = count_blocks(config, model.attention_shape, some.dtype, longest, some.device, use)
     logger.info(
         "model loaded: %s on %s with %d thread(s), %d KV blocks of %d tokens",
         str(some.dtype).removeprefix("torch."), some.device, torch.get_num_threads(), num_blocks, config.block_size,
     )  # fmt: skip
+    return num_blocks
+
+
+def make_attention(
+    config: EngineConfig, model: VisionLanguageModel, backend: AttentionBackendName, num_blocks: int
+) -> AttentionBackend:
+    """Attention over a KV cache of the model's device and dtype."""
+    some = next(model.parameters())
     spare = int(has_graphs(config, some.device, backend))
     cache = KVCache.allocate(model.attention_shape, num_blocks, config.block_size, some.dtype, some.device, spare)
-    return make_backend(backend, cache, longest)
-
-
-def longest_sequence(config: EngineConfig, model: Qwen2_5_VL) -> int:
-    """Most tokens of a sequence."""
-    return config.max_model_len or model.config.text.max_position_embeddings
+    return make_backend(backend, cache, longest_sequence(config, model.config))
 
 
 def has_graphs(config: EngineConfig, device: torch.device, backend: AttentionBackendName) -> bool:
@@ -175,7 +217,7 @@ def has_graphs(config: EngineConfig, device: torch.device, backend: AttentionBac
     return device.type == "cuda" and backend == "triton" and not config.enforce_eager and not waits
 
 
-def record_graphs(config: EngineConfig, model: Qwen2_5_VL, attention: AttentionBackend) -> DecodeSteps | None:
+def record_graphs(config: EngineConfig, model: VisionLanguageModel, attention: AttentionBackend) -> DecodeSteps | None:
     """Graphs of decode steps for up to `--max-num-seqs` sequences; None where there are none."""
     if not attention.cache.spare:
         return None
@@ -184,7 +226,7 @@ def record_graphs(config: EngineConfig, model: Qwen2_5_VL, attention: AttentionB
 
     assert isinstance(attention, TritonBackend)
     begun = time.monotonic()
-    graphs = DecodeGraphs(model, attention, config.max_num_seqs, longest_sequence(config, model))
+    graphs = DecodeGraphs(model, attention, config.max_num_seqs, longest_sequence(config, model.config))
     graphs.capture()
     logger.info("%d CUDA graphs of decode steps recorded in %.1f s", len(graphs), time.monotonic() - begun)
     return graphs

@@ -18,15 +18,16 @@ import openai
 import zmq.asyncio
 from PIL import Image
 
-from mini_engine.api.admission import MediaAdmission, RequestAdmission
+from mini_engine.api.admission import BodyAdmission, MediaAdmission, RequestAdmission
 from mini_engine.api.app import Frontend, create_app
 from mini_engine.api.chat import ChatRenderer
+from mini_engine.api.connection import BodyLimits
 from mini_engine.api.door import Work
 from mini_engine.api.engine_client import EngineClient
+from mini_engine.api.http_server import HttpServer
 from mini_engine.api.media_loader import DecodeRules, MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
-from mini_engine.api.server import HttpServer
 from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.config import EngineConfig
 from mini_engine.media.limits import DecodeLimits
@@ -114,6 +115,7 @@ async def serve(
     rules: DecodeRules | None = None,
 ) -> AsyncIterator[Served]:
     """Everything up, a request may be sent; everything down again at the end."""
+    config = EngineConfig(**(settings or {}))
     context = zmq.asyncio.Context()
     endpoint = f"ipc://{directory}/core"
     core = ScriptedCore(context, endpoint, script)
@@ -129,7 +131,7 @@ async def serve(
         renderer=ChatRenderer(processor.hf_processor),
         tokenizer=processor.hf_processor.tokenizer,
         vocabulary=Vocabulary(processor.hf_processor.tokenizer),
-        max_request_bytes=MAX_REQUEST_BYTES,
+        body_limits=BodyLimits(MAX_REQUEST_BYTES, config.timeout_client, BodyAdmission(MAX_REQUEST_BYTES)),
         requests=RequestAdmission(MAX_REQUESTS),
         admission=MediaAdmission(4, MAX_INFLIGHT_BYTES, MAX_MEDIA_BYTES),
         media_settings=media_settings(processor),
@@ -146,7 +148,6 @@ async def serve(
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     started = asyncio.Event()
-    config = EngineConfig(**(settings or {}))
     app = create_app(frontend, config)
     server = HttpServer(app, config, started.set)
     tasks = [asyncio.create_task(work) for work in (core.run(), engines.run())]

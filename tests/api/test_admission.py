@@ -8,7 +8,7 @@ from mini_engine.metrics import REGISTRY
 
 
 async def hold(admission: MediaAdmission, items: int, entered: list[int], leave: asyncio.Event) -> None:
-    async with admission.admit([0] * items):
+    async with admission.in_line(items):
         entered.append(items)
         await leave.wait()
 
@@ -86,76 +86,71 @@ def gauge() -> float | None:
     return REGISTRY.get_sample_value("mini_engine:inflight_media_bytes")
 
 
-async def refused(admission: MediaAdmission, *sizes: int | None) -> ApiError:
+def refused(admission: MediaAdmission, *sizes: int | None) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        async with admission.admit(sizes):
+        with admission.reserve(sizes):
             pass
     return caught.value
 
 
 def test_bytes_are_reserved_at_once_and_given_back() -> None:
-    async def scenario() -> None:
-        admission, before = MediaAdmission(8, 1000, 100), rejected("inflight_media")
-        async with admission.admit([300, None, 200]) as first:
-            assert admission.inflight_bytes == gauge() == 600  # 100 for what is not known
-            async with admission.admit([400]):
-                error = await refused(admission, 1)
-                assert (error.status, error.headers["Retry-After"]) == (429, "1")
-                assert error.body.type == "rate_limit_error"
-                assert "--max-inflight-media-gb" in error.body.message
-                assert rejected("inflight_media") == before + 1
-                async with admission.admit([]):  # needs none
-                    pass
-                first.correct(510)
-                assert admission.inflight_bytes == gauge() == 910
-                async with admission.admit([90]):
-                    assert gauge() == 1000
-        assert admission.inflight_bytes == gauge() == 0
+    admission, before = MediaAdmission(8, 1000, 100), rejected("inflight_media")
+    with admission.reserve([300, None, 200]) as first:
+        assert admission.inflight_bytes == gauge() == 600  # 100 for what is not known
+        with admission.reserve([400]):
+            error = refused(admission, 1)
+            assert (error.status, error.headers["Retry-After"]) == (429, "1")
+            assert error.body.type == "rate_limit_error"
+            assert "1000 of the 1000 of --max-inflight-media-gb are taken" in error.body.message
+            assert rejected("inflight_media") == before + 1
+            with admission.reserve([]):  # needs none
+                pass
+            first.correct(510)
+            assert admission.inflight_bytes == gauge() == 910
+            with admission.reserve([90]):
+                assert gauge() == 1000
+    assert admission.inflight_bytes == gauge() == 0
 
-    asyncio.run(scenario())
+
+def test_what_other_servers_are_to_send_leaves_room_for_what_is_here() -> None:
+    admission = MediaAdmission(8, 1000, 250)
+    with admission.reserve([None, None]) as first, admission.reserve([None]):
+        error = refused(admission, None)
+        assert "750 of the 750 for what is being fetched from other servers" in error.body.message
+        with admission.reserve([250]):
+            assert "1000 of the 1000" in refused(admission, 1).body.message
+        first.correct(100)  # it is here now
+        with admission.reserve([None, None]):
+            assert admission.inflight_bytes == 850
+        with admission.reserve([650]):
+            pass
+    assert (admission.inflight_bytes, admission.unknown_bytes) == (0, 0)
 
 
 def test_bytes_that_fit_never_are_no_matter_of_waiting() -> None:
-    async def scenario() -> None:
-        admission = MediaAdmission(8, 1000, 600)
-        error = await refused(admission, 900, 101)
-        assert (error.status, error.body.code) == (400, "media_too_large")
-        assert "1001" in error.body.message and "--max-inflight-media-gb" in error.body.message
-        async with admission.admit([None, None]) as alone:  # may have 1200: served when there is no other
-            assert admission.inflight_bytes == 1000
-            assert (await refused(admission, 1)).status == 429
-            alone.correct(1000)
-            with pytest.raises(ApiError) as caught:
-                alone.correct(1001)
-            assert caught.value.status == 400
-        assert admission.inflight_bytes == gauge() == 0
-
-    asyncio.run(scenario())
+    admission = MediaAdmission(8, 1000, 600)
+    error = refused(admission, 900, 101)
+    assert (error.status, error.body.code) == (400, "media_too_large")
+    assert "1001" in error.body.message and "--max-inflight-media-gb" in error.body.message
+    with admission.reserve([None, None]) as alone:  # may have 1200: served when there are no others like it
+        assert admission.inflight_bytes == 750
+        assert refused(admission, None).status == 429
+        alone.correct(1000)
+        with pytest.raises(ApiError) as caught:
+            alone.correct(1001)
+        assert caught.value.status == 400
+    assert admission.inflight_bytes == gauge() == 0
 
 
 def test_bytes_are_given_back_on_every_way_out() -> None:
-    async def scenario() -> None:
-        admission = MediaAdmission(1, 1000, 100)
-        with pytest.raises(RuntimeError):
-            async with admission.admit([10]) as reservation:
-                reservation.correct(20)
-                raise RuntimeError
-        assert admission.inflight_bytes == admission.admitted == 0
-        leave = asyncio.Event()
-
-        async def one() -> None:
-            async with admission.admit([10]):
-                await leave.wait()
-
-        tasks = [asyncio.create_task(one()) for _ in range(3)]
-        await settle()
-        assert (admission.inflight_bytes, admission.waiting) == (30, 2)  # those in line have their room already
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert admission.inflight_bytes == admission.admitted == admission.waiting == 0
-
-    asyncio.run(scenario())
+    admission = MediaAdmission(1, 1000, 100)
+    with pytest.raises(RuntimeError), admission.reserve([10, None]) as reservation:
+        reservation.correct(20)
+        raise RuntimeError
+    assert admission.inflight_bytes == admission.unknown_bytes == 0
+    with pytest.raises(RuntimeError), admission.reserve([10, None]):
+        raise RuntimeError
+    assert admission.inflight_bytes == admission.unknown_bytes == 0
 
 
 def test_unfinished_requests() -> None:

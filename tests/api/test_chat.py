@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from transformers import AutoProcessor
 
-from mini_engine.api.chat import ChatError, ChatRenderer, PlacedItem
+from mini_engine.api.chat import ChatError, ChatRenderer, PlacedItem, Placeholder
 from tests.media import tiny_processor
 
 
@@ -64,7 +64,7 @@ def test_ids_equal_those_of_the_processors_full_call(hf: Any, renderer: ChatRend
         else:
             media["video"].append(pixels.integers(0, 256, (4 + 2 * index, *shape), dtype=np.uint8))
             grid = hf.video_processor(media["video"][-1:], return_tensors="pt")["video_grid_thw"]
-        lengths.append((ref.modality, int(grid.prod()) // 4))
+        lengths.append(Placeholder(ref.modality, int(grid.prod()) // 4))
 
     ours = renderer.expand(renderer.render(messages), lengths)
 
@@ -86,7 +86,7 @@ def test_ids_equal_those_of_the_processors_full_call(hf: Any, renderer: ChatRend
     ][0]
     assert ours.token_ids == list(theirs)
     token_of = {"image": hf.image_token_id, "video": hf.video_token_id}
-    assert [(item.modality, item.length) for item in ours.items] == lengths
+    assert [Placeholder(item.modality, item.length) for item in ours.items] == lengths
     for item in ours.items:
         stretch = ours.token_ids[item.offset : item.offset + item.length]
         assert stretch == [token_of[item.modality]] * item.length
@@ -183,12 +183,24 @@ def test_other_templates(hf: Any) -> None:
 
 def test_expand(hf: Any, renderer: ChatRenderer) -> None:
     picture, clip = hf.image_token_id, hf.video_token_id
-    expanded = renderer.expand([1, clip, clip, 2, picture], [("video", 3), ("video", 1), ("image", 2)])
+    wanted = [Placeholder("video", 3), Placeholder("video", 1), Placeholder("image", 2)]
+    expanded = renderer.expand([1, clip, clip, 2, picture], wanted)
     assert expanded.token_ids == [1, clip, clip, clip, clip, 2, picture, picture]
     assert expanded.items == [PlacedItem("video", 1, 3), PlacedItem("video", 4, 1), PlacedItem("image", 6, 2)]
     for items in ([], [("image", 3)], [("video", 0)], [("video", 1), ("video", 1)]):
         with pytest.raises(ValueError, match="item"):
-            renderer.expand([1, clip], items)
+            renderer.expand([1, clip], [Placeholder(*item) for item in items])
+
+
+def test_text_between_the_runs_of_an_item(hf: Any, renderer: ChatRenderer) -> None:
+    clip = hf.video_token_id
+    times = [hf.tokenizer.encode(f"<{time} seconds>") for time in ("0.5", "12.5")]
+    text = "<0.5 seconds><|video_pad|><12.5 seconds><|video_pad|>"
+    expanded = renderer.expand([1, clip, clip, 2], [Placeholder("video", 6, text), Placeholder("video", 2)])
+    first = 1 + len(times[0])
+    second = first + 3 + len(times[1])
+    assert expanded.token_ids == [1, *times[0], *[clip] * 3, *times[1], *[clip] * 3, *[clip] * 2, 2]
+    assert expanded.items == [PlacedItem("video", first, 6, [second]), PlacedItem("video", second + 3, 2)]
 
 
 def test_threads_at_once(renderer: ChatRenderer) -> None:

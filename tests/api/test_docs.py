@@ -4,15 +4,19 @@ import re
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import msgspec
 import pytest
 from openai.types import chat, completion_create_params
 
-from mini_engine.api import app, completions, operation, tokens
+from mini_engine import metrics
+from mini_engine.api import app, completions, errors, operation, tokens
+from mini_engine.api.body import MAX_JSON_VALUES, Body, range_of
+from mini_engine.api.chat import PART_TYPES
 from mini_engine.api.completion_protocol import CompletionRequest
-from mini_engine.api.protocol import Body, ChatRequest, range_of
+from mini_engine.api.connection import LEAST_BYTES
+from mini_engine.api.protocol import MAX_MEDIA_SETTINGS, MAX_MESSAGES, MAX_PARTS, ChatRequest
 from mini_engine.api.responses import Timings
 from mini_engine.api.tokens import DetokenizeRequest, TokenizeRequest
 from mini_engine.config import EngineConfig
@@ -78,10 +82,71 @@ def test_the_stages_of_a_request_are_named_with_their_histograms() -> None:
     assert stages == {stage: name.removeprefix("mini_engine:") for stage, name in histograms.items()} | {"other": ""}
 
 
+def test_every_code_of_an_error_stands_in_the_table() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([\d, ]+) \| .+ \|$", PAGE, re.MULTILINE)
+    assert dict(rows) == {code: ", ".join(map(str, statuses)) for code, statuses in errors.STATUSES.items()}
+    assert sorted(code for code, _ in rows) == sorted(get_args(errors.Code))
+
+
+def test_every_code_of_an_error_is_used() -> None:
+    """That no other is, the types see to."""
+    files = [path.read_text() for path in Path(errors.__file__).parent.glob("*.py") if path.name != "errors.py"]
+    code = "".join(files) + Path(errors.__file__).read_text().partition("class ErrorBody")[2]
+    assert not [name for name in get_args(errors.Code) if f'"{name}"' not in code]
+
+
+def test_the_bounds_of_a_body_are_the_codes() -> None:
+    values = f"{MAX_JSON_VALUES} JSON\nvalues, {MAX_MESSAGES} messages, and {MAX_PARTS} content parts"
+    assert values in PAGE and f"{LEAST_BYTES >> 10} KiB more of its body" in PAGE
+    assert f"At most {MAX_MEDIA_SETTINGS} settings" in PAGE
+
+
+def test_the_types_of_content_parts_are_the_codes() -> None:
+    section = PAGE.partition("## Images and videos in a message\n")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.MULTILINE))
+    assert rows.keys() == {"text", *PART_TYPES}
+    for kind, (_, keys) in PART_TYPES.items():
+        assert all(f"`{key}`" in rows[kind] for key in keys)
+
+
+def test_every_figure_stands_in_the_table_with_its_type_and_labels() -> None:
+    section = PAGE.partition("## Figures\n")[2]
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| ?(.*?) ?\| (.+) \|$", section, re.MULTILINE)
+    figures = [
+        (
+            figure._name.removeprefix("mini_engine:") + ("_total" if figure._type == "counter" else ""),
+            figure._type,
+            ", ".join(f"`{label}`" for label in figure._labelnames),
+            figure._documentation,
+        )
+        for figure in dict.fromkeys(metrics.REGISTRY._names_to_collectors.values())
+    ]
+    assert rows == figures
+
+
+def test_the_served_figures_are_those_of_the_table() -> None:
+    section = PAGE.partition("## Figures\n")[2]
+    served = set(re.findall(r"^# TYPE mini_engine:(\w+) \w+$", metrics.exposition().decode(), re.MULTILINE))
+    served -= {name for name in served if name.endswith("_created")}
+    assert served == set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+
+
 def test_every_endpoint_is_named() -> None:
     routes = [*app.router.routes, *completions.router.routes, *tokens.router.routes, *operation.router.routes]
     ours = {f"{method} {route.path}" for route in routes for method in route.methods} - HEADS
     assert ours == set(re.findall(r"^\| `((?:GET|POST) [^`]+)` \|", PAGE, re.MULTILINE))
+
+
+def test_the_served_document_tells_of_refusals() -> None:
+    document = app.create_app(None, EngineConfig()).openapi()
+    for path, methods in document["paths"].items():
+        for method, operation_ in methods.items():
+            refusals = {status for status in operation_["responses"] if status >= "400"}
+            assert refusals >= ({"400", "401", "408", "413", "503"} if "requestBody" in operation_ else set()), path
+            assert bool(refusals) == (path != "/live"), (path, method)
+            for status in refusals:
+                schema = operation_["responses"][status]["content"]["application/json"]["schema"]
+                assert schema == {"$ref": "#/components/schemas/ErrorResponse"}
 
 
 def test_all_that_the_served_document_refers_to_is_in_it() -> None:

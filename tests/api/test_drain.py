@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from mini_engine.media.processor import MediaProcessor
-from tests.api.serving import serve, words
+from tests.api.peers import eventually
+from tests.api.serving import hang_up, serve, words
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -47,5 +48,20 @@ def test_nothing_runs(processor: MediaProcessor, tmp_path: Path) -> None:
             async with asyncio.timeout(1):
                 await served.work.drain()
             assert (await served.post()).status_code == 401, "an outsider need not know"
+
+    asyncio.run(scenario())
+
+
+def test_half_a_body_does_not_hold_up_the_end(processor: MediaProcessor, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serve(processor, tmp_path, words(processor, "a red")) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 20\r\n\r\n{")
+            await eventually(lambda: bool(served.work._unread))
+            async with asyncio.timeout(1):
+                await served.work.drain()
+                assert b" 503 " in await reader.readline()
+                assert b'"code":"shutting_down"' in (await reader.readuntil(b"}}"))
+            await hang_up(writer)
 
     asyncio.run(scenario())

@@ -13,7 +13,7 @@ from mini_engine.api.request_log import logger
 from mini_engine.api.stats_log import Stats
 from mini_engine.media.processor import MediaProcessor
 from tests.api.peers import eventually
-from tests.api.serving import hang_up, serve, words
+from tests.api.serving import chat_body, hang_up, image, serve, words
 
 
 def test_a_line_for_each_request(processor: MediaProcessor, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -42,6 +42,49 @@ def test_a_line_for_each_request(processor: MediaProcessor, tmp_path: Path, capl
             assert not any(word in " ".join(lines) for word in ("private", "secret", "127.0.0.1"))
 
     asyncio.run(scenario())
+
+
+def test_an_answer_that_breaks_off_is_no_success(
+    processor: MediaProcessor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger.name)
+
+    async def scenario() -> None:
+        settings = {"enable_log_requests": True}
+        async with serve(processor, tmp_path, words(processor, "a red"), settings=settings) as served:
+            served.core.hold = True
+            for path, body in (("chat/completions", chat_body()), ("completions", {"prompt": "x"})):
+                async with served.http.stream("POST", f"/v1/{path}", json=body | {"stream": True}) as response:
+                    lines = response.aiter_lines()
+                    await anext(lines)
+                    await served.core.end(served.core.requests[-1], "error", "the media are lost")
+                    assert response.status_code == 200
+                    assert any("the media are lost" in line for line in [line async for line in lines])
+            await eventually(lambda: len(caplog.records) == 2)
+
+    asyncio.run(scenario())
+    assert all(record.getMessage().endswith(" s, with an error in its stream") for record in caplog.records)
+
+
+def test_a_line_for_each_hop_of_a_request(
+    processor: MediaProcessor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "mini_engine.api")
+
+    async def scenario() -> str:
+        async with serve(processor, tmp_path, words(processor, "a red")) as served:
+            await served.post(content=[image(), {"type": "text", "text": "a private matter"}])
+            assert (await served.post(max_tokens=0)).status_code == 400
+            return served.core.requests[0].request_id
+
+    request_id = asyncio.run(scenario())
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.removeprefix(request_id + " ").split(",")[0].split(":")[0] for line in lines[:-1]] == [
+        "admitted", "has its media", "sent", "is at engine 0", "finished",
+    ]  # fmt: skip
+    assert lines[-1].endswith(" refused: 400 invalid_value")
+    assert {record.request_id for record in caplog.records[:-1]} == {request_id}
+    assert "private" not in " ".join(lines)
 
 
 def test_no_line_without_the_flag(processor: MediaProcessor, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -95,6 +138,8 @@ def test_json_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         "logger": "some.module",
         "message": "two\nlines of text",
     }
+    record.request_id = "chatcmpl-1"
+    assert json.loads(log.JsonFormatter("api 0").format(record))["request_id"] == "chatcmpl-1"
     try:
         raise ValueError("why")
     except ValueError:

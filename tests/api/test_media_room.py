@@ -95,9 +95,10 @@ class World:
         self._told: list[AnyMessage] = []
         self._store = MediaStore(self.segment, 1 << 30, 1, lambda _, body: self._told.append(body))
 
-    async def put(self, key: int, nbytes: int = ITEM) -> int | None:
+    async def put(self, key: int, nbytes: int = ITEM, cacheable: bool = True) -> int | None:
         """Place an item for a moment: its object's number, or None when it found no room."""
-        item = MediaItem("image", 0, 1, (1, 1, 1), None, Patches(nbytes), key.to_bytes(16, "little"))
+        patches, media_hash = Patches(nbytes), key.to_bytes(16, "little")
+        item = MediaItem("image", 0, 1, (1, 1, 1), None, patches, media_hash, cacheable=cacheable)
         request = NewRequest(f"r{key}", [], SamplingParams(max_tokens=1, seed=0), [item])
         async with self._store.placing(request) as placed:
             patches = placed.media[0].patches
@@ -140,6 +141,15 @@ def test_an_item_for_which_objects_in_use_leave_no_room_is_given_up():
         world.busy.clear()
         await world.put(1000, 20 * ITEM)
         assert await world.put(1000, 20 * ITEM) is not None
+
+    asyncio.run(scenario())
+
+
+def test_an_item_that_nobody_may_find_takes_no_room():
+    async def scenario() -> None:
+        world = World(40 * 1024)
+        assert await world.put(1, cacheable=False) is None
+        assert await world.put(1) is not None
 
     asyncio.run(scenario())
 

@@ -146,6 +146,7 @@ def test_a_part_of_a_video_is_enough_where_the_server_says_so(processor: MediaPr
         again, anew = served.core.requests[:2]
         assert sent(again) == [True, True, True] and sent(anew) == [True, False, True]  # not even the same is a hit
         assert again.media[0].media_hash == again.media[2].media_hash
+        assert [item.cacheable for item in again.media] == [False, True, False]
         parts = {request.media[0].media_hash for request in served.core.requests}
         assert len(parts) == 3 and all(len(digest) == 16 for digest in parts)
         assert since(before) == {"queries": 5, "hits": 1, "decodes": 4}

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import gc
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from mini_engine.api.media_loader import DecodeRules
+from mini_engine.api.protocol import ChatRequest
 from mini_engine.config import flag_of
 from mini_engine.media.limits import DecodeLimits, ImageLimits
 from mini_engine.media.processor import MediaProcessor
@@ -91,8 +93,8 @@ def test_bytes_in_flight(processor: MediaProcessor, tmp_path: Path, stream: bool
         served.core.accepts = False
         with slow.running() as part:
             first = asyncio.create_task(served.post(content=[part] * 4, stream=stream))
-            await eventually(lambda: metric("inflight_media_bytes") == 4 * MAX_MEDIA_BYTES == MAX_INFLIGHT_BYTES)
-            check_refusal(await served.post(content=[image()], stream=stream), "--max-inflight-media-gb")
+            await eventually(lambda: metric("inflight_media_bytes") == 3 * MAX_MEDIA_BYTES)
+            check_refusal(await served.post(content=[part], stream=stream), "--max-inflight-media-gb")
             assert metric("requests_rejected_total", reason="inflight_media") == before + 1
             assert served.frontend.requests.unfinished == 1
             slow.go.set()
@@ -102,6 +104,27 @@ def test_bytes_in_flight(processor: MediaProcessor, tmp_path: Path, stream: bool
             assert (await first).status_code == 200
         served.core.accepts = True
         assert (await served.post(content=[image()], stream=stream)).status_code == 200
+
+    with_server(processor, tmp_path, scenario)
+
+
+def test_a_web_server_that_hangs_holds_up_only_what_it_has(processor: MediaProcessor, tmp_path: Path) -> None:
+    """More of its items than places in line and threads that decode, and as many of their bytes as there may be."""
+
+    async def scenario(served: Served) -> None:
+        slow, before = SlowWeb(), len(served.core.requests)
+        assert served.frontend.admission.limit == 4 and MAX_INFLIGHT_BYTES == 4 * MAX_MEDIA_BYTES
+        with slow.running() as part:
+            hanging = [asyncio.create_task(served.post(content=[part])) for _ in range(3)]
+            await eventually(lambda: metric("inflight_media_bytes") == 3 * MAX_MEDIA_BYTES)
+            check_refusal(await served.post(content=[part, image()]), "being fetched from other servers")
+            assert served.frontend.admission.admitted == 0
+            for side in (56, 84, 112):
+                answers = await asyncio.gather(*(served.post(content=[image(side)]) for _ in range(4)))
+                assert [answer.status_code for answer in answers] == [200] * 4
+            assert len(served.core.requests) == before + 12
+            slow.go.set()
+            assert [(await one).status_code for one in hanging] == [200] * 3
 
     with_server(processor, tmp_path, scenario)
 
@@ -204,6 +227,45 @@ def test_a_body_that_is_refused_is_not_read(processor: MediaProcessor, tmp_path:
             writer.write(head.replace(str(MAX_REQUEST_BYTES + 1), "1000").encode())
             assert b" 429 " in await asyncio.wait_for(reader.readline(), 5)
             await hang_up(writer)
+
+    with_server(processor, tmp_path, scenario)
+
+
+def test_bodies_that_are_received_at_once(processor: MediaProcessor, tmp_path: Path) -> None:
+    """What has come of them counts, not what they announce; and no longer than until they are there."""
+
+    async def scenario(served: Served) -> None:
+        before = metric("requests_rejected_total", reason="inflight_bodies")
+        room = served.frontend.body_limits.room
+        head = f"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: {MAX_REQUEST_BYTES}\r\n\r\n".encode()
+        part = b" " * (MAX_REQUEST_BYTES * 2 // 5)
+        clients = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(3)]
+        for _, writer in clients[:2]:
+            writer.write(head + part)
+        await eventually(lambda: room.received_bytes == 2 * len(part))
+        clients[2][1].write(head + part)
+        assert b" 429 " in await asyncio.wait_for(clients[2][0].readline(), 5)
+        assert metric("requests_rejected_total", reason="inflight_bodies") == before + 1
+        assert (await served.post()).status_code == 200  # a small one finds room
+        for _, writer in clients:
+            await hang_up(writer)
+        await eventually(lambda: room.received_bytes == 0)
+
+    with_server(processor, tmp_path, scenario)
+
+
+def test_a_conversation_is_forgotten_once_the_engine_has_it(processor: MediaProcessor, tmp_path: Path) -> None:
+    """As text its media are as large as they are themselves, and an answer may take long."""
+
+    async def scenario(served: Served) -> None:
+        served.core.hold = True
+        for stream in (False, True):
+            _, writer = await served.connect(content=[image()], stream=stream)
+            await served.core.until(lambda: bool(served.core.running))
+            await served.core.output(served.core.requests[-1], [65])
+            await eventually(lambda: not any(type(one) is ChatRequest for one in gc.get_objects()))
+            await hang_up(writer)
+            await eventually(lambda: not served.frontend.engines.engines[0].requests)
 
     with_server(processor, tmp_path, scenario)
 

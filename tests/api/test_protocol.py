@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from mini_engine.api.body import MAX_JSON_VALUES, Body, parse_body
 from mini_engine.api.completion_protocol import CompletionRequest
 from mini_engine.api.errors import ApiError
-from mini_engine.api.protocol import IGNORED, NEUTRAL, Body, ChatRequest, parse_body
+from mini_engine.api.protocol import IGNORED, MAX_MESSAGES, MAX_PARTS, NEUTRAL, ChatRequest
 from mini_engine.api.tokens import DetokenizeRequest, TokenizeRequest
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -115,17 +116,39 @@ def test_json_tells_true_from_one() -> None:
         ({"messages": "hi"}, "messages", "list"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "Missing required parameter"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "string"),
-        ({"messages": [{"role": "user", "content": [{"typ": "text"}]}]}, "messages[0].content[0].type", "Missing"),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type", "Missing"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"uri": "x"}}]}]},
+            {"messages": [{"role": "user", "content": [{"typ": "x"}]}]},
+            "messages[0].content[0].typ",
+            "Unknown parameter",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0].image_url.url",
             "Missing",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"uri": "x"}}]}]},
+            "messages[0].content[0].image_url.uri",
+            "Unknown parameter",
         ),
         ({"messages": [{"role": "user", "content": "x", "mood": "y"}]}, "messages[0].mood", "Unknown parameter"),
         (
             {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
             "messages[0].tool_calls",
             "at most 0",
+        ),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", "messages that call tools"),
+        ({"messages": MESSAGES * (MAX_MESSAGES + 1)}, "messages", f"at most {MAX_MESSAGES} items"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * (MAX_PARTS // 2 + 1)}] * 2},
+            "messages",
+            f"{MAX_PARTS + 2} content parts together, more than {MAX_PARTS}",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * (MAX_PARTS + 1)}]},
+            "messages[0].content",
+            f"at most {MAX_PARTS} items",
         ),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed"),
         ({"stream": True, "stream_options": {"frobnicate": 1}}, "stream_options.frobnicate", "Unknown parameter"),
@@ -169,12 +192,26 @@ def test_bad_json(body: bytes) -> None:
     assert caught.value.body.code in ("invalid_json", "unknown_parameter", "missing_required_parameter")
 
 
+def test_a_body_of_many_values_is_not_looked_into() -> None:
+    """In memory they would take many times their size."""
+    body = b'{"messages": [' + b"{}," * MAX_JSON_VALUES + b"{}]}"
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError, match=f"{MAX_JSON_VALUES} JSON values") as caught:
+            parse_body(body, ChatRequest, ["m"])
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert (caught.value.status, caught.value.body.code) == (400, "invalid_json")
+
+
 def test_an_error_does_not_repeat_the_media() -> None:
     error = refusal(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": ["A" * 10_000]}]}])
     assert len(error.body.message) < 300
 
 
 MANY = 20_000
+UNKNOWN = {f"x{number}": "y" for number in range(MANY)}
 MANY_WRONG: list[tuple[type[Body], dict[str, Any]]] = [
     (ChatRequest, {"messages": [{}] * MANY}),
     (TokenizeRequest, {"messages": [{}] * MANY}),
@@ -183,6 +220,11 @@ MANY_WRONG: list[tuple[type[Body], dict[str, Any]]] = [
     (ChatRequest, {"messages": MESSAGES, "logit_bias": {f"x{number}": "y" for number in range(MANY)}}),
     (ChatRequest, {"messages": MESSAGES, "mm_processor_kwargs": {f"x{number}": "y" for number in range(MANY)}}),
     (ChatRequest, {"messages": MESSAGES, "media_io_kwargs": {f"x{number}": "y" for number in range(MANY)}}),
+    (ChatRequest, {"messages": MESSAGES} | UNKNOWN),
+    (ChatRequest, {"messages": [{"role": "user", "content": "x"} | UNKNOWN]}),
+    (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"} | UNKNOWN]}]}),
+    (ChatRequest, {"messages": MESSAGES, "stream": True, "stream_options": UNKNOWN}),
+    (CompletionRequest, {"prompt": "x"} | UNKNOWN),
     (CompletionRequest, {"prompt": [1.5] * MANY}),
     (CompletionRequest, {"prompt": [["x"]] * MANY}),
     (DetokenizeRequest, {"tokens": ["x"] * MANY}),

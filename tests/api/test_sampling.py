@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from mini_engine.api.body import parse_body
 from mini_engine.api.errors import ApiError
-from mini_engine.api.protocol import ChatRequest, parse_body
+from mini_engine.api.protocol import ChatRequest
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver, siblings
 from mini_engine.config import ConfigError
 from mini_engine.messages import SamplingParams, Sibling
@@ -43,6 +44,21 @@ def test_defaults_of_another_directory(model_dir: Path, tmp_path_factory: pytest
         SamplingDefaults.load(str(model_dir), str(other))
     (other / "generation_config.json").write_text('{"top_p": 0.25}')
     assert SamplingDefaults.load(str(model_dir), str(other)).top_p == 0.25
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"temperature": "hot"}', r"Expected `float \| null`, got `str` - at `\$.temperature`"),
+        ('{"top_p": 1.5}', "Expected `float` <= 1.0"),
+        ('{"eos_token_id": ["x"]}', "Expected `int`, got `str`"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_defaults_of_no_use(model_dir: Path, text: str, said: str) -> None:
+    (model_dir / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"generation_config.json .*{said}"):
+        SamplingDefaults.load(str(model_dir), "auto")
 
 
 def test_a_model_without_any(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from mini_engine.bench import gpu, gpu_device, gpu_work
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import Placement, TensorParallel
-from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
+from mini_engine.model.vision_language import VisionLanguageModel
+from mini_engine.model.weights import fill_randomly
 from tests.e2e.running_server import ROOT
 
 CPU = torch.device("cpu")
@@ -33,10 +34,9 @@ CONFIG = ModelConfig.from_dict(TINY)
 
 
 @pytest.fixture(scope="module")
-def model() -> Qwen2_5_VL:
-    made = Qwen2_5_VL(CONFIG, Placement(TensorParallel(), torch.float32, CPU))
-    for parameter in made.parameters():
-        parameter.normal_(0, 0.02)
+def model() -> VisionLanguageModel:
+    made = VisionLanguageModel(CONFIG, Placement(TensorParallel(), torch.float32, CPU))
+    fill_randomly(made)
     return made
 
 

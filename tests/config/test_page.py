@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 from mini_engine import config
+from mini_engine.config.__main__ import HEAD
 from mini_engine.config.option import default_of, parse_bytes, size_text
 
 ROOT = Path(__file__).parent.parent.parent
@@ -18,6 +20,18 @@ def test_the_page_is_up_to_date():
     assert (ROOT / "docs" / "config.md").read_text() == written, "python -m mini_engine.config > docs/config.md"
     for field in config.fields():
         assert f"`{config.env_of(field.name)}` | {default_of(field)} |" in written
+
+
+def test_its_commands_do_the_same(tmp_path):
+    """As they stand, but for showing what would be served."""
+    commands = re.findall(r"^    (.*)", HEAD, re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        here = command.replace(".venv/bin/python serve.py", f"{sys.executable} {ROOT}/serve.py")
+        shown = subprocess.run(
+            ["bash", "-c", f"{here} --print-config"], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
+        assert "\nmax-num-seqs: 8  # " in shown and "  # default" in shown
 
 
 def test_a_default_says_something():

@@ -11,11 +11,26 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 
-from mini_engine.messages import Envelope, MessageId, NewSequence, SampledToken, Step, StepResult, StoreHandle
+from mini_engine.messages import (
+    Envelope,
+    MediaItem,
+    MessageId,
+    NewSequence,
+    SampledToken,
+    Step,
+    StepResult,
+    StoreHandle,
+)
 
 
 def token_of(request_id: str, index: int) -> int:
     return 10 + zlib.crc32(f"{request_id}/{index}".encode()) % 300
+
+
+def places_of(item: MediaItem) -> list[int]:
+    """The index of each of its placeholders."""
+    length = item.num_tokens // (1 + len(item.more_offsets))
+    return [offset + i for offset in [item.offset, *item.more_offsets] for i in range(length)]
 
 
 class Sequence:
@@ -26,7 +41,7 @@ class Sequence:
         self.table: list[int] = []
         self.num_sampled = 0
         self.contents: list[int] = []
-        media = {item.offset + i: (item.media_hash, i) for item in new.media for i in range(item.num_tokens)}
+        media = {at: (item.media_hash, i) for item in new.media for i, at in enumerate(places_of(item))}
         for position, token in enumerate(new.prompt_token_ids):
             self.append(token, media.get(position))
 
@@ -126,7 +141,7 @@ class SimulatedLinks:
         assert chunk.num_tokens > 0 and end <= known, "a token that does not exist yet"
         assert len(sequence.table) == -(-end // self.block_size), "block table does not fit the tokens"
         for item in sequence.new.media:
-            needed = item.offset < end and item.offset + item.num_tokens > chunk.start
+            needed = any(chunk.start <= place < end for place in places_of(item))
             assert not needed or item.media_hash in self.encoded, "media needed and not encoded"
         for position in range(chunk.start, end):
             self.slots[self._slot(sequence.table, position)] = sequence.contents[position]

@@ -7,7 +7,7 @@ import pytest
 from mini_engine.core.encoder_cache import EncoderCache
 from mini_engine.messages import CachesReset, Finish, MessageId, ResetCaches, Sibling
 from tests.core.simulated_ranks import token_of
-from tests.core.world import API, World, item
+from tests.core.world import API, TIMED, World, item
 
 A, B = b"a" * 16, b"b" * 16
 
@@ -221,6 +221,22 @@ def test_a_long_video_is_encoded_over_several_steps_each_grid_once():
     assert world.consumed == []
     finish(world, "long")
     assert world.consumed == [message(1)]
+    world.assert_at_rest()
+
+
+def test_the_last_grids_of_a_video_whose_first_are_in_the_prefix_cache_need_its_embeddings():
+    """Text stands between the grids, and differs between the third and the fourth."""
+    world = World(model=TIMED, encoder_cache_tokens=8, max_tokens=64)
+    tokens = list(range(20, 40))
+    for number, (name, video) in enumerate({"first": A, "other": B, "again": A}.items(), 1):
+        media = [item(message(number), 2, 8 if video == B else 4, grids=4, gap=2, media_hash=video)]
+        if name == "again":
+            tokens[9] = 77
+        world.request(name, media=media, tokens=list(tokens))
+        world.media_ready(message(number))
+        finish(world, name)
+    assert world.cached["again"] == 8  # two grids of one token, and text
+    assert world.links.num_encoded == 3
     world.assert_at_rest()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,6 +98,18 @@ def test_what_a_request_needs_is_not_evicted_and_what_finds_no_room_is_not_kept(
     assert world.core.media.num_references == 1
     finish(world, "running", "waits", "new")
     assert world.listed == {A}
+    world.assert_at_rest()
+
+
+@pytest.mark.parametrize("cacheable", [False, True])
+def test_an_item_that_nobody_may_find_is_not_kept(cacheable):
+    world = small_world(4)
+    brought = msgspec.structs.replace(item(message(1), 1, media_hash=A), cacheable=cacheable)
+    world.request("r1", prompt=8, media=[brought])
+    world.media_ready(message(1))
+    finish(world, "r1")
+    assert world.listed == ({A} if cacheable else set())
+    assert world.core.media.num_bytes == cacheable * 2 * BYTES
     world.assert_at_rest()
 
 

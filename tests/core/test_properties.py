@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mini_engine.messages import Finish, MediaReady, MessageId, ResetCaches, Sibling
 from tests.core.simulated_ranks import token_of
-from tests.core.world import API, World, item
+from tests.core.world import API, MODEL, TIMED, World, item
 
 
 @dataclasses.dataclass
@@ -45,6 +45,7 @@ asked = st.builds(
 
 worlds = st.fixed_dictionaries(
     {
+        "model": st.sampled_from([MODEL, TIMED]),
         "blocks": st.integers(11, 40),
         "max_seqs": st.integers(1, 8),
         "max_tokens": st.integers(1, 24),
@@ -61,10 +62,11 @@ worlds = st.fixed_dictionaries(
 def send(world: World, number: int, one: Asked) -> set[MessageId]:
     """Send request `r<number>` and its siblings; returns the tensor message it has, if any."""
     message = MessageId(API[1], number + 1)
+    gap = 2 * (world.core.model is TIMED)
     media = [
-        item(message, 10 * index, 1 + video % 4, index, b"video %10d" % video, grids=1 + video % 4 // 3 * 3)
+        item(message, 10 * index, 1 + video % 4, index, b"video %10d" % video, grids=1 + video % 4 // 3 * 3, gap=gap)
         for index, video in enumerate(one.media)
-        if 10 * index + 4 <= one.prompt
+        if 10 * (index + 1) <= one.prompt
     ]
     siblings = [Sibling(f"r{number}-{i}", i) for i in range(one.siblings)]
     world.request(

@@ -8,7 +8,7 @@ import pytest
 from mini_engine.core.limits import engine_limits
 from mini_engine.core.validation import problem_with
 from mini_engine.messages import MessageId, NewRequest, SamplingParams
-from tests.core.world import API, MODEL, World, item
+from tests.core.world import API, MODEL, TIMED, World, item
 
 MESSAGE = MessageId(API[1], 1)
 VIDEO = MODEL.video_token_id
@@ -31,6 +31,7 @@ BAD = {
     "beside its placeholders": request([replace(GOOD, offset=2)]),
     "past the end of the prompt": request([replace(GOOD, offset=5)]),
     "of the other modality": request([replace(GOOD, modality="image")]),
+    "in more runs than it is placed in": request([replace(GOOD, more_offsets=[2])]),
     "two on the same placeholders": request([GOOD, GOOD]),
     "placeholders without media": request([]),
     "a token outside of the vocabulary": request([], [5, MODEL.text.vocab_size]),
@@ -59,3 +60,18 @@ def test_what_cannot_be_computed_ends_alone(case):
 def test_what_can_be_computed_has_no_problem():
     limits = engine_limits(World().core.config, MODEL, 64, "cpu")
     assert problem_with(request([GOOD]), MODEL, limits) is None
+
+
+def test_a_video_in_runs_has_one_for_each_temporal_grid():
+    limits = engine_limits(World().core.config, TIMED, 64, "cpu")
+    tokens = [20, VIDEO, VIDEO, 21, 22, VIDEO, VIDEO, 23]
+    good = item(MESSAGE, 1, 4, grids=2, gap=2)
+    assert problem_with(request([good], tokens), TIMED, limits) is None
+    wrong = {
+        "1 runs of placeholders, not 2": replace(good, more_offsets=[]),
+        "3 runs of placeholders, not 2": replace(good, more_offsets=[5, 6]),
+        "item 1 does not lie on its placeholders": replace(good, more_offsets=[4]),
+        "does not lie on its placeholders": replace(good, offset=5, more_offsets=[1]),
+    }
+    for problem, media in wrong.items():
+        assert problem in problem_with(request([media], tokens), TIMED, limits)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.core.engine_core import EngineCore
 from mini_engine.core.kept_media import KeptMedia
@@ -31,12 +33,14 @@ API = ("api 0", 7)
 
 
 MODEL = ModelConfig.from_dir(BUNDLED_MODEL)
+# One whose prompts have text between the temporal grids of a video.
+TIMED = dataclasses.replace(MODEL, video_time="text")
 
 
 class World:
     """An engine core, its simulated ranks, and one API server that records what it is told."""
 
-    def __init__(self, blocks=64, block_size=4, max_seqs=8, max_tokens=16, ranks=1, media=None, **more):
+    def __init__(self, blocks=64, block_size=4, max_seqs=8, max_tokens=16, ranks=1, media=None, model=MODEL, **more):
         media = KeptMedia(1 << 30) if media is None else media
         config = EngineConfig(
             tensor_parallel_size=ranks, max_num_seqs=max_seqs, max_num_batched_tokens=max_tokens,
@@ -45,7 +49,7 @@ class World:
         self.links = SimulatedLinks(ranks, block_size, max_tokens, max_seqs, config.encoder_cache_tokens)
         self.links.identities[API[1]] = b"api 0:7"
         self.core = EngineCore(
-            config, MODEL, engine_limits(config, MODEL, blocks, "cpu"), budgets(config, "cpu"), media, self.links
+            config, model, engine_limits(config, model, blocks, "cpu"), budgets(config, "cpu"), media, self.links
         )  # fmt: skip
         self.pool = self.core.blocks
         self.tokens: dict[str, list[int]] = {}
@@ -68,7 +72,8 @@ class World:
         """A request whose prompt counts up from `first_token`, but for the placeholders of its media."""
         tokens = tokens or [first_token + i % 500 for i in range(prompt)]
         for one in media:
-            tokens[one.offset : one.offset + one.num_tokens] = [MODEL.video_token_id] * one.num_tokens
+            for offset in one.offsets:
+                tokens[offset : offset + one.run_length] = [MODEL.video_token_id] * one.run_length
         sampling = SamplingParams(max_tokens, 1, stop_token_ids=list(stop))
         self.receive(NewRequest(request_id, tokens, sampling, list(media), **more), sender)
 
@@ -142,8 +147,9 @@ class World:
         assert len(self.core.arrivals) == 0
 
 
-def item(message, offset, num_tokens=2, index=0, media_hash=b"", grids=1):
-    """A video of so many temporal grids."""
+def item(message, offset, num_tokens=2, index=0, media_hash=b"", grids=1, gap=0):
+    """A video of so many temporal grids, with `gap` tokens of text between each two."""
     patches = TensorHandle(message, index, (4 * num_tokens, MODEL.vision.patch_dim), "uint8")
     grid = (grids, 2, 2 * num_tokens // grids)
-    return MediaItem("video", offset, num_tokens, grid, 1.0, patches if message else None, media_hash)
+    later = [offset + number * (num_tokens // grids + gap) for number in range(1, grids)] if gap else []
+    return MediaItem("video", offset, num_tokens, grid, 1.0, patches if message else None, media_hash, later)

@@ -19,8 +19,10 @@ def test_every_line_is_an_object():
         assert server.stop() == 0
         lines = [json.loads(line) for line in server.log.splitlines()]
         assert {"supervisor", "api 0", "worker 0.0"} <= {line["process"] for line in lines}
-        assert all(set(line) == {"time", "level", "process", "logger", "message"} for line in lines)
-        assert any(line["message"].startswith(f"{reply.id} POST ") for line in lines)
+        assert all(set(line) - {"request_id"} == {"time", "level", "process", "logger", "message"} for line in lines)
+        (request,) = [line for line in lines if line.get("request_id") == reply.id]
+        assert request["message"].startswith(f"{reply.id} POST ")
+        assert (lines[-1]["process"], lines[-1]["message"]) == ("supervisor", "stopped")
         (figures,) = [line for line in lines if "answers" in line["message"]]
         assert figures["process"] == "api 0"
         assert "0 running, 0 waiting" in figures["message"]

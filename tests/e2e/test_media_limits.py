@@ -90,10 +90,10 @@ def held_back(data: bytes) -> Iterator[tuple[WebServer, threading.Event]]:
 
 @pytest.fixture(scope="module")
 def strict():
-    """A server with room for two requests, and for two and a half items."""
+    """A server with room for two requests, and for less than three items."""
     with RunningServer(
         "--allow-partial-video", "--allowed-media-domains", "127.0.0.1", "--max-media-bytes", str(ITEM_BYTES),
-        "--max-inflight-media-gb", str(2.5 * ITEM_BYTES / 2**30), "--max-num-queued-reqs", "2",
+        "--max-inflight-media-gb", str(2.7 * ITEM_BYTES / 2**30), "--max-num-queued-reqs", "2",
         "--max-request-bytes", "8M",
     ) as running:  # fmt: skip
         yield running
@@ -120,7 +120,7 @@ def test_a_server_that_has_enough_to_do_says_so(strict, clip, web):
         try:
             first = pool.submit(ask, strict, question.text, urls)
             wait_for(strict, "inflight_media_bytes", ITEM_BYTES)
-            large = as_url(b"x" * (800 << 10)) * 2  # never looked at: there is no room for them
+            large = as_url(b"x" * (800 << 10)) * 3  # never looked at: there is no room for them
             check_refusal(strict, "--max-inflight-media-gb", large)
             second = pool.submit(ask, strict, question.text, urls)
             wait_for(strict, "inflight_media_bytes", 2 * ITEM_BYTES)

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from tests.e2e.asked import ask_video
-from tests.e2e.running_server import ROOT, RunningServer, alive, descendants
+from tests.e2e.running_server import ROOT, RunningServer, descendants
 
 
 def cpu_seconds(pid: int) -> float:
@@ -85,52 +85,11 @@ def test_a_stop_leaves_nothing(number):
         assert time.monotonic() - begun < 5
 
 
-def test_ctrl_c_during_the_start_leaves_nothing():
-    server = RunningServer()
-    server._wait_for_url = lambda: "http://127.0.0.1:1/v1"
-    server.client = None
-    for delay in (0.3, 1.0, 2.5):
-        try:
-            server.__enter__()
-        except Exception:  # noqa: BLE001 - nobody listens yet: the client cannot connect
-            time.sleep(delay)
-        family = descendants(server.process.pid)
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(10) in (0, 1, 130, -2)
-        server.assert_nothing_left(family)
-        server.temporary.cleanup()
-
-
 def test_everything_dies_with_the_supervisor():
     with RunningServer("-tp", "2") as server:
         family = descendants(server.process.pid)
         server.process.kill()
         server.process.wait()
-        server.assert_nothing_left(family)
-
-
-def test_a_killed_api_server_is_replaced_in_its_slot():
-    with RunningServer() as server:
-        one = ask_video(3)
-        assert server.ask(one.text, one.urls) == one.answer
-        first = server.pids()["mini-engine: api 0"]
-        os.kill(first, signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while "serves in the place of" not in server.log:
-            assert time.monotonic() < deadline, server.log
-            time.sleep(0.1)
-        assert server.pids()["mini-engine: api 0"] != first
-        assert server.ask(one.text, one.urls) == one.answer
-        assert alive(server.process.pid)
-
-
-@pytest.mark.parametrize("victim", ["mini-engine: worker 0.1", "mini-engine: core 0"])
-def test_a_dead_engine_ends_the_server(victim):
-    with RunningServer("-tp", "2") as server:
-        family = descendants(server.process.pid)
-        os.kill(server.pids()[victim], signal.SIGKILL)
-        assert server.process.wait(10) == 1
-        assert f"{victim.removeprefix('mini-engine: ')} (pid" in server.log and "killed by SIGKILL" in server.log
         server.assert_nothing_left(family)
 
 

@@ -1,41 +1,200 @@
-"""The README's commands, as they stand, against a running server."""
+"""The README's commands, as they stand: each block of them belongs to a test here that runs it."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from tests.e2e.running_server import ROOT
+import pytest
+
+from mini_engine.cli import parse
+from mini_engine.config import BUNDLED_MODEL, EngineConfig
+from mini_engine.demo import videos
+from mini_engine.model.registry import SPECS
+from tests.e2e.asked import ask_video
+from tests.e2e.running_server import ROOT, RunningServer
 
 README = (ROOT / "README.md").read_text()
+INSTALL = 'python3 -m venv .venv && .venv/bin/pip install -e ".[dev]" && '
+PYTHON = ".venv/bin/python"
+OUTPUT = "The answer:"  # the line before a block that is no command
+
+run_here: dict[str, Callable[..., None]] = {}  # the first line of a block -> the test that runs it
 
 
-def block_after(heading: str) -> str:
-    """The first indented block after a line."""
-    after = README[README.index(heading) :]
-    match = re.search(r"((?:^    .*\n)+)", after, re.MULTILINE)
-    assert match is not None
-    return re.sub(r"^    ", "", match[1], flags=re.MULTILINE)
+def blocks() -> dict[str, str]:
+    """All blocks of commands by their first line: those that are indented, and those in fences but the picture."""
+    text = README.replace("    \n", "\n")
+    indented = [
+        re.sub(r"^    ", "", match[2], flags=re.MULTILINE)
+        for match in re.finditer(r"^(.*)\n\n((?:^    .*\n)+)", text, re.MULTILINE)
+        if match[1] != OUTPUT
+    ]
+    fenced = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return {block.splitlines()[0]: block for block in [*indented, *fenced] if "──►" not in block}
 
 
-def test_the_video_and_its_answer(server, tmp_path):
-    commands = block_after("Render one, and ask what it shows")
-    assert "localhost:8000" in commands and ".venv/bin/python" in commands
-    commands = commands.replace("http://localhost:8000", server.url.removesuffix("/v1"))
-    commands = commands.replace(".venv/bin/python", sys.executable)
-    result = subprocess.run(["bash", "-e", "-c", commands], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+def runs(first_line: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Marks the test that runs the block which begins like this."""
+
+    def register(test: Callable[..., None]) -> Callable[..., None]:
+        run_here[first_line] = test
+        return test
+
+    return register
+
+
+def block(first_line: str) -> str:
+    return blocks()[first_line]
+
+
+def shell(commands: str, cwd: Path) -> str:
+    """What commands print, run in an empty directory as if it were the project's with its `.venv`."""
+    commands = re.sub(r" (serve|bench)\.py", rf" {ROOT}/\1.py", commands.replace(PYTHON, sys.executable))
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(cwd)}
+    result = subprocess.run(
+        ["bash", "-e", "-c", commands], cwd=cwd, capture_output=True, text=True, timeout=300, env=environ
+    )
     assert result.returncode == 0, result.stderr
-    answer = json.loads(result.stdout.splitlines()[-1])["choices"][0]["message"]["content"]
-    shown = re.search(r'"content":"([^"]*)"', block_after("The answer:"))
+    return result.stdout
+
+
+def test_every_block_is_run_by_a_test():
+    assert set(blocks()) == set(run_here)
+
+
+@runs(f"{INSTALL}{PYTHON} serve.py")
+def test_serving_needs_no_more_than_the_first_line(server):
+    """The server of these tests is started by `serve.py` alone. The rest of the line is what `.ci/run` runs."""
+    assert server.ask("Describe the video.", ask_video(1).urls)
+    assert RunningServer().command[1] == "serve.py"
+
+
+@runs(f"{INSTALL}{PYTHON} -m pytest")
+def test_the_test_command_is_the_one_that_is_run_on_a_clean_checkout(tmp_path):
+    script = (ROOT / ".ci" / "run").read_text()
+    assert script.splitlines()[-1] == 'eval "$command"'
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci" / "run").write_text(script.replace('eval "$command"', ""))
+    (tmp_path / "README.md").write_text(README)
+    assert shell("bash .ci/run", tmp_path).removeprefix("+ ") == f"{INSTALL}{PYTHON} -m pytest\n"
+
+
+RENDER = f"{PYTHON} -m mini_engine.demo --colour red --shape circle --motion left --out clip.mp4"
+
+
+@runs(RENDER)
+def test_the_video_and_its_answer(server, tmp_path):
+    commands = block(RENDER)
+    assert "http://localhost:8000" in commands
+    printed = shell(commands.replace("http://localhost:8000", server.url.removesuffix("/v1")), tmp_path)
+    answer = json.loads(printed.splitlines()[-1])["choices"][0]["message"]["content"]
+    shown = re.search(rf'{OUTPUT}\n\n.*"content":"([^"]*)"', README)
     assert shown is not None and answer == shown[1]
 
 
-def test_both_commands_of_a_newcomer_are_there():
-    install = 'python3 -m venv .venv && .venv/bin/pip install -e ".[dev]" && '
-    assert f"{install}.venv/bin/python serve.py\n" in README
-    assert f"{install}.venv/bin/python -m pytest\n" in README
+@runs("import base64")
+def test_the_openai_package(server, tmp_path):
+    shell(block(RENDER).splitlines()[0], tmp_path)
+    code = block("import base64")
+    assert "http://localhost:8000/v1" in code
+    (tmp_path / "ask.py").write_text(code.replace("http://localhost:8000/v1", server.url))
+    assert shell(f"{PYTHON} ask.py", tmp_path) == "left\n"
+
+
+HUB = f"{PYTHON} serve.py Qwen/Qwen2.5-VL-3B-Instruct --max-model-len 16384"
+
+
+@runs(HUB)
+@pytest.mark.parametrize("line", range(2))
+@pytest.mark.slow
+def test_another_model(line):
+    """The bundled model stands in for those of the hub: it has their architecture."""
+    _, _, model, *flags = shlex.split(block(HUB).splitlines()[line])
+    assert model.startswith("Qwen/") and len(block(HUB).splitlines()) == 2
+    asked = ask_video(2)
+    with RunningServer(BUNDLED_MODEL, *flags) as server:
+        assert server.ask(asked.text, asked.urls) == asked.answer
+
+
+@runs(f"{PYTHON} serve.py --help cache")
+def test_help_and_a_file_of_settings(tmp_path):
+    show, write, use = block(f"{PYTHON} serve.py --help cache").splitlines()
+    assert "--mm-processor-cache-gb" in shell(show, tmp_path)
+    shell(write, tmp_path)
+    settings = parse(["--config", str(tmp_path / "mine.yaml")], {})
+    assert settings == EngineConfig(max_num_seqs=8, media_io_kwargs={"video": {"num_frames": 16}})
+    assert use.endswith("--config mine.yaml")
+    assert "max-num-seqs: 8  # mine.yaml line " in shell(f"{use} --print-config", tmp_path)
+
+
+@pytest.mark.slow
+def test_a_file_of_settings_is_served(tmp_path):
+    write = block(f"{PYTHON} serve.py --help cache").splitlines()[1]
+    shell(write.replace("--print-config", "--port 0 --host 127.0.0.1 --print-config"), tmp_path)
+    server = RunningServer()
+    server.command = [*server.command[:2], "--config", str(tmp_path / "mine.yaml")]
+    asked = ask_video(3)
+    with server:
+        assert server.ask(asked.text, asked.urls)
+
+
+BENCH = f"{PYTHON} bench.py"
+
+
+def measured(command: str, cwd: Path, prompts: int) -> dict[str, Any]:
+    """The figures of a benchmark with fewer prompts: the last line that it prints."""
+    return json.loads(shell(f"{command} --num-prompts {prompts} --num-warmups 0", cwd).splitlines()[-1])["figures"]
+
+
+@runs(BENCH)
+def test_measuring(server, tmp_path):
+    command = block(BENCH).splitlines()[0]
+    port = server.url.removesuffix("/v1").rpartition(":")[2]
+    figures = measured(f"{command} --port {port}", tmp_path, 6)
+    assert figures["completed"] == 6 and figures["failed"] == 0
+
+
+@pytest.mark.slow
+def test_comparing(tmp_path):
+    _, command = block(BENCH).splitlines()
+    figures = measured(command, tmp_path, 6)
+    assert figures["ratios"] and figures["answers"]["prompts"] == 6
+
+
+TRAIN = f"{PYTHON} -m mini_engine.demo.train"
+
+
+@runs(TRAIN)
+@pytest.mark.slow
+def test_training_again(tmp_path):
+    """A few steps of it, and into another directory."""
+    small = "--steps 2 --every 2 --patches 300 --pool 8 --pool-start 8 --held-out 8 --count 1 --out weights"
+    printed = shell(f"{block(TRAIN).strip()} {small}", tmp_path)
+    assert (tmp_path / "weights" / "model.safetensors").exists() and "h264" in printed
+
+
+def test_every_model_is_in_the_table():
+    assert all(f"`{architecture}`" in README for architecture in SPECS)
+
+
+def test_the_image_and_its_answer(server, tmp_path):
+    """Of the page on the interface."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    found = re.search(r"A question about an image:\n\n((?:    .*\n)+)", page)
+    assert found is not None
+    commands = re.sub(r"^    ", "", found[1], flags=re.MULTILINE)
+    assert "http://localhost:8000" in commands and "What colour is it?" in commands
+    picture = videos.render_image(4 * 10**9)
+    (tmp_path / "picture.png").write_bytes(videos.encode_image(picture))
+    printed = shell(commands.replace("http://localhost:8000", server.url.removesuffix("/v1")), tmp_path)
+    assert json.loads(printed)["choices"][0]["message"]["content"] == picture.colour
 
 
 def test_every_file_and_folder_of_the_package_has_its_line():

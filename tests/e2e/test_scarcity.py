@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -158,7 +161,23 @@ def test_256_descriptors_in_each_process_are_enough(engines, forty):
         assert all("Max open files            256                  256" in text for text in limits)
         for _ in range(2):
             assert ask_all(server, asked, len(asked)) == right(asked)
+        with contextlib.ExitStack() as clients:
+            for _ in range(600):  # more than both API servers together may have, all of them silent
+                clients.enter_context(connect(server))
+            eventually(lambda: check("as many as may be" in server.log, "nothing is said of connections that wait"))
+            before = len(server.log.splitlines())
+        assert server.ask(asked[0].text, asked[0].urls) == asked[0].answer
+        assert len(server.log.splitlines()) - before < 10
         assert_nothing_held(server)
+
+
+def connect(server: RunningServer) -> socket.socket:
+    address = urlsplit(server.url)
+    return socket.create_connection((address.hostname, address.port), timeout=30)
+
+
+def check(holds: bool, otherwise: str) -> None:
+    assert holds, otherwise
 
 
 def can_mount_privately() -> bool:

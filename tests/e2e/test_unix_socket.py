@@ -40,6 +40,7 @@ class UnixServer(RunningServer):
         self.path, self.certificate = path, certificate
         tls = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
         self.command = [sys.executable, "serve.py", "--uds", str(path), *tls, "--api-server-count", "2"]
+        self.command += ["--timeout-client", "2"]
 
     def _connect(self) -> OpenAI:
         assert self.url == f"https+unix://{self.path}:/v1"
@@ -49,13 +50,25 @@ class UnixServer(RunningServer):
         return OpenAI(base_url="https://localhost/v1", api_key="none", max_retries=0, timeout=60, http_client=http)
 
 
+def connect(path: Path) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(20)
+    client.connect(str(path))
+    return client
+
+
 def test_a_unix_socket_for_all_api_servers(certificate: tuple[Path, Path], tmp_path: Path):
     path = tmp_path / "engine.sock"
     with socket.socket(socket.AF_UNIX) as killed:  # what a server leaves that is killed
         killed.bind(str(path))
     with UnixServer(path, *certificate) as server:
         assert len([name for name in server.pids() if "api" in name]) == 2
+        silent, plain = connect(path), connect(path)
+        plain.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
         assert server.ask("hello", [], max_tokens=3) == server.ask("hello", [], max_tokens=3)
+        for client in (silent, plain):  # no TLS comes of them
+            with client:
+                assert client.recv(100) == b""
         second = subprocess.run(server.command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert second.returncode == 2 and "another server listens" in second.stderr
         assert server.ask("hello", [], max_tokens=3)

@@ -16,8 +16,8 @@ ALL = [
     *[("libx264", container) for container in ("mp4", "mov", "matroska", "avi")],
     *[("libx265", container) for container in ("mp4", "mov", "matroska")],
     *[("libvpx", container) for container in ("webm", "matroska", "avi")],
-    *[("libvpx-vp9", container) for container in ("mp4", "webm", "matroska")],
-    *[("libsvtav1", container) for container in ("mp4", "webm", "matroska")],
+    *[("libvpx-vp9", container) for container in ("mp4", "webm", "matroska", "avi")],
+    *[("libsvtav1", container) for container in ("mp4", "webm", "matroska", "avi")],
     *[("mpeg4", container) for container in ("mp4", "mov", "matroska", "avi")],
     ("gif", "gif"),
 ]

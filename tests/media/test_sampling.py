@@ -59,7 +59,9 @@ def test_fps_at_exact_multiples_takes_every_nth_frame() -> None:
         ({"fps": "2"}, "greater than 0"),
         ({"fps": 1, "max_frames": 0}, "at least 1"),
         ({"num_frames": 2, "max_frames": 1}, "goes with fps"),
-        ({"frames": 2}, "has no frames; it takes num_frames, fps, max_frames, start, end"),
+        ({"num_frames": 2, "min_frames": 1}, "min_frames goes with fps"),
+        ({"fps": 1, "min_frames": 5, "max_frames": 4}, "min_frames is 5, more than max_frames"),
+        ({"frames": 2}, "has no frames; it takes num_frames, fps, max_frames, min_frames, start, end"),
         ({"num_frames": 2, "start": -1}, "start must be a number of at least 0"),
         ({"num_frames": 2, "start": True}, "start must be a number"),
         ({"num_frames": 2, "end": 0}, "end must be a number greater than 0"),
@@ -86,6 +88,9 @@ def test_validation(kwargs: dict, hint: str) -> None:
         ({"fps": 2, "max_frames": 9}, {"max_frames": 4}, {"fps": 2, "max_frames": 4}),
         ({"fps": 2, "max_frames": 9}, {"num_frames": 9}, {"num_frames": 9}),
         ({"fps": 2}, {"num_frames": 100}, {"num_frames": 100}),
+        ({"fps": 2, "min_frames": 4}, {"num_frames": 3}, {"num_frames": 3}),
+        ({"fps": 2, "min_frames": 4}, {"max_frames": 3}, {"fps": 2, "max_frames": 3, "min_frames": 3}),
+        ({"fps": 2, "min_frames": 4}, {"min_frames": 2}, {"fps": 2, "min_frames": 2}),
         ({"num_frames": 4, "start": 1, "end": 9}, {"start": 2}, {"num_frames": 4, "start": 2, "end": 9}),
     ],
 )
@@ -103,6 +108,8 @@ def test_a_request_narrows_the_servers_sampling(server: dict, asked: dict, expec
         ({"num_frames": 32}, {"num_frames": "4"}, "num_frames must be a whole number"),
         ({"num_frames": 32}, {"frames": 4}, "has no frames"),
         ({"fps": 2}, {"fps": 2.5}, r"fps is 2\.5, more than the 2 "),
+        ({"fps": 2, "min_frames": 4}, {"min_frames": 5}, "min_frames is 5, more than the 4"),
+        ({"fps": 2}, {"min_frames": 2}, "min_frames is 2, more than the 1"),
         ({"fps": 2}, {"num_frames": 101}, "num_frames is 101, more than the 100"),
         ({"fps": 2}, {"max_frames": 101}, "max_frames is 101, more than the 100"),
         ({"fps": 2, "max_frames": 9}, {"num_frames": 10}, "num_frames is 10, more than the 9"),
@@ -143,6 +150,14 @@ def test_fps_in_a_window() -> None:
     assert VideoSampling(fps=100, start=1, end=1.3).indices(times).tolist() == [10, 11, 12]
     assert VideoSampling(fps=2, start=1, max_frames=2).indices(times).tolist() == [10, 55]
     assert VideoSampling(fps=2, end=99).indices(times).tolist() == list(range(0, 60, 5))
+
+
+def test_a_least_number_of_frames() -> None:
+    times = [index / 10 for index in range(12)]
+    assert VideoSampling(fps=2).indices(times).tolist() == [0, 5, 10]
+    assert VideoSampling(fps=2, min_frames=3).indices(times).tolist() == [0, 5, 10]
+    assert VideoSampling(fps=2, min_frames=4).indices(times).tolist() == [0, 3, 7, 11]
+    assert VideoSampling(fps=2, min_frames=4, end=0.3).indices(times).tolist() == [0, 1, 2]
 
 
 def test_equal_samplings_have_one_hash() -> None:

@@ -1,6 +1,7 @@
-"""Random tiny checkpoints, written by transformers, and transformers' own logits for prompts."""
+"""Random tiny checkpoints of every family, written by transformers, and transformers' own logits for prompts."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.reference import Prompt
-from mini_engine.model.weights import canonical_name
-
-IMAGE, VIDEO, START, END = 190, 191, 192, 193
-PATCH_DIM = 3 * 2 * 4 * 4
+from mini_engine.model.registry import canonical_name
+from tests.model.families import FAMILIES, IMAGE, PATCH_DIM, VIDEO, build, placeholders
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -30,70 +28,49 @@ class Checkpoint:
     """A directory, and what transformers makes of it."""
 
     path: Path
-    oracle: Qwen2_5_VLForConditionalGeneration
+    oracle: Any
 
     @property
     def config(self) -> ModelConfig:
         return ModelConfig.from_dir(self.path)
 
 
-def build_oracle(vocab_size: int, kv_heads: int, tied: bool) -> Qwen2_5_VLForConditionalGeneration:
-    torch.manual_seed(vocab_size)
-    config = Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": vocab_size,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": kv_heads,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-        vision_config={
-            "depth": 3,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 4,
-            "out_hidden_size": 64,
-            "patch_size": 4,
-            "window_size": 16,  # two merged patches a side
-            "fullatt_block_indexes": [1],
-            "tokens_per_second": 2,
-        },
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
-        tie_word_embeddings=tied,
-    )
-    model = Qwen2_5_VLForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        # transformers starts biases at 0 and norms at 1, which would hide a bias added twice.
-        for name, weight in model.named_parameters():
-            weight.normal_(1.0 if "norm" in name or "ln_q" in name else 0.0, 0.1)
-    return model
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A module with EVERY_FAMILY runs its tests for each."""
+    if "family" in metafunc.fixturenames and getattr(metafunc.module, "EVERY_FAMILY", False):
+        metafunc.parametrize("family", FAMILIES, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """Tied embeddings, two key-value heads, as `save_pretrained` writes it."""
-    oracle = build_oracle(200, kv_heads=2, tied=True)
-    path = tmp_path_factory.mktemp("tied")
-    oracle.save_pretrained(path)
-    return Checkpoint(path, oracle)
+def family(request: pytest.FixtureRequest) -> str:
+    """Whose checkpoints and prompts a test gets."""
+    return getattr(request, "param", "qwen2_5_vl")
 
 
 @pytest.fixture(scope="session")
-def untied(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """A head of its own, one key-value head (fewer than two ranks), a vocabulary that two do not divide."""
-    oracle = build_oracle(203, kv_heads=1, tied=False)
-    path = tmp_path_factory.mktemp("untied")
-    oracle.save_pretrained(path)
-    return Checkpoint(path, oracle)
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    """Of each family two, as `save_pretrained` writes them.
+
+    The one under the family's name has tied embeddings and two key-value heads; "untied" is added to the name of the
+    other, which has a head of its own, one key-value head and a vocabulary that two ranks do not divide.
+    """
+    made: dict[str, Checkpoint] = {}
+    for family in FAMILIES:
+        for name, oracle in ((family, build(family)), (f"{family} untied", build(family, 203, 1, tied=False))):
+            path = tmp_path_factory.mktemp(name.replace(" ", "-"))
+            oracle.save_pretrained(path)
+            made[name] = Checkpoint(path, oracle)
+    return made
+
+
+@pytest.fixture(scope="session")
+def checkpoint(family: str, checkpoints: dict[str, Checkpoint]) -> Checkpoint:
+    return checkpoints[family]
+
+
+@pytest.fixture(scope="session")
+def untied(family: str, checkpoints: dict[str, Checkpoint]) -> Checkpoint:
+    return checkpoints[f"{family} untied"]
 
 
 @pytest.fixture(scope="session")
@@ -102,7 +79,7 @@ def layouts(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) ->
     config = json.loads((checkpoint.path / "config.json").read_text())
     tensors = load_file(checkpoint.path / "model.safetensors")
     flat = {k: v for k, v in config.items() if k not in ("text_config", "dtype")} | config["text_config"]
-    flat |= {"model_type": "qwen2_5_vl", "torch_dtype": "float32", "tie_word_embeddings": True}
+    flat |= {"model_type": config["model_type"], "torch_dtype": "float32", "tie_word_embeddings": True}
     rope = flat.pop("rope_parameters")
     flat |= {
         "rope_theta": rope["rope_theta"],
@@ -123,13 +100,17 @@ def layouts(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) ->
     checkpoint.oracle.save_pretrained(sharded, max_shard_size="100KB")
     return {
         "saved": checkpoint.path,
-        "old": write("old", flat, tensors),
+        "old": write("old", flat, {old_name(name): tensor for name, tensor in tensors.items()}),
         "new": write("new", config, {canonical_name(name): tensor for name, tensor in tensors.items()}),
         "sharded": sharded,
     }
 
 
-def oracle_logits(oracle: Qwen2_5_VLForConditionalGeneration, prompt: Prompt) -> Tensor:
+def old_name(name: str) -> str:
+    return re.sub(r"^model\.(language_model|visual)", lambda m: "model" if m[1] == "language_model" else "visual", name)
+
+
+def oracle_logits(oracle: Any, prompt: Prompt) -> Tensor:
     """transformers' logits `[tokens, vocab_size]` of one prompt."""
     ids = torch.tensor([prompt.token_ids])
     inputs: dict[str, Any] = {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
@@ -139,7 +120,8 @@ def oracle_logits(oracle: Qwen2_5_VLForConditionalGeneration, prompt: Prompt) ->
     if prompt.videos:
         inputs["pixel_values_videos"] = torch.cat([patches for patches, _ in prompt.videos])
         inputs["video_grid_thw"] = torch.tensor([grid for _, grid in prompt.videos])
-        inputs["second_per_grid_ts"] = torch.tensor(prompt.seconds)
+        if oracle.config.model_type == "qwen2_5_vl":
+            inputs["second_per_grid_ts"] = torch.tensor(prompt.seconds)
     with torch.inference_mode():
         oracle.model.rope_deltas = None
         return oracle(input_ids=ids, use_cache=False, **inputs).logits[0]
@@ -151,7 +133,11 @@ def oracle() -> Callable[..., Tensor]:
 
 
 @pytest.fixture(scope="session")
-def prompts() -> dict[str, Prompt]:
+def prompts(family: str) -> dict[str, Prompt]:
+    return make_prompts(family)
+
+
+def make_prompts(family: str) -> dict[str, Prompt]:
     """Text, image, video, several items, and both modalities in either order; edges that do not fill a window."""
     generator = torch.Generator().manual_seed(1)
 
@@ -159,7 +145,7 @@ def prompts() -> dict[str, Prompt]:
         return torch.randn(grid[0] * grid[1] * grid[2], PATCH_DIM, generator=generator), grid
 
     def at(token_id: int, *items: tuple[Tensor, Any]) -> list[int]:
-        return [t for patches, _ in items for t in (START, *[token_id] * (len(patches) // 4), END, 17)]
+        return [t for _, grid in items for t in (*placeholders(family, token_id, grid), 17)]
 
     wide, small, clip, long = item(1, 6, 10), item(1, 4, 4), item(3, 14, 4), item(9, 4, 6)
     return {

@@ -1,10 +1,14 @@
-"""One tensor-parallel rank, run as a program by `test_tensor_parallel.py`: `rank size job`.
+"""The ranks of a tensor-parallel group, run as a program by `test_tensor_parallel.py`: `size job`.
 
-`job` is a directory with `job.pt`, {"init": url, "prompts": {name: Prompt}, "checkpoints": {name: path}}. Writes
-`rank<r>.pt` there: per checkpoint the logits of every prompt alone, of all in one batch, and of that batch after the
-last rank's sharded weights were zeroed.
+They are forked from one process, which has loaded torch once for all, and die with it.
+
+`job` is a directory with `job.pt`, {"init": url, "checkpoints": {name: (path, {name: Prompt})}}. Writes `rank<r>.pt`
+there: per checkpoint the logits of every prompt alone, of all in one batch, and of that batch after the last rank's
+sharded weights were zeroed.
 """
 
+import multiprocessing
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mini_engine.child import die_with_parent
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.reference import reference_logits
@@ -32,17 +37,28 @@ def run(path: Path, prompts: dict, tp: TensorParallel) -> dict[str, list[Tensor]
     return results
 
 
-def main() -> None:
-    rank, size, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+def serve(rank: int, size: int, directory: Path, parent: int) -> None:
+    die_with_parent(parent)
     torch.set_num_threads(1)
     job = torch.load(directory / "job.pt", weights_only=False)
     dist.init_process_group("gloo", init_method=job["init"], rank=rank, world_size=size, timeout=timedelta(seconds=60))
     tp = TensorParallel(rank, size)
-    results: dict = {name: run(path, job["prompts"], tp) for name, path in job["checkpoints"].items()}
+    results: dict = {name: run(path, prompts, tp) for name, (path, prompts) in job["checkpoints"].items()}
     results["broadcast"] = tp.broadcast(torch.tensor([float(rank)]), source=size - 1)
     results["gathered"] = tp.all_gather(torch.tensor([rank, rank + 10]))
     torch.save(results, directory / f"rank{rank}.pt")
     dist.destroy_process_group()
+
+
+def main() -> None:
+    size, directory = int(sys.argv[1]), Path(sys.argv[2])
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=serve, args=(rank, size, directory, os.getpid())) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(any(process.exitcode for process in ranks))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from mini_engine.demo import evaluate, videos
 from mini_engine.demo.model import WEIGHTS
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
 from mini_engine.model.reference import Prompt, ReferenceAttention, reference_logits
 from mini_engine.model.rope import mrope_positions
+from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from tests.oracle import exact_seconds
 
@@ -22,7 +22,7 @@ DECODED = 24
 
 @dataclass(frozen=True)
 class Bundled:
-    ours: Qwen2_5_VL
+    ours: VisionLanguageModel
     theirs: Any
     processor: Any
 
@@ -58,7 +58,7 @@ def to_prompt(inputs: Any) -> Prompt:
     )
 
 
-def greedy(model: Qwen2_5_VL, prompt: Prompt) -> list[int]:
+def greedy(model: VisionLanguageModel, prompt: Prompt) -> list[int]:
     """At most `DECODED` tokens, the end token included, one step each."""
     grids = [[grid for _, grid in items] for items in (prompt.images, prompt.videos)]
     attend = ReferenceAttention()

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from mini_engine.model.config import ModelConfig
+from mini_engine.model.registry import SPECS
 
 # As the hub's Qwen2.5-VL-7B-Instruct has it, shortened to what is read.
 HUB_7B = {
@@ -55,7 +56,7 @@ def test_the_flat_layout_of_the_hub():
     assert (config.text.head_dim, config.text.num_kv_heads, config.text.mrope_section) == (128, 4, (16, 24, 24))
     assert (config.text.rope_theta, config.dtype, config.eos_token_ids) == (1e6, "bfloat16", (151645,))
     assert (config.vision.patch_dim, config.vision.merged_window, config.vision.head_dim) == (1176, 4, 80)
-    assert config.vision.fullatt_block_indexes == (7, 15, 23, 31)
+    assert config.vision.full_attention_layers == (7, 15, 23, 31)
 
 
 def test_both_layouts_read_the_same(layouts):
@@ -69,7 +70,10 @@ def test_several_eos_tokens():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "unsupported architecture: LlamaForCausalLM; supported: Qwen2_5_VL"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "architecture: LlamaForCausalLM; supported: Qwen2VL.*, Qwen2_5_VL",
+        ),
         ({"architectures": None}, "none given"),
         ({"vision_config": None}, "no vision_config"),
         ({"rope_scaling": {"type": "yarn"}}, "rope type 'yarn'"),
@@ -84,6 +88,14 @@ def test_several_eos_tokens():
 def test_what_cannot_be_served_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict(HUB_7B | change)
+
+
+def test_an_unknown_architecture_is_told_all_that_are_known():
+    with pytest.raises(ValueError) as error:
+        ModelConfig.from_dict(HUB_7B | {"architectures": ["Qwen3VLMoeForConditionalGeneration"]})
+    known = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
+    assert set(SPECS) == {f"{name}ForConditionalGeneration" for name in known}
+    assert all(name in str(error.value).partition("supported:")[2] for name in SPECS)
 
 
 def test_a_missing_field_is_named():

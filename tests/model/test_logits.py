@@ -8,21 +8,23 @@ import torch
 
 from mini_engine.model import reference
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.qwen2_5_vl import Qwen2_5_VL
-from mini_engine.model.reference import Prompt, ReferenceAttention, reference_logits
-from mini_engine.model.rope import PromptPositions, mrope_positions
+from mini_engine.model.reference import Prompt, ReferenceAttention, media_at, reference_logits
+from mini_engine.model.rope import MRope, PromptPositions, mrope_positions
+from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
+from tests.model.families import IMAGE, VIDEO
 
 NAMES = ["text", "image", "video", "two videos", "video then images", "image then video"]
+EVERY_FAMILY = True
 CPU = torch.device("cpu")
 
 
-def load(path: Path, dtype: torch.dtype | None = None) -> Qwen2_5_VL:
+def load(path: Path, dtype: torch.dtype | None = None) -> VisionLanguageModel:
     return load_model(path, TensorParallel(), dtype, CPU)
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint) -> Qwen2_5_VL:
+def model(checkpoint) -> VisionLanguageModel:
     return load(checkpoint.path)
 
 
@@ -30,6 +32,12 @@ def difference(model, oracle, checkpoint, prompt: Prompt, theirs: Prompt | None 
     with torch.inference_mode():
         ours = reference_logits(model, [prompt])[0]
     return (ours - oracle(checkpoint.oracle, theirs or prompt)).abs().max().item()
+
+
+def test_every_family_has_its_turn(family, model, checkpoint):
+    """Were a fixture kept from one family to the next, the tests here would compare one family three times."""
+    assert model.config == checkpoint.config
+    assert checkpoint.oracle.config.model_type == family
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,14 +72,15 @@ def test_chunked_prefill_and_decode_equal_one_pass(model, checkpoint, oracle, pr
     prompt, tail = prompts["two videos"], [21, 22, 23]
     whole = oracle(checkpoint.oracle, replace(prompt, token_ids=[*prompt.token_ids, *tail]))
     ids = torch.tensor(prompt.token_ids)
-    hidden = model.embed(ids)
     patches = torch.cat([patches for patches, _ in prompt.videos])
     grids = [grid for _, grid in prompt.videos]
-    hidden[ids == model.config.video_token_id] = torch.cat(model.encode_vision(patches, grids))
+    rows = torch.cat(model.encode_vision(patches, grids))
     positions, following = mrope_positions(prompt.token_ids, [], grids, prompt.seconds, model.config)
     attend, outputs = ReferenceAttention(), []
-    for rows, axes in zip(hidden.split(29), positions.split(29, dim=1), strict=True):
-        outputs.append(model(rows, axes, attend.step([(0, len(rows))])))
+    for tokens, axes in zip(ids.split(29), positions.split(29, dim=1), strict=True):
+        places = torch.nonzero(tokens == model.config.video_token_id).flatten()
+        media, rows = media_at(places, rows[: len(places)]), rows[len(places) :]
+        outputs.append(model(model.embed(tokens, media), axes, attend.step([(0, len(tokens))]), media))
     for i, token in enumerate(tail):
         axes = torch.full((3, 1), following + i)
         outputs.append(model(model.embed(torch.tensor([token])), axes, attend.step([(0, 1)])))
@@ -97,6 +106,42 @@ def test_swapped_items_are_noticed(model, checkpoint, oracle, prompts):
     first, second = right.videos
     exchanged = (second[0].repeat(3, 1)[: len(first[0])], first[1]), (first[0][: len(second[0])], second[1])
     assert difference(model, oracle, checkpoint, replace(right, videos=exchanged), right) > 1e-2
+
+
+def test_media_one_position_late_are_noticed(monkeypatch, model, checkpoint, oracle, prompts):
+    def late(token_ids, *args):
+        placed = mrope_positions(token_ids, *args)
+        is_media = torch.tensor([token in (IMAGE, VIDEO) for token in token_ids])
+        return PromptPositions(placed.positions + is_media, placed.next_position)
+
+    monkeypatch.setattr(reference, "mrope_positions", late)
+    for name in ("image", "video"):
+        assert difference(model, oracle, checkpoint, prompts[name]) > 1e-3
+
+
+def test_the_other_layout_of_the_frequencies_is_noticed(monkeypatch, model, checkpoint, oracle, prompts):
+    text = model.config.text
+    other = MRope(replace(text, mrope_interleaved=not text.mrope_interleaved), CPU)
+    monkeypatch.setattr(model.decoder, "rope", other)
+    assert difference(model, oracle, checkpoint, prompts["image"]) > 1e-3
+
+
+def test_a_tower_without_what_sets_it_apart_is_noticed(family, monkeypatch, model, checkpoint, oracle, prompts):
+    """Windows, deeper features or learned positions, left out one at a time."""
+    vision, decode = model.config.vision, model.decoder.forward
+    changes = {
+        "qwen2_vl": [(model.visual, "config", replace(vision, window_size=16))],
+        "qwen2_5_vl": [(model.visual, "config", replace(vision, window_size=None))],
+        "qwen3_vl": [
+            (model.decoder, "forward", lambda hidden, positions, attend, media: decode(hidden, positions, attend)),
+            (getattr(model.visual, "positions", None), "forward", lambda where: torch.zeros(1)),
+        ],
+    }
+    for change in changes[family]:
+        with monkeypatch.context() as patch:
+            patch.setattr(*change)
+            assert difference(model, oracle, checkpoint, prompts["video then images"]) > 1e-3
+    assert difference(model, oracle, checkpoint, prompts["video then images"]) < 1e-5
 
 
 @torch.inference_mode()

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from mini_engine.model.rope import inverse_frequencies, mrope_positions, rotate, rotation
+from tests.model.families import IMAGE, VIDEO, placeholders
 from tests.oracle import CUTS_SECONDS
 
-IMAGE, VIDEO, START, END = 190, 191, 192, 193
+EVERY_FAMILY = True
 SECONDS = (1.0, 2.0, 3.0) if CUTS_SECONDS else (1.0, 2.0, 0.25, 0.4, 0.9, 1 / 3, 1.7, 2 / 29.97)
 
 
-def random_prompt(rng: random.Random) -> tuple[list[int], list[tuple], list[tuple], list[float]]:
+def random_prompt(family: str, rng: random.Random) -> tuple[list[int], list[tuple], list[tuple], list[float]]:
     ids: list[int] = []
     grids: dict[int, list[tuple]] = {IMAGE: [], VIDEO: []}
     seconds: list[float] = []
@@ -24,15 +25,15 @@ def random_prompt(rng: random.Random) -> tuple[list[int], list[tuple], list[tupl
         grids[token_id].append(grid)
         if token_id == VIDEO:
             seconds.append(rng.choice(SECONDS))
-        ids += [START, *[token_id] * (grid[0] * grid[1] * grid[2] // 4), END]
+        ids += placeholders(family, token_id, grid)
     ids += [rng.randrange(180) for _ in range(rng.randint(1, 6))]
     return ids, grids[IMAGE], grids[VIDEO], seconds
 
 
-def test_positions_equal_transformers(checkpoint):
+def test_positions_equal_transformers(checkpoint, family):
     rng = random.Random(0)
     for _ in range(200):
-        ids, images, videos, seconds = random_prompt(rng)
+        ids, images, videos, seconds = random_prompt(family, rng)
         tokens = torch.tensor([ids])
         theirs, _ = checkpoint.oracle.model.get_rope_index(
             tokens,
@@ -48,10 +49,10 @@ def test_positions_equal_transformers(checkpoint):
         assert longer.positions[:, -1].tolist() == [ours.next_position] * 3
 
 
-def test_fractions_of_seconds_by_hand(checkpoint):
+def test_fractions_of_seconds_by_hand(checkpoints):
     """Two tokens a second, 0.75 s a patch: frames at 0, 1.5, 3 and 4.5, cut. Text goes on two after the start."""
     ids = [5, *[VIDEO] * 8, 6]
-    positions, following = mrope_positions(ids, [], [(4, 2, 4)], [0.75], checkpoint.config)
+    positions, following = mrope_positions(ids, [], [(4, 2, 4)], [0.75], checkpoints["qwen2_5_vl"].config)
     assert positions.tolist() == [
         [0, 1, 1, 2, 2, 4, 4, 5, 5, 3],
         [0, 1, 1, 1, 1, 1, 1, 1, 1, 3],

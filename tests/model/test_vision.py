@@ -7,6 +7,7 @@ from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision import layout, segment_attention
 from mini_engine.model.weights import load_model
 
+EVERY_FAMILY = True
 CPU = torch.device("cpu")
 GRIDS = ((1, 6, 10), (3, 14, 4), (1, 4, 4), (2, 2, 2))
 
@@ -65,7 +66,19 @@ def test_items_in_one_call_equal_each_alone_and_transformers(checkpoint):
     patches = torch.randn(sum(sizes), model.config.vision.patch_dim, generator=torch.Generator().manual_seed(4))
     together = model.encode_vision(patches, GRIDS)
     assert [len(rows) for rows in together] == [size // 4 for size in sizes]
-    theirs = checkpoint.oracle.model.visual(patches, torch.tensor(GRIDS)).pooler_output
+    output = checkpoint.oracle.model.visual(patches, torch.tensor(GRIDS))
+    theirs = torch.cat((output.pooler_output, *(getattr(output, "deepstack_features", None) or ())), dim=-1)
     torch.testing.assert_close(torch.cat(together), theirs, atol=1e-5, rtol=0)
     for rows, part, grid in zip(together, patches.split(sizes), GRIDS, strict=True):
         torch.testing.assert_close(model.encode_vision(part, [grid])[0], rows, atol=1e-5, rtol=0)
+
+
+@torch.inference_mode()
+def test_a_video_in_slices_of_whole_grids_equals_the_whole(checkpoint):
+    """The core encodes a long video over several steps."""
+    model = load_model(checkpoint.path, TensorParallel(), None, CPU)
+    per_grid = 6 * 10
+    patches = torch.randn(5 * per_grid, model.config.vision.patch_dim, generator=torch.Generator().manual_seed(5))
+    (whole,) = model.encode_vision(patches, [(5, 6, 10)])
+    parts = [model.encode_vision(part, [(len(part) // per_grid, 6, 10)])[0] for part in patches.split(2 * per_grid)]
+    torch.testing.assert_close(torch.cat(parts), whole, atol=1e-6, rtol=1e-6)

@@ -1,16 +1,26 @@
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import zmq
 
+from mini_engine.messages import RankAddress
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.weights import load_model
+from mini_engine.transport.base import TensorSender
+from mini_engine.transport.codec import Encoder
+from mini_engine.transport.direct_rpc import DirectRpcSender
+from mini_engine.transport.tensor_ipc import TensorIpcSender
 from mini_engine.worker.kv_cache import KVCache
+from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.paged_attention import SdpaBackend
 from tests.worker import tiny
+from tests.worker.receiving import API, MIB, Core, rank_address
 
 NUM_BLOCKS = 256
 
@@ -45,3 +55,48 @@ def expected(checkpoint: Path) -> dict[str, list[int]]:
     """transformers' 20 greedy tokens for each of `mixed_requests`."""
     media = tiny.MemoryMedia()
     return {new.request_id: tiny.generate(checkpoint, media, new, 20) for new in tiny.mixed_requests(media)}
+
+
+@pytest.fixture
+def runtime() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="mini-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context]:
+    made = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def core(context, runtime) -> Core:
+    return Core(context, runtime)
+
+
+@pytest.fixture
+def inputs(context, runtime, core) -> Iterator[MediaInputs]:
+    made = MediaInputs(rank_address(runtime), core.endpoint, Encoder("worker 0.0", 100), 0, context)
+    made.start()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def connect(context) -> Iterator[Callable[..., TensorSender]]:
+    made: list[TensorSender] = []
+
+    def connect_to(transport: str, addresses: list[RankAddress], timeout: float = 10) -> TensorSender:
+        me = Encoder("api 0", API)
+        if transport == "torch_shm":
+            made.append(TensorIpcSender(me, addresses, 16 * MIB))
+        else:
+            made.append(DirectRpcSender(me, addresses, 16 * MIB, context))
+        made[-1].probe(timeout)
+        return made[-1]
+
+    yield connect_to
+    for sender in made:
+        sender.close()

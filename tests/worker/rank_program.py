@@ -1,4 +1,4 @@
-"""One of two tensor-parallel ranks, run by `test_model_runner.py`: `rank checkpoint folder`.
+"""One of two tensor-parallel ranks, run by `test_model_runner.py`: `rank checkpoint folder device backend`.
 
 Executes the same steps as the test; writes the tokens that it reported, and those that it keeps, to `rank<r>.pt`.
 """
@@ -15,7 +15,7 @@ from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.paged_attention import SdpaBackend
-from mini_engine.worker.worker import join_group
+from mini_engine.worker.worker import choose_device, join_group
 from tests.worker import script, tiny
 
 COUNT, NUM_BLOCKS, BLOCK_SIZE = 20, 256, 16
@@ -34,18 +34,19 @@ def requests_that_share(media: tiny.MemoryMedia) -> tuple[NewSequence, NewSequen
 def main() -> None:
     rank, checkpoint, folder = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    config = EngineConfig(tensor_parallel_size=2)
+    config = EngineConfig(tensor_parallel_size=2, device=sys.argv[4], distributed_backend=sys.argv[5])
+    device = choose_device(config, 0, rank)
     tp = join_group(
         Init(config, str(checkpoint), str(folder), [], [], [], MediaCachePlan("off", 0, "")),
         0,
         rank,
-        torch.device("cpu"),
+        device,
     )
-    model = load_model(checkpoint, tp, None, torch.device("cpu"))
-    cache = KVCache.allocate(model.attention_shape, NUM_BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    model = load_model(checkpoint, tp, None, device)
+    cache = KVCache.allocate(model.attention_shape, NUM_BLOCKS, BLOCK_SIZE, torch.float32, device)
     media = tiny.MemoryMedia()
     runner = ModelRunner(model, SdpaBackend(cache), media, Normalisation.from_dir(checkpoint), tp)
-    results = {}
+    results: dict = {}
     for name, sampling in (("greedy", {}), ("sampled", {"temperature": 1.0, "seed": 5})):
         requests = tiny.mixed_requests(media, **sampling)
         *steps, last = script.write_steps(requests, COUNT, 64, BLOCK_SIZE, NUM_BLOCKS)
@@ -53,6 +54,11 @@ def main() -> None:
         runner._end_decode()
         results["kept"] = [state.tokens.array.tolist() for state in runner._sequences.values()]
         runner.execute(last)
+    whole = load_model(checkpoint, tp, None, device, spread_tower=True)
+    runner = ModelRunner(whole, SdpaBackend(cache), media, Normalisation.from_dir(checkpoint), tp)
+    steps = script.write_steps(tiny.mixed_requests(media), COUNT, 64, BLOCK_SIZE, NUM_BLOCKS)
+    results["whole tower"] = script.run(runner, steps)
+    runner = ModelRunner(model, SdpaBackend(cache), media, Normalisation.from_dir(checkpoint), tp)
     first, second = requests_that_share(media)
     results["shared"] = script.run(runner, script.share_prefix(first, second, 1, COUNT, BLOCK_SIZE))
     results["transformers"] = "transformers" in sys.modules

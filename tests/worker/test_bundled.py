@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from mini_engine.config import EngineConfig
 from mini_engine.demo import evaluate, videos
 from mini_engine.demo.model import WEIGHTS
 from mini_engine.messages import MediaItem, Modality, NewSequence, SamplingParams, Step
@@ -16,6 +17,7 @@ from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.paged_attention import SdpaBackend
+from mini_engine.worker.worker import choose_dtype
 from tests.oracle import exact_seconds
 from tests.worker import script, tiny
 
@@ -54,12 +56,16 @@ def as_request(name: str, inputs: Any, media: tiny.MemoryMedia, normalise: Norma
 
 
 @exact_seconds
-@pytest.mark.parametrize("budget", [16, 1000])
-def test_the_words_are_those_of_transformers(budget):
+@pytest.mark.parametrize(
+    ("budget", "dtype"), [(16, "float"), (1000, "float32"), (1000, "bfloat16"), (1000, "float16"), (16, "half")]
+)
+def test_the_words_are_those_of_transformers(budget, dtype):
+    """Those of float32, whatever the number format: on what it was taught the bundled model is sure enough."""
     theirs = AutoModelForImageTextToText.from_pretrained(WEIGHTS, dtype=torch.float32).eval()
     processor = AutoProcessor.from_pretrained(WEIGHTS)
-    ours = load_model(WEIGHTS, TensorParallel(), torch.float32, torch.device("cpu"))
-    cache = KVCache.allocate(ours.attention_shape, NUM_BLOCKS, 16, torch.float32, torch.device("cpu"))
+    wanted = choose_dtype(EngineConfig(dtype=dtype))
+    ours = load_model(WEIGHTS, TensorParallel(), wanted, torch.device("cpu"))
+    cache = KVCache.allocate(ours.attention_shape, NUM_BLOCKS, 16, wanted, torch.device("cpu"))
     normalise, media = Normalisation.from_dir(WEIGHTS), tiny.MemoryMedia()
     requests: list[NewSequence] = []
     expected: dict[str, list[int]] = {}

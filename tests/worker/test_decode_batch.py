@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mini_engine.messages import Chunk, Step
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.qwen2_5_vl import AttentionShape
+from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker import paged_attention
 from mini_engine.worker.batch import FlatBatch, build_batch
 from mini_engine.worker.decode_batch import MOST_TAKEN, DecodeBatch

@@ -3,7 +3,8 @@ import torch
 
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.free_memory import available_memory
-from mini_engine.model.qwen2_5_vl import AttentionShape
+from mini_engine.model.vision_language import AttentionShape
+from mini_engine.worker.device_memory import MemoryUse
 from mini_engine.worker.kv_cache import KVCache, count_blocks
 
 SHAPE = AttentionShape(layers=3, heads=4, kv_heads=2, head_dim=8)
@@ -32,31 +33,20 @@ def test_the_override_wins_over_all(count):
     assert count_blocks(config, SHAPE, torch.float32, longest=33, device=CPU) == count
 
 
-def test_a_share_of_the_devices_memory_less_what_is_in_use(monkeypatch):
-    """90 of 1000 blocks are in use when half of all may be."""
+def test_a_share_of_the_devices_memory_less_what_else_there_is(monkeypatch):
+    """Of 1000 blocks' worth 90 are taken when half of all may be."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (910 * BLOCK_BYTES, 1000 * BLOCK_BYTES))
     cuda = torch.device("cuda", 0)
-    config = EngineConfig(gpu_memory_utilization=0.5)
-    assert count_blocks(config, SHAPE, torch.float32, longest=4096, device=cuda) == 410
-    shared = EngineConfig(
-        gpu_memory_utilization=0.5, mm_processor_device="cuda", mm_ipc_gpu_memory_gb=50 * BLOCK_BYTES / (1 << 30)
-    )
-    assert count_blocks(shared, SHAPE, torch.float32, longest=4096, device=cuda) == 360
-    fixed = EngineConfig(gpu_memory_utilization=0.5, kv_cache_memory_bytes=20 * BLOCK_BYTES)
-    assert count_blocks(fixed, SHAPE, torch.float32, longest=4096, device=cuda) == 20
-    with pytest.raises(ValueError, match=r"--gpu-memory-utilization 0.05 leaves -\d+ bytes"):
-        count_blocks(EngineConfig(gpu_memory_utilization=0.05), SHAPE, torch.float32, longest=4096, device=cuda)
+    parts = {"outside": 5, "weights": 60, "step": 20, "media": 5}
+    use = MemoryUse(1000 * BLOCK_BYTES, 1, **{name: blocks * BLOCK_BYTES for name, blocks in parts.items()})
 
+    def count(**settings: object) -> int:
+        return count_blocks(EngineConfig(**settings), SHAPE, torch.float32, longest=4096, device=cuda, use=use)
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
-def test_what_is_counted_can_be_allocated():
-    cuda = torch.device("cuda", 0)
-    config = EngineConfig(gpu_memory_utilization=0.5, max_num_seqs=10**9)
-    count = count_blocks(config, SHAPE, torch.float32, longest=4096, device=cuda)
-    KVCache.allocate(SHAPE, count, 16, torch.float32, cuda)
-    free, total = torch.cuda.mem_get_info(cuda)
-    assert total - free == pytest.approx(0.5 * total, rel=0.02)
+    assert count(gpu_memory_utilization=0.5) == 410
+    assert count(gpu_memory_utilization=0.5, kv_cache_memory_bytes=20 * BLOCK_BYTES) == 20
+    with pytest.raises(ConfigError, match=r"--gpu-memory-utilization 0.05 \(weights 0.00 GiB, .*\) leaves -\d+ bytes"):
+        count(gpu_memory_utilization=0.05)
 
 
 @pytest.mark.parametrize("blocks", [[], [3, 1], list(range(1, 40))])

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import time
-import zlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import msgspec
 import pytest
 import torch
-import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,101 +14,16 @@ from mini_engine.messages import (
     MediaFailed,
     MediaReady,
     MessageId,
-    RankAddress,
     TensorHandle,
     TensorLayout,
     TensorMessage,
 )
-from mini_engine.transport.base import TensorSender
-from mini_engine.transport.codec import Encoder, decode
-from mini_engine.transport.direct_rpc import DirectRpcSender
+from mini_engine.transport.codec import Encoder
 from mini_engine.transport.packing import Failed, Received
-from mini_engine.transport.sockets import bind_router, connect_dealer
-from mini_engine.transport.tensor_ipc import TensorIpcSender
+from mini_engine.transport.sockets import connect_dealer
 from mini_engine.worker import media_inputs
 from mini_engine.worker.media_inputs import MediaInputs, MediaMissing
-
-API = 41  # incarnation of the sender
-MIB = 1 << 20
-
-
-@pytest.fixture
-def runtime() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="mini-"))
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def context() -> Iterator[zmq.Context]:
-    made = zmq.Context()
-    yield made
-    made.destroy(linger=0)
-
-
-def rank_address(runtime: Path, rank: int = 0) -> RankAddress:
-    return RankAddress(0, rank, str(runtime / f"t{rank}"), f"ipc://{runtime}/d{rank}")
-
-
-class Core:
-    """The engine core, as far as a rank's receiver knows it."""
-
-    def __init__(self, context: zmq.Context, runtime: Path):
-        self.endpoint = f"ipc://{runtime}/core"
-        self.socket = bind_router(context, self.endpoint)
-
-    def reports(self, count: int, seconds: float = 10) -> list[MediaReady | MediaFailed]:
-        """The next `count` reports, or what came of them in time."""
-        bodies = []
-        deadline = time.monotonic() + seconds
-        while len(bodies) < count and self.socket.poll(max(int((deadline - time.monotonic()) * 1000), 0)):
-            name, frame = self.socket.recv_multipart()
-            envelope = decode(frame)
-            assert name == f"{envelope.sender} media:{envelope.incarnation}".encode()
-            bodies.append(envelope.body)
-        return bodies
-
-
-@pytest.fixture
-def core(context, runtime) -> Core:
-    return Core(context, runtime)
-
-
-@pytest.fixture
-def inputs(context, runtime, core) -> Iterator[MediaInputs]:
-    made = MediaInputs(rank_address(runtime), core.endpoint, Encoder("worker 0.0", 100), 0, context)
-    made.start()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def connect(context) -> Iterator[Callable[..., TensorSender]]:
-    made: list[TensorSender] = []
-
-    def connect_to(transport: str, addresses: list[RankAddress], timeout: float = 10) -> TensorSender:
-        me = Encoder("api 0", API)
-        if transport == "torch_shm":
-            made.append(TensorIpcSender(me, addresses, 16 * MIB))
-        else:
-            made.append(DirectRpcSender(me, addresses, 16 * MIB, context))
-        made[-1].probe(timeout)
-        return made[-1]
-
-    yield connect_to
-    for sender in made:
-        sender.close()
-
-
-def send(sender: TensorSender, number: int, *tensors: torch.Tensor) -> list[TensorHandle]:
-    outgoing = asyncio.run(sender.reserve(MessageId(API, number), sum(tensor.nbytes for tensor in tensors)))
-    handles = [outgoing(tensor) for tensor in tensors]
-    outgoing.send()
-    return handles
-
-
-def ready(number: int, incarnation: int = API) -> MediaReady:
-    return MediaReady(0, MessageId(incarnation, number))
+from tests.worker.receiving import API, rank_address, ready, send
 
 
 @pytest.mark.parametrize("transport", ["torch_shm", "direct_rpc"])
@@ -302,106 +206,3 @@ def test_any_order_of_arrivals_and_releases(runtime, context, core, events: list
     for message in table:
         assert inputs.tensor(TensorHandle(message, 0, (2,), "float32")).tolist() == [1, 1]
     inputs.close()
-
-
-RANK = """
-import sys, zlib, zmq, msgspec
-from mini_engine.messages import RankAddress, TensorHandle
-from mini_engine.transport.codec import Encoder
-from mini_engine.worker.media_inputs import MediaInputs
-
-rank, core, queue, direct = int(sys.argv[1]), *sys.argv[2:]
-me = Encoder(f"worker 0.{rank}", 100 + rank)
-inputs = MediaInputs(RankAddress(0, rank, queue, direct), core, me, rank, zmq.Context())
-inputs.start()
-for line in sys.stdin:
-    handle = msgspec.json.decode(line, type=TensorHandle)
-    print(zlib.crc32(inputs.tensor(handle).numpy().tobytes()), flush=True)
-inputs.close()
-"""
-
-
-def start_rank(runtime: Path, core: Core, rank: int) -> subprocess.Popen[str]:
-    address = rank_address(runtime, rank)
-    arguments = [str(rank), core.endpoint, address.tensor_ipc, address.direct_rpc]
-    return subprocess.Popen(
-        [sys.executable, "-c", RANK, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-
-def test_two_rank_processes(runtime, core, connect) -> None:
-    """Both transports to two ranks in processes of their own; then one is killed, and the other goes on."""
-    ranks = [start_rank(runtime, core, rank) for rank in range(2)]
-    try:
-        addresses = [rank_address(runtime, rank) for rank in range(2)]
-        queue, direct = connect("torch_shm", addresses, 60), connect("direct_rpc", addresses, 60)
-        tensors = [torch.randint(0, 256, (300, 1176), dtype=torch.uint8), torch.randn(17)]
-        for number, sender in enumerate([queue, direct, queue, direct], start=1):
-            handles = send(sender, number, *tensors)
-            assert {report.rank for report in core.reports(2)} == {0, 1}
-            for process in ranks:
-                for handle, tensor in zip(handles, tensors, strict=True):
-                    process.stdin.write(msgspec.json.encode(handle).decode() + "\n")
-                    process.stdin.flush()
-                    assert int(process.stdout.readline()) == zlib.crc32(tensor.numpy().tobytes())
-        ranks[1].kill()
-        ranks[1].wait()
-        with pytest.raises(Exception, match="gone"):
-            send(queue, 5, *tensors)
-        assert core.reports(1) == [ready(5)]  # rank 0 was reached first
-        ranks[0].stdin.close()
-        assert ranks[0].wait(30) == 0
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-            process.stdin.close()
-            process.stdout.close()
-
-
-SENDER = """
-import asyncio, sys, time, torch
-from mini_engine.messages import MessageId, RankAddress
-from mini_engine.transport.codec import Encoder
-from mini_engine.transport.tensor_ipc import TensorIpcSender
-
-async def main():
-    sender = TensorIpcSender(Encoder("api 0", 41), [RankAddress(0, 0, sys.argv[1], "")], 1 << 20)
-    sender.probe(10)
-    for number in range(1, 4):
-        outgoing = await sender.reserve(MessageId(41, number), 400)
-        outgoing(torch.full((100,), number, dtype=torch.int32))
-        outgoing.send()
-    time.sleep(60)
-
-asyncio.run(main())
-"""
-
-
-def shared_mappings() -> set[str]:
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return {line for line in lines if "memfd:mini-engine" in line}
-
-
-def test_what_a_killed_sender_left_stays_until_the_core_drops_it(inputs, core, runtime) -> None:
-    mapped = shared_mappings()  # what earlier tests left to the collector; it may go at any moment
-    process = subprocess.Popen([sys.executable, "-c", SENDER, rank_address(runtime).tensor_ipc])
-    try:
-        assert core.reports(3, seconds=60) == [ready(1), ready(2), ready(3)]
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    deadline = time.monotonic() + 10
-    while inputs._queue._connections:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    for number in range(1, 4):
-        tensor = inputs.tensor(TensorHandle(MessageId(41, number), 0, (100,), "int32"))
-        assert set(tensor.tolist()) == {number}
-    del tensor
-    assert shared_mappings() - mapped
-    inputs.drop_sender(41)
-    deadline = time.monotonic() + 5
-    while shared_mappings() - mapped:  # the receiver thread may be about to leave the frame that held the last view
-        assert time.monotonic() < deadline, shared_mappings()
-        time.sleep(0.01)

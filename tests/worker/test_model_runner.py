@@ -17,6 +17,10 @@ from tests.worker.conftest import NUM_BLOCKS
 COUNT = 20
 
 
+def without_devices(count: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"fewer than {count} CUDA device(s)")
+
+
 @pytest.mark.parametrize("budget", [16, 64, 100_000])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_tokens_are_those_of_transformers(budget, block_size, make_runner, expected):
@@ -131,11 +135,21 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_company(make_runner):
         assert alone[request.request_id] == together[request.request_id]
 
 
-def test_two_ranks_give_the_tokens_of_one(checkpoint, make_runner, expected, tmp_path):
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        ("cpu", "auto"),
+        # Both ranks on one device.
+        pytest.param("cuda", "gloo", marks=[pytest.mark.gpu, without_devices(1)]),
+        pytest.param("cuda", "nccl", marks=[pytest.mark.multi_gpu, without_devices(2)]),
+    ],
+)
+def test_two_ranks_give_the_tokens_of_one(device, backend, checkpoint, make_runner, expected, tmp_path):
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     program = [sys.executable, "-m", "tests.worker.rank_program"]
+    arguments = [str(checkpoint), str(tmp_path), device, backend]
     children = [
-        subprocess.Popen([*program, str(rank), str(checkpoint), str(tmp_path)], env=environment, stderr=subprocess.PIPE)
+        subprocess.Popen([*program, str(rank), *arguments], env=environment, stderr=subprocess.PIPE)
         for rank in range(2)
     ]
     try:
@@ -146,7 +160,7 @@ def test_two_ranks_give_the_tokens_of_one(checkpoint, make_runner, expected, tmp
             child.wait()
     assert not any(child.returncode for child in children), "\n".join(errors)
     ranks = [torch.load(Path(tmp_path) / f"rank{rank}.pt") for rank in range(2)]
-    assert ranks[0]["greedy"] == expected
+    assert ranks[0]["greedy"] == ranks[0]["whole tower"] == expected
     media = tiny.MemoryMedia()
     steps = script.write_steps(tiny.mixed_requests(media, temperature=1.0, seed=5), COUNT, 64, 16, NUM_BLOCKS)
     assert ranks[0]["sampled"] == script.run(make_runner(media), steps)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mini_engine.model.qwen2_5_vl import AttentionShape
+from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker import paged_attention
 from mini_engine.worker.attention_reference import reference_attention
 from mini_engine.worker.kv_cache import KVCache

@@ -10,7 +10,7 @@ import torch
 import zmq
 
 from mini_engine.child import ChildSpec
-from mini_engine.config import EngineConfig
+from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.log import LogSettings
 from mini_engine.messages import (
     Chunk,
@@ -106,10 +106,36 @@ def test_never_less_than_one_thread(monkeypatch):
 
 def test_more_workers_than_devices_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(RuntimeError, match="worker 0.1 needs CUDA device 1, but there are 1"):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="worker 0.1 needs CUDA device 1, but there are 1"):
         worker.choose_device(EngineConfig(device="cuda", tensor_parallel_size=2), 0, 1)
+
+
+@pytest.mark.parametrize(("backend", "devices"), [("auto", [0, 1, 2, 3]), ("gloo", [0, 1, 2, 0])])
+def test_workers_share_devices_where_gloo_is_asked_for(backend, devices, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    config = EngineConfig(device="cuda", tensor_parallel_size=2, data_parallel_size=2, distributed_backend=backend)
+    for number, index in enumerate(devices):
+        if index == 3:
+            with pytest.raises(ConfigError, match="or let workers share devices: --distributed-backend gloo"):
+                worker.choose_device(config, number // 2, number % 2)
+        else:
+            assert worker.choose_device(config, number // 2, number % 2) == torch.device("cuda", index) == chosen[-1]
+
+
+def test_backends():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    names = {("auto", cpu): "gloo", ("auto", cuda): "nccl", ("gloo", cuda): "gloo", ("nccl", cuda): "nccl"}
+    for (asked, device), name in names.items():
+        assert worker.choose_collectives(EngineConfig(distributed_backend=asked), device) == name
+    with pytest.raises(ConfigError, match="nccl needs CUDA devices, and there is none here; use gloo or auto"):
+        worker.choose_collectives(EngineConfig(distributed_backend="nccl"), cpu)
 
 
 def test_dtype():
     assert worker.choose_dtype(EngineConfig()) is None
-    assert worker.choose_dtype(EngineConfig(dtype="bfloat16")) is torch.bfloat16
+    names = {"bfloat16": torch.bfloat16, "half": torch.float16, "float16": torch.float16, "float": torch.float32}
+    assert {name: worker.choose_dtype(EngineConfig(dtype=name)) for name in names} == names

@@ -1,4 +1,4 @@
-"""A tiny random Qwen2.5-VL checkpoint, requests with text, images and videos, and what transformers makes of them."""
+"""A tiny random checkpoint of any family, requests with text, images and videos, and what transformers makes of it."""
 
 from __future__ import annotations
 
@@ -21,53 +21,15 @@ from mini_engine.messages import (
     TensorHandle,
 )
 from mini_engine.worker.normalisation import Normalisation
+from tests.model import families
+from tests.model.families import IMAGE, PATCH_DIM, VIDEO, placeholders
 
-IMAGE, VIDEO, START, END = 190, 191, 192, 193
-PATCH_DIM = 3 * 2 * 4 * 4
 MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.3, 0.25]
 
 
-def build(folder: Path, seed: int = 0) -> Path:
+def build(folder: Path, family: str = "qwen2_5_vl") -> Path:
     """Write the checkpoint's directory."""
-    # Here and below: the ranks that share this file need no transformers, which takes seconds to import.
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    torch.manual_seed(seed)
-    config = Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": 200,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 2048,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 4,
-            "out_hidden_size": 64,
-            "patch_size": 4,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-            "tokens_per_second": 2,
-        },
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
-        tie_word_embeddings=True,
-    )
-    model = Qwen2_5_VLForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.normal_(1.0 if "norm" in name or "ln_q" in name else 0.0, 0.15)
-    model.save_pretrained(folder)
+    families.build(family, deviation=0.15).save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": MEAN, "image_std": STD}))
     return folder
 
@@ -109,7 +71,11 @@ class MemoryMedia:
 
 
 def make_request(
-    media: MemoryMedia, request_id: str, pieces: Sequence[int | tuple[int, ...]], **sampling: Any
+    media: MemoryMedia,
+    request_id: str,
+    pieces: Sequence[int | tuple[int, ...]],
+    family: str = "qwen2_5_vl",
+    **sampling: Any,
 ) -> NewSequence:
     """`pieces` are token ids and grids (t, h, w): an image when t is 1, else a video of one second per grid step."""
     tokens: list[int] = []
@@ -120,25 +86,29 @@ def make_request(
             tokens.append(piece)
             continue
         t, h, w = piece
-        count, is_video = t * h * w // 4, t > 1
+        token = VIDEO if t > 1 else IMAGE
         patches = torch.randint(0, 256, (t * h * w, PATCH_DIM), generator=generator, dtype=torch.uint8)
+        written = placeholders(family, token, (t, h, w))
+        starts = [at for at, each in enumerate(written) if each == token and written[at - 1] != token]
+        first, *more = (len(tokens) + start for start in starts)
         items.append(
             MediaItem(
-                modality="video" if is_video else "image",
-                offset=len(tokens) + 1,
-                num_tokens=count,
+                modality="video" if t > 1 else "image",
+                offset=first,
+                num_tokens=t * h * w // 4,
                 grid_thw=(t, h, w),
-                second_per_grid=1.0 if is_video else None,
+                second_per_grid=1.0 if t > 1 else None,
                 patches=media.put(patches),
                 media_hash=hashlib.blake2b(patches.numpy().tobytes(), digest_size=16).digest(),
+                more_offsets=more,
             )
         )
-        tokens += [START, *[VIDEO if is_video else IMAGE] * count, END]
+        tokens += written
     params = {"max_tokens": 1 << 20, "seed": 0, "temperature": 0.0} | sampling
     return NewSequence(request_id, tokens, SamplingParams(**params), items)
 
 
-def mixed_requests(media: MemoryMedia, **sampling: Any) -> list[NewSequence]:
+def mixed_requests(media: MemoryMedia, family: str = "qwen2_5_vl", **sampling: Any) -> list[NewSequence]:
     """Text, image, video, several items of both kinds, and prompts around a block's length."""
     shapes: dict[str, list[int | tuple[int, ...]]] = {
         "text": list(range(3, 60)),
@@ -148,14 +118,15 @@ def mixed_requests(media: MemoryMedia, **sampling: Any) -> list[NewSequence]:
         "short": [17],
         "block": list(range(20, 36)),
     }
-    return [make_request(media, name, pieces, **sampling) for name, pieces in shapes.items()]
+    return [make_request(media, name, pieces, family, **sampling) for name, pieces in shapes.items()]
 
 
 def generate(folder: Path, media: MemoryMedia, request: NewSequence, count: int) -> list[int]:
     """The greedy continuation by transformers' own `generate`."""
-    from transformers import Qwen2_5_VLForConditionalGeneration
+    # Here: the ranks that share this file need no transformers, which takes seconds to import.
+    from transformers import AutoModelForImageTextToText
 
-    oracle = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    oracle = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     normalise = Normalisation.from_dir(folder)
     ids = torch.tensor([request.prompt_token_ids])
     inputs: dict[str, Any] = {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
@@ -167,7 +138,7 @@ def generate(folder: Path, media: MemoryMedia, request: NewSequence, count: int)
         if items:
             inputs[values] = torch.cat([normalise(media.tensor(item.patches), torch.float32) for item in items])
             inputs[grids] = torch.tensor([item.grid_thw for item in items])
-    if "video_grid_thw" in inputs:
+    if "video_grid_thw" in inputs and oracle.config.model_type == "qwen2_5_vl":
         inputs["second_per_grid_ts"] = torch.ones(len(inputs["video_grid_thw"]))
     output = oracle.generate(
         input_ids=ids,

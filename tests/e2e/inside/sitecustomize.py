@@ -121,10 +121,20 @@ def strict(init: Callable[..., None]) -> Callable[..., None]:
 
 
 # What is else copied in the event loop, for it is small, is copied in a thread: a barrier holds nobody else there.
-CONSTANTS = {"mini_engine.api.media_store": {"INLINE_COPY_BYTES": 0}}
+CONSTANTS: dict[str, dict[str, Any]] = {
+    "mini_engine.api.media_store": {"INLINE_COPY_BYTES": 0},
+    # Seconds, so that no test has to wait for minutes.
+    "mini_engine.launch.restarting": {"FIRST_PAUSE_SECONDS": 0.5, "LONGEST_PAUSE_SECONDS": 0.5},
+    "mini_engine.host": {"UNREAD_SECONDS": 5},
+}
 
 # module -> the functions that have a barrier, or are changed, and how
 BARRIERS: dict[str, dict[str, Wrap]] = {
+    # The phases of a start, in their order.
+    "mini_engine.launch.supervisor": {"bind_listeners": behind("binding"), "Family": behind("founding")},
+    "mini_engine.log": {"setup": behind("greeting", lambda process, _: process != "supervisor")},
+    "mini_engine.api.server": {"load": behind("loading-api"), "HttpServer.startup": behind("listening")},
+    "mini_engine.worker.worker": {"load_model": behind("loading-worker"), "warm_up": behind("warming-up")},
     "mini_engine.api.media_loader": {"decode_video": in_mid_decode},
     "mini_engine.media.processor": {"MediaProcessor.process_video": behind("processing")},
     "mini_engine.transport.segment": {"Slot.fill": behind("storing")},
@@ -133,7 +143,10 @@ BARRIERS: dict[str, dict[str, Wrap]] = {
         # A connection is readable, and nothing has been read from it.
         "MediaInputs._serve_source": behind("receiving", lambda self, source: source != self._wake),
     },
-    "mini_engine.core.engine_core": {"EngineCore._accept": behind("accepting")},
+    "mini_engine.core.engine_core": {
+        "EngineCore._accept": behind("accepting"),
+        "engine_limits": behind("loading-core"),
+    },
     "mini_engine.worker.model_runner": {"ModelRunner.execute": in_mid_request},
 }
 
@@ -277,11 +290,11 @@ def equip(module: Any) -> None:
 
 
 class Finder(importlib.machinery.PathFinder):
-    """Finds the modules of both tables as ever, and has them equipped once they are loaded."""
+    """Finds the modules of the tables as ever, and has them equipped once they are loaded."""
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname not in BARRIERS and fullname not in FIGURES:
+        if not any(fullname in table for table in (BARRIERS, FIGURES, CONSTANTS)):
             return None
         spec = super().find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:

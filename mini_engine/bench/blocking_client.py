@@ -1,6 +1,7 @@
 """A chat client for measuring: bodies made beforehand, one kept connection, the time from first to last byte.
 
-It runs on threads and `http.client`: beside answers of some milliseconds it must cost next to nothing itself.
+It runs on threads and `http.client`: beside answers of some milliseconds it must cost next to nothing itself, and no
+other client of the benchmark may hold it up, as they would in one event loop (`serving/client.py`).
 """
 
 from __future__ import annotations

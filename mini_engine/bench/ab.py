@@ -1,0 +1,133 @@
+"""Regime `ab`: two servers of this project that differ in their flags, on the same prompts.
+
+A and B are started in turn, A B B A and so on, each fresh for each round, so that drift of the machine hits both alike.
+Every run is warmed up first and sends the same bytes. The ratio B/A of a figure is that of the means over all rounds;
+its spread goes from the least to the greatest ratio of a round. Answers are greedy, so they are compared as well: how
+many prompts were not answered alike by all runs, and by those of one side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from mini_engine.bench.report import Report, plain, table
+from mini_engine.bench.serving import flags
+from mini_engine.config import ConfigError
+
+if TYPE_CHECKING:
+    from mini_engine.bench.serving.measure import Measured
+    from mini_engine.bench.serving.settings import Settings
+
+HELP = "two servers with different flags on the same prompts, in turn"
+THROUGHPUTS = ("request_throughput", "output_throughput", "total_token_throughput")
+ROW = ("request_throughput", "median_ttft_ms", "median_e2el_ms")  # what one line of a document holds
+Runs = dict[str, list["Measured"]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The two servers' flags, and those of `serve`."""
+    group = parser.add_argument_group("servers")
+    group.add_argument("--a", required=True, metavar="FLAGS", help='Flags of the one server, such as "" for none.')
+    group.add_argument("--b", required=True, metavar="FLAGS", help="Flags of the other.")
+    group.add_argument("--rounds", type=flags.at_least(1), default=2, help="Runs of each (default: 2).")
+    flags.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Run all rounds, then print the comparison."""
+    from mini_engine.bench.serving import results
+    from mini_engine.bench.serving.measure import prepared, run_once
+    from mini_engine.bench.serving.settings import server_flags, settings_of
+
+    if args.launch is not None or args.base_url or args.host or args.port:
+        raise ConfigError("ab starts both servers itself: leave out --launch, --base-url, --host and --port")
+    if args.plot is not None:
+        raise ConfigError("--plot draws one run or a sweep: use it with bench.py serve or bench.py sweep")
+    sides = {"A": server_flags("--a", args.a), "B": server_flags("--b", args.b)}
+    settings = settings_of(argparse.Namespace(**{**vars(args), "launch": ""}))
+    runs: Runs = {"A": [], "B": []}
+    failures: list[str] = []
+    with prepared(settings) as ready:
+        for number in range(args.rounds):
+            for side in "AB" if number % 2 == 0 else "BA":
+                mine = dataclasses.replace(settings, launch=sides[side])
+                name = f"{side}{number + 1}"
+                measured = run_once(dataclasses.replace(ready, settings=mine), f"{side}, round {number + 1}")
+                print(f"{measured.text}\n", flush=True)
+                runs[side].append(measured)
+                failures += [f"{name}: {failure}" for failure in measured.failures]
+                if settings.output.save:
+                    results.save(mine, measured, plain(vars(args)), name)
+    figures = compare(runs, settings)
+    print(describe(figures, args, settings), flush=True)
+    return Report(figures, failures)
+
+
+def compare(runs: Runs, settings: Settings) -> dict[str, Any]:
+    """Each figure of both sides with its ratio, and how the answers differ."""
+    statistic = ("mean", "median", *(f"p{share:g}" for share in settings.measures.percentiles))
+    latencies = [f"{name}_{metric}_ms" for metric in settings.measures.metrics for name in statistic]
+    a, b = runs["A"], runs["B"]
+    return {
+        "ratios": {key: ratio for key in (*THROUGHPUTS, *latencies) if (ratio := _ratio(a, b, key)) is not None},
+        "answers": {
+            "prompts": settings.data.count,
+            "differ": differing(a + b),
+            "differ_in_a": differing(a),
+            "differ_in_b": differing(b),
+        },
+        "runs": {side: [measured.figures for measured in found] for side, found in runs.items()},
+    }
+
+
+def _ratio(a: list[Measured], b: list[Measured], key: str) -> dict[str, float] | None:
+    """None where a run has no such figure, or A's is 0."""
+    ours = [measured.figures[key] for measured in a if measured.figures.get(key)]
+    theirs = [measured.figures[key] for measured in b if measured.figures.get(key) is not None]
+    if len(ours) < len(a) or len(theirs) < len(b):
+        return None
+    of_rounds = [theirs[number] / ours[number] for number in range(len(ours))]
+    mean_a, mean_b = statistics.fmean(ours), statistics.fmean(theirs)
+    return {
+        "a": round(mean_a, 6), "b": round(mean_b, 6), "ratio": round(mean_b / mean_a, 4),
+        "least": round(min(of_rounds), 4), "greatest": round(max(of_rounds), 4),
+    }  # fmt: skip
+
+
+def differing(runs: list[Measured]) -> int:
+    """Prompts that were answered to the end in two or more of these runs, and not always by the same text."""
+    texts: dict[int, set[str]] = {}
+    for measured in runs:
+        for outcome in measured.run.outcomes:
+            if outcome.ok:
+                texts.setdefault(outcome.number, set()).add(outcome.text)
+    return sum(len(found) > 1 for found in texts.values())
+
+
+def describe(figures: dict[str, Any], args: argparse.Namespace, settings: Settings) -> str:
+    """The comparison for people, and its main figures as a line of a Markdown table."""
+    rows = [[key, *ratio.values()] for key, ratio in figures["ratios"].items()]
+    answers = figures["answers"]
+    cells = [f"`{args.a or 'defaults'}`", f"`{args.b or 'defaults'}`", f"{settings.data.unique_ratio:g}"]
+    for key in ROW:
+        ratio = figures["ratios"].get(key)
+        cells.append(f"{ratio['ratio']:.2f} ({ratio['least']:.2f}–{ratio['greatest']:.2f})" if ratio else "-")
+    return "\n".join(
+        [
+            f"A: {args.a or 'defaults'}",
+            f"B: {args.b or 'defaults'}",
+            f"Means of {args.rounds} rounds, and the ratio with the least and greatest of a round:",
+            "",
+            table(["", "A", "B", "B/A", "least", "greatest"], rows),
+            "",
+            f"Prompts not answered alike by all runs: {answers['differ']} of {answers['prompts']}; by the runs of A: "
+            f"{answers['differ_in_a']}, of B: {answers['differ_in_b']}",
+            "",
+            f"| A | B | unique | {' | '.join(f'{key} B/A' for key in ROW)} |",
+            "|---" * (3 + len(ROW)) + "|",
+            f"| {' | '.join(cells)} |",
+        ]
+    )

@@ -1,0 +1,192 @@
+"""The flags of the regimes that send requests, by vLLM's names. What they mean together is checked in `settings.py`."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mini_engine.bench import datasets
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+BACKENDS = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}
+Bucket = tuple[int, int, int]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """All of them, by group. A flag whose absence matters has the default None."""
+    _add_target(parser.add_argument_group("server"))
+    _add_data(parser.add_argument_group("prompts"))
+    _add_traffic(parser.add_argument_group("traffic"))
+    _add_results(parser.add_argument_group("results"))
+
+
+def _add_target(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--launch", metavar="FLAGS", help='Start a server of this project with these flags, such as "-tp 2" or "".')
+    add("--backend", "--endpoint-type", choices=BACKENDS, default="openai-chat",
+        help="API of the server (default: openai-chat; openai: texts without a chat).")  # fmt: skip
+    add("--base-url", metavar="URL", help="Root of the server, instead of --host and --port.")
+    add("--host", help="Default: 127.0.0.1.")
+    add("--port", type=int, help="Default: 8000.")
+    add("--endpoint", metavar="PATH", help="Default: that of the backend, such as /v1/chat/completions.")
+    add("--model", help="Name of the model in requests; default: the first that the server names.")
+    add("--tokenizer", metavar="NAME",
+        help="Directory or hub name of the tokenizer that counts the tokens of a data set's own answers, and of a "
+        "server's that does not count them; default: --model.")  # fmt: skip
+
+
+def _add_data(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--dataset-name", choices=datasets.NAMES, default="synthetic-video",
+        help="Default: synthetic-video, which the bundled model knows.")  # fmt: skip
+    add("--dataset-path", metavar="PATH", help="File of sharegpt or custom; file, folder or hub name of hf.")
+    add("--hf-split", metavar="NAME", help="Split of a data set of hf (default: train).")
+    add("--num-prompts", type=at_least(1), default=100, help="Default: 100.")
+    add("--num-warmups", type=at_least(0), default=4,
+        help="Requests before those that count, with media of their own (default: 4).")  # fmt: skip
+    add("--output-len", type=at_least(1), metavar="TOKENS",
+        help="Most tokens to generate; default: 32 for synthetic ones, as many as the record's own answer has for "
+        "files, else 128.")  # fmt: skip
+    add("--sharegpt-output-len", type=at_least(1), metavar="TOKENS", help="The same, for sharegpt.")
+    add("--hf-output-len", type=at_least(1), metavar="TOKENS", help="The same, for hf.")
+    add("--disable-shuffle", action="store_true", help="Take the records of a file in their order.")
+    add("--seed", type=int, default=0, help="Of all that is drawn (default: 0).")
+    add("--unique-ratio", type=share, metavar="SHARE",
+        help="Share of the prompts whose media no earlier prompt had; the others repeat one of these. Of files, whole "
+        "prompts are repeated (default: 1).")  # fmt: skip
+    add("--random-mm-bucket-config", type=buckets, metavar="DICT",
+        help="Sizes of random-mm with their weights, as {(height, width, frames): weight, ...}; one frame is an image. "
+        "Sizes of videos are even.")  # fmt: skip
+    add("--random-mm-base-items-per-request", type=at_least(1), metavar="N", help="Default: 1.")
+    add("--media-transport", choices=("data", "file", "http"), default="data",
+        help="Media inside the request, as files for the server, or from a file server (default: data). URLs in a data "
+        "set stay as they are.")  # fmt: skip
+    add("--media-dir", type=Path, metavar="DIR", help="Where the folder of files is made.")
+    add("--media-port", type=int, metavar="PORT", help="Port of the file server; default: a free one.")
+
+
+def _add_traffic(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--request-rate", type=positive, default=math.inf, metavar="PER_SECOND", help="Default: inf, all at once.")
+    add("--burstiness", type=positive, metavar="SHAPE",
+        help="Shape of the gamma distribution of the times between requests: 1 is a Poisson process, less comes in "
+        "bursts (default: 1).")  # fmt: skip
+    add("--max-concurrency", type=at_least(1), metavar="N",
+        help="Most requests at once; default: 8 for synthetic data sets without --request-rate, else any "
+        "number.")  # fmt: skip
+    add("--ignore-eos", action="store_true", help="Have each answer as long as it may be.")
+    add("--cancel-rate", type=share, default=0.0, metavar="SHARE",
+        help="Share of the streams that are closed after a few chunks (default: 0).")  # fmt: skip
+    add("--request-timeout", type=positive, default=600.0, metavar="SECONDS",
+        help="A request that has not ended by then has failed (default: 600).")  # fmt: skip
+    add("--extra-body", type=json_object, default={}, metavar="JSON", help="More fields of each request.")
+
+
+def _add_results(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--percentile-metrics", type=metrics, default=METRICS, metavar="NAMES",
+        help="Latencies to show (default: ttft,tpot,itl,e2el).")  # fmt: skip
+    add("--metric-percentiles", type=percentiles, default=[99.0], metavar="NUMBERS",
+        help="Such as 50,90,99 (default: 99).")  # fmt: skip
+    add("--goodput", type=goodput, nargs="+", default=[], metavar="NAME:MS",
+        help="Limits of ttft, tpot or e2el that good requests keep, such as ttft:500 e2el:2000.")  # fmt: skip
+    add("--save-result", action="store_true", help="Write the figures to a JSON file.")
+    add("--save-detailed", action="store_true",
+        help="With each request's times and text, there and in a JSONL file beside it.")  # fmt: skip
+    add("--result-dir", type=Path, metavar="DIR", help="Default: here.")
+    add("--result-filename", metavar="NAME", help="Default: from backend, rate, concurrency, model, time.")
+    add("--metadata", type=pair, nargs="+", default=[], metavar="KEY=VALUE", help="For the results.")
+    add("--plot", type=Path, metavar="FILE", help="Draw latencies, throughput and stages, such as out.png.")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Reads a whole number that is not below `least`."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is below {least}")
+        return int(text)
+
+    return number
+
+
+def positive(text: str) -> float:
+    """A number above 0; `inf` is one."""
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return float(text)
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    if not 0 <= float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
+    return float(text)
+
+
+def metrics(text: str) -> tuple[str, ...]:
+    """Names of latencies between commas."""
+    names = tuple(text.split(","))
+    if unknown := set(names) - set(METRICS):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is not one of {', '.join(METRICS)}")
+    return names
+
+
+def percentiles(text: str) -> list[float]:
+    """Numbers from 0 to 100 between commas."""
+    values = [float(value) for value in text.split(",")]
+    if not all(0 <= value <= 100 for value in values):
+        raise argparse.ArgumentTypeError(f"{text}: percentiles are from 0 to 100")
+    return values
+
+
+def goodput(text: str) -> tuple[str, float]:
+    """A metric of one request and its limit in milliseconds."""
+    name, colon, limit = text.partition(":")
+    if name not in ("ttft", "tpot", "e2el") or not colon or float(limit) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not ttft, tpot or e2el with a limit, such as ttft:500")
+    return name, float(limit)
+
+
+def pair(text: str) -> tuple[str, str]:
+    """KEY=VALUE."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text} is not KEY=VALUE")
+    return key, value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
+    return value
+
+
+def buckets(text: str) -> dict[Bucket, float]:
+    """Sizes and weights in vLLM's form, a dictionary in Python's notation."""
+    try:
+        found = {
+            (int(height), int(width), int(frames)): float(w) for (height, width, frames), w in _literal(text).items()
+        }
+    except (TypeError, ValueError, AttributeError):
+        raise argparse.ArgumentTypeError(f"{text} is not like {{(256, 256, 1): 0.5, (480, 640, 16): 0.5}}") from None
+    if not found or min(found.values()) < 0 or sum(found.values()) <= 0:
+        raise argparse.ArgumentTypeError(f"{text}: weights must not be negative, and one must be above 0")
+    for height, width, frames in found:
+        if min(height, width, frames) < 1 or (frames > 1 and (height % 2 or width % 2)):
+            raise argparse.ArgumentTypeError(f"({height}, {width}, {frames}): sizes are above 0, those of videos even")
+    return found
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except SyntaxError as error:
+        raise ValueError(str(error)) from None

@@ -1,0 +1,188 @@
+"""What the flags mean together: checked settings, and a reason for each flag that cannot be used."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mini_engine.bench.datasets import READ
+from mini_engine.bench.datasets.sample import DataSettings
+from mini_engine.bench.serving.figures import Measures
+from mini_engine.bench.serving.flags import BACKENDS
+from mini_engine.bench.serving.media import MediaTransport
+from mini_engine.cli import parse
+from mini_engine.config import ConfigError
+
+SYNTHETIC_CONCURRENCY = 8
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where results go beside stdout."""
+
+    save: bool
+    detailed: bool
+    folder: Path
+    filename: str | None
+    metadata: dict[str, str]
+    plot: Path | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A benchmark, all of whose flags fit each other."""
+
+    data: DataSettings
+    measures: Measures
+    output: Output
+    launch: list[str] | None  # flags of the server to start; None if one runs at `root`
+    root: str  # URL without a slash at the end
+    backend: str
+    endpoint: str
+    model: str | None
+    tokenizer: str | None  # for a server that counts no tokens
+    request_rate: float
+    burstiness: float
+    max_concurrency: int | None
+    cancel_rate: float
+    ignore_eos: bool
+    timeout: float
+    extra_body: Mapping[str, Any]
+    media_transport: MediaTransport
+    media_dir: Path | None
+    media_port: int
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """With the key that OpenAI's own clients take from the environment."""
+        key = os.environ.get("OPENAI_API_KEY")
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """From parsed flags.
+
+    Raises:
+        ConfigError: a flag is of no use with the others; says which, why, and what to do.
+    """
+    _check_data(args)
+    _check_rest(args)
+    limited = args.dataset_name.startswith("synthetic") and math.isinf(args.request_rate)
+    root = args.base_url or f"http://{args.host or '127.0.0.1'}:{args.port or 8000}"
+    return Settings(
+        data=_data(args),
+        measures=Measures(args.percentile_metrics, args.metric_percentiles, dict(args.goodput)),
+        output=_output(args),
+        launch=None if args.launch is None else server_flags("--launch", args.launch),
+        root=root.rstrip("/"),
+        backend=args.backend,
+        endpoint=args.endpoint or BACKENDS[args.backend],
+        model=args.model,
+        tokenizer=args.tokenizer,
+        request_rate=args.request_rate,
+        burstiness=args.burstiness or 1.0,
+        max_concurrency=args.max_concurrency or (SYNTHETIC_CONCURRENCY if limited else None),
+        cancel_rate=args.cancel_rate,
+        ignore_eos=args.ignore_eos,
+        timeout=args.request_timeout,
+        extra_body=args.extra_body,
+        media_transport=args.media_transport,
+        media_dir=args.media_dir,
+        media_port=args.media_port or 0,
+    )
+
+
+def server_flags(name: str, text: str) -> list[str]:
+    """The flags of serve.py in a text.
+
+    Raises:
+        ConfigError: serve.py would not take them; `name` is where they stand.
+    """
+    flags = shlex.split(text)
+    try:
+        parse(flags)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    return flags
+
+
+def _data(args: argparse.Namespace) -> DataSettings:
+    return DataSettings(
+        name=args.dataset_name,
+        count=args.num_prompts,
+        warm_ups=args.num_warmups,
+        seed=args.seed,
+        output_tokens=args.sharegpt_output_len or args.hf_output_len or args.output_len,
+        unique_ratio=1.0 if args.unique_ratio is None else args.unique_ratio,
+        path=args.dataset_path,
+        split=args.hf_split,
+        shuffle=not args.disable_shuffle,
+        buckets=args.random_mm_bucket_config,
+        items_per_prompt=args.random_mm_base_items_per_request or 1,
+        tokenizer=args.tokenizer or args.model,
+    )
+
+
+def _output(args: argparse.Namespace) -> Output:
+    return Output(
+        args.save_result,
+        args.save_detailed,
+        args.result_dir or Path(),
+        args.result_filename,
+        dict(args.metadata),
+        args.plot,
+    )
+
+
+def _check_data(args: argparse.Namespace) -> None:
+    name = args.dataset_name
+    file = "it is made here and not read from a file; leave it out, or choose --dataset-name " + ", ".join(READ)
+    _refuse(name not in READ, name, file, dataset_path=args.dataset_path, disable_shuffle=args.disable_shuffle)
+    if name in READ and not args.dataset_path:
+        raise ConfigError(f"--dataset-name {name} needs --dataset-path")
+    _refuse(name != "hf", name, "it is a flag of --dataset-name hf", hf_split=args.hf_split,
+            hf_output_len=args.hf_output_len)  # fmt: skip
+    _refuse(name != "sharegpt", name, "it is a flag of --dataset-name sharegpt; use --output-len",
+            sharegpt_output_len=args.sharegpt_output_len)  # fmt: skip
+    if args.output_len and (args.sharegpt_output_len or args.hf_output_len):
+        raise ConfigError(f"--output-len and --{name}-output-len mean the same: keep one of them")
+    _refuse(name == "text", name, "texts have no media that could be repeated", unique_ratio=args.unique_ratio)
+    _refuse(name != "random-mm", name, "it is a flag of --dataset-name random-mm",
+            random_mm_bucket_config=args.random_mm_bucket_config,
+            random_mm_base_items_per_request=args.random_mm_base_items_per_request)  # fmt: skip
+    if name == "random-mm" and args.random_mm_bucket_config is None:
+        example = "'{(256, 256, 1): 0.5, (480, 640, 16): 0.5}'"
+        raise ConfigError(f"--dataset-name random-mm needs --random-mm-bucket-config, such as {example}")
+    if args.backend == "openai" and (name.startswith("synthetic") or name == "random-mm"):
+        raise ConfigError(f"--backend openai: {name} has media, which only --backend openai-chat takes")
+
+
+def _check_rest(args: argparse.Namespace) -> None:
+    if args.base_url and (args.host or args.port):
+        raise ConfigError("--base-url says where the server is: leave out --host and --port")
+    if args.launch is not None and (args.base_url or args.host or args.port):
+        raise ConfigError("--launch starts a server on a port of its own: leave out --base-url, --host and --port")
+    if args.burstiness is not None and math.isinf(args.request_rate):
+        raise ConfigError("--burstiness is of the times between requests: it needs a --request-rate")
+    if args.media_dir is not None and args.media_transport == "data":
+        raise ConfigError("--media-dir: no files are made with --media-transport data; choose file or http")
+    if args.media_port is not None and args.media_transport != "http":
+        raise ConfigError("--media-port: there is a file server only with --media-transport http")
+    given = {"--save-detailed": args.save_detailed, "--result-dir": args.result_dir,
+             "--result-filename": args.result_filename, "--metadata": args.metadata}  # fmt: skip
+    for flag, value in given.items():
+        if value and not args.save_result:
+            raise ConfigError(f"{flag}: nothing is written without --save-result")
+
+
+def _refuse(wrong: bool, name: str, why: str, **values: Any) -> None:
+    """Raises ConfigError for the first of the flags that was given although it is of no use."""
+    for flag, value in values.items():
+        if wrong and value not in (None, False):
+            raise ConfigError(f"--{flag.replace('_', '-')} cannot be used with --dataset-name {name}: {why}")

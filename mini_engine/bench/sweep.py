@@ -1,0 +1,99 @@
+"""Regime `sweep`: one flag with several values, everything else alike.
+
+The flag is one of this client (such as --max-concurrency, --request-rate, --unique-ratio) or of serve.py (such as
+--max-num-seqs). A fresh server is started for each value, so that none finds another's caches; with --base-url, --host
+or --port the one that runs there is asked, caches and all, and the flag must be the client's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from typing import TYPE_CHECKING, Any
+
+from mini_engine.bench.report import Report, plain, table
+from mini_engine.bench.serving import flags
+from mini_engine.config import ConfigError
+
+if TYPE_CHECKING:
+    from mini_engine.bench.serving.measure import Measured
+    from mini_engine.bench.serving.settings import Settings
+
+HELP = "one flag's values, with a table and a plot"
+COLUMNS = {
+    "completed": "done", "failed": "failed", "request_throughput": "req/s", "output_throughput": "tok/s",
+    "median_ttft_ms": "TTFT p50", "p99_ttft_ms": "TTFT p99", "median_tpot_ms": "TPOT p50",
+    "median_e2el_ms": "E2EL p50", "p99_e2el_ms": "E2EL p99",
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flag that varies, and those of `serve`."""
+    group = parser.add_argument_group("sweep")
+    group.add_argument("--flag", required=True, metavar="NAME", help="A flag of this client or of serve.py.")
+    group.add_argument("--values", required=True, metavar="A,B,C", help="Its values.")
+    flags.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Measure each value, then print the table and draw the plot."""
+    from mini_engine.bench.serving import plot, results
+    from mini_engine.bench.serving.measure import prepared, run_once, say
+
+    flag = "--" + args.flag.lstrip("-").replace("_", "-")
+    values = [value.strip() for value in args.values.split(",")]
+    points = [(value, settings_with(args, flag, value)) for value in values]
+    found: list[Measured] = []
+    for value, settings in points:
+        say(f"{flag} {value}")
+        with prepared(settings) as ready:
+            measured = run_once(ready, f"{flag} {value}")
+        found.append(measured)
+        if settings.output.save:
+            results.save(settings, measured, plain(vars(args)), value)
+    figures = {"flag": flag, "values": values, "runs": [measured.figures for measured in found]}
+    print(describe(figures), flush=True)
+    if args.plot is not None:
+        plot.draw_sweep(figures, args.plot)
+        say(f"wrote {args.plot}")
+    failures = [
+        f"{flag} {value}: {failure}" for value, one in zip(values, found, strict=True) for failure in one.failures
+    ]
+    return Report(figures, failures)
+
+
+def settings_with(args: argparse.Namespace, flag: str, value: str) -> Settings:
+    """The settings of one value.
+
+    Raises:
+        ConfigError: a server that runs cannot change its flags, or the settings do not fit each other.
+    """
+    from mini_engine.bench.serving.settings import settings_of
+
+    running = args.base_url or args.host or args.port
+    mine = copy.copy(args)
+    mine.launch = None if running else args.launch or ""
+    parser = argparse.ArgumentParser(prog="bench.py sweep", add_help=False, allow_abbrev=False)
+    flags.add_arguments(parser)
+    _, unknown = parser.parse_known_args([f"{flag}={value}"], mine)
+    if unknown and running:
+        raise ConfigError(
+            f"{flag} is no flag of this client, and the server's cannot change while it runs: use --launch"
+        )
+    if unknown:
+        mine.launch = f"{mine.launch} {flag}={value}"
+    return settings_of(mine)
+
+
+def describe(figures: dict[str, Any]) -> str:
+    """A row for each value."""
+    rows = [
+        [value, *(run.get(key) for key in COLUMNS), _right(run)]
+        for value, run in zip(figures["values"], figures["runs"], strict=True)
+    ]
+    return table([figures["flag"], *COLUMNS.values(), "right"], rows)
+
+
+def _right(run: dict[str, Any]) -> str | None:
+    known = run["accuracy"]
+    return known and f"{100 * known['share']:.1f} %"

@@ -1,0 +1,175 @@
+"""The children that run: start one, send to one, wait for what any of them does.
+
+All are started from the main thread, since the kernel's parent-death signal follows the parent thread. Knows nothing of
+what is to be done about what happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from mini_engine.child_process import ChildProcess
+from mini_engine.log import LogSettings
+from mini_engine.messages import AnyMessage, PeerGone, Pong, Role
+from mini_engine.transport import sockets
+from mini_engine.transport.codec import Encoder, decode
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Said:
+    """A child has sent a message."""
+
+    child: ChildProcess
+    body: AnyMessage
+
+
+@dataclass(frozen=True)
+class Died:
+    """A child is dead and reaped; those that it worked with are told."""
+
+    child: ChildProcess
+    how: str  # in words, such as "died: killed by SIGKILL"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """This process was sent signals that end the server."""
+
+    numbers: list[int]  # at least one
+
+
+Event = Said | Died | Asked
+
+
+class Signals:
+    """SIGINT and SIGTERM, as a descriptor that a poller can wait for. From its making on they end nothing else."""
+
+    def __init__(self) -> None:
+        self.fd, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda *_: None)  # the number arrives through the wake-up descriptor
+
+    def take(self) -> list[Event]:
+        """Those that have come, as one event; `fd` is readable."""
+        numbers = [number for number in os.read(self.fd, 64) if number in STOP_SIGNALS]
+        return [Asked(numbers)] if numbers else []
+
+
+class Family:
+    """All children, of the engines that serve and of those before them, on one ROUTER in `runtime_dir`."""
+
+    def __init__(self, runtime_dir: Path, log: LogSettings, signals: Signals):
+        self.children: list[ChildProcess] = []
+        self._runtime_dir = runtime_dir
+        self._log = log
+        self._signals = signals
+        self._incarnations = itertools.count(1)
+        self._encoder = Encoder("supervisor", 0)
+        self._endpoint = f"ipc://{runtime_dir}/supervisor"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = sockets.bind_router(self._context, self._endpoint)
+        for name in ("metrics", "tmp"):
+            (runtime_dir / name).mkdir()
+
+    def start(
+        self, role: Role, index: str, generation: int, listener: socket.socket | None = None
+    ) -> ChildProcess:  # fmt: skip
+        """Start a child that belongs to the engines of this `generation`. Raises OSError: the host gives no process."""
+        child = ChildProcess.start(
+            role=role,
+            index=index,
+            incarnation=next(self._incarnations),
+            supervisor=self._endpoint,
+            log=self._log,
+            listener=listener,
+            environment={
+                "PROMETHEUS_MULTIPROC_DIR": str(self._runtime_dir / "metrics"),
+                "TMPDIR": str(self._runtime_dir / "tmp"),  # what libraries leave there goes with the directory
+            },
+        )
+        child.generation = generation
+        self.children.append(child)
+        return child
+
+    def api_servers(self) -> list[ChildProcess]:
+        """Those of all generations."""
+        return [child for child in self.children if child.role == "api"]
+
+    def engines(self) -> list[ChildProcess]:
+        """Cores and workers."""
+        return [child for child in self.children if child.role != "api"]
+
+    def send(self, child: ChildProcess, body: AnyMessage) -> bool:
+        """Whether it was taken. If not, the child is dying or hangs: its death or a time-out has the last word."""
+        try:
+            self._router.send_multipart([child.peer, self._encoder.encode(body)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def wait(self, seconds: float | None) -> list[Event]:
+        """What has happened, in this order: messages, signals, deaths. Waits for the first for so long at most.
+
+        What children have written is passed on.
+        """
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._signals.fd, zmq.POLLIN)
+        children = list(self.children)
+        for child in children:
+            poller.register(child.pidfd, zmq.POLLIN)
+            poller.register(child.output, zmq.POLLIN)
+        ready = dict(poller.poll(None if seconds is None else max(0, int(seconds * 1000) + 1)))
+        events: list[Event] = self._receive() if self._router in ready else []
+        if self._signals.fd in ready:
+            events += self._signals.take()
+        for child in children:
+            if child.output.fileno() in ready:
+                child.forward_output()
+        events += [self._bury(child) for child in children if child.pidfd in ready]
+        return events
+
+    def close(self) -> None:
+        """Without children."""
+        assert not self.children
+        self._context.destroy(linger=0)
+
+    def _receive(self) -> list[Event]:
+        said: list[Event] = []
+        while True:
+            try:
+                peer, frame = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return said
+            envelope = decode(frame)
+            for child in self.children:
+                if child.incarnation != envelope.incarnation:
+                    continue
+                child.peer = peer
+                if isinstance(envelope.body, Pong):
+                    child.turns = 0
+                else:
+                    said.append(Said(child, envelope.body))
+
+    def _bury(self, child: ChildProcess) -> Died:
+        self.children.remove(child)
+        how = f"died: {child.reap()}"
+        # The live gauges of a dead process are forgotten; its counters stay in the totals.
+        with contextlib.suppress(OSError):
+            for path in (self._runtime_dir / "metrics").glob(f"gauge_live*_{child.pid}.db"):
+                path.unlink(missing_ok=True)
+        for other in self.children:
+            if other.generation == child.generation:
+                self.send(other, PeerGone(child.name, child.incarnation))
+        return Died(child, how if child.verdict is None else f"was killed: {child.verdict}")

@@ -1,0 +1,68 @@
+"""Whether the children live: who is not ready in time, or does not answer for too long, has hung and is killed.
+
+A core answers once all of its ranks have ended the step that ran when it was asked, or an empty one; so its answers are
+those of the whole engine. The time is counted in turns of the supervisor's own loop: if that stood still itself, as
+when the machine was suspended, nobody is blamed. What `/health` calls slow (`--health-timeout`) lives on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from mini_engine.child_process import ChildProcess
+from mini_engine.config import EngineConfig
+from mini_engine.launch.family import Family
+from mini_engine.messages import Ping
+
+logger = logging.getLogger(__name__)
+
+TURNS = 4  # that the longest silence is divided into
+
+
+class Liveness:
+    """The pings to a family."""
+
+    def __init__(self, config: EngineConfig, family: Family):
+        self._family = family
+        self._startup = config.startup_timeout
+        self._silence = max(config.collective_timeout, config.health_timeout)
+        self._interval = min(self._silence, self._startup) / TURNS
+        self._next = time.monotonic() + self._interval
+
+    def seconds_left(self) -> float:
+        """Until the next turn."""
+        return max(0.0, self._next - time.monotonic())
+
+    def turn(self) -> None:
+        """Ask who serves, and kill who has hung; without effect before it is time."""
+        if self.seconds_left():
+            return
+        self._next = time.monotonic() + self._interval
+        for child in self._family.children:
+            child.turns += 1
+            if not child.serving:
+                if child.turns * self._interval > self._startup and (not child.ready or child.started):
+                    self._end(child, f"it was not ready after {self._startup:g} s (--startup-timeout)")
+            elif child.role != "worker":
+                if child.turns > TURNS:
+                    self._end(child, f"it gave no sign of life for {self._silence:g} s (--collective-timeout)")
+                else:
+                    self._family.send(child, Ping(child.turns))
+
+    def _end(self, child: ChildProcess, why: str) -> None:
+        """Kill it, and say in which state its engine's processes are: T is stopped, D is waiting for a device."""
+        theirs = [other for other in self._family.children if other.engine is not None and other.engine == child.engine]
+        states = ", ".join(f"{other.name} {state(other.pid)}" for other in theirs or [child])
+        logger.error("%s is killed: %s (state in proc(5): %s)", child.title, why, states)
+        child.verdict = why
+        child.kill()
+
+
+def state(pid: int) -> str:
+    """The letter by which `ps` shows what a process does; see proc(5)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return "?"

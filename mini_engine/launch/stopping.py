@@ -1,0 +1,52 @@
+"""The end of the server: API servers finish what runs, then all are killed. Another signal leaves no time for that."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from mini_engine.launch.family import Asked, Died, Family
+from mini_engine.launch.liveness import Liveness
+from mini_engine.messages import Drain
+
+logger = logging.getLogger(__name__)
+
+API_STOP_SECONDS = 5.0  # how long API servers may take to end their responses once told to stop
+
+
+class Stopping:
+    """The end of a family. `interrupts`: signals that have come after the one that ends it."""
+
+    def __init__(self, family: Family, liveness: Liveness, interrupts: int):
+        self._family = family
+        self._liveness = liveness
+        self._interrupts = interrupts
+
+    def run(self, patience: float) -> None:
+        """API servers may finish their requests, for `patience` seconds, and then what they are sending; the rest holds
+        nothing that outlives it. Returns when no child is left."""
+        if patience:
+            for child in self._family.api_servers():
+                if child.serving:
+                    self._family.send(child, Drain())
+                else:
+                    child.terminate()
+            self._wait_for_api_servers(patience)
+        for child in self._family.api_servers():
+            child.terminate()
+        self._wait_for_api_servers(API_STOP_SECONDS)
+        for child in self._family.children:
+            child.kill()
+        while self._family.children:
+            self._family.wait(None)
+
+    def _wait_for_api_servers(self, seconds: float) -> None:
+        """Until all have ended, the time is up, or another signal comes."""
+        deadline = time.monotonic() + seconds
+        while self._family.api_servers() and not self._interrupts and (left := deadline - time.monotonic()) > 0:
+            for event in self._family.wait(min(left, self._liveness.seconds_left())):
+                if isinstance(event, Asked):
+                    self._interrupts += len(event.numbers)
+                elif isinstance(event, Died) and event.child.role != "api":
+                    logger.error("%s %s while requests were to end", event.child.title, event.how)
+            self._liveness.turn()

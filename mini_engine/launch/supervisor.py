@@ -1,0 +1,249 @@
+"""The server from start to stop: which processes there are, and what follows from what happens to them.
+
+Once the server runs, the supervisor sleeps in one poller until a child dies, speaks or writes, or a signal comes; a few
+times a minute it asks everybody for a sign of life.
+
+The processes of one start are a generation. When an engine dies its generation is over: with `--restart-engine` the
+next one starts behind the same sockets, and until it serves, the API servers of the one before answer 503.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping
+from typing import NoReturn
+
+from mini_engine import log
+from mini_engine.child_process import ChildProcess
+from mini_engine.config import EngineConfig
+from mini_engine.host import (
+    bind_again,
+    bind_listeners,
+    check_model_files,
+    check_tls,
+    fill_standard_descriptors,
+    load_model_config,
+    plan_media_cache,
+    raise_descriptor_limit,
+    resolve_model,
+    runtime_directory,
+    without_effect,
+)
+from mini_engine.launch import addresses
+from mini_engine.launch.family import Asked, Died, Event, Family, Said, Signals
+from mini_engine.launch.generation import Generation, Ground
+from mini_engine.launch.liveness import Liveness
+from mini_engine.launch.restarting import Restarts
+from mini_engine.launch.stopping import Stopping
+from mini_engine.messages import PROTOCOL_VERSION, Hello, Refused
+from mini_engine.transport import sockets
+
+logger = logging.getLogger(__name__)
+
+ENGINE_DEATH_GRACE_SECONDS = 1.0  # how long API servers may take to answer every client of a dead engine
+API_RESTARTS_IN_A_ROW = 5  # an API server that dies this often before it serves will not get better
+
+
+class Stop(Exception):
+    """The server ends."""
+
+    def __init__(self, status: int, patience: float = 0.0, interrupts: int = 0):
+        self.status = status
+        self.patience = patience  # seconds for running requests to end
+        self.interrupts = interrupts  # signals that have come after the one that ends it
+
+
+class GenerationOver(Exception):
+    """An engine is dead, or what should have replaced it did not get so far. The text says who and how."""
+
+
+class Supervisor:
+    """One server from start to stop. `run` may be called once, from the main thread."""
+
+    def __init__(self, config: EngineConfig, origins: Mapping[str, str] | None = None):
+        """`origins`: by field, what gave the settings that are not left at their defaults, such as `--port`."""
+        self.config = config
+        self.origins = origins or {}
+        self.log = log.LogSettings(config.log_level, config.log_format)
+        self.restarts = Restarts(config.restart_engine)
+
+    def run(self) -> int:
+        """Serve until a signal or a death ends it; returns the exit status."""
+        fill_standard_descriptors()
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        raise_descriptor_limit(self.config)
+        model_dir = resolve_model(self.config)
+        self.model_config = load_model_config(model_dir, self.config)
+        check_model_files(model_dir, self.model_config, self.config)
+        media_cache = plan_media_cache(self.config)
+        check_tls(self.config)
+        signals = Signals()
+        with contextlib.ExitStack() as held:
+            self.listeners = bind_listeners(self.config)
+            if self.config.uds is not None:
+                held.callback(sockets.BoundPath(self.config.uds).unlink)
+            runtime_dir = held.enter_context(runtime_directory())
+            self.family = Family(runtime_dir, self.log, signals)
+            self.liveness = Liveness(self.config, self.family)
+            self.ground = Ground(self.config, model_dir, media_cache, runtime_dir, self.listeners, self.family)
+            self.generation = Generation(1, self.ground)
+            return self._serve_until_stopped()
+
+    def _serve_until_stopped(self) -> int:
+        end = Stop(1)
+        try:
+            self._serve()
+        except Stop as stop:
+            end = stop
+        finally:
+            for listener in self.listeners:  # so that the end of an API server ends its part of the port, too
+                listener.close()
+            Stopping(self.family, self.liveness, end.interrupts).run(end.patience)
+            self.family.close()
+            logger.info("stopped")
+        return end.status
+
+    def _serve(self) -> NoReturn:
+        """One generation after the other."""
+        while True:
+            try:
+                self._start()
+                while True:
+                    self._poll(None)
+            except GenerationOver as over:
+                self._end_generation(str(over))
+
+    def _start(self) -> None:
+        begun = time.monotonic()
+        try:
+            self.generation.start()
+        except OSError as error:
+            self._start_failed(f"a process cannot be started: {error}")
+        while not self.generation.complete:
+            self._poll(None)
+        self.generation.announced = True
+        self.restarts.serving()
+        self._announce(time.monotonic() - begun)
+
+    def _announce(self, seconds: float) -> None:
+        config, limits, cache = self.config, self.generation.limits[0], self.ground.media_cache
+        for choice in self.generation.transports:
+            what = "media that the cache has no room for" if cache.kind == "shm" else "media"
+            logger.info("%s reach engine %d by %s: %s", what, choice.engine, choice.transport, choice.reason)
+        if useless := without_effect(config, self.origins, cache, limits.device):
+            logger.info("no effect here: %s", "; ".join(useless))
+        logger.info("processed media are cached: %s (%s)", cache.kind, cache.reason)
+        logger.info(
+            "serving %s (%s) at %s/v1 after %.1f s: %d API server(s), %d engine(s) x %d worker(s), "
+            "%d KV blocks of %d tokens, up to %d tokens a request",
+            config.served_names[0], self.model_config.architecture, addresses.url(config, self.listeners[0]), seconds,
+            config.api_server_count, config.data_parallel_size, config.tensor_parallel_size,
+            limits.num_blocks, limits.block_size, limits.max_model_len,
+        )  # fmt: skip
+
+    # --- events ------------------------------------------------------------------------------------------------------
+
+    def _poll(self, seconds: float | None) -> None:
+        """Wait for the next events, for so long at most, and handle each."""
+        turn = self.liveness.seconds_left()
+        for event in self.family.wait(turn if seconds is None else min(turn, seconds)):
+            self._handle(event)
+        self._fill_vacant()
+        self.liveness.turn()
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case Asked(numbers=[first, *more]):
+                patience = self.config.shutdown_timeout if first == signal.SIGTERM else 0.0
+                logger.info(
+                    "stopping on %s: up to %g s for requests that run; a second signal stops at once",
+                    signal.Signals(first).name, patience,
+                )  # fmt: skip
+                raise Stop(0, patience, len(more))
+            case Said(child=child, body=Hello(protocol_version=version)) if version != PROTOCOL_VERSION:
+                logger.error("%s speaks protocol %d, this is %d", child.title, version, PROTOCOL_VERSION)
+                raise Stop(1)
+            case Said(child=child, body=Refused(reason=reason)):
+                self._on_refusal(child, reason)
+            case Said(child=child) if child.generation == self.generation.number:
+                self.generation.hear(event)
+            case Died(child=child) if child.generation == self.generation.number:
+                self._on_death(child, event.how)
+
+    def _on_refusal(self, child: ChildProcess, reason: str) -> None:
+        if child.generation == self.generation.number and not self.generation.announced:
+            self._start_failed(reason)
+        child.verdict = reason
+        child.kill()
+
+    def _on_death(self, child: ChildProcess, how: str) -> None:
+        in_short = f"{child.title} {how}"
+        text = f"{in_short}; {child.last_lines()}"
+        if not self.generation.announced:
+            self._start_failed(text, in_short)
+        logger.error("%s", text)
+        if child.role != "api":
+            raise GenerationOver(in_short)
+        if not child.serving:
+            self.generation.early_deaths += 1
+        if self.generation.early_deaths >= API_RESTARTS_IN_A_ROW:
+            logger.error("the server ends: %s, and so did the %d before it", in_short, API_RESTARTS_IN_A_ROW - 1)
+            raise Stop(1)
+        self._vacate(child)
+
+    def _start_failed(self, text: str, in_short: str | None = None) -> NoReturn:
+        """This generation will not serve. The first of all is not tried again: most often the settings are at fault."""
+        logger.error("start failed: %s", text)
+        if self.generation.number == 1:
+            raise Stop(1)
+        raise GenerationOver(in_short or text)
+
+    # --- what follows from a death -----------------------------------------------------------------------------------
+
+    def _vacate(self, dead: ChildProcess) -> None:
+        """Have its slot filled. While other API servers serve, the kernel is not to put connections in line there."""
+        slot = int(dead.index)
+        if dead.serving and any(child.serving for child in self.generation.children if child.role == "api"):
+            try:
+                self.listeners[slot] = bind_again(self.listeners[slot])
+            except OSError as error:
+                logger.warning("connections wait until the successor of %s serves: %s", dead.title, error)
+        self.generation.vacant.add(slot)
+
+    def _fill_vacant(self) -> None:
+        """Start API servers for the slots that lack one; where the host gives no process, later."""
+        for slot in sorted(self.generation.vacant):
+            try:
+                self.generation.fill(slot)
+            except OSError as error:
+                logger.error("api %d cannot be started now, and is tried again: %s", slot, error)
+                return
+            self.generation.vacant.remove(slot)
+
+    def _end_generation(self, why: str) -> None:
+        """End its engines, so that every client has its answer; returns when the next generation is to start.
+
+        API servers that serve go on, to answer 503.
+
+        Raises:
+            Stop: there is to be none.
+        """
+        over = self.generation
+        over.end(spare=[child for child in over.children if child.role == "api" and child.serving])
+        self.generation = Generation(over.number + 1, self.ground)  # what happens to the others is of no matter
+        pause = self.restarts.next_pause()
+        if pause is None:
+            remedy = "" if self.restarts.most else "; --restart-engine would start its engines anew"
+            logger.error("the server ends with status 1, since %s%s", why, remedy)
+        else:
+            logger.error("restart %d of %d in %g s, since %s", self.restarts.in_a_row, self.restarts.most, pause, why)
+        deadline = time.monotonic() + (ENGINE_DEATH_GRACE_SECONDS if pause is None else pause)
+        while (left := deadline - time.monotonic()) > 0 or self.family.engines():
+            self._poll(left if left > 0 else None)
+        over.forget()
+        if pause is None:
+            raise Stop(1)

@@ -1,0 +1,80 @@
+"""A vision tower that every rank holds whole, and whose work the ranks share out: each encodes some of a call's frames.
+
+It saves the two sums per layer over all ranks that sharded weights cost, for memory: the whole tower on each rank. No
+layer of a tower attends across temporal grids, so a video may be cut between them. Knows nothing of families.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mini_engine.model.config import VisionConfig
+from mini_engine.model.parallel import Placement
+from mini_engine.model.rope import Grid
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of a call: a run of whole temporal grids, as grids of their own, and their patches."""
+
+    grids: tuple[Grid, ...]
+    patches: slice
+
+    @property
+    def num_patches(self) -> int:
+        return self.patches.stop - self.patches.start
+
+
+def share_out(grids: Sequence[Grid], ranks: int) -> list[Share]:
+    """Cut a call's temporal grids into one run for each rank, about equal in patches.
+
+    A temporal grid goes to the rank in whose equal part of all patches its middle lies: so a rank has at most one grid
+    more than that part, and none of the order changes. Ranks may get nothing.
+    """
+    total = sum(t * h * w for t, h, w in grids)
+    runs: list[list[Grid]] = [[] for _ in range(ranks)]
+    sizes = [0] * ranks
+    start = 0
+    for t, h, w in grids:
+        size = h * w
+        owners = [(2 * (start + i * size) + size) * ranks // (2 * total) for i in range(t)]
+        for owner in sorted(set(owners)):
+            count = owners.count(owner)
+            runs[owner].append((count, h, w))
+            sizes[owner] += count * size
+        start += t * size
+    ends = [sum(sizes[: rank + 1]) for rank in range(ranks)]
+    return [Share(tuple(run), slice(end - size, end)) for run, size, end in zip(runs, sizes, ends, strict=True)]
+
+
+class SpreadTower(nn.Module):
+    """Called as the tower that `build` makes, with the same result; a collective."""
+
+    def __init__(
+        self, build: Callable[[VisionConfig, Placement], nn.Module], config: VisionConfig, at: Placement
+    ) -> None:
+        super().__init__()
+        self.config, self.tp = config, at.tp
+        self.tower = build(config, at.alone())
+
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """As `VisionTower.forward`: every rank passes all patches, and gets all rows."""
+        if len(patches) != sum(t * h * w for t, h, w in grids):
+            raise ValueError(f"{len(patches)} patches do not fill the grids {[tuple(g) for g in grids]}")
+        shares = share_out(grids, self.tp.size)
+        mine = shares[self.tp.rank]
+        rows = (
+            self.tower(patches[mine.patches], mine.grids)
+            if mine.grids
+            else patches.new_empty(0, self.config.row_size)  # it takes part in the collective all the same
+        )
+        counts = [share.num_patches // self.config.merge_unit for share in shares]
+        short = max(counts) - len(rows)
+        # The collective wants equal shapes.
+        gathered = self.tp.all_gather(F.pad(rows, (0, 0, 0, short)) if short else rows)
+        if len(set(counts)) == 1:
+            return gathered.flatten(0, 1)
+        return torch.cat([gathered[rank, :count] for rank, count in enumerate(counts)])

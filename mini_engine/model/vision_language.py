@@ -1,0 +1,98 @@
+"""A model for inference: embeddings, vision tower, decoder and output head. What sets the families apart is elsewhere.
+
+A step is `embed` -> `forward` -> `logits`, with the rows of `encode_vision` in the placeholders' place. Every rank of a
+tensor-parallel group makes the same calls with the same arguments and gets the same results; only the heads that its
+`attend` sees are its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from mini_engine.model.config import ModelConfig
+from mini_engine.model.layers import VocabParallelEmbedding
+from mini_engine.model.parallel import Placement
+from mini_engine.model.registry import find_spec
+from mini_engine.model.rope import Grid
+from mini_engine.model.spread_tower import SpreadTower
+from mini_engine.model.text import Attend, Decoder, MediaRows
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What a rank's key-value cache must hold: per token and layer, one key and one value of `[kv_heads, head_dim]`."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class VisionLanguageModel(nn.Module):
+    """One rank's part of the model. Contents are unset until `weights.load_weights` fills them.
+
+    Raises ValueError if attention heads, of decoder or sharded vision tower, do not divide by the group's size.
+    """
+
+    def __init__(self, config: ModelConfig, at: Placement) -> None:
+        super().__init__()
+        text = config.text
+        self.config = config
+        tower = find_spec([config.architecture]).load_tower()
+        self.visual = SpreadTower(tower, config.vision, at) if at.spread_tower else tower(config.vision, at)
+        self.embedding = VocabParallelEmbedding(
+            "model.language_model.embed_tokens", text.vocab_size, text.hidden_size, at
+        )
+        self.decoder = Decoder(text, at)
+        self.head = (
+            self.embedding
+            if config.tie_word_embeddings
+            else VocabParallelEmbedding("lm_head", text.vocab_size, text.hidden_size, at)
+        )
+        kv_heads = at.tp.kv_heads(text.num_kv_heads)
+        self.attention_shape = AttentionShape(
+            text.num_layers, text.num_heads // at.tp.size, kv_heads.stop - kv_heads.start, text.head_dim
+        )
+
+    def embed(self, token_ids: Tensor, media: Sequence[MediaRows] = ()) -> Tensor:
+        """int `[n]` -> `[n, hidden_size]`, the rows of media in their placeholders' place."""
+        hidden = self.embedding(token_ids)
+        for first, rows in media:
+            hidden[first : first + len(rows)] = rows[:, : hidden.shape[1]]
+        return hidden
+
+    def encode_vision(self, patches: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
+        """Encode any number of images (time 1) and videos in one call.
+
+        Args:
+            patches: `[sum of t * h * w, channels * temporal * patch * patch]`, normalised, in the parameters' dtype;
+                items one after the other.
+            grids: (t, h, w) per item, in patches.
+
+        Returns:
+            Per item `[t * h * w / merge unit, config.vision.row_size]`: views of one tensor. See `MediaRows`.
+
+        Raises:
+            ValueError: the grids do not fit the patches.
+        """
+        unit = self.config.vision.merge_unit
+        return list(self.visual(patches, grids).split([t * h * w // unit for t, h, w in grids]))
+
+    def forward(self, hidden: Tensor, positions: Tensor, attend: Attend, media: Sequence[MediaRows] = ()) -> Tensor:
+        """Run the decoder over a flat batch.
+
+        Args:
+            hidden: `[n, hidden_size]`, from `embed`.
+            positions: int64 `[3, n]`, time, height and width; see `rope.mrope_positions`.
+            attend: called once per layer, in order.
+            media: as `embed` got them.
+
+        Returns:
+            `[n, hidden_size]`, after the final norm.
+        """
+        return self.decoder(hidden, positions, attend, media)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """`[rows, hidden_size]` -> `[rows, vocab_size]` in the parameters' dtype, whole on every rank."""
+        return self.head.project(rows)

@@ -1,0 +1,191 @@
+"""What the data sets make of their settings: counts, repeats, and records of every form."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from mini_engine.bench.datasets.loading import load
+from mini_engine.bench.datasets.sample import DataSettings, Link, Medium, Sample, repeat_order
+from mini_engine.bench.report import BenchError
+from mini_engine.bench.serving.bodies import cancel_plan
+from mini_engine.config import BUNDLED_MODEL, ConfigError
+from mini_engine.demo import questions, videos
+
+
+def settings(name: str, **more) -> DataSettings:
+    return DataSettings(**{"name": name, "count": 4, "warm_ups": 0, "seed": 0, "output_tokens": None, **more})
+
+
+# --- repeats
+
+
+@pytest.mark.parametrize(("ratio", "unique"), [(1.0, 40), (0.5, 20), (0.26, 10), (0.0, 1)])
+def test_the_unique_ratio_by_counting(ratio: float, unique: int):
+    order = repeat_order(40, ratio, random.Random(5))
+    assert len(order) == 40 and len(set(order)) == unique
+    firsts = [number for place, number in enumerate(order) if number not in order[:place]]
+    assert firsts == list(range(unique)), "new ones are numbered as they come"
+
+
+def test_media_are_repeated_and_warm_ups_have_their_own():
+    found = load(settings("synthetic-video", count=8, warm_ups=2, unique_ratio=0.5))
+    media = [medium for sample in found.samples for medium in sample.media]
+    assert len(media) == 8 and len({id(medium) for medium in media}) == len({medium.data for medium in media}) == 4
+    warm = {medium.data for sample in found.warm_ups for medium in sample.media}
+    assert len(warm) == 2 and not warm & {medium.data for medium in media}
+
+
+def test_synthetic_prompts_hold_their_answers_and_follow_the_seed():
+    one, same, other = (load(settings("synthetic-video", count=3, seed=seed)).samples for seed in (0, 0, 1))
+    # Not the bytes: libx264 does not always make the same ones of the same frames.
+    asked, again, others = ([(a.messages[0].text, a.answer, sizes(a)) for a in found] for found in (one, same, other))
+    assert asked == again != others
+    for sample in one:
+        assert sizes(sample)[0] >= 8
+        assert any(sample.messages[0].text in texts for texts in questions.PHRASINGS.values())
+        assert sample.answer and len(sample.answer.split()) <= 6
+    assert load(settings("synthetic-image", count=1)).samples[0].media[0].mime == "image/png"
+
+
+def sizes(sample: Sample) -> tuple[int, ...]:
+    return videos.decode(sample.media[0].data)[0].shape
+
+
+def test_random_mm_draws_sizes_by_weight():
+    buckets = {(64, 96, 1): 3.0, (48, 80, 4): 1.0, (32, 32, 2): 0.0}
+    found = load(settings("random-mm", count=40, buckets=buckets, items_per_prompt=2))
+    assert [len(sample.media) for sample in found.samples] == [2] * 40
+    sizes: Counter[tuple[int, ...]] = Counter()
+    for sample in found.samples:
+        for medium in sample.media:
+            if medium.kind == "image":
+                sizes[(*videos.decode_image(medium.data).shape[:2], 1)] += 1
+            else:
+                frames, _ = videos.decode(medium.data)
+                sizes[(*frames.shape[1:3], len(frames))] += 1
+    assert set(sizes) == {(64, 96, 1), (48, 80, 4)}
+    assert 45 <= sizes[64, 96, 1] <= 72, "three quarters of 80, within three standard deviations"
+
+
+def test_texts_have_no_media_and_are_no_two_alike():
+    found = load(settings("text", count=50, output_tokens=7))
+    assert len({sample.messages[0].text for sample in found.samples}) == 50
+    assert all(not sample.has_media and sample.output_tokens == 7 for sample in found.samples)
+
+
+def test_the_share_that_is_cancelled_by_counting():
+    plan = cancel_plan([3] * 50 + [100] * 50, 0.3, 1)
+    closed = [after for after in plan if after is not None]
+    assert len(plan) == 100 and len(closed) == 30
+    assert set(closed) <= set(range(1, 9)) and len(set(closed)) > 3
+    assert all(after is None or after <= 3 for after in plan[:50])
+    assert cancel_plan([5], 0.0, 1) == [None]
+
+
+# --- records
+
+
+def picture(seed: int = 1) -> bytes:
+    return videos.encode_image(videos.render_image(seed, width=32, height=32))
+
+
+def write(path: Path, records: list[dict]) -> str:
+    text = json.dumps(records) if path.suffix == ".json" else "".join(json.dumps(one) + "\n" for one in records)
+    path.write_text(text)
+    return str(path)
+
+
+def test_sharegpt(tmp_path: Path):
+    (tmp_path / "clip.mp4").write_bytes(b"a video")
+    url = "data:image/png;base64," + base64.b64encode(picture()).decode()
+    records = [
+        {"conversations": [{"from": "gpt", "value": "no question"}]},
+        {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "<video>\nWhat is it?"},
+                           {"from": "gpt", "value": "a red circle"}, {"from": "human", "value": "And?"}],
+         "video": "clip.mp4"},
+        {"messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "Which shape?"}]}]},
+        {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}],
+         "images": ["https://example.com/1.png", "https://example.com/2.png"]},
+    ]  # fmt: skip
+    path = write(tmp_path / "records.json", records)
+    found = load(settings("sharegpt", count=3, path=path, shuffle=False, output_tokens=9))
+    assert found.notes == ["1 records hold no prompt and were passed over"]
+    first, second, third = found.samples
+    assert [turn.role for turn in first.messages] == ["system", "user"], "the prompt ends before the answer"
+    assert first.messages[1].parts == (Medium(b"a video", "video/mp4"), "What is it?")
+    assert second.messages[0].parts == (Link(url, "image"), "Which shape?")
+    assert [part.url[-5:] for part in third.messages[0].parts[:2]] == ["1.png", "2.png"]
+    assert all(sample.output_tokens == 9 and sample.answer is None for sample in found.samples)
+
+    shuffles = [load(settings("sharegpt", count=3, path=path, output_tokens=1, seed=seed)) for seed in range(6)]
+    assert len({tuple(sample.messages for sample in one.samples) for one in shuffles}) > 1
+    more = load(settings("sharegpt", count=7, path=path, output_tokens=1))
+    assert len(more.samples) == 7 and "3 prompts are there and 7 were asked for" in more.notes[-1]
+
+
+def test_lengths_of_answers(tmp_path: Path):
+    turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "a red circle moving left"}]
+    path = write(tmp_path / "r.json", [{"conversations": turns}])
+    counted = load(settings("sharegpt", count=1, path=path, tokenizer=BUNDLED_MODEL)).samples[0].output_tokens
+    assert 1 < counted < 12
+    with pytest.raises(ConfigError, match="--tokenizer is needed .* --sharegpt-output-len"):
+        load(settings("sharegpt", count=1, path=path))
+    path = write(tmp_path / "c.jsonl", [{"prompt": "a"}, {"prompt": "b", "output_tokens": 5, "expected": "c"}])
+    found = load(settings("custom", count=2, path=path, shuffle=False)).samples
+    assert [(sample.output_tokens, sample.answer) for sample in found] == [(128, None), (5, "c")]
+
+
+def test_hf_reads_local_parquet_with_its_media(tmp_path: Path):
+    from datasets import Dataset, Features, Value
+    from datasets import Image as ImageFeature
+
+    rows = {"question": ["What?", "Which?"], "image": [Image.open(io.BytesIO(picture(seed))) for seed in (1, 2)]}
+    table = Dataset.from_dict(rows, features=Features({"question": Value("string"), "image": ImageFeature()}))
+    table.to_parquet(tmp_path / "train-00000-of-00001.parquet")
+    found = load(settings("hf", count=2, path=str(tmp_path), split="train", shuffle=False, output_tokens=4)).samples
+    assert [sample.messages[0].text for sample in found] == ["What?", "Which?"]
+    for seed, sample in zip((1, 2), found, strict=True):
+        shown = videos.decode_image(sample.media[0].data)
+        assert (shown == videos.render_image(seed, width=32, height=32).pixels).all()
+    shuffled = [load(settings("hf", count=2, path=str(tmp_path), output_tokens=4, seed=seed)) for seed in range(8)]
+    assert {one.samples[0].messages[0].text for one in shuffled} == {"What?", "Which?"}
+
+
+def test_hf_reads_local_json_by_split(tmp_path: Path):
+    write(tmp_path / "train.jsonl", [{"prompt": "of train"}])
+    write(tmp_path / "test.jsonl", [{"prompt": "of test"}])
+    for split in ("train", "test"):
+        (sample,) = load(settings("hf", count=1, path=str(tmp_path), split=split)).samples
+        assert sample.messages[0].text == f"of {split}"
+    with pytest.raises(ConfigError, match="no file's name begins with 'validation': test.jsonl, train.jsonl"):
+        load(settings("hf", path=str(tmp_path), split="validation"))
+
+
+def test_what_cannot_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load(settings("custom", path=str(tmp_path / "none.jsonl")))
+    with pytest.raises(ConfigError, match="neither a JSON list nor an object on each line"):
+        (tmp_path / "bad.jsonl").write_text("hello\n")
+        load(settings("custom", path=str(tmp_path / "bad.jsonl")))
+    with pytest.raises(ConfigError, match="no record holds a prompt under messages.*; the last record has reply"):
+        load(settings("custom", path=write(tmp_path / "empty.jsonl", [{"reply": "x"}])))
+    with pytest.raises(ConfigError, match="a record's video 'gone.mp4' cannot be read"):
+        load(settings("custom", path=write(tmp_path / "gone.jsonl", [{"prompt": "x", "video": "gone.mp4"}])))
+    with pytest.raises(ConfigError, match="has no file ending in"):
+        (tmp_path / "void").mkdir()
+        load(settings("hf", path=str(tmp_path / "void")))
+    (tmp_path / "x.parquet").write_bytes(b"PAR1 this is no table")
+    with pytest.raises(BenchError, match="cannot be loaded: .*local copy"):
+        load(settings("hf", path=str(tmp_path / "x.parquet")))
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"pip install 'mini-engine\[hf\]'"):
+        load(settings("hf", path=str(tmp_path / "x.parquet")))

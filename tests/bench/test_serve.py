@@ -1,0 +1,236 @@
+"""`bench.py serve` against a live server of the bundled model: what it says agrees with itself and with the server."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mini_engine.bench import cli
+from mini_engine.bench.serving.settings import settings_of
+from mini_engine.demo import questions, videos
+from tests.e2e.running_server import ROOT, alive, descendants
+
+LABELS = {
+    "Successful requests:": "completed",
+    "Failed requests:": "failed",
+    "Benchmark duration (s):": "duration",
+    "Total input tokens:": "total_input_tokens",
+    "Total generated tokens:": "total_output_tokens",
+    "Request throughput (req/s):": "request_throughput",
+    "Output token throughput (tok/s):": "output_throughput",
+    "Peak output token throughput (tok/s):": "max_output_tokens_per_s",
+    "Peak concurrent requests:": "max_concurrent_requests",
+    "Total Token throughput (tok/s):": "total_token_throughput",
+}
+
+
+def moved(server, before: dict[str, float], name: str) -> float:
+    """By how much a counter of the server has grown, over all its labels."""
+    return sum(
+        value - before.get(key, 0.0)
+        for key, value in server.metrics().items()
+        if key.partition("{")[0] == f"mini_engine:{name}"
+    )
+
+
+def test_table_files_and_counters_agree(bench, server, root, tmp_path: Path):
+    before = server.metrics()
+    ran = bench(
+        "--base-url", root, "--num-prompts", 24, "--num_warmups", 0, "--unique-ratio", 0.5, "--seed", 3,
+        "--metric-percentiles", "50,90,99", "--goodput", "ttft:100000", "e2el:100000", "--save-result",
+        "--save-detailed", "--result-dir", tmp_path, "--result-filename", "found.json", "--metadata", "machine=here",
+        "--plot", tmp_path / "p.png",
+    )  # fmt: skip
+    assert ran.status == 0, ran.err
+    figures = ran.figures
+    result = json.loads((tmp_path / "found.json").read_text())
+    lines = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
+
+    # the server's own counters
+    assert moved(server, before, "request_success_total") == figures["completed"] == 24
+    assert moved(server, before, "prompt_tokens_total") == figures["total_input_tokens"]
+    assert moved(server, before, "generation_tokens_total") == figures["total_output_tokens"]
+    # Of requests that bring the same medium at once, two may decode it.
+    assert 12 <= moved(server, before, "media_decodes_total") < 24
+    assert 1000 * moved(server, before, "e2e_request_latency_seconds_sum") / 24 <= figures["mean_e2el_ms"]
+
+    # the table and the last line
+    for label, key in LABELS.items():
+        assert ran.row(label) == pytest.approx(figures[key], abs=0.006), label
+    for statistic in ("Mean", "Median", "P50", "P90", "P99"):
+        for metric in ("TTFT", "TPOT", "ITL", "E2EL"):
+            key = f"{statistic.lower()}_{metric.lower()}_ms"
+            assert ran.row(f"{statistic} {metric} (ms):") == pytest.approx(figures[key], abs=0.006)
+    assert figures["request_goodput"] == figures["request_throughput"]
+    assert figures["accuracy"]["known"] == 24 and figures["accuracy"]["right"] >= 22
+    assert f"{figures['accuracy']['right']} of 24" in ran.out
+    assert figures["max_concurrent_requests"] <= 8
+
+    # the files
+    assert result["machine"] == "here" and result["hardware"]["cores"] and result["versions"]["python"]
+    assert {key: result[key] for key in LABELS.values()} == {key: figures[key] for key in LABELS.values()}
+    assert result["generated_texts"] == [line["text"] for line in lines]
+    assert sum(result["output_lens"]) == figures["total_output_tokens"] == sum(line["output_tokens"] for line in lines)
+    assert sum(line["right"] for line in lines) == figures["accuracy"]["right"]
+    assert np.mean(result["ttfts"]) * 1000 == pytest.approx(figures["mean_ttft_ms"])
+    assert np.percentile([line["e2el"] for line in lines], 90) * 1000 == pytest.approx(figures["p90_e2el_ms"])
+    gaps = [itl for line in lines for itl in line["itls"]]
+    assert np.std(gaps) * 1000 == pytest.approx(figures["std_itl_ms"])
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+    # the stages of each request are its time, but for the way to the client
+    for line in lines:
+        assert 0 < sum(line["stages"].values()) <= line["e2el"]
+    assert set(figures["stages_ms"]) == set(lines[0]["stages"])
+    assert sum(stage["share"] for stage in figures["stages_ms"].values()) == pytest.approx(1, abs=1e-4)
+    assert "24/24" in ran.err and "0 failed" in ran.err
+
+
+def test_without_flags(bench, server, root):
+    """All defaults but the port, which the tests cannot choose."""
+    assert settings_of(cli.build_parser().parse_args(cli.as_typed([]))).root == "http://127.0.0.1:8000"
+    ran = bench("--port", root.rpartition(":")[2])
+    assert ran.status == 0, ran.err
+    assert ran.figures["completed"] == ran.figures["accuracy"]["known"] == 100
+    assert ran.figures["accuracy"]["share"] >= 0.9
+    assert ran.figures["max_concurrent_requests"] == 8
+    assert ran.figures["stages_ms"]["encode"]["mean"] > 0
+
+
+def test_nobody_listens(bench):
+    ran = bench("--port", 1)
+    assert ran.status == 1 and ran.out == ""
+    (line,) = ran.err.splitlines()
+    assert "http://127.0.0.1:1" in line and "serve.py" in line and "--launch" in line
+
+
+def clips(folder: Path, count: int) -> list[dict[str, str]]:
+    """Records with a video each, beside their file, a question and the right answer."""
+    records = []
+    for number in range(count):
+        clip = videos.render(10**9 + 500 + number)
+        (folder / f"{number}.mp4").write_bytes(videos.encode(clip))
+        question = questions.ask([clip], None, number)
+        records.append({"video": f"{number}.mp4", "question": question.text, "expected": question.answer})
+    return records
+
+
+def test_hf_twice_the_second_time_from_the_caches(bench, server, root, tmp_path: Path):
+    """The command of vLLM's users, run twice, and the texts of both runs compared."""
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in clips(tmp_path, 6)))
+    command = f"""--endpoint-type openai-chat --endpoint /v1/chat/completions --dataset-name hf
+        --dataset-path {tmp_path} --hf-split train --model {server.model} --max-concurrency 4 --num-prompts 6
+        --hf-output-len 16 --num-warmups 0 --base-url {root} --save-result --save-detailed --result-dir {tmp_path}"""
+    texts, decoded = [], []
+    for name in ("cold.json", "warm.json"):
+        before = server.metrics()
+        ran = bench(*command.split(), "--result-filename", name)
+        assert ran.status == 0, ran.err
+        assert ran.figures["completed"] == 6 and ran.figures["accuracy"]["right"] >= 5
+        decoded.append(moved(server, before, "media_decodes_total"))
+        result = json.loads((tmp_path / name).read_text())
+        texts.append(result["generated_texts"])
+        assert result["config"]["hf_output_len"] == 16
+    assert decoded == [6, 0]
+    assert texts[0] == texts[1] and len(set(texts[0])) > 1
+
+
+def test_sharegpt_as_users_of_vllm_type_it(bench, server, root, media_dir: Path, tmp_path: Path):
+    """With videos that the file names by URL, as the server may read them."""
+    records = clips(media_dir, 4)
+    turns = [
+        [{"from": "human", "value": [{"type": "video_url", "video_url": {"url": (media_dir / one["video"]).as_uri()}},
+                                     {"type": "text", "text": one["question"]}]},
+         {"from": "gpt", "value": one["expected"]}]
+        for one in records
+    ]  # fmt: skip
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps([{"conversations": each} for each in turns]))
+    command = f"""--endpoint /v1/chat/completions --backend openai-chat --model {server.model} --dataset-name sharegpt
+        --dataset-path {path} --save-result --save-detailed --disable-shuffle --num-warmups 2 --num-prompts 4
+        --max-concurrency 400 --sharegpt-output-len 128"""
+    before = server.metrics()
+    ran = bench(*command.split(), "--base-url", root, "--result-dir", tmp_path / "new", "--percentile-metrics", "ttft")
+    assert ran.status == 0, ran.err
+    (path,) = (tmp_path / "new").glob("openai-chat-infqps-concurrency400-mini-engine-demo-*.json")
+    texts = json.loads(path.read_text())["generated_texts"]
+    assert sum(text == one["expected"] for text, one in zip(texts, records, strict=True)) >= 3
+    assert "Mean TTFT" in ran.out and "Mean E2EL" not in ran.out
+    assert moved(server, before, "request_success_total") == 6, "two to warm up"
+
+
+def test_media_by_file(bench, root, media_dir: Path):
+    ran = bench("--base-url", root, "--dataset-name", "synthetic-image", "--num-prompts", 4, "--num-warmups", 1,
+                "--media-transport", "file", "--media-dir", media_dir)  # fmt: skip
+    assert ran.status == 0 and ran.figures["accuracy"]["right"] >= 3, ran.out
+    assert f"the server must run with --allowed-local-media-path {media_dir}" in ran.err
+    assert not list(media_dir.glob("mini-engine-bench-*"))
+
+
+def test_streams_that_are_cancelled_leave_nothing(bench, server, root):
+    before = server.metrics()
+    ran = bench("--base-url", root, "--dataset-name", "text", "--num-prompts", 20, "--num-warmups", 0,
+                "--cancel-rate", 0.25, "--ignore-eos", "--output-len", 200, "--request-rate", 100)  # fmt: skip
+    assert ran.status == 0 and (ran.figures["completed"], ran.figures["cancelled"]) == (15, 5)
+    assert ran.figures["total_output_tokens"] == 15 * 200
+    deadline = time.monotonic() + 30
+    while moved(server, before, "request_success_total") < 20 or server.total("num_requests_running"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    aborted = 'mini_engine:request_success_total{finished_reason="abort"}'
+    # Where the server is slow to send, a few chunks hold so much that it is done before its client leaves.
+    assert 1 <= server.metrics()[aborted] - before[aborted] <= 5
+
+
+def test_a_server_of_its_own_and_media_by_http(tmp_path: Path):
+    """As a process, which starts two others, and leaves neither of them."""
+    command = [sys.executable, "bench.py", "--launch", "--block-size 8 --limit-mm-per-prompt '{\"video\": 1}'",
+               "--media-transport", "http", "--num-prompts", "6", "--output", str(tmp_path / "last.json")]  # fmt: skip
+    ran = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    family: set[int] = set()
+    while ran.poll() is None:
+        family.update(descendants(ran.pid))
+        time.sleep(0.1)
+    out, err = ran.communicate()
+    assert ran.returncode == 0, out + err
+    assert len(family) >= 5 and not [pid for pid in family if alive(pid)]
+    found = json.loads(out.splitlines()[-1])
+    assert found == json.loads((tmp_path / "last.json").read_text())
+    assert found["figures"]["completed"] == 6 and found["figures"]["stages_ms"]["fetch"]["mean"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--dataset-path x.json", "--dataset-path cannot be used with --dataset-name synthetic-video: it is made here"),
+        ("--disable-shuffle", "--disable-shuffle cannot be used with --dataset-name synthetic-video"),
+        ("--dataset-name sharegpt", "--dataset-name sharegpt needs --dataset-path"),
+        ("--hf-split train", "--hf-split cannot be used"),
+        ("--sharegpt-output-len 5", "--sharegpt-output-len cannot be used"),
+        ("--dataset-name hf --dataset-path x --hf-output-len 5 --output-len 6", "mean the same: keep one of them"),
+        ("--dataset-name random-mm", "needs --random-mm-bucket-config, such as '{"),
+        ("--dataset-name text --unique-ratio 0.5", "texts have no media"),
+        ("--backend openai", "--backend openai: synthetic-video has media"),
+        ("--burstiness 2", "--burstiness is of the times between requests: it needs a --request-rate"),
+        ("--base-url http://x --port 5", "leave out --host and --port"),
+        ("--launch '' --port 5", "leave out --base-url, --host and --port"),
+        ("--save-detailed", "--save-detailed: nothing is written without --save-result"),
+        ("--media-dir /tmp", "--media-dir: no files are made with --media-transport data"),
+        ("--media-transport file --media-port 80", "only with --media-transport http"),
+        ("ab --a '' --b '' --port 80", "ab starts both servers itself"),
+        ("ab --a '' --b --max-num-seqs=0", "--b: --max-num-seqs: 0 is below the least value, 1"),
+        ("sweep --flag no-such-flag --values 1,2", "--launch: unrecognized arguments: --no-such-flag=1"),
+        ("sweep --flag max-num-seqs --values 1,2 --port 80", "--max-num-seqs is no flag of this client"),
+    ],
+)
+def test_flags_of_no_use_say_why(bench, flags: str, said: str):
+    ran = bench(*shlex.split(flags))
+    assert ran.status == 2 and ran.out == ""
+    assert said in ran.err and len(ran.err.splitlines()) == 1

@@ -1,0 +1,133 @@
+"""Every family through the running server: what it answers is what transformers generates from the same frames."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mini_engine.api.vocabulary import Vocabulary
+from mini_engine.demo import videos
+from mini_engine.media.image import decode_image
+from mini_engine.media.sampling import VideoSampling
+from mini_engine.media.video import DecodedVideo, decode_video
+from tests.e2e.running_server import RunningServer, message
+from tests.media import tiny_processor
+from tests.model import families
+from tests.oracle import exact_seconds
+
+COUNT = 64
+PATCH_SIZES = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
+# Prompts are cut into chunks in the middle of items.
+SMALL_STEPS = ["--max-num-batched-tokens", "64"]
+SERVERS = [
+    pytest.param(("qwen2_vl", ["--mm-processor-cache-type", "lru"]), id="qwen2_vl"),
+    pytest.param(("qwen3_vl", ["--mm-processor-cache-type", "shm"]), id="qwen3_vl"),
+    pytest.param(("qwen2_5_vl", []), id="qwen2_5_vl", marks=[pytest.mark.slow, exact_seconds]),
+    pytest.param(
+        ("qwen3_vl", ["--mm-processor-cache-type", "lru", "-tp", "2"]), id="qwen3_vl-tp2", marks=pytest.mark.slow
+    ),
+]
+
+
+class Family:
+    """A directory with a random model and a real processor, the server of it, and transformers."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        self.folder = folder
+        tiny_processor.build(folder, name)
+        self.hf: Any = AutoProcessor.from_pretrained(str(folder))
+        tokens = {
+            "image_token_id": self.hf.image_token_id,
+            "video_token_id": self.hf.video_token_id,
+            "vision_start_token_id": self.hf.tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+            "vision_end_token_id": self.hf.tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+        }
+        model = families.build(name, len(self.hf.tokenizer), deviation=0.15, patch_size=PATCH_SIZES[name], **tokens)
+        model.save_pretrained(folder)
+        self.model = AutoModelForImageTextToText.from_pretrained(str(folder), dtype=torch.float32).eval()
+        self.vocabulary = Vocabulary(self.hf.tokenizer)
+        fps = getattr(self.hf.video_processor, "fps", None)
+        self.sampling = VideoSampling(fps=fps, min_frames=4) if fps else VideoSampling(num_frames=32)
+
+    @torch.inference_mode()
+    def generate(self, question: str, media: list[tuple[str, bytes]]) -> list[bytes]:
+        """The bytes of each of the `COUNT` likeliest tokens, by transformers' own processor and `generate`."""
+        content = [{"type": kind.removesuffix("_url")} for kind, _ in media] + [{"type": "text", "text": question}]
+        prompt = self.hf.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        clips = [decode_video(data, self.sampling) for kind, data in media if kind == "video_url"]
+        images = [decode_image(data) for kind, data in media if kind == "image_url"]
+        inputs = self.hf(
+            text=[prompt],
+            images=images or None,
+            videos=[clip.frames for clip in clips] or None,
+            do_sample_frames=False,
+            video_metadata=[metadata_of(clip) for clip in clips] or None,
+            return_tensors="pt",
+        )
+        output = self.model.generate(**inputs, max_new_tokens=COUNT, do_sample=False, top_k=None, pad_token_id=0)
+        return [self.vocabulary.bytes_of(token) for token in output[0, inputs["input_ids"].shape[1] :].tolist()]
+
+    def ask(self, server: RunningServer, question: str, media: list[tuple[str, bytes]]) -> list[bytes]:
+        """The same of the server."""
+        urls = [(kind, f"data:{MIME[kind]};base64,{base64.b64encode(data).decode()}") for kind, data in media]
+        reply = server.client.chat.completions.create(
+            model=server.model,
+            messages=[message(question, urls)],
+            temperature=0,
+            max_tokens=COUNT,
+            logprobs=True,
+            extra_body={"ignore_eos": True, "skip_special_tokens": False},
+        )
+        return [bytes(token.bytes) for token in reply.choices[0].logprobs.content]
+
+
+MIME = {"video_url": "video/mp4", "image_url": "image/png"}
+
+
+def metadata_of(clip: DecodedVideo) -> dict[str, Any]:
+    return {
+        "total_num_frames": clip.window_frames,
+        "fps": clip.fps,
+        "duration": clip.duration,
+        "frames_indices": np.rint(clip.timestamps * clip.fps).astype(int).tolist(),
+    }
+
+
+@pytest.mark.parametrize("served", SERVERS)
+def test_answers_are_those_of_transformers(served, tmp_path):
+    name, flags = served
+    family = Family(name, tmp_path)
+    with RunningServer(str(tmp_path), *SMALL_STEPS, *flags) as server:
+        check_answers(family, server)
+
+
+def check_answers(family: Family, server: RunningServer) -> None:
+    """Twice each: the second time the media, and most of the prompt, come out of the caches."""
+    first, second = (
+        videos.encode(videos.render(3 * 10**9 + seed, width=96, height=64, num_frames=frames, fps=8), "mp4", "h264")
+        for seed, frames in ((1, 24), (2, 14))
+    )
+    picture = videos.encode_image(videos.render_image(3 * 10**9 + 3))
+    prompts = {
+        "image": [("image_url", picture)],
+        "two videos": [("video_url", second), ("video_url", first)],
+        "mixed": [("video_url", second), ("image_url", picture), ("video_url", first)],
+    }
+    expected = {name: family.generate(f"What of {name}?", media) for name, media in prompts.items()}
+    assert len({tuple(tokens) for tokens in expected.values()}) == len(expected), "then a swap would not be seen"
+    for turn in range(2):
+        hits = server.total("prefix_cache_hits_total")
+        for name, media in prompts.items():
+            assert family.ask(server, f"What of {name}?", media) == expected[name], (name, turn)
+        assert turn == 0 or server.total("prefix_cache_hits_total") > hits
+    # Two videos and a picture: everything else was a hit.
+    assert server.total("media_decodes_total") == 3

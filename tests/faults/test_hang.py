@@ -1,0 +1,145 @@
+"""Processes that stand still, and others that nobody reads from."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.e2e.asked import ask_small
+from tests.e2e.barriers import Inside, eventually
+from tests.e2e.held import GAUGES
+from tests.e2e.running_server import RunningServer, alive, message
+from tests.faults.ground import RECOVERY_SECONDS, stopped
+from tests.faults.load import ask
+from tests.faults.test_death import assert_health, get, in_flight
+
+MAX_GROWTH_BYTES = 64 << 20  # of an API server, for one client that does not read
+PIPE_BYTES = 64 << 10
+
+
+@pytest.fixture(scope="module")
+def server():
+    with (
+        Inside() as inside,
+        RunningServer(
+            "--restart-engine", "--health-timeout", "1", "--collective-timeout", "5", "--enable-log-requests",
+            environ=inside.environ,
+        ) as running,
+    ):  # fmt: skip
+        yield running
+
+
+def memory(pid: int, name: str) -> int:
+    """`VmRSS` is what a process has, `VmHWM` the most it ever had."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)[1]) << 10
+
+
+def assert_at_rest(server: RunningServer) -> None:
+    figures = {name: server.total(name) for name in GAUGES}
+    assert not any(figures.values()), figures
+
+
+def test_a_client_that_never_reads_is_given_up(server):
+    """Its request ends, long before its answer would have, and costs little memory until then."""
+    api = server.pids()["mini-engine: api 0"]
+    before = memory(api, "VmRSS")
+    body = {"messages": [message("tell me", [])], "max_tokens": 60_000, "ignore_eos": True, "stream": True, "n": 4}
+    address = urlsplit(server.url)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((address.hostname, address.port))
+        data = json.dumps(body | {"logprobs": True, "top_logprobs": 20}).encode()
+        client.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+        )
+        eventually(lambda: assert_begun(server))
+        eventually(lambda: assert_at_rest(server), 60)
+    assert memory(api, "VmHWM") - before < MAX_GROWTH_BYTES
+    assert "cut off" in server.log
+    one = ask_small(32_000)
+    assert ask(server, one).kind == "right"
+
+
+def assert_begun(server: RunningServer) -> None:
+    assert server.total("num_requests_running") == 4
+
+
+def test_children_go_on_while_the_supervisor_stands_still_and_nobody_reads_what_they_log(server):
+    with stopped(server.process.pid):
+        lines = 2 * PIPE_BYTES // len("12:00:00 INFO    api 0 | - GET /version: 200 after 0.001 s\n")
+        for _ in range(lines):
+            assert get(server, "/version")[0] == 200
+        one = ask_small(32_001)
+        assert ask(server, one).kind == "right"
+    assert ask(server, one).kind == "right"
+    eventually(lambda: assert_dropped(server))
+
+
+def assert_dropped(server: RunningServer) -> None:
+    assert get(server, "/version")[0] == 200  # a line to log
+    assert re.search(r"\(\d+ lines of the log could not be written here\)", server.log)
+
+
+def test_an_engine_that_stands_still_is_ended_and_handled_as_dead(server):
+    with in_flight(server):
+        core = server.pids()["mini-engine: core 0"]
+        os.kill(core, signal.SIGSTOP)
+        assert_health(server, 503)
+        eventually(lambda: assert_dead(core), 30)
+    assert re.search(rf"core 0 \(pid {core}\) is killed: it gave no sign of life .* core 0 T, worker 0.0 S", server.log)
+    eventually(lambda: assert_health(server, 200), RECOVERY_SECONDS)
+    one = ask_small(32_002)
+    eventually(lambda: assert_right(server, one))
+
+
+def assert_dead(pid: int) -> None:
+    assert not alive(pid)
+
+
+def assert_right(server: RunningServer, one) -> None:
+    assert ask(server, one).kind == "right"
+
+
+@pytest.mark.slow
+def test_a_supervisor_that_stood_still_blames_nobody(server):
+    """All that was asked before goes unanswered longer than the time-out, for it was not read."""
+    pids = server.pids()
+    with stopped(server.process.pid):
+        time.sleep(12)
+    time.sleep(3)
+    assert server.pids() == pids
+
+
+@pytest.mark.slow
+def test_an_api_server_that_stands_still_is_replaced(server):
+    api = server.pids()["mini-engine: api 0"]
+    os.kill(api, signal.SIGSTOP)
+    eventually(lambda: assert_dead(api), 30)
+    eventually(lambda: assert_health(server, 200), RECOVERY_SECONDS)
+    assert "api 0 T)" in server.log
+    assert ask(server, ask_small(32_003)).kind == "right"
+
+
+@pytest.mark.slow
+def test_no_process_that_works_is_killed_for_being_slow():
+    """A worker and a core are given a fraction of a core: steps take long, and all end well."""
+    with RunningServer("--health-timeout", "1", "--collective-timeout", "20") as server:
+        pids = [server.pids()[f"mini-engine: {name}"] for name in ("worker 0.0", "core 0", "api 0")]
+        for _ in range(20):
+            with contextlib.ExitStack() as still:
+                for pid in pids:
+                    still.enter_context(stopped(pid))
+                time.sleep(1.5)
+            time.sleep(0.1)
+        assert server.pids()["mini-engine: core 0"] == pids[1]
+        assert ask(server, ask_small(32_004)).kind == "right"

@@ -1,0 +1,236 @@
+"""Each role is killed, or stands still, at each stage of a request's road, under a load of checkable questions.
+
+Every client has a right answer, or is told within five seconds of the kill (of the time-out, for one that stands
+still); nobody has a wrong answer; afterwards the server is whole, and nothing is left over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.e2e.asked import Asked
+from tests.e2e.pinned import Asking
+from tests.e2e.running_server import alive, descendants, message
+from tests.faults.ground import (
+    SILENCE_SECONDS,
+    STARTUP_SECONDS,
+    TOLD_WITHIN_SECONDS,
+    Ground,
+    a_ground,
+    questions,
+)
+from tests.faults.load import Load, Outcome, assert_only_right_or_told
+
+ROLES = ("api 0", "core 0", "worker 0.0", "worker 0.1", "supervisor")
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+LONG_TEXT = "word " * 600
+ENDLESS = {"max_tokens": 60_000, "ignore_eos": True, "stream": True}
+STANDSTILL_SECONDS = 3  # of a supervisor, which nobody watches
+seeds = itertools.count(30_000, 10)  # of videos that nobody has asked about: up to ten from each on
+
+
+# --- the stages: while each lasts, a request is where its name says ---------------------------------------------------
+
+
+@contextlib.contextmanager
+def held(ground: Ground, barrier_name: str, **more: object) -> Iterator[None]:
+    """A request that nobody has asked yet, and the process that has come with it to a barrier."""
+    (one,) = questions(next(seeds), 1)
+    more = {"messages": [{"role": "system", "content": LONG_TEXT}, message(one.text, one.urls)]} if more else {}
+    with ground.inside.barrier(barrier_name) as barrier:
+        asking = Asking(ground.server, "mini-engine: api 0", one, **more)
+        try:
+            barrier.wait_until_held()
+            yield
+        finally:
+            barrier.let_go()
+            asking.hang_up()
+
+
+@contextlib.contextmanager
+def idle(ground: Ground) -> Iterator[None]:
+    """Nobody asks."""
+    yield
+
+
+def decoding(ground: Ground) -> contextlib.AbstractContextManager[None]:
+    return held(ground, "decoding")
+
+
+def transport(ground: Ground) -> contextlib.AbstractContextManager[None]:
+    """The copy into the store has begun."""
+    return held(ground, "storing")
+
+
+def prefill(ground: Ground) -> contextlib.AbstractContextManager[None]:
+    return held(ground, "prefilling", long=True)
+
+
+@contextlib.contextmanager
+def generation(ground: Ground) -> Iterator[None]:
+    asking = Asking(ground.server, "mini-engine: api 0", Asked("tell me", "", []), **ENDLESS)
+    try:
+        asking.read_events(3)
+        yield
+    finally:
+        asking.hang_up()
+
+
+STAGES: list[Callable[[Ground], contextlib.AbstractContextManager[None]]] = [
+    idle, decoding, transport, prefill, generation,
+]  # fmt: skip
+FAST = {("worker 0.1", signal.SIGKILL, generation, 2)}
+
+
+def cells(stages: list) -> Iterator[object]:
+    for ranks, stage, role, number in itertools.product((2, 1), stages, ROLES, SIGNALS):
+        if ranks == 1 and role == "worker 0.1":
+            continue
+        marks = [] if (role, number, stage, ranks) in FAST else [pytest.mark.slow]
+        name = f"{ranks}-{stage.__name__}-{role}-{number.name}"
+        yield pytest.param(ranks, stage, role, number, marks=marks, id=name)
+
+
+@pytest.fixture(scope="module")
+def grounds() -> Iterator[Callable[[int], Ground]]:
+    """The ground with so many ranks: it lives until another one is asked for, or its supervisor is dead."""
+    with contextlib.ExitStack() as stack:
+        present: list[Ground] = []
+
+        def ground(ranks: int) -> Ground:
+            if not (present and present[0].ranks == ranks and present[0].server.process.poll() is None):
+                present.clear()
+                stack.close()
+                present.append(stack.enter_context(a_ground(ranks)))
+            return present[0]
+
+        yield ground
+
+
+def bound(role: str, number: int, silence: float) -> float:
+    """Seconds until all who wait are told. The supervisor asks four times in the time-out; hence a fifth quarter."""
+    if role == "supervisor":
+        return STANDSTILL_SECONDS
+    return TOLD_WITHIN_SECONDS + (1.25 * silence if number == signal.SIGSTOP else 0)
+
+
+@pytest.mark.parametrize(("ranks", "stage", "role", "number"), list(cells(STAGES)))
+def test_everybody_is_answered_or_told(ranks, stage, role, number, grounds):
+    ground = grounds(ranks)
+    family = descendants(ground.server.process.pid)
+    victim = ground.pid(role)
+    asked = questions(next(seeds), 4)
+    with contextlib.ExitStack() as loads:
+        load = loads.enter_context(Load(ground.server, asked)) if stage is not idle else None
+        if load is not None:
+            load.wait_for("right", len(asked))
+        with stage(ground):
+            since = ground.hurt(role, number)
+            if role == "supervisor":
+                assert_of_the_supervisor(ground, number, load, family)
+        if (role, number) == ("supervisor", signal.SIGKILL):
+            return
+        if load is not None and number == signal.SIGSTOP and role != "supervisor":
+            time.sleep(bound(role, number, SILENCE_SECONDS) - TOLD_WITHIN_SECONDS)  # so that new ones come all along
+    if role != "supervisor":
+        recover(ground, {victim}, asked, load.outcomes if load else [], since, bound(role, number, SILENCE_SECONDS))
+    ground.assert_whole()
+    ground.assert_nothing_left_over()
+
+
+def recover(
+    ground: Ground, gone: set[int], asked: list[Asked], told: list[Outcome], since: float, within: float
+) -> None:
+    """The load has ended; the server becomes whole again and answers."""
+    assert_only_right_or_told(told, since, within)
+    ground.wait_until_whole(gone)
+    with Load(ground.server, asked) as load:
+        load.wait_for("right", 2 * len(asked))
+    assert load.tally().keys() == {"right"}, load.tally()
+
+
+def assert_of_the_supervisor(ground: Ground, number: int, load: Load | None, family: list[int]) -> None:
+    """With a dead one all end; without one that works all go on."""
+    if number == signal.SIGKILL:
+        ground.server.process.wait()
+        ground.server.assert_nothing_left(family)
+        if load is not None:
+            load.stop()
+            assert not load.count("wrong") and not load.count("error"), load.tally()
+        return
+    time.sleep(STANDSTILL_SECONDS)
+    assert all(map(alive, family))
+    ground.hurt("supervisor", signal.SIGCONT)
+
+
+# --- while it starts, and while it stops ------------------------------------------------------------------------------
+
+
+def starting_cells() -> Iterator[object]:
+    for ranks, role, number in itertools.product((2, 1), ("api", "core", "worker"), SIGNALS):
+        yield pytest.param(ranks, role, number, id=f"{ranks}-{role}-{number.name}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "role", "number"), list(starting_cells()))
+def test_a_start_after_a_death_that_is_hurt_itself(ranks, role, number, grounds):
+    """The engine is dead, and one of those that are to replace it dies, or stands still, while it loads."""
+    ground = grounds(ranks)
+    asked = questions(next(seeds), 4)
+    with ground.inside.barrier(f"loading-{role}") as barrier:
+        with Load(ground.server, asked, clients=2) as load:
+            since = ground.hurt("core 0", signal.SIGKILL)
+            loading = barrier.wait_until_held(90)["pid"]
+            load.wait_for("error", 3)  # each within its bound, though nobody serves
+            os.kill(loading, number)
+            if number == signal.SIGKILL:
+                barrier.let_go()
+            load.wait_for("error", 3)
+        assert_only_right_or_told(load.outcomes, since, TOLD_WITHIN_SECONDS)
+        deadline = time.monotonic() + 2 * STARTUP_SECONDS
+        while alive(loading):
+            assert time.monotonic() < deadline, ground.server.log
+            time.sleep(0.1)
+    ground.wait_until_whole({loading})
+    ground.assert_whole()
+    ground.assert_nothing_left_over()
+
+
+DRAIN_SECONDS = 12
+
+
+def draining_cells() -> Iterator[object]:
+    for ranks, role, number in itertools.product((2, 1), ROLES, SIGNALS):
+        if not (ranks == 1 and role == "worker 0.1"):
+            yield pytest.param(ranks, role, number, id=f"{ranks}-{role}-{number.name}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "role", "number"), list(draining_cells()))
+def test_a_drain_that_is_hurt(ranks, role, number):
+    with a_ground(ranks, "--shutdown-timeout", str(DRAIN_SECONDS)) as ground, generation(ground):
+        server, family = ground.server, descendants(ground.server.process.pid)
+        with Load(server, questions(next(seeds), 4)) as load:
+            load.wait_for("right", 1)
+            asked_at = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            while "stopping on SIGTERM" not in server.log:
+                time.sleep(0.02)
+            victim = ground.pid(role)  # both API servers have something to do, or one has ended
+            since = ground.hurt(role, number)
+            if (role, number) == ("supervisor", signal.SIGSTOP):
+                time.sleep(STANDSTILL_SECONDS)
+                ground.hurt(role, signal.SIGCONT)
+            status = server.process.wait(DRAIN_SECONDS + 30)
+        assert not alive(victim)
+        assert status == (-signal.SIGKILL if (role, number) == ("supervisor", signal.SIGKILL) else 0)
+        told = [outcome for outcome in load.outcomes if outcome.kind != "refused"]  # by a port that is closed
+        assert_only_right_or_told(told, asked_at, since - asked_at + DRAIN_SECONDS + TOLD_WITHIN_SECONDS)
+        server.assert_nothing_left(family)

@@ -1,0 +1,42 @@
+"""docs/operations.md names tests that exist, error lines that the code has, and figures that there are."""
+
+from __future__ import annotations
+
+import re
+
+from mini_engine import metrics
+from tests.e2e.running_server import ROOT
+
+PAGE = (ROOT / "docs" / "operations.md").read_text()
+SOURCE = "\n".join(path.read_text() for path in (ROOT / "mini_engine").rglob("*.py"))
+# Text between the quotes of adjacent literals, and what f-strings fill in, is one gap.
+SPOKEN = re.sub(r'"\s*\n\s*f?"', "", SOURCE)
+
+
+def test_the_tests_that_it_names_exist():
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)
+    assert len(named) >= 15
+    missing = [f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text()]
+    assert not missing, missing
+
+
+def test_every_row_of_the_first_table_names_one():
+    rows = [line for line in PAGE.partition("## systemd")[0].splitlines() if line.startswith("|")][2:]
+    assert len(rows) >= 13
+    assert not [row for row in rows if "::test_" not in row]
+
+
+def test_the_error_lines_that_it_explains_are_the_code_s():
+    rows = re.findall(r"^\| `([^`]+)` \|", PAGE.partition("## When it does not start")[2], re.MULTILINE)
+    assert len(rows) >= 14
+    parts = [part for row in rows for part in map(str.strip, row.split("…")) if len(part) > 3]
+    missing = [part for part in parts if part not in SPOKEN and not part.startswith("died: killed by")]
+    assert not missing, missing
+
+
+def test_the_figures_that_it_names_exist():
+    known = metrics.exposition().decode()
+    named = set(re.findall(r"mini_engine:\w+", PAGE))
+    assert len(named) >= 7
+    missing = [name for name in named if name not in known]
+    assert not missing, missing

@@ -1,0 +1,205 @@
+"""A start that is interrupted at each of its phases, a stop with requests that are stuck, and many of both in a row."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.asked import Asked, ask_small
+from tests.e2e.barriers import Inside, eventually
+from tests.e2e.pinned import Asking
+from tests.e2e.running_server import ROOT, RunningServer, descendants, message
+from tests.faults.load import ask
+
+# In their order; each is in another process, or another part of its work.
+PHASES = (
+    "binding", "founding", "greeting", "loading-api", "loading-worker", "loading-core", "warming-up", "listening",
+)  # fmt: skip
+FAST = {("founding", signal.SIGTERM), ("loading-worker", signal.SIGKILL), ("loading-api", signal.SIGINT)}
+
+
+class Starting(RunningServer):
+    """A server whose start is not waited for."""
+
+    def _wait_for_url(self) -> str:
+        return "http://127.0.0.1:1/v1"
+
+    def __enter__(self) -> Starting:
+        self._connect = lambda: None
+        try:
+            super().__enter__()
+        except AttributeError:  # it asks nobody for models
+            self.client = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self.temporary.cleanup()
+
+
+def cells():
+    for phase, number in itertools.product(PHASES, (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)):
+        marks = [] if (phase, number) in FAST else [pytest.mark.slow]
+        yield pytest.param(phase, number, marks=marks, id=f"{phase}-{number.name}")
+
+
+@pytest.mark.parametrize(("phase", "number"), list(cells()))
+def test_a_start_that_is_interrupted_leaves_nothing(phase, number):
+    with Inside() as inside, inside.barrier(phase) as barrier, Starting(environ=inside.environ) as server:
+        held = barrier.wait_until_held(90)["pid"]
+        family = descendants(server.process.pid)
+        server.process.send_signal(number)
+        if held == server.process.pid:
+            barrier.let_go()
+        status = server.process.wait(30)
+        assert status == (-number if number == signal.SIGKILL else 0), server.log
+        server.assert_nothing_left(family)
+        assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize(
+    "role", ["core 0", *(pytest.param(role, marks=pytest.mark.slow) for role in ("api 0", "worker 0.0"))]
+)
+def test_a_stop_does_not_wait_for_who_is_stuck_longer_than_it_may(role):
+    """With an endless request, and a process that stands still: a second signal ends all at once."""
+    with RunningServer() as server:
+        family = descendants(server.process.pid)
+        asking = Asking(server, "mini-engine: api 0", Asked("tell me", "", []), stream=True, max_tokens=60_000)
+        asking.read_events(1)
+        os.kill(server.pids()[f"mini-engine: {role}"], signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: assert_in("stopping on SIGTERM", server.log))
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(15) == 0
+        server.assert_nothing_left(family)
+        asking.hang_up()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_stands_still_is_not_waited_for_longer_than_the_time_out(number):
+    with RunningServer("--shutdown-timeout", "3") as server:
+        family = descendants(server.process.pid)
+        asking = Asking(server, "mini-engine: api 0", Asked("tell me", "", []), stream=True, max_tokens=60_000)
+        asking.read_events(1)
+        for role in ("core 0", "worker 0.0", "api 0"):
+            os.kill(server.pids()[f"mini-engine: {role}"], signal.SIGSTOP)
+        server.process.send_signal(number)
+        assert server.process.wait(30) == 0
+        server.assert_nothing_left(family)
+        asking.hang_up()
+
+
+@pytest.mark.slow
+def test_ten_starts_and_stops_in_a_row_leave_nothing():
+    one = ask_small(33_000)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    before = len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
+    for turn in range(10):
+        with RunningServer("--port", port, "--api-server-count", "2") as server:  # the same port: it is free again
+            assert ask(server, one).kind == "right"
+            assert server.stop((signal.SIGTERM, signal.SIGINT)[turn % 2]) == 0
+    assert (len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))) == before
+
+
+@pytest.mark.slow
+def test_two_servers_do_not_see_each_other():
+    one, another = ask_small(33_001), ask_small(33_002)
+    with RunningServer("-tp", "2") as first:
+        with RunningServer("-tp", "2") as second:
+            assert [ask(first, one).kind, ask(second, another).kind] == ["right", "right"]
+            assert [server.total("media_decodes_total") for server in (first, second)] == [1, 1]
+            family = descendants(second.process.pid)
+            os.kill(second.pids()["mini-engine: core 0"], signal.SIGKILL)
+            assert second.process.wait(30) == 1
+            second.assert_nothing_left(family)
+        assert ask(first, another).kind == "right"
+
+
+def test_a_log_that_nobody_reads_or_that_has_no_room_ends_nothing():
+    """Stderr is a pipe that is full, then one without a reader; and all along stdout was closed."""
+    one = ask_small(33_003)
+    with tempfile.TemporaryDirectory() as temporary:
+        command = [sys.executable, "serve.py", "--uds", f"{temporary}/socket", "--enable-log-requests"]
+        process = subprocess.Popen(
+            ["sh", "-c", 'exec "$@" >&-', "sh", *command], cwd=ROOT, stderr=subprocess.PIPE,
+            env={**os.environ, "TMPDIR": temporary},
+        )  # fmt: skip
+        try:
+            while b" serving " not in process.stderr.readline():
+                assert process.poll() is None
+            for _ in range(3 * (64 << 10) // 60):
+                assert b"200 OK" in over(f"{temporary}/socket", b"GET /version HTTP/1.1")
+            assert one.answer.encode() in over_chat(f"{temporary}/socket", one)
+            process.stderr.close()
+            assert one.answer.encode() in over_chat(f"{temporary}/socket", one)
+            family = descendants(process.pid)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.wait()
+        eventually(lambda: assert_no_process(family))
+        assert os.listdir(temporary) == []
+
+
+def over(path: str, request: bytes, body: bytes = b"") -> bytes:
+    """The whole response to a request on a unix socket."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(60)
+        connection.connect(path)
+        head = b"%s\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (request, len(body))
+        connection.sendall(head + body)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+def over_chat(path: str, one: Asked) -> bytes:
+    body = json.dumps({"messages": [message(one.text, one.urls)], "temperature": 0}).encode()
+    return over(path, b"POST /v1/chat/completions HTTP/1.1", body)
+
+
+@pytest.mark.slow
+def test_a_full_disk_for_the_log_ends_nothing():
+    one = ask_small(33_004)
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary, "socket")
+        with open("/dev/full", "wb") as full:
+            process = subprocess.Popen(
+                [sys.executable, "serve.py", "--uds", str(path)], cwd=ROOT, stdout=full, stderr=full,
+                env={**os.environ, "TMPDIR": temporary},
+            )  # fmt: skip
+        try:
+            deadline = time.monotonic() + 120
+            while True:
+                try:
+                    assert one.answer.encode() in over_chat(str(path), one)
+                    break
+                except OSError:
+                    assert process.poll() is None and time.monotonic() < deadline
+                    time.sleep(0.2)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.wait()
+
+
+def assert_no_process(pids: list[int]) -> None:
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def assert_in(text: str, log: str) -> None:
+    assert text in log, log

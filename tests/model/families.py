@@ -1,0 +1,78 @@
+"""Random tiny models of every family, by transformers. All take the same patches; the numbers are chosen to differ."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+IMAGE, VIDEO, START, END = 190, 191, 192, 193
+PATCH_DIM = 3 * 2 * 4 * 4
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+def make_config(family: str, vocab_size: int, kv_heads: int, tied: bool, patch_size: int = 4, **tokens: int) -> Any:
+    """The family's own configuration class; four heads in decoder and vision tower."""
+    # Here: the ranks that share this file's numbers need no transformers, which takes seconds to import.
+    from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
+
+    text = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    vision = {"depth": 3, "num_heads": 4, "patch_size": patch_size}
+    common = {
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "vision_start_token_id": START,
+        "vision_end_token_id": END,
+        "tie_word_embeddings": tied,
+    } | tokens
+    if family == "qwen2_vl":
+        vision |= {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+        return Qwen2VLConfig(text_config=text, vision_config=vision, **common)
+    vision |= {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}
+    if family == "qwen2_5_vl":
+        # Windows are two merged patches a side.
+        vision |= {"window_size": 4 * patch_size, "fullatt_block_indexes": [1], "tokens_per_second": 2}
+        return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **common)
+    text |= {"head_dim": 32, "num_hidden_layers": 3}
+    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [6, 5, 5], "rope_theta": 1e4}
+    # Two of the three layers of the decoder get what is deeper; the table of positions is stretched and shrunk.
+    vision |= {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2]}
+    return Qwen3VLConfig(text_config=text, vision_config=vision, **common)
+
+
+def placeholders(family: str, token_id: int, grid: tuple[int, int, int]) -> list[int]:
+    """The tokens that stand for an item: what its placeholders are, and what is written between them."""
+    t, h, w = grid
+    if family == "qwen3_vl" and token_id == VIDEO:
+        # A time, as text, before each temporal grid; its length varies.
+        frame = [START, *[VIDEO] * (h * w // 4), END]
+        return [token for time in range(t) for token in (*range(60, 62 + time % 3), *frame)]
+    return [START, *[token_id] * (t * h * w // 4), END]
+
+
+def build(
+    family: str, vocab_size: int = 200, kv_heads: int = 2, tied: bool = True, deviation: float = 0.1, **more: int
+) -> Any:
+    """A model with random weights. `more`: patch size and token ids, where they are to be others."""
+    from transformers import AutoModelForImageTextToText
+
+    torch.manual_seed(vocab_size)
+    config = make_config(family, vocab_size, kv_heads, tied, **more)
+    model: nn.Module = AutoModelForImageTextToText.from_config(config).eval()
+    with torch.no_grad():
+        # transformers starts biases at 0 and norms at 1, which would hide a bias added twice.
+        for name, weight in model.named_parameters():
+            is_scale = name.endswith("weight") and ("norm" in name or "ln_q" in name)
+            weight.normal_(1.0 if is_scale else 0.0, deviation)
+    return model

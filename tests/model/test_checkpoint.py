@@ -1,0 +1,107 @@
+"""The files of a checkpoint: any that is missing, damaged or of another kind is named, with the remedy."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mini_engine.model.checkpoint import INDEX_FILE, CheckpointError, find_tensors
+from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.registry import canonical_name
+from mini_engine.model.weights import load_model
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def sharded(layouts, tmp_path) -> Path:
+    return Path(shutil.copytree(layouts["sharded"], tmp_path / "sharded"))
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        find_tensors(path, canonical_name)
+    return str(error.value)
+
+
+def shards(path: Path) -> list[Path]:
+    return sorted(path.glob("*.safetensors"))
+
+
+def same_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> bool:
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    return all(torch.equal(mine, other) for mine, other in pairs)
+
+
+def load(path: Path) -> torch.nn.Module:
+    return load_model(path, TensorParallel(), None, torch.device("cpu"))
+
+
+def test_files_without_an_index_are_all_read(sharded, checkpoint):
+    (sharded / INDEX_FILE).unlink()
+    assert len(shards(sharded)) > 2
+    assert same_weights(load(sharded), load(checkpoint.path))
+
+
+def test_missing_files_are_named(sharded):
+    first, second, *_ = shards(sharded)
+    first.unlink()
+    second.unlink()
+    assert f"2 of the {2 + len(shards(sharded))} files that {INDEX_FILE} names are missing: " in refusal(sharded)
+    assert f"{first.name}, {second.name}; download them" in refusal(sharded)
+
+
+def test_a_long_list_of_missing_files_is_cut(sharded):
+    weight_map = {f"tensor{i}": f"model-{i:02}.safetensors" for i in range(20)}
+    (sharded / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    assert "model-07.safetensors and 12 more; download them" in refusal(sharded)
+
+
+@pytest.mark.parametrize("kept", [0, 7, 2000, -1])
+def test_a_file_that_is_cut_short_is_named(sharded, kept):
+    broken = shards(sharded)[1]
+    broken.write_bytes(broken.read_bytes()[:kept])
+    assert f"{broken} is cut short or no safetensors file" in refusal(sharded)
+    assert "download it again" in refusal(sharded)
+
+
+def test_the_index_says_which_of_two_files_holds_a_tensor(sharded, checkpoint):
+    index = json.loads((sharded / INDEX_FILE).read_text())["weight_map"]
+    name, other = "model.norm.weight", next(file for file in shards(sharded) if file.name != index["model.norm.weight"])
+    save_file(load_file(other) | {name: torch.zeros(64)}, other)
+    assert same_weights(load(sharded), load(checkpoint.path))
+    (sharded / INDEX_FILE).unlink()
+    assert "model.language_model.norm.weight is in " in refusal(sharded)
+    assert "remove the files that do not belong" in refusal(sharded)
+
+
+def test_a_tensor_that_its_file_lacks_is_missing(sharded):
+    file = sharded / json.loads((sharded / INDEX_FILE).read_text())["weight_map"]["model.norm.weight"]
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != "model.norm.weight"}, file)
+    with pytest.raises(CheckpointError, match="missing: model.language_model.norm.weight; take"):
+        load(sharded)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"weight_map": 3}', "[]"])
+def test_an_index_that_is_none(sharded, text):
+    (sharded / INDEX_FILE).write_text(text)
+    assert f"{INDEX_FILE} is no index of safetensors files; download it again" in refusal(sharded)
+
+
+def test_pickled_weights_are_refused(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert "has its weights in pytorch_model.bin only" in refusal(tmp_path)
+    assert "convert them to safetensors" in refusal(tmp_path)
+
+
+def test_looking_for_tensors_imports_no_torch(checkpoint):
+    code = (
+        "import sys; from pathlib import Path; from mini_engine.model.checkpoint import find_tensors;"
+        "assert find_tensors(Path(sys.argv[1]), str); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(checkpoint.path)], cwd=ROOT).returncode == 0

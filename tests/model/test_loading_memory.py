@@ -1,0 +1,59 @@
+"""What a rank's memory grows by while it loads: its own part, not the file's size, and no second copy."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.model.made import write_config, write_weights
+
+PROGRAM = Path(__file__).with_name("loading_program.py")
+ROOT = Path(__file__).parent.parent.parent
+MIB = 1 << 20
+
+
+@dataclass
+class Loaded:
+    held: int
+    grown: int
+
+
+def load(path: Path, rank: int, size: int, *more: str) -> Loaded:
+    command = [sys.executable, str(PROGRAM), str(rank), str(size), str(path), *(more or ["auto"])]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return Loaded(**json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout))
+
+
+def test_each_of_two_ranks_takes_its_share(tmp_path):
+    write_config(tmp_path, hidden=512, layers=5)
+    nbytes = sum(tensor.nbytes for tensor in write_weights(tmp_path).values())
+    assert nbytes > 64 * MIB
+    alone = load(tmp_path, 0, 1, "auto", str(8 * MIB))
+    second = load(tmp_path, 1, 2, "auto", str(8 * MIB))
+    assert alone.held == nbytes and second.held < 0.55 * nbytes
+    assert nbytes < alone.grown < nbytes + 24 * MIB
+    assert second.held < second.grown < second.held + 24 * MIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_large_checkpoint(dtype, tmp_path):
+    """As it is served: with as much of a file mapped as the package allows."""
+    write_config(tmp_path, hidden=1024, layers=18 if dtype == "float32" else 36, dtype=dtype)
+    nbytes = sum(tensor.nbytes for tensor in write_weights(tmp_path).values())
+    assert nbytes > 900 * MIB
+    for rank in (0, 1):
+        loaded = load(tmp_path, rank, 2)
+        assert loaded.held < 0.55 * nbytes
+        assert loaded.grown < loaded.held + 112 * MIB
+
+
+@pytest.mark.slow
+def test_random_values_take_no_more_than_their_model(tmp_path):
+    write_config(tmp_path, hidden=512, layers=5, dtype="bfloat16")
+    loaded = load(tmp_path, 0, 1, "dummy")
+    assert loaded.grown < loaded.held + 32 * MIB
