@@ -339,17 +339,22 @@ def raise_descriptor_limit(config: EngineConfig) -> None:
 
 
 class runtime_directory:  # noqa: N801 - used as a function
-    """Context manager: a fresh 0700 directory for this server's sockets, gone again however the server ends.
+    """Context manager: a fresh 0700 directory for this process, gone again however the process ends.
+
+    It lies in `parent`; by default where temporary files do, if the paths of sockets are short enough there.
 
     A supervisor that is killed cannot clean up, and its children die with it; so a shell waits for the end of a pipe
     whose only writer is the supervisor, and then removes the directory.
     """
 
+    def __init__(self, parent: Path | None = None):
+        self.parent = parent
+
     def __enter__(self) -> Path:
         base = tempfile.gettempdir()
         if len(base) + 50 > MAX_UNIX_PATH:
             base = "/tmp"
-        self.path = Path(tempfile.mkdtemp(prefix="mini-engine-", dir=base))
+        self.path = Path(tempfile.mkdtemp(prefix="mini-engine-", dir=self.parent or base))
         script = 'read -r _; rm -rf -- "$0"'  # one process: `read` is the shell's own
         self.janitor = subprocess.Popen(
             ["/bin/sh", "-c", script, str(self.path)], stdin=subprocess.PIPE, start_new_session=True

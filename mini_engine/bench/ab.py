@@ -1,9 +1,9 @@
 """Regime `ab`: two servers of this project that differ in their flags, on the same prompts.
 
 A and B are started in turn, A B B A and so on, each fresh for each round, so that drift of the machine hits both alike.
-Every run is warmed up first and sends the same bytes. The ratio B/A of a figure is that of the means over all rounds;
-its spread goes from the least to the greatest ratio of a round. Answers are greedy, so they are compared as well: how
-many prompts were not answered alike by all runs, and by those of one side.
+The flags of `--launch` are for both. Every run is warmed up first and sends the same bytes. The ratio B/A of a figure
+is that of the means over all rounds; its spread goes from the least to the greatest ratio of a round. Answers are
+greedy, so they are compared as well: how many prompts were not answered alike by all runs, and by those of one side.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Runs = dict[str, list["Measured"]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The two servers' flags, and those of `serve`."""
+    """The two servers' flags, and those of `serve`, where `--launch` is for both."""
     group = parser.add_argument_group("servers")
     group.add_argument("--a", required=True, metavar="FLAGS", help='Flags of the one server, such as "" for none.')
     group.add_argument("--b", required=True, metavar="FLAGS", help="Flags of the other.")
@@ -42,12 +42,13 @@ def run(args: argparse.Namespace) -> Report:
     from mini_engine.bench.serving.measure import prepared, run_once
     from mini_engine.bench.serving.settings import server_flags, settings_of
 
-    if args.launch is not None or args.base_url or args.host or args.port:
-        raise ConfigError("ab starts both servers itself: leave out --launch, --base-url, --host and --port")
+    if args.base_url or args.host or args.port:
+        raise ConfigError("ab starts both servers itself: leave out --base-url, --host and --port")
     if args.plot is not None:
         raise ConfigError("--plot draws one run or a sweep: use it with bench.py serve or bench.py sweep")
-    sides = {"A": server_flags("--a", args.a), "B": server_flags("--b", args.b)}
-    settings = settings_of(argparse.Namespace(**{**vars(args), "launch": ""}))
+    both = args.launch or ""
+    sides = {"A": server_flags("--a", f"{both} {args.a}"), "B": server_flags("--b", f"{both} {args.b}")}
+    settings = settings_of(argparse.Namespace(**{**vars(args), "launch": both}))
     runs: Runs = {"A": [], "B": []}
     failures: list[str] = []
     with prepared(settings) as ready:
@@ -71,8 +72,12 @@ def compare(runs: Runs, settings: Settings) -> dict[str, Any]:
     statistic = ("mean", "median", *(f"p{share:g}" for share in settings.measures.percentiles))
     latencies = [f"{name}_{metric}_ms" for metric in settings.measures.metrics for name in statistic]
     a, b = runs["A"], runs["B"]
+    values = {key: [[one.figures.get(key) for one in side] for side in (a, b)] for key in (*THROUGHPUTS, *latencies)}
+    values |= {
+        f"mean_{stage}_ms": [_stage(side, stage) for side in (a, b)] for stage in a[0].figures["stages_ms"] or ()
+    }
     return {
-        "ratios": {key: ratio for key in (*THROUGHPUTS, *latencies) if (ratio := _ratio(a, b, key)) is not None},
+        "ratios": {key: ratio for key, sides in values.items() if (ratio := _ratio(*sides)) is not None},
         "answers": {
             "prompts": settings.data.count,
             "differ": differing(a + b),
@@ -83,10 +88,15 @@ def compare(runs: Runs, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _ratio(a: list[Measured], b: list[Measured], key: str) -> dict[str, float] | None:
-    """None where a run has no such figure, or A's is 0."""
-    ours = [measured.figures[key] for measured in a if measured.figures.get(key)]
-    theirs = [measured.figures[key] for measured in b if measured.figures.get(key) is not None]
+def _stage(side: list[Measured], stage: str) -> list[float | None]:
+    """The server's mean for a stage in each run, in milliseconds."""
+    return [(measured.figures["stages_ms"] or {}).get(stage, {}).get("mean") for measured in side]
+
+
+def _ratio(a: list[float | None], b: list[float | None]) -> dict[str, float] | None:
+    """Of the values of the rounds; None where a run has no such figure, or A's is 0."""
+    ours = [value for value in a if value]
+    theirs = [value for value in b if value is not None]
     if len(ours) < len(a) or len(theirs) < len(b):
         return None
     of_rounds = [theirs[number] / ours[number] for number in range(len(ours))]
@@ -119,6 +129,7 @@ def describe(figures: dict[str, Any], args: argparse.Namespace, settings: Settin
         [
             f"A: {args.a or 'defaults'}",
             f"B: {args.b or 'defaults'}",
+            f"both: {args.launch or 'defaults'}",
             f"Means of {args.rounds} rounds, and the ratio with the least and greatest of a round:",
             "",
             table(["", "A", "B", "B/A", "least", "greatest"], rows),

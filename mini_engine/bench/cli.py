@@ -40,6 +40,7 @@ class Regime(Protocol):
         """
 
 
+PACKAGES = ("aiohttp", "matplotlib", "tqdm")  # of the extra `bench`
 DEFAULT_REGIME = "serve"
 REGIMES: dict[str, Regime] = {
     "serve": serve,
@@ -94,6 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BenchError as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        if error.name not in PACKAGES:
+            raise
+        print(f"bench.py: the package {error.name} is missing: pip install 'mini-engine[bench]'", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     line = json.dumps(as_json(vars(args), report))

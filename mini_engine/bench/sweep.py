@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> Report:
             measured = run_once(ready, f"{flag} {value}")
         found.append(measured)
         if settings.output.save:
-            results.save(settings, measured, plain(vars(args)), value)
+            results.save(settings, measured, plain(vars(args)), value.replace("/", "_"))
     figures = {"flag": flag, "values": values, "runs": [measured.figures for measured in found]}
     print(describe(figures), flush=True)
     if args.plot is not None:

@@ -94,7 +94,8 @@ class WorkerAlone:
         def runner_with(num_blocks: int) -> ModelRunner:
             return ModelRunner(model, make_attention(config, model, backend, num_blocks), NoMedia(), normalise, tp)
 
-        use = profile(config, model_dir, MediaCachePlan("off", 0, "nothing is sent"), model.config, runner_with)
+        nothing_sent = MediaCachePlan("off", 0, "nothing is sent")
+        use = profile(config, model_dir, nothing_sent, model.config, device, runner_with)
         self._runner = runner_with(choose_num_blocks(config, model, use))
         self._synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 

@@ -25,7 +25,7 @@ CONTEXT_BYTES = 1 << 30
 
 def profile(
     config: EngineConfig, model_dir: str, media_cache: MediaCachePlan, model: ModelConfig,
-    runner_with: Callable[[int], ModelRunner],
+    device: torch.device, runner_with: Callable[[int], ModelRunner],
 ) -> MemoryUse | None:  # fmt: skip
     """What of its CUDA device this rank cannot have for the KV cache; None where that does not set the cache's size.
 
@@ -34,11 +34,10 @@ def profile(
     Raises:
         ConfigError: there is no room for the step.
     """
-    if config.kv_cache_memory_bytes is not None or config.num_gpu_blocks_override is not None:
+    flags = (config.kv_cache_memory_bytes, config.num_gpu_blocks_override)
+    if device.type == "cpu" or flags != (None, None):
         return None
     runner = runner_with(1)
-    if runner.device.type == "cpu":
-        return None
     grids, step = worst_grids(config, model.vision, model_dir), worst_step(config, longest_sequence(config, model))
     ranks = config.tensor_parallel_size * config.data_parallel_size
     workers = -(-ranks // torch.cuda.device_count())  # more than one only where they share devices

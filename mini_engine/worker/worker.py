@@ -60,7 +60,7 @@ def run(child: Child) -> None:
         graphs = record_graphs(init.config, model, attention) if recorded else None
         return ModelRunner(model, attention, media, normalise, tp, to_device, graphs)
 
-    use = profile(init.config, init.model_dir, init.media_cache, model.config, runner_with)
+    use = profile(init.config, init.model_dir, init.media_cache, model.config, device, runner_with)
     runner = runner_with(choose_num_blocks(init.config, model, use), recorded=True)
     warm_up(runner, model.config.vision)
     # What is loaded stays: the collector need not walk over it again and again.
@@ -204,10 +204,20 @@ def choose_num_blocks(config: EngineConfig, model: VisionLanguageModel, use: Mem
 def make_attention(
     config: EngineConfig, model: VisionLanguageModel, backend: AttentionBackendName, num_blocks: int
 ) -> AttentionBackend:
-    """Attention over a KV cache of the model's device and dtype."""
-    some = next(model.parameters())
+    """Attention over a KV cache of the model's device and dtype.
+
+    Raises:
+        ConfigError: the device has no room for it.
+    """
+    some, size = next(model.parameters()), config.block_size
     spare = int(has_graphs(config, some.device, backend))
-    cache = KVCache.allocate(model.attention_shape, num_blocks, config.block_size, some.dtype, some.device, spare)
+    try:
+        cache = KVCache.allocate(model.attention_shape, num_blocks, size, some.dtype, some.device, spare)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"{some.device} has no room for a KV cache of {num_blocks} block(s) of {size} tokens; "
+            "lower --block-size, --gpu-memory-utilization or --kv-cache-memory-bytes"
+        ) from None
     return make_backend(backend, cache, longest_sequence(config, model.config))
 
 

@@ -304,7 +304,7 @@ def test_an_engine_that_ends_a_request_before_acceptance(processor: MediaProcess
             await served.core.end(served.core.requests[0], "error", "the media are lost")
         else:
             served.frontend.engines.peer_gone("worker 0.1")
-        assert (await asking).status_code == (500 if end == "error" else 503)
+        assert (await asking).status_code == 500
         await baseline(served)
 
     with_server(processor, tmp_path, scenario)

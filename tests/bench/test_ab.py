@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from mini_engine.bench.serving.measure import Measured
 from mini_engine.bench.serving.settings import settings_of
 
 
-def measured(figures: dict[str, float | None], *texts: str | None) -> Measured:
+def measured(figures: dict[str, Any], *texts: str | None) -> Measured:
     """A run; a text of None was not answered."""
     outcomes = [Outcome(i, text=text or "", error=None if text else "no") for i, text in enumerate(texts)]
     return Measured(Run(outcomes, 0.0, 1.0, ClientLoad(0, 0, 0)), figures, "", [], "model")
@@ -26,19 +27,24 @@ def parsed(*argv: str) -> argparse.Namespace:
     return cli.build_parser().parse_args(cli.as_typed(argv))
 
 
+def figures(throughput: float, ttft: float | None) -> dict[str, Any]:
+    stages = {"encode": {"mean": 2.0}, "fetch": {"mean": 0.0}}
+    return {"request_throughput": throughput, "median_ttft_ms": ttft, "stages_ms": stages}
+
+
 def test_ratios_by_hand():
     args = parsed("ab", "--a", "--block-size 8", "--b", "", "--percentile-metrics", "ttft", "--unique-ratio", "0.5")
     settings = settings_of(argparse.Namespace(**{**vars(args), "launch": ""}))
-    a = [measured({"request_throughput": 10.0, "median_ttft_ms": 4.0}, "x", "y", "z", None),
-         measured({"request_throughput": 30.0, "median_ttft_ms": 4.0}, "x", "y", "z", "v")]  # fmt: skip
-    b = [measured({"request_throughput": 20.0, "median_ttft_ms": None}, "x", "Y", "z", "w"),
-         measured({"request_throughput": 30.0, "median_ttft_ms": 1.0}, "x", "y", "z", "w")]  # fmt: skip
+    a = [measured(figures(10.0, 4.0), "x", "y", "z", None), measured(figures(30.0, 4.0), "x", "y", "z", "v")]
+    b = [measured(figures(20.0, None), "x", "Y", "z", "w"), measured(figures(30.0, 1.0), "x", "y", "z", "w")]
     found = ab.compare({"A": a, "B": b}, settings)
     assert found["ratios"] == {
-        "request_throughput": {"a": 20.0, "b": 25.0, "ratio": 1.25, "least": 1.0, "greatest": 2.0}
-    }, "a figure that a run lacks has no ratio"
+        "request_throughput": {"a": 20.0, "b": 25.0, "ratio": 1.25, "least": 1.0, "greatest": 2.0},
+        "mean_encode_ms": {"a": 2.0, "b": 2.0, "ratio": 1.0, "least": 1.0, "greatest": 1.0},
+    }, "a figure that a run lacks has no ratio, nor has one that is 0 for A"
     assert found["answers"] == {"prompts": 100, "differ": 2, "differ_in_a": 0, "differ_in_b": 1}
     text = ab.describe(found, args, settings)
+    assert "both: defaults" in text
     assert "| `--block-size 8` | `defaults` | 0.5 | 1.25 (1.00–2.00) | - | - |" in text.splitlines()
     assert "Prompts not answered alike by all runs: 2 of 100; by the runs of A: 0, of B: 1" in text
 

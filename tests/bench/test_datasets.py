@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mini_engine.bench.datasets.loading import load
+from mini_engine.bench.datasets import MADE, READ
+from mini_engine.bench.datasets.loading import MAKERS, load
 from mini_engine.bench.datasets.sample import DataSettings, Link, Medium, Sample, repeat_order
 from mini_engine.bench.report import BenchError
 from mini_engine.bench.serving.bodies import cancel_plan
@@ -24,6 +25,10 @@ def settings(name: str, **more) -> DataSettings:
     return DataSettings(**{"name": name, "count": 4, "warm_ups": 0, "seed": 0, "output_tokens": None, **more})
 
 
+def test_each_name_is_made_or_read():
+    assert tuple(MAKERS) == MADE and not set(MADE) & set(READ)
+
+
 # --- repeats
 
 
@@ -33,6 +38,8 @@ def test_the_unique_ratio_by_counting(ratio: float, unique: int):
     assert len(order) == 40 and len(set(order)) == unique
     firsts = [number for place, number in enumerate(order) if number not in order[:place]]
     assert firsts == list(range(unique)), "new ones are numbered as they come"
+    again = {number for place, number in enumerate(order) if number in order[:place]}
+    assert len(again) >= min(40 - unique, unique) / 3, "and not always the same ones come again"
 
 
 def test_media_are_repeated_and_warm_ups_have_their_own():
@@ -160,6 +167,15 @@ def test_hf_reads_local_parquet_with_its_media(tmp_path: Path):
     assert {one.samples[0].messages[0].text for one in shuffled} == {"What?", "Which?"}
 
 
+def test_hf_reads_arrow_files_and_folders_of_splits(tmp_path: Path):
+    from datasets import Dataset
+
+    for split in ("train", "test"):
+        Dataset.from_dict({"prompt": [f"of {split}"]}).save_to_disk(tmp_path / split)
+        (sample,) = load(settings("hf", count=1, path=str(tmp_path), split="train")).samples
+        assert sample.messages[0].text == "of train"
+
+
 def test_hf_reads_local_json_by_split(tmp_path: Path):
     write(tmp_path / "train.jsonl", [{"prompt": "of train"}])
     write(tmp_path / "test.jsonl", [{"prompt": "of test"}])
@@ -180,9 +196,11 @@ def test_what_cannot_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load(settings("custom", path=write(tmp_path / "empty.jsonl", [{"reply": "x"}])))
     with pytest.raises(ConfigError, match="a record's video 'gone.mp4' cannot be read"):
         load(settings("custom", path=write(tmp_path / "gone.jsonl", [{"prompt": "x", "video": "gone.mp4"}])))
-    with pytest.raises(ConfigError, match="has no file ending in"):
-        (tmp_path / "void").mkdir()
-        load(settings("hf", path=str(tmp_path / "void")))
+    (tmp_path / "void").mkdir()
+    (tmp_path / "x.csv").write_text("prompt\nhello\n")
+    for name in ("void", "x.csv"):
+        with pytest.raises(ConfigError, match="has no file ending in"):
+            load(settings("hf", path=str(tmp_path / name)))
     (tmp_path / "x.parquet").write_bytes(b"PAR1 this is no table")
     with pytest.raises(BenchError, match="cannot be loaded: .*local copy"):
         load(settings("hf", path=str(tmp_path / "x.parquet")))

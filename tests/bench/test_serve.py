@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -171,7 +172,26 @@ def test_media_by_file(bench, root, media_dir: Path):
                 "--media-transport", "file", "--media-dir", media_dir)  # fmt: skip
     assert ran.status == 0 and ran.figures["accuracy"]["right"] >= 3, ran.out
     assert f"the server must run with --allowed-local-media-path {media_dir}" in ran.err
-    assert not list(media_dir.glob("mini-engine-bench-*"))
+    assert not list(media_dir.glob("mini-engine-*"))
+
+
+def test_a_killed_bench_leaves_nothing(tmp_path: Path):
+    """No server, no file server, no media."""
+    short = Path(tempfile.mkdtemp(prefix="me-test-", dir="/tmp"))
+    command = [sys.executable, "bench.py", "--launch", "", "--media-transport", "http", "--media-dir", str(short),
+               "--num-prompts", "1"]  # fmt: skip
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as ran:
+        deadline = time.monotonic() + 60
+        while len(family := descendants(ran.pid)) < 4:  # the shell that waits, the file server, serve.py, its children
+            assert ran.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        assert list(short.glob("mini-engine-*/0.mp4"))
+        ran.kill()
+    deadline = time.monotonic() + 10
+    while left := [pid for pid in family if alive(pid)] + list(short.iterdir()):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    short.rmdir()
 
 
 def test_streams_that_are_cancelled_leave_nothing(bench, server, root):
@@ -223,10 +243,12 @@ def test_a_server_of_its_own_and_media_by_http(tmp_path: Path):
         ("--launch '' --port 5", "leave out --base-url, --host and --port"),
         ("--save-detailed", "--save-detailed: nothing is written without --save-result"),
         ("--media-dir /tmp", "--media-dir: no files are made with --media-transport data"),
+        ("--media-transport file --media-dir /no/such", "--media-dir: /no/such is not a directory"),
         ("--media-transport file --media-port 80", "only with --media-transport http"),
         ("ab --a '' --b '' --port 80", "ab starts both servers itself"),
-        ("ab --a '' --b --max-num-seqs=0", "--b: --max-num-seqs: 0 is below the least value, 1"),
-        ("sweep --flag no-such-flag --values 1,2", "--launch: unrecognized arguments: --no-such-flag=1"),
+        ("ab --launch --max-num-seqs=0 --a '' --b ''", "--a: --max-num-seqs: 0 is not a whole number"),
+        ("ab --a '' --b --max-num-seqs=0", "--b: --max-num-seqs: 0 is not a whole number of at least 1"),
+        ("sweep --flag no-such-flag --values 1,2", "--launch: unknown flag --no-such-flag"),
         ("sweep --flag max-num-seqs --values 1,2 --port 80", "--max-num-seqs is no flag of this client"),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from mini_engine.config import BUNDLED_MODEL
 from tests.bench.misbehaving import MisbehavingServer
+from tests.e2e.running_server import ROOT
 
 
 @pytest.fixture
@@ -108,6 +111,20 @@ def test_what_is_sent(bench, broken, prompts, monkeypatch):
         "max_completion_tokens": 50, "ignore_eos": True, "top_k": 1,
     }  # fmt: skip
     assert b"Authorization: Bearer sesame" in broken.headers[0] and broken.headers[0].startswith(b"POST /v1/chat/")
+
+
+def test_a_long_body_is_sent_whole(bench, broken, prompts):
+    text = "ok:" + "x" * 3_000_000
+    ran = bench(*prompts(text, "ok"), "--base-url", broken.url)
+    assert ran.status == 0 and ran.figures["completed"] == 2
+    assert [len(body["messages"][0]["content"]) for body in broken.bodies].count(len(text)) == 1
+
+
+def test_a_missing_package_says_what_to_install():
+    code = "import sys; sys.modules['matplotlib'] = None; from mini_engine.bench.cli import main; sys.exit(main([]))"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    said = "bench.py: the package matplotlib is missing: pip install 'mini-engine[bench]'\n"
+    assert (ran.returncode, ran.stderr) == (2, said)
 
 
 def test_completions(bench, broken, prompts):

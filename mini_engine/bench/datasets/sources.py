@@ -21,25 +21,26 @@ SHUFFLE_BUFFER = 1_000  # records of a stream that lie in memory to be drawn fro
 DEFAULT_SPLIT = "train"
 
 
-def read_json(path: Path, flag: str = "--dataset-path") -> list[dict[str, Any]]:
+def read_json(path: Path) -> list[dict[str, Any]]:
     """The records of a JSON file: a list of objects, or an object on each line.
 
     Raises:
-        ConfigError: it is neither, or cannot be read; `flag` named it.
+        ConfigError: it is neither, or cannot be read.
     """
     try:
         text = path.read_text()
     except OSError as error:
-        raise ConfigError(f"{flag}: {path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"--dataset-path: {path} cannot be read: {error.strerror}") from None
     try:
         if text.lstrip().startswith("["):
             records = json.loads(text)
         else:
             records = [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError as error:
-        raise ConfigError(f"{flag}: {path} is neither a JSON list nor an object on each line: {error}") from None
+        form = "neither a JSON list nor an object on each line"
+        raise ConfigError(f"--dataset-path: {path} is {form}: {error}") from None
     if not all(isinstance(record, dict) for record in records):
-        raise ConfigError(f"{flag}: {path} has records that are no JSON objects")
+        raise ConfigError(f"--dataset-path: {path} has records that are no JSON objects")
     return list(records)
 
 
@@ -76,7 +77,7 @@ def hf_records(path: str, split: str | None, seed: int | None) -> Iterable[dict[
     place = Path(path)
     files = _files(place)
     if files and all(file.suffix in JSON_SUFFIXES for file in files):
-        chosen = _of_split(files, split)
+        chosen = _of_split(place, files, split)
         return shuffled([record for file in chosen for record in read_json(file)], seed)
     if place.exists() and not files:
         raise ConfigError(f"--dataset-path: {path} has no file ending in {', '.join([*JSON_SUFFIXES, *FORMATS])}")
@@ -84,17 +85,19 @@ def hf_records(path: str, split: str | None, seed: int | None) -> Iterable[dict[
 
 
 def _files(place: Path) -> list[Path]:
-    if place.is_file():
-        return [place]
-    found = sorted(place.rglob("*")) if place.is_dir() else []
+    found = [place] if place.is_file() else sorted(place.rglob("*"))
     tables = [file for file in found if file.suffix in FORMATS]
     # Beside tables, JSON files describe them.
     return tables or [file for file in found if file.suffix in JSON_SUFFIXES]
 
 
-def _of_split(files: list[Path], split: str | None) -> list[Path]:
-    """The files whose names begin with the split's; if none is named for a split, all of them are `train`."""
-    named = [file for file in files if file.name.startswith((split or DEFAULT_SPLIT,))]
+def _of_split(place: Path, files: list[Path], split: str | None) -> list[Path]:
+    """The files whose name, or a folder's below `place`, begins with the split's; if there is none, all are `train`."""
+
+    def names(file: Path) -> tuple[str, ...]:
+        return (file.name, *file.relative_to(place).parts)
+
+    named = [file for file in files if any(name.startswith(split or DEFAULT_SPLIT) for name in names(file))]
     if named:
         return named
     if split in (None, DEFAULT_SPLIT):
@@ -112,7 +115,7 @@ def _with_datasets(path: str, files: list[Path], split: str | None, seed: int | 
         ) from None
     try:
         if files:
-            chosen = [str(file) for file in _of_split(files, split)]
+            chosen = [str(file) for file in _of_split(Path(path), files, split)]
             stream = datasets.load_dataset(FORMATS[files[0].suffix], data_files=chosen, split="train", streaming=True)
         else:
             stream = datasets.load_dataset(path, split=split or DEFAULT_SPLIT, streaming=True)

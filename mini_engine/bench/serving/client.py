@@ -7,6 +7,7 @@ its cores with the server. Bodies are ready before. Knows nothing of data sets o
 from __future__ import annotations
 
 import asyncio
+import io
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -113,7 +114,7 @@ async def ask(http: aiohttp.ClientSession, url: str, request: Request, seconds: 
     """Send a request and read its stream; what goes wrong is in the outcome. It must end within `seconds`."""
     outcome = Outcome(request.number, begun=time.perf_counter())
     try:
-        async with asyncio.timeout(seconds), http.post(url, data=request.body) as response:
+        async with asyncio.timeout(seconds), http.post(url, data=io.BytesIO(request.body)) as response:
             if response.status != 200:
                 raise StreamError(f"status {response.status}: {(await response.text())[:ERROR_TEXT_LENGTH]}")
             await _read(response, outcome, request.cancel_after)

@@ -1,7 +1,7 @@
 """How media travel: inside the request, as files that the server reads, or from a file server on this host.
 
 Both ends of the file server are here: it is a process of its own, so that it takes no time from the client's loop, and
-it ends with the benchmark. The folder of files is made here and removed again.
+it ends with the benchmark. The folder of files is made here, and gone however the benchmark ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import mimetypes
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -22,6 +21,7 @@ from typing import Literal
 from mini_engine.bench.datasets.sample import Medium
 from mini_engine.bench.report import BenchError
 from mini_engine.child import die_with_parent
+from mini_engine.host import runtime_directory
 
 MediaTransport = Literal["data", "file", "http"]
 HOST = "127.0.0.1"
@@ -66,8 +66,9 @@ def media_place(transport: MediaTransport, folder: Path | None, port: int) -> It
     if transport == "data":
         yield MediaPlace()
         return
-    with tempfile.TemporaryDirectory(prefix="mini-engine-bench-", dir=folder) as name:
-        files = Path(name).resolve()
+    with runtime_directory(folder) as made:
+        files = made.resolve()
+        files.chmod(0o755)  # the server may be another user's
         if transport == "file":
             yield MediaPlace(files)
             return

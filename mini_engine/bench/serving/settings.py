@@ -172,6 +172,8 @@ def _check_rest(args: argparse.Namespace) -> None:
         raise ConfigError("--burstiness is of the times between requests: it needs a --request-rate")
     if args.media_dir is not None and args.media_transport == "data":
         raise ConfigError("--media-dir: no files are made with --media-transport data; choose file or http")
+    if args.media_dir is not None and not args.media_dir.is_dir():
+        raise ConfigError(f"--media-dir: {args.media_dir} is not a directory; make it first")
     if args.media_port is not None and args.media_transport != "http":
         raise ConfigError("--media-port: there is a file server only with --media-transport http")
     given = {"--save-detailed": args.save_detailed, "--result-dir": args.result_dir,
