@@ -28,7 +28,6 @@ from mini_engine.transport.memory import create_sealed
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 DEFAULT_MEDIA_CACHE_BYTES = 4 << 30
-UNREAD_SECONDS = 60
 SPARE_DESCRIPTORS = 128  # for what is open in each process however many there are, and some clients
 MAX_UNIX_PATH = 107  # sun_path without its terminating zero
 
@@ -241,8 +240,6 @@ def _bind_one(family: int, address: Any) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        # Connections inherit it: one whose client takes nothing of what was sent for so long is closed by the kernel.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_SECONDS * 1000)
         listener.bind(address)
     except OSError:
         listener.close()

@@ -222,3 +222,8 @@ def test_print_config_prints_a_file_for_config(tmp_path):
     path = tmp_path / "printed.yaml"
     path.write_text(printed.stdout)
     assert parse(["--config", str(path)], {}) == parse(argv, environ)
+
+
+@pytest.mark.parametrize(("argv", "most"), [([], 0), (["--restart-engine"], 3), (["--restart-engine", "7"], 7)])
+def test_a_flag_that_may_stand_alone(argv, most):
+    assert parse(argv, {}).restart_engine == most

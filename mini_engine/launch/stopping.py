@@ -29,9 +29,9 @@ class Stopping:
             for child in self._family.api_servers():
                 if child.serving:
                     self._family.send(child, Drain())
-                else:
+                else:  # nobody is in there
                     child.terminate()
-            self._wait_for_api_servers(patience)
+            self._wait_for_api_servers(patience, serving=True)
         for child in self._family.api_servers():
             child.terminate()
         self._wait_for_api_servers(API_STOP_SECONDS)
@@ -40,10 +40,13 @@ class Stopping:
         while self._family.children:
             self._family.wait(None)
 
-    def _wait_for_api_servers(self, seconds: float) -> None:
-        """Until all have ended, the time is up, or another signal comes."""
+    def _wait_for_api_servers(self, seconds: float, serving: bool = False) -> None:
+        """Until all have ended, or all that are `serving`, the time is up, or another signal comes."""
         deadline = time.monotonic() + seconds
-        while self._family.api_servers() and not self._interrupts and (left := deadline - time.monotonic()) > 0:
+        while any(child.serving or not serving for child in self._family.api_servers()):
+            left = deadline - time.monotonic()
+            if self._interrupts or left <= 0:
+                return
             for event in self._family.wait(min(left, self._liveness.seconds_left())):
                 if isinstance(event, Asked):
                     self._interrupts += len(event.numbers)

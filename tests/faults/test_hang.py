@@ -31,7 +31,8 @@ def server():
     with (
         Inside() as inside,
         RunningServer(
-            "--restart-engine", "--health-timeout", "1", "--collective-timeout", "5", "--enable-log-requests",
+            "--restart-engine", "--health-timeout", "1", "--collective-timeout", "5", "--timeout-client", "4",
+            "--enable-log-requests",
             environ=inside.environ,
         ) as running,
     ):  # fmt: skip

@@ -123,9 +123,8 @@ def strict(init: Callable[..., None]) -> Callable[..., None]:
 # What is else copied in the event loop, for it is small, is copied in a thread: a barrier holds nobody else there.
 CONSTANTS: dict[str, dict[str, Any]] = {
     "mini_engine.api.media_store": {"INLINE_COPY_BYTES": 0},
-    # Seconds, so that no test has to wait for minutes.
+    # So that no test has to wait for minutes.
     "mini_engine.launch.restarting": {"FIRST_PAUSE_SECONDS": 0.5, "LONGEST_PAUSE_SECONDS": 0.5},
-    "mini_engine.host": {"UNREAD_SECONDS": 5},
 }
 
 # module -> the functions that have a barrier, or are changed, and how
