@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from mini_engine.config import EngineConfig
+
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 RESERVE = 256 << 20  # bytes, or a twentieth of all memory if that is more
@@ -99,3 +101,11 @@ def _meminfo(proc: Path, name: str) -> int:
         if key == name:
             return int(value.removesuffix("kB")) << 10
     raise OSError(f"/proc/meminfo does not say {name}")
+
+
+def ipc_gpu_bytes(config: EngineConfig) -> int:
+    """Bytes of CUDA devices for patches on their way, of all API servers together: `--mm-ipc-gpu-memory-gb`, or 1 GiB;
+    0 where no patches are made on a device."""
+    if config.mm_processor_device == "cpu":
+        return 0
+    return int((config.mm_ipc_gpu_memory_gb or 1.0) * (1 << 30))

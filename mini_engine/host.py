@@ -255,7 +255,8 @@ def plan_media_cache(config: EngineConfig) -> MediaCachePlan:
     """
     if config.mm_processor_cache_gb == 0:
         return MediaCachePlan("off", 0, "asked for by --mm-processor-cache-gb 0")
-    wanted = config.mm_processor_cache_type
+    on_device = config.mm_processor_device == "cuda"
+    wanted = "lru" if on_device else config.mm_processor_cache_type
     refusal = _shared_memory_refusal() if wanted != "lru" else None
     if wanted == "shm" and refusal is not None:
         raise ConfigError(
@@ -281,6 +282,8 @@ def plan_media_cache(config: EngineConfig) -> MediaCachePlan:
             "or turn the cache off with 0"
         )
     reason = "asked for by --mm-processor-cache-type"
+    if on_device:
+        reason = "patches made on CUDA are kept there"
     if wanted == "auto":
         reason = "the host shares memory" if shared else f"the host gives no shared memory: {refusal}"
     return MediaCachePlan("shm" if shared else "lru", total // holders, reason)

@@ -27,8 +27,9 @@ MAY_IMPORT = {
     "media": {"media"},
     "transport": {"transport"},
     "core": {"core", MODEL_CONFIG} | TORCH_FREE_TRANSPORT,
-    "worker": {"worker", "model", "transport"},
-    "model": {"model"},
+    "worker": {"worker", "model", "kernels", "transport"},
+    "model": {"model", "kernels"},
+    "kernels": {"kernels"},
     "demo": {"demo"},
 }  # bench may import everything: it measures the parts by themselves
 TOP_LEVEL_FOR_ALL = {"messages", "config", "child", "log", "metrics", "free_memory"}

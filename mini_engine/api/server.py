@@ -27,6 +27,7 @@ from mini_engine.api.http_server import HttpServer
 from mini_engine.api.media_loader import DecodeRules, MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.media_store import MediaStore
+from mini_engine.api.processor_device import cuda_sender, processor_device
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.stats_log import log_stats
 from mini_engine.api.vocabulary import Vocabulary
@@ -67,7 +68,7 @@ def run(child: Child) -> None:
     init = child.init()
     metrics.engine_restarts.set(init.restarts)
     try:
-        front = load(init)
+        front = load(init, int(child.index))
         # Half a million objects of torch and transformers that stay: no collection need look at them again.
         gc.collect()
         gc.freeze()
@@ -82,8 +83,8 @@ def run(child: Child) -> None:
     os._exit(status)
 
 
-def load(init: Init) -> ModelFront:
-    """Load processor, tokenizer and chat template; a few seconds, most of them imports.
+def load(init: Init, index: int) -> ModelFront:
+    """Load processor, tokenizer and chat template for API server `index`; a few seconds, most of them imports.
 
     Raises:
         ConfigError: a setting that the model cannot be served with.
@@ -95,11 +96,13 @@ def load(init: Init) -> ModelFront:
     # The media threads are the parallelism; torch's own beside them would only take turns with them.
     torch.set_num_threads(1)
     config = init.config
+    device = processor_device(config, index)
     try:
         processor = MediaProcessor(
             init.model_dir,
             trust_remote_code=config.trust_remote_code,
             mm_processor_kwargs=config.mm_processor_kwargs,
+            device=device,
         )
         if config.media_io_kwargs.get("image"):
             raise ConfigError("--media-io-kwargs: images take no arguments")
@@ -165,8 +168,9 @@ def media_threads(config: EngineConfig) -> int:
 
 
 async def _main(child: Child, init: Init, front: ModelFront) -> None:
+    make_cuda = cuda_sender(init.config, child.encoder, int(child.index), len(init.cores))
     usable = [
-        transports.connect(init.config, child.encoder, child.context, engine, init.ranks)
+        transports.connect(init.config, child.encoder, child.context, engine, init.ranks, make_cuda)
         for engine in range(len(init.cores))
     ]
     plan = init.media_cache

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from mini_engine.bench import ab, core, serve, sweep, transport
+from mini_engine.bench import ab, attention, core, gpu, serve, sweep, transport
 from mini_engine.bench.report import BenchError, Report, as_json
 from mini_engine.config import ConfigError
 
@@ -42,7 +42,15 @@ class Regime(Protocol):
 
 PACKAGES = ("aiohttp", "matplotlib", "tqdm")  # of the extra `bench`
 DEFAULT_REGIME = "serve"
-REGIMES: dict[str, Regime] = {"serve": serve, "ab": ab, "sweep": sweep, "core": core, "transport": transport}
+REGIMES: dict[str, Regime] = {
+    "serve": serve,
+    "ab": ab,
+    "sweep": sweep,
+    "core": core,
+    "transport": transport,
+    "gpu": gpu,
+    "attention": attention,
+}
 FLAG_TEXTS = ("--serve", "--launch", "--a", "--b", "--flag")  # flags whose value is itself a text of flags
 
 

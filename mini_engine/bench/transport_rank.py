@@ -1,6 +1,6 @@
 """A rank for regime `transport`: a process with the workers' own receiver, `MediaInputs`, and no model.
 
-    python -m mini_engine.bench.transport_rank DIRECTORY RANK
+    python -m mini_engine.bench.transport_rank DIRECTORY RANK DEVICE
 
 It takes one `Verify` a line on stdin and answers each with a line on stdout, a `Verified`; both are JSON. The end of
 stdin ends it.
@@ -22,6 +22,7 @@ import zmq
 from mini_engine.messages import RankAddress, StoreHandle, TensorHandle
 from mini_engine.transport import tensor_ipc
 from mini_engine.transport.codec import Encoder
+from mini_engine.transport.cuda_memory import CudaMapped
 from mini_engine.transport.packing import checksum
 from mini_engine.transport.segment import MappedSegment
 from mini_engine.worker.media_inputs import MediaInputs
@@ -76,9 +77,14 @@ class Timed:
 
 
 def verify(tensor: torch.Tensor, mapping: Timed) -> Verified:
-    """Touch all of `tensor`, then sum it up; the times of `mapping` start anew."""
-    content = tensor.view(-1).view(torch.uint8)
+    """Touch all of `tensor`, then sum it up; the times of `mapping` start anew. One on a device counts as touched when
+    the device has it."""
     begun = time.perf_counter()
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+        waited = time.perf_counter() - begun
+        return msgspec.structs.replace(verify(tensor.cpu(), mapping), touch_seconds=waited)
+    content = tensor.view(-1).view(torch.uint8)
     content.numpy()[::PAGE].max(initial=0)
     touched = time.perf_counter()
     found = checksum(content)
@@ -100,14 +106,15 @@ def answer(media: MediaInputs, asked: Verify, mapping: Timed) -> Verified:
     return verified
 
 
-def main(directory: str, rank: int) -> None:
+def main(directory: str, rank: int, device: str) -> None:
     """Serve until stdin ends."""
     mapping = Timed()
     tensor_ipc.map_for_reading = mapping.wrap(tensor_ipc.map_for_reading)
     MappedSegment.enter = mapping.wrap(MappedSegment.enter)  # type: ignore[method-assign]
     context = zmq.Context()
     me = Encoder(f"worker 0.{rank}", 1 + rank)
-    media = MediaInputs(address_of(directory, rank), core_endpoint(directory), me, rank, context)
+    map_slots = functools.partial(CudaMapped, torch.device(device, 0)) if device == "cuda" else None
+    media = MediaInputs(address_of(directory, rank), core_endpoint(directory), me, rank, context, map_slots=map_slots)
     media.start()
     print("ready", flush=True)
     for line in sys.stdin.buffer:
@@ -118,4 +125,4 @@ def main(directory: str, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

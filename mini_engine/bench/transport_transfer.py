@@ -29,6 +29,8 @@ from mini_engine.messages import MediaFailed, MediaReady, MessageId, RankAddress
 from mini_engine.transport import sockets
 from mini_engine.transport.base import TensorSender, TransportError
 from mini_engine.transport.codec import Encoder, decode
+from mini_engine.transport.cuda_memory import CudaStaging
+from mini_engine.transport.cuda_slots import CudaSender
 from mini_engine.transport.direct_rpc import DirectRpcSender
 from mini_engine.transport.packing import checksum
 from mini_engine.transport.segment import HEADER_BYTES
@@ -55,6 +57,11 @@ WAYS = (
     Way("torch_shm", ("cold", "reused"), lambda me, ranks, credit, _: TensorIpcSender(me, ranks, credit)),
     Way("shm_store", ("cold", "reused"), None),
 )
+
+CUDA_WAY = Way(
+    "torch_shm", ("cold", "reused"),
+    lambda me, ranks, credit, _: CudaSender(me, ranks, CudaStaging(torch.device("cuda", 0)), 4, credit // 4),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,14 +103,29 @@ class Payload:
         return time.perf_counter() - begun
 
 
+class CudaPayload(Payload):
+    """A payload whose tensor lies on the CUDA device."""
+
+    def __init__(self, nbytes: int):
+        super().__init__(nbytes)
+        self._host = self.tensor
+        self.tensor = self._host.cuda()
+
+    def renew(self) -> int:
+        self._host[::PAGE] += 1
+        self.tensor.copy_(self._host)
+        torch.cuda.synchronize()
+        return checksum(self._host)
+
+
 class Rank:
     """One rank's process."""
 
-    def __init__(self, directory: Path, rank: int):
+    def __init__(self, directory: Path, rank: int, device: str):
         self.rank = rank
         # In a session of its own: a Ctrl-C is for this process, whose end closes its stdin, which ends it.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mini_engine.bench.transport_rank", str(directory), str(rank)],
+            [sys.executable, "-m", "mini_engine.bench.transport_rank", str(directory), str(rank), device],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )  # fmt: skip
@@ -152,10 +174,10 @@ class Rank:
 
 
 class Ranks:
-    """`with Ranks(2) as ranks:` the processes, and the socket to which they report arrivals."""
+    """`with Ranks(2) as ranks:` the processes, and the socket to which they report arrivals; on "cpu" or "cuda"."""
 
-    def __init__(self, count: int):
-        self._count = count
+    def __init__(self, count: int, device: str = "cpu"):
+        self._count, self._device = count, device
         self._incarnations = itertools.count(1000)
 
     def __enter__(self) -> Ranks:
@@ -167,7 +189,7 @@ class Ranks:
             self._loop = stack.enter_context(asyncio.Runner())
             self._ranks: list[Rank] = []
             for number in range(self._count):
-                self._ranks.append(Rank(self._directory, number))
+                self._ranks.append(Rank(self._directory, number, self._device))
                 stack.callback(self._ranks[-1].stop)
             for rank in self._ranks:
                 rank.line()  # "ready"

@@ -26,10 +26,11 @@ from mini_engine.messages import (
     TensorHandle,
 )
 from mini_engine.model.parallel import TensorParallel
+from mini_engine.worker.attention import choose_backend
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.profiling import profile
-from mini_engine.worker.worker import allocate_cache, choose_device, choose_num_blocks, load
+from mini_engine.worker.worker import choose_device, choose_num_blocks, load, make_attention
 
 MODEL_PARTS = ("embed", "forward", "logits")  # together they are "the model's forward"
 
@@ -58,7 +59,7 @@ class Stopwatch:
         self.cpu += time.thread_time() - self._begun[1]
 
 
-class _NoMedia:
+class NoMedia:
     """For steps without media."""
 
     def tensor(self, handle: TensorHandle) -> torch.Tensor:
@@ -88,9 +89,10 @@ class WorkerAlone:
         for name in MODEL_PARTS:
             setattr(model, name, self._timed(getattr(model, name)))
         normalise = Normalisation.from_dir(model_dir)
+        backend = choose_backend(config.attention_backend, device)
 
         def runner_with(num_blocks: int) -> ModelRunner:
-            return ModelRunner(model, allocate_cache(config, model, num_blocks), _NoMedia(), normalise, tp)
+            return ModelRunner(model, make_attention(config, model, backend, num_blocks), NoMedia(), normalise, tp)
 
         nothing_sent = MediaCachePlan("off", 0, "nothing is sent")
         use = profile(config, model_dir, nothing_sent, model.config, device, runner_with)

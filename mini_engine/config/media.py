@@ -12,6 +12,7 @@ from mini_engine.media.limits import DecodeLimits, ImageLimits
 
 MediaCacheType = Literal["auto", "lru", "shm"]
 TensorIpc = Literal["auto", "torch_shm", "direct_rpc"]
+ProcessorDevice = Literal["cpu", "cuda"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,8 +118,29 @@ class MediaOptions:
         "a request that finds none waits.", "Media cache and transport", parse=parse_bytes, minimum=1 << 20,
     )  # fmt: skip
 
+    mm_processor_device: ProcessorDevice = option(
+        "cpu", "Where frames become patches: `cpu`, or `cuda`, from where they go to the workers without a way by the "
+        "host.", "Media cache and transport",
+    )  # fmt: skip
+    mm_ipc_gpu_memory_gb: float | None = option(
+        None, "Most memory of a CUDA device for such patches on their way, in GiB: of all API servers together, and "
+        "taken off the KV cache. What finds no room there goes by the host.", "Media cache and transport",
+        unset="1, where the patches are made on CUDA", minimum=0.01,
+    )  # fmt: skip
+
     def validate(self) -> None:
         """Raises ConfigError for the first value that names what does not exist."""
+        if self.mm_processor_device == "cpu" and self.mm_ipc_gpu_memory_gb is not None:
+            raise ConfigError("--mm-ipc-gpu-memory-gb is for --mm-processor-device cuda; leave it out, or set that")
+        if self.mm_processor_device == "cuda" and self.mm_processor_cache_type == "shm":
+            raise ConfigError(
+                "--mm-processor-device cuda: patches on a device are not kept in shared memory; choose "
+                "--mm-processor-cache-type lru or auto"
+            )
+        if self.mm_processor_device == "cuda" and self.mm_tensor_ipc == "direct_rpc":
+            raise ConfigError(
+                "--mm-processor-device cuda: direct_rpc carries no patches on a device; choose --mm-tensor-ipc auto"
+            )
         for modality, limit in self.limit_mm_per_prompt.items():
             if modality not in ("image", "video") or not isinstance(limit, int) or limit < 0:
                 raise ConfigError(

@@ -12,6 +12,7 @@ BUNDLED_MODEL = str(Path(__file__).parent.parent / "demo" / "weights")
 
 Backend = Literal["auto", "gloo", "nccl"]
 Device = Literal["auto", "cpu", "cuda"]
+AttentionBackendName = Literal["auto", "triton", "varlen", "sdpa"]
 Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 EncoderMode = Literal["weights", "data"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -51,6 +52,11 @@ class ModelOptions:
         "that needs no more than its config, tokenizer and processor files.", "Model",
     )  # fmt: skip
     device: Device = option("auto", "Where the workers run; `auto` takes CUDA when there is a device.", "Model")
+    attention_backend: AttentionBackendName = option(
+        "auto", "What computes the decoder's attention: `triton` (this project's kernels), `varlen` (torch's "
+        "varlen_attn, from torch 2.12 on), `sdpa` (torch's operators over gathered blocks), or `auto`: triton on CUDA, "
+        "sdpa on the CPU.", "Model",
+    )  # fmt: skip
     enforce_eager: bool = option(False, "Run decode steps without CUDA graphs.", "Model")
     seed: int = option(0, "Seed of the server's own randomness.", "Model")
     max_model_len: int | None = option(

@@ -66,8 +66,12 @@ class MediaProcessor:
         revision: str | None = None,
         trust_remote_code: bool = False,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        device: str | None = None,
     ) -> None:
-        """Loads the processor and runs it once, so that settings it cannot work with fail here: a ValueError."""
+        """Loads the processor and runs it once, so that settings it cannot work with fail here: a ValueError.
+
+        `device` is torch's name of the one on which frames become patches and stay; None is the CPU.
+        """
         from transformers import AutoProcessor
 
         options: dict[str, Any] = {} if revision is None else {"revision": revision}
@@ -98,9 +102,10 @@ class MediaProcessor:
         self.default_sampling = (
             VideoSampling.from_kwargs(self._sampling_given) if self._sampling_given else _own_sampling(video)
         )
-        video_call = _call_kwargs(video, kwargs) | {"do_sample_frames": False, "return_metadata": True}
+        placed = {} if device is None else {"device": device}
+        video_call = _call_kwargs(video, kwargs) | placed | {"do_sample_frames": False, "return_metadata": True}
         self._settings = MediaSettings(
-            self.default_sampling, dict(mm_processor_kwargs or {}), _call_kwargs(image, kwargs), video_call
+            self.default_sampling, dict(mm_processor_kwargs or {}), _call_kwargs(image, kwargs) | placed, video_call
         )
         if "max_video_tokens" in kwargs:
             video.max_video_tokens = kwargs["max_video_tokens"]  # transformers reads it here only, not in calls

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mini_engine.kernels import ops
 from mini_engine.model.parallel import Placement
 
 
@@ -63,7 +64,11 @@ class RMSNorm(Layer):
         self.weight = at.empty(size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def after_add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add `residual` to x, in place; the norm of the sum."""
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def pieces(self) -> Iterator[Piece]:
         shape = tuple(self.weight.shape)
@@ -80,6 +85,10 @@ class LayerNorm(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def after_add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """See `RMSNorm.after_add`."""
+        return self(x.add_(residual))
 
     def pieces(self) -> Iterator[Piece]:
         for name, target in (("weight", self.weight), ("bias", self.bias)):
@@ -158,8 +167,7 @@ class GatedMLP(nn.Module):
         self.down = RowParallel(f"{source}.down_proj", inner, part, size, bias, at)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up))
+        return self.down(ops.silu_mul(self.gate_up(x)))
 
 
 class MLP(nn.Module):

@@ -4,9 +4,12 @@ Patches travel as uint8, a quarter of the bytes; the rest of the processor's wor
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from mini_engine.kernels import ops
 
 
 def normalise_patches(
@@ -33,10 +36,12 @@ def normalise_patches(
         raise ValueError(
             f"patches of shape {tuple(patches.shape)} do not fit {channels} means and {len(std)} deviations"
         )
+    mean_t, std_t = (_per_channel(tuple(values), rescale, patches.device) for values in (mean, std))
+    return ops.normalise(patches, mean_t, std_t, dtype)
+
+
+@lru_cache(maxsize=16)
+def _per_channel(values: tuple[float, ...], rescale: float, device: torch.device) -> Tensor:
+    """Kept, since a copy to a device would wait for all that it has to do."""
     # float32 before the product, as the processor does it, so that the result is the same to the last bit.
-    mean_t, std_t = (
-        torch.tensor(v, dtype=torch.float32, device=patches.device).mul_(1.0 / rescale).view(1, -1, 1)
-        for v in (mean, std)
-    )
-    x = patches.view(len(patches), channels, -1).to(torch.float32)
-    return x.sub_(mean_t).div_(std_t).view(patches.shape).to(dtype)
+    return torch.tensor(values, dtype=torch.float32, device=device).mul_(1.0 / rescale)

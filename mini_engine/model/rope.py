@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mini_engine.kernels import ops
 from mini_engine.model.config import ModelConfig, TextConfig
 
 Grid = tuple[int, int, int]
@@ -126,18 +127,12 @@ class Rotation(NamedTuple):
 
 def rotation(angles: Tensor) -> Rotation:
     """Tables for float32 `angles` `[n, head_dim / 2]`."""
-    cos, sin = angles.cos(), angles.sin()
-    return Rotation(torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1))
+    return Rotation(*ops.rotary_tables(angles))
 
 
 def rotate(x: Tensor, by: Rotation) -> Tensor:
-    """Turn each pair (x[i], x[i + head_dim / 2]) by its angle (RoPE, Su et al. 2021); `[n, heads, head_dim]`.
-
-    Computed in float32, returned in x's dtype.
-    """
-    wide = x.float()
-    # In place on the fresh product: for a long video the page faults of one more buffer cost as much as the arithmetic.
-    return (wide * by.cos).addcmul_(wide.roll(x.shape[-1] // 2, -1), by.sin).to(x.dtype)
+    """Turn `[n, heads, head_dim]`, whose heads are contiguous; see `ops.rotate`."""
+    return ops.rotate(x, by.cos, by.sin)
 
 
 def inverse_frequencies(theta: float, size: int, device: torch.device) -> Tensor:
@@ -156,7 +151,7 @@ class MRope:
 
     def tables(self, positions: Tensor) -> Rotation:
         """int64 `[3, n]` -> tables for n tokens."""
-        return rotation(positions.index_select(0, self.axis).T.float() * self.inv_freq)
+        return Rotation(*ops.mrope_tables(positions, self.axis, self.inv_freq))
 
 
 def _sectioned_axes(sections: Sequence[int]) -> list[int]:

@@ -80,8 +80,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, turn: Rotation, attend: Attend) -> Tensor:
         # What a row-parallel layer returns is fresh memory, so the sums need none of their own.
-        x = self.attention(self.norm1(x), turn, attend).add_(x)
-        return self.mlp(self.norm2(x)).add_(x)
+        attended = self.attention(self.norm1(x), turn, attend)
+        return self.mlp(self.norm2.after_add(attended, x)).add_(attended)
 
 
 class Decoder(nn.Module):

@@ -200,8 +200,7 @@ class VisionBlock(nn.Module):
         attended = self.attention(attended, turn, segments.groups)
         if segments.inverse is not None:
             attended = attended.index_select(0, segments.inverse)
-        x = attended.add_(x)
-        return self.mlp(self.norm2(x)).add_(x)
+        return self.mlp(self.norm2.after_add(attended, x)).add_(attended)
 
 
 class PatchMerger(nn.Module):

@@ -1,7 +1,7 @@
 """The batch of a decode step, carried on to the next: most steps are the one before, one token on.
 
 Laying out 32 sequences from nothing costs an eighth of what a small model then takes; carrying on costs a fraction of
-that. `build_batch` and a new `PagedAttention` give the same, always, and are what a step that is not of this kind gets.
+that. `build_batch` and a new `StepAttention` give the same, always, and are what a step that is not of this kind gets.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from mini_engine.messages import Chunk
+from mini_engine.worker.attention import AttentionBackend, StepAttention
 from mini_engine.worker.batch import FlatBatch
-from mini_engine.worker.kv_cache import KVCache
-from mini_engine.worker.paged_attention import CausalMask, PagedAttention, Span
+from mini_engine.worker.paged_attention import Span
+from mini_engine.worker.staging import to_device
 
 # Steps after which the sequences get their tokens at the latest: what a batch keeps must not grow with its answers.
 MOST_TAKEN = 64
@@ -25,40 +26,45 @@ MOST_TAKEN = 64
 class DecodeBatch:
     """Owns `batch` and `attend` of a step, and changes them in place for the next.
 
-    What its sequences sample is kept here, and in them only after `settle`: before anybody reads their tokens.
+    What its sequences sample is kept here, and in them only after `settle`: before anybody reads their tokens. The next
+    step's input never leaves the device: `feed` may be followed by `advance` before the host knows what to `take`.
 
     Args:
         chunks: the step's chunks, in the core's order.
         batch: laid out from these; `batch.decodes` holds.
-        attend: made for the batch, with `cache` and `causal`.
+        attend: made for the batch by `backend`.
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], batch: FlatBatch, attend: PagedAttention, cache: KVCache, causal: CausalMask
+        self, chunks: Sequence[Chunk], batch: FlatBatch, attend: StepAttention, backend: AttentionBackend
     ) -> None:
         assert batch.decodes
+        self._backend = backend
+        self._device, block_size = backend.cache.storage.device, backend.cache.block_size
         # One array, which one addition takes a token on; in numpy, where that costs a third of what it does in torch.
         self._rows = np.vstack((batch.positions.numpy(), batch.slots.numpy(), batch.stops))
         positions, slots, stops = self._rows[:3], self._rows[3], self._rows[4]
         self.batch = dataclasses.replace(
-            batch, positions=torch.from_numpy(positions), slots=torch.from_numpy(slots), stops=stops
-        )
+            batch, token_ids=to_device(batch.token_ids, self._device), positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(slots), stops=stops,
+        )  # fmt: skip
         self.attend = attend
-        self._cache = cache
-        self._causal = causal
         self._names = [chunk.request_id for chunk in chunks]
         self._starts = [chunk.start for chunk in chunks]
         self._steps = 0  # that this batch has gone on since
         # Rows by the step, modulo the block size, before which they have filled their blocks.
         self._entering: dict[int, list[int]] = {}
         for row, stop in enumerate(stops.tolist()):
-            self._entering.setdefault(-stop % cache.block_size, []).append(row)
+            self._entering.setdefault(-stop % block_size, []).append(row)
         self._taken: list[list[int]] = []  # the tokens of each step that are not in the sequences
         self._settled = stops.copy()  # where in the sequences they belong
 
-    def take(self, tokens: Tensor, values: list[int]) -> None:
-        """int64 `[n]`, what was sampled, and the same in Python: the next step's input."""
+    def feed(self, tokens: Tensor) -> None:
+        """int64 `[n]` on the device, what was sampled: the next step's input."""
         self.batch.token_ids.copy_(tokens)
+
+    def take(self, values: list[int]) -> None:
+        """The same in Python, step by step."""
         self._taken.append(values)
         if len(self._taken) == MOST_TAKEN:
             self.settle()
@@ -80,17 +86,17 @@ class DecodeBatch:
         """
         if not self._follows(chunks):
             return False
-        size, stops, sequences = self._cache.block_size, self.batch.stops, self.batch.sampled
+        size, stops, sequences = self._backend.cache.block_size, self.batch.stops, self.batch.sampled
         # `stops` are now this step's tokens. Each is next to the one before, or the first in a block.
         rows = self._entering.get((self._steps - 1) % size, ())
         entered = [(row, sequences[row].blocks[stops.item(row) // size]) for row in rows]
         self._rows += 1
         for row, block in entered:
             self._rows[3, row] = block * size
-        slots = self.batch.slots.to(self._cache.storage.device)
+        slots = to_device(self.batch.slots, self._device)
         if not self.attend.advance(slots, stops, entered):
             spans = [Span(stop - 1, 1, one.blocks.array) for one, stop in zip(sequences, stops.tolist(), strict=True)]
-            self.attend = PagedAttention(self._cache, slots, spans, self._causal)
+            self.attend = self._backend.step(slots, spans)
         return True
 
     def _follows(self, chunks: Sequence[Chunk]) -> bool:

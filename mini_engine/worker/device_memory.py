@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mini_engine.config import DEFAULT_STEP_TOKENS, EngineConfig
+from mini_engine.free_memory import ipc_gpu_bytes
 from mini_engine.messages import Chunk, MediaCachePlan, NewSequence, SamplingParams, Step
 from mini_engine.model.config import ModelConfig, VisionConfig
 from mini_engine.model.rope import Grid
@@ -50,7 +51,8 @@ def media_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, ca
         return 0
     embeddings = config.encoder_cache_tokens * model.vision.row_size * dtype.itemsize
     kept = cache.nbytes if cache.kind == "lru" else 0
-    return embeddings + kept + config.api_server_count * config.mm_ipc_memory_bytes
+    # The slots of patches that are made on a device, whether the API servers have them yet or not.
+    return embeddings + kept + config.api_server_count * config.mm_ipc_memory_bytes + ipc_gpu_bytes(config)
 
 
 def worst_grids(config: EngineConfig, vision: VisionConfig, model_dir: str | Path) -> list[Grid]:

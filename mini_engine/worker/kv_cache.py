@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.free_memory import available_memory
+from mini_engine.kernels import ops
 from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker.device_memory import MemoryUse
 
@@ -25,25 +26,29 @@ _FEW = 16
 
 @dataclass(frozen=True)
 class KVCache:
-    """`storage` is `[layers, 2, num_blocks, block_size, kv_heads, head_dim]`, keys before values; owned by this object.
+    """`storage` is `[layers, 2, num_blocks + spare, block_size, kv_heads, head_dim]`, keys before values; owned by this
+    object.
 
-    Contents of a block that `clear` never named are undefined, NaN included.
+    Contents of a block that `clear` never named are undefined, NaN included. `spare` blocks after the others are in no
+    sequence's table: what a padded batch writes goes there.
     """
 
     storage: Tensor
+    spare: int = 0
 
     @classmethod
     def allocate(
-        cls, shape: AttentionShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> KVCache:
-        """Room for `num_blocks` blocks. On a CPU their memory is taken as it is first written."""
-        sizes = (shape.layers, 2, num_blocks, block_size, shape.kv_heads, shape.head_dim)
+        cls, shape: AttentionShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
+        spare: int = 0,
+    ) -> KVCache:  # fmt: skip
+        """Room for `num_blocks` blocks and spare ones. On a CPU their memory is taken as it is first written."""
+        sizes = (shape.layers, 2, num_blocks + spare, block_size, shape.kv_heads, shape.head_dim)
         # Not zeros: that would touch every page at the start, for blocks that may never be used.
-        return cls(torch.empty(sizes, dtype=dtype, device=device))
+        return cls(torch.empty(sizes, dtype=dtype, device=device), spare)
 
     @property
     def num_blocks(self) -> int:
-        return self.storage.shape[2]
+        return self.storage.shape[2] - self.spare
 
     @property
     def block_size(self) -> int:
@@ -65,8 +70,7 @@ class KVCache:
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put keys and values of n tokens, `[n, kv_heads, head_dim]` each, where `slots` says: int64 `[n]`, each
         block * block_size + place."""
-        for cache, new in ((self.keys(layer), keys), (self.values(layer), values)):
-            cache.flatten(0, 1).index_copy_(0, slots, new)
+        ops.write_cache(self.keys(layer).flatten(0, 1), self.values(layer).flatten(0, 1), keys, values, slots)
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Fill these blocks with zeros.

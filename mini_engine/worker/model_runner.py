@@ -19,7 +19,6 @@ from mini_engine.messages import (
     EncodeItem,
     MessageId,
     NewSequence,
-    SampledToken,
     Step,
     StepResult,
     StoreHandle,
@@ -30,14 +29,15 @@ from mini_engine.model.rope import Grid
 from mini_engine.model.text import MediaRows
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker import sampler
+from mini_engine.worker.attention import AttentionBackend, StepAttention
 from mini_engine.worker.batch import FlatBatch, build_batch
 from mini_engine.worker.decode_batch import DecodeBatch
 from mini_engine.worker.encoder_cache import EncoderCache
-from mini_engine.worker.kv_cache import KVCache
+from mini_engine.worker.launched import Launched, Sampling
 from mini_engine.worker.media_store import MediaStore
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.paged_attention import CausalMask, PagedAttention
 from mini_engine.worker.sequences import SequenceState
+from mini_engine.worker.staging import HostCopy, to_device
 
 NO_TOKENS = np.empty(0, dtype=np.int64)
 
@@ -61,40 +61,51 @@ class Media(Protocol):
         """Unmap the stores of these incarnations, mapped or yet to come."""
 
 
+class DecodeSteps(Protocol):
+    """What computes steps of single tokens faster; `decode_graphs.py` has the real one."""
+
+    def run(self, token_ids: Tensor, positions: Tensor, slots: Tensor, attend: StepAttention) -> Tensor:
+        """The hidden states of a step for which `attend` was made; valid until the next. All on the device."""
+
+
 class ModelRunner:
     """Executes steps on one rank. Not thread-safe.
 
     Args:
         model: this rank's part of the weights; its parameters' device and dtype are those of the computation.
-        cache: this rank's KV cache, of the same device and dtype.
+        attention: over this rank's KV cache, of the same device and dtype.
         media: the tensors that the API servers sent.
         normalise: what turns raw patches into the vision tower's input.
         tp: this rank's place among those that share the model.
         to_device: brings patches to the device of the computation; None is torch's own way.
+        graphs: what computes steps that are all decode; None computes them as any other.
     """
 
     def __init__(
         self,
         model: VisionLanguageModel,
-        cache: KVCache,
+        attention: AttentionBackend,
         media: Media,
         normalise: Normalisation,
         tp: TensorParallel,
         to_device: Callable[[Tensor], Tensor] | None = None,
+        graphs: DecodeSteps | None = None,
     ) -> None:
         self._model = model
-        self._cache = cache
+        self._attention = attention
+        self._cache = cache = attention.cache
+        self._graphs = graphs
         self._media = media
         self._normalise = normalise
         self._tp = tp
         self._device = cache.storage.device
         self._dtype = cache.storage.dtype
         self._to_device = to_device or partial(Tensor.to, device=self._device)
-        self._causal = CausalMask(self._dtype, self._device)
         self._sequences: dict[str, SequenceState] = {}
         self._encoded = EncoderCache()
         self._store = MediaStore(media.tensor, media.stored)
         self._decode: DecodeBatch | None = None  # the last step's, if it was one
+        self._sampling: Sampling | None = None  # the last step's, as long as its tokens are not taken
 
     @property
     def device(self) -> torch.device:
@@ -116,11 +127,18 @@ class ModelRunner:
         """Tokens in a block."""
         return self._cache.block_size
 
-    @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
-        """Do what the step says, field by field; tokens in the result of rank 0 only.
+        """Do what the step says, and wait for it; tokens in the result of rank 0 only.
 
         Raises whatever goes wrong: a rank that failed in the middle of a step cannot go on.
+        """
+        return self.launch(step).result()
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Launched:
+        """Do what the step says, field by field, but for what the device has still to do when all is said to it.
+
+        A step that goes on with the decoding of the one before does not wait for it; any other does.
         """
         self._forget(step.finished)
         self._encoded.evict(step.evict)
@@ -128,9 +146,9 @@ class ModelRunner:
         self._store.keep(step.keep)
         self._begin(step.started)
         self._encode(step.encode)
-        tokens = self._compute(step.chunks)
+        sampling = self._compute(step.chunks)
         self._release(step)
-        return StepResult(step.number, tokens)
+        return Launched(step.number, sampling, self._device)
 
     @torch.inference_mode()
     def encode_patches(self, raw: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
@@ -145,6 +163,7 @@ class ModelRunner:
 
     def _forget(self, finished: Sequence[str]) -> None:
         if finished:
+            self._take_tokens()
             # They may be in the batch, which would keep them alive; and the next of that name is another.
             self._end_decode()
         for request_id in finished:
@@ -175,20 +194,29 @@ class ModelRunner:
             per_grid = entry.num_tokens // entry.grid_thw[0]
             self._encoded.add(entry.media_hash, item.first * per_grid, entry.num_tokens, rows)
 
-    def _compute(self, chunks: Sequence[Chunk]) -> list[SampledToken]:
+    def _take_tokens(self) -> None:
+        """Wait for the tokens of the step before, if nobody has, and put them where the sequences are."""
+        if self._sampling is not None:
+            self._sampling.result()
+            self._sampling = None
+
+    def _compute(self, chunks: Sequence[Chunk]) -> Sampling | None:
         if not chunks:
-            return []
+            return None
         self._take_blocks(chunks)
         if self._decode is None or not self._decode.advance(chunks):
+            self._take_tokens()
             self._end_decode()
             return self._compute_anew(chunks)
         return self._run(self._decode.batch, self._decode.attend)
 
-    def _compute_anew(self, chunks: Sequence[Chunk]) -> list[SampledToken]:
+    def _compute_anew(self, chunks: Sequence[Chunk]) -> Sampling | None:
         size = self._cache.block_size
         batch, spans = build_batch([(chunk, self._sequences[chunk.request_id]) for chunk in chunks], size)
-        attend = PagedAttention(self._cache, batch.slots.to(self._device), spans, self._causal)
-        self._decode = DecodeBatch(chunks, batch, attend, self._cache, self._causal) if batch.decodes else None
+        attend = self._attention.step(to_device(batch.slots, self._device), spans)
+        if batch.decodes:
+            self._decode = DecodeBatch(chunks, batch, attend, self._attention)
+            batch = self._decode.batch
         return self._run(batch, attend)
 
     def _take_blocks(self, chunks: Sequence[Chunk]) -> None:
@@ -197,13 +225,17 @@ class ModelRunner:
         for chunk in chunks:
             if chunk.block_ids or chunk.restart:
                 unwritten += self._sequences[chunk.request_id].take_blocks(chunk, self._cache.block_size)
-        self._cache.clear(unwritten)
+        if self._attention.reads_masked:
+            self._cache.clear(unwritten)
 
-    def _run(self, batch: FlatBatch, attend: PagedAttention) -> list[SampledToken]:
-        media = self._media_rows(batch)
-        hidden = self._model.embed(batch.token_ids.to(self._device), media)
-        hidden = self._model(hidden, batch.positions.to(self._device), attend, media)
-        return self._sample(hidden, batch) if batch.sampled else []
+    def _run(self, batch: FlatBatch, attend: StepAttention) -> Sampling | None:
+        token_ids, positions = to_device(batch.token_ids, self._device), to_device(batch.positions, self._device)
+        if self._graphs is not None and self._decode is not None:
+            hidden = self._graphs.run(token_ids, positions, to_device(batch.slots, self._device), attend)
+        else:
+            media = self._media_rows(batch)
+            hidden = self._model(self._model.embed(token_ids, media), positions, attend, media)
+        return self._sample(hidden, batch) if batch.sampled else None
 
     def _media_rows(self, batch: FlatBatch) -> list[MediaRows]:
         """What of the batch is media."""
@@ -213,9 +245,12 @@ class ModelRunner:
             for token, rows in part.sequence.embeddings_within(part.chunk.start, part.stop, self._encoded)
         ]
 
-    def _sample(self, hidden: Tensor, batch: FlatBatch) -> list[SampledToken]:
+    def _sample(self, hidden: Tensor, batch: FlatBatch) -> Sampling:
         """The next token of every chunk that samples, kept on every rank, reported by rank 0."""
-        last = hidden if len(batch.sampled) == len(hidden) else hidden.index_select(0, batch.last_rows.to(self._device))
+        if len(batch.sampled) == len(hidden):
+            last = hidden
+        else:
+            last = hidden.index_select(0, to_device(batch.last_rows, self._device))
         logits = self._model.logits(last)
         if self._tp.rank != 0:
             nothing = torch.empty(len(batch.sampled), dtype=torch.int64, device=self._device)
@@ -224,21 +259,16 @@ class ModelRunner:
             sampled = sampler.sample_plain(logits)
         else:
             if self._decode is not None and batch.adjusts:
+                self._take_tokens()
                 self._decode.settle()
             sampled = sampler.sample(logits, list(map(_sampler_row, batch.sampled, batch.stops.tolist())))
         chosen = self._tp.broadcast(sampled.tokens)
-        tokens: list[int] = chosen.tolist()
+        self._take_tokens()  # of the step before, in order
         if self._decode is not None:
-            self._decode.take(chosen, tokens)
-        else:
-            for sequence, stop, token in zip(batch.sampled, batch.stops.tolist(), tokens, strict=True):
-                sequence.tokens.put(stop, token)  # later ones, from before a restart, are gone
-        if self._tp.rank != 0:
-            return []
-        result = list(map(SampledToken, batch.names, tokens))
-        for i, report in sampled.logprobs.items():
-            result[i] = SampledToken(result[i].request_id, result[i].token_id, report)
-        return result
+            self._decode.feed(chosen)
+        reported = self._tp.rank == 0
+        self._sampling = Sampling(HostCopy(chosen), batch, self._decode, sampled.logprobs if reported else None)
+        return self._sampling
 
     def _release(self, step: Step) -> None:
         if step.release:

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mini_engine.config import AttentionBackendName
 from mini_engine.worker.kv_cache import KVCache
 
 PAD_BYTES = 128 << 10
@@ -123,7 +124,7 @@ class _DecodeGroup:
         return contexts.item(0) > self._length
 
     def advance(self, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> None:
-        """See `PagedAttention.advance`; contexts of this group's rows alone."""
+        """As `PagedAttention.advance`; contexts of this group's rows alone."""
         outgrown = self.outgrown(contexts)
         if outgrown:
             self._blocks = np.concatenate((self._blocks, self._blocks[:, -1:]), axis=1)
@@ -168,8 +169,23 @@ class _Prefill:
         return outputs
 
 
+class SdpaBackend:
+    """See `attention.AttentionBackend`."""
+
+    name: AttentionBackendName = "sdpa"
+    reads_masked = True
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self._causal = CausalMask(cache.storage.dtype, cache.storage.device)
+
+    def step(self, slots: Tensor, spans: Sequence[Span]) -> PagedAttention:
+        """See `attention.AttentionBackend`."""
+        return PagedAttention(self.cache, slots, spans, self._causal)
+
+
 class PagedAttention:
-    """The `attend` hook for one step over `cache`; see `model.text.Attend`.
+    """The `attend` hook for one step over `cache`; see `attention.StepAttention`.
 
     Args:
         slots: int64 `[n]`, where each of the step's tokens is kept.
@@ -199,16 +215,7 @@ class PagedAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def advance(self, slots: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> bool:
-        """Go on to the next step, where every span is one token past the last: they were all single tokens.
-
-        Args:
-            slots: as at the start.
-            contexts: int64 `[n]`, with the new tokens.
-            entered: (row, block) of those whose new token is the first in a block.
-
-        Returns:
-            False: the rows would be cut into other groups. Build anew then; this object is of no more use.
-        """
+        """See `attention.StepAttention`. False: the rows would be cut into other groups."""
         self._slots = slots
         # While no group's longest row needs another block, `_cut` would cut as it did: within a group padding shrinks,
         # and the row that did not join it, being the next group's longest, has kept its length.

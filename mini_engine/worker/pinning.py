@@ -1,4 +1,5 @@
-"""Host memory that is registered with CUDA, so that a copy to the device reads it by itself, without a staging buffer.
+"""Host memory that is registered with CUDA, so that a copy to the device reads it by itself, without a staging buffer;
+and the copies, on a stream of their own, beside whatever the device computes.
 
 This file knows nothing of stores or segments: it is told of ranges of memory, and when they end.
 """
@@ -27,6 +28,7 @@ class PinnedMemory:
         self._ranges: dict[int, int] = {}  # bytes, by address
         self._lock = threading.RLock()  # the collector may end a mapping, and so a range, in the middle of `to_device`
         self._warned = False
+        self._stream: torch.cuda.Stream | None = None
 
     def pin(self, address: int, nbytes: int) -> Callable[[], object] | None:
         """Register mapped memory; returns what undoes it, to be called before it is unmapped.
@@ -44,24 +46,43 @@ class PinnedMemory:
         return partial(self._unpin, address)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, contiguous, on the device. It may lie in any memory.
+        """`tensor`, contiguous, on the device, for what follows on the current stream. It may lie in any memory.
 
-        A single copy may not cross the border of a registered range: CUDA refuses it as an invalid argument.
+        The copy may begin before what the device has been told earlier ends, and end after this call: the bytes must
+        stay until a later event of the current stream has come. A single copy may not cross the border of a registered
+        range: CUDA refuses it as an invalid argument.
         """
+        if self._device.type == "cpu":
+            return self._copy(tensor)
+        if tensor.is_cuda:
+            return tensor
+        main = torch.cuda.current_stream(self._device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._stream):
+            moved = self._copy(tensor)
+        # Or its memory would be another copy's as soon as nobody holds it, though the main stream still reads it.
+        moved.record_stream(main)
+        main.wait_stream(self._stream)
+        return moved
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._lock:
             ranges = [(start, start + nbytes) for start, nbytes in self._ranges.items()]
-            pieces = cut(tensor.data_ptr(), tensor.nbytes, ranges) if tensor.device.type == "cpu" else []
+            pieces = cut(tensor.data_ptr(), tensor.nbytes, ranges)
             if len(pieces) < 2:
-                return tensor.to(self._device)
+                return tensor.to(self._device, non_blocking=True)
             moved = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             source, target = (each.view(-1).view(torch.uint8) for each in (tensor, moved))
             for start, end in pieces:
-                target[start:end].copy_(source[start:end])
+                target[start:end].copy_(source[start:end], non_blocking=True)
             return moved
 
     def _unpin(self, address: int) -> None:
         with self._lock:
             del self._ranges[address]
+            if self._stream is not None:
+                self._stream.synchronize()  # a copy may still read it
             with contextlib.suppress(RuntimeError):  # the interpreter ends and starts no thread any more; CUDA ends too
                 self._call("cudaHostUnregister", address)
 

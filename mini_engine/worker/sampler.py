@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mini_engine.messages import SamplingParams, TokenLogprob
 from mini_engine.worker import filters, penalties
+from mini_engine.worker.staging import to_device
 
 # Below this the division by the temperature leaves nothing but the largest logit (vLLM's bound).
 GREEDY_TEMPERATURE = 1e-5
@@ -130,7 +131,7 @@ def _choose(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     if len(noisy) == len(rows):
         return _draw(logits, rows)
     tokens = _largest(logits)
-    where = torch.tensor(noisy, device=logits.device)
+    where = to_device(torch.tensor(noisy), logits.device)
     tokens[where] = _draw(logits[where], [rows[i] for i in noisy])
     return tokens
 
@@ -146,16 +147,16 @@ def _largest(logits: Tensor) -> Tensor:
 def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Steps 6 to 8, for rows that are not greedy."""
     params = [row.recipe.params for row in rows]
-    temperature = torch.tensor([p.temperature for p in params], device=logits.device)
+    temperature = to_device(torch.tensor([p.temperature for p in params]), logits.device)
     scores = logits.float() / temperature.unsqueeze(1)
     filters.keep_min_p(scores, [p.min_p for p in params])
     filters.keep_top_k(scores, [p.top_k for p in params])
     probabilities = scores.softmax(dim=-1)
-    filters.keep_top_p(probabilities, [p.top_p for p in params])
+    filters.keep_top_p(probabilities, [p.top_p for p in params], [p.top_k for p in params])
     # float64: over a large vocabulary the rounding of a float32 sum exceeds the smaller probabilities.
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
     noise = torch.tensor([_noise(row.recipe.stream, row.output_index) for row in rows], dtype=torch.float64)
-    thresholds = cumulative[:, -1:] * noise.to(logits.device).unsqueeze(1)
+    thresholds = cumulative[:, -1:] * to_device(noise, logits.device).unsqueeze(1)
     # The first token whose sum exceeds the threshold has a probability above zero. Logits that are not finite make no
     # sums at all: such a row gets the last token, and the others theirs.
     drawn = torch.searchsorted(cumulative, thresholds, right=True).squeeze(1)

@@ -1,4 +1,4 @@
-"""A worker's process: one rank of one engine. Steps come from the engine core, results go back, in order.
+"""A worker's process: one rank of one engine, from its start to the loop of `serving.py`.
 
 The receiver thread of `media_inputs.py` is the only other thread with work of its own. An exception ends the process:
 the supervisor sees it and ends the engine.
@@ -6,35 +6,37 @@ the supervisor sees it and ends the engine.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
+import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import zmq
 
 from mini_engine.child import Child
-from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.messages import Chunk, Init, NewSequence, SamplingParams, Step, StepResult, WorkerReady
+from mini_engine.config import AttentionBackendName, ConfigError, EngineConfig
+from mini_engine.messages import Chunk, Init, NewSequence, SamplingParams, Step, WorkerReady
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
-from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.cuda_memory import CudaMapped
+from mini_engine.worker.attention import AttentionBackend, choose_backend, make_backend
 from mini_engine.worker.device_memory import MemoryUse, longest_sequence
 from mini_engine.worker.kv_cache import KVCache, count_blocks
 from mini_engine.worker.media_inputs import MediaInputs, stay
-from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.model_runner import DecodeSteps, ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.pinning import PinnedMemory
 from mini_engine.worker.profiling import profile
+from mini_engine.worker.serving import Watch, serve, serve_ahead, wait_for_device
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ def run(child: Child) -> None:
     init = child.init()
     engine, rank = (int(part) for part in child.index.split("."))
     device = choose_device(init.config, engine, rank)
+    backend = choose_backend(init.config.attention_backend, device)
     # First of all that takes time: API servers probe these addresses while the model loads.
     pinned = PinnedMemory(device) if device.type == "cuda" else None
     media = receive_media(child, init, engine, rank, device, pinned)
@@ -52,12 +55,13 @@ def run(child: Child) -> None:
     model = load(init.model_dir, init.config, tp, device)
     normalise, to_device = Normalisation.from_dir(init.model_dir), pinned.to_device if pinned else None
 
-    def runner_with(num_blocks: int) -> ModelRunner:
-        cache = allocate_cache(init.config, model, num_blocks)
-        return ModelRunner(model, cache, media, normalise, tp, to_device)
+    def runner_with(num_blocks: int, recorded: bool = False) -> ModelRunner:
+        attention = make_attention(init.config, model, backend, num_blocks)
+        graphs = record_graphs(init.config, model, attention) if recorded else None
+        return ModelRunner(model, attention, media, normalise, tp, to_device, graphs)
 
     use = profile(init.config, init.model_dir, init.media_cache, model.config, device, runner_with)
-    runner = runner_with(choose_num_blocks(init.config, model, use))
+    runner = runner_with(choose_num_blocks(init.config, model, use), recorded=True)
     warm_up(runner, model.config.vision)
     # What is loaded stays: the collector need not walk over it again and again.
     gc.collect()
@@ -67,17 +71,10 @@ def run(child: Child) -> None:
     )
     core.send(child.encoder.encode(WorkerReady(rank, runner.num_blocks, device.type)))
     child.ready()
-    serve(core, child.encoder, runner)
-
-
-def serve(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner) -> None:
-    """Receive -> execute -> report, for good."""
-    while True:
-        step = decode(core.recv()).body
-        if not isinstance(step, Step):
-            raise RuntimeError(f"expected a Step from the engine core, got {type(step).__name__}")
-        result: StepResult = runner.execute(step)
-        core.send(encoder.encode(result))
+    if device.type == "cpu":
+        serve(core, child.encoder, runner)
+    with contextlib.closing(Watch(child.context, wait_for_device)) as watch:
+        serve_ahead(core, child.encoder, runner, watch)
 
 
 def load(model_dir: str, config: EngineConfig, tp: TensorParallel, device: torch.device) -> VisionLanguageModel:
@@ -170,7 +167,8 @@ def receive_media(
 ) -> MediaInputs:
     """Start the receiver thread at this rank's addresses."""
     address = next(address for address in init.ranks if (address.engine, address.rank) == (engine, rank))
-    to_device = stay if device.type == "cpu" else partial(torch.Tensor.to, device=device)
+    # In the receiver thread, on a stream of its own: what arrives is copied while the model runs.
+    to_device = stay if device.type == "cpu" else partial(fetch_beside, torch.cuda.Stream(device))
     pin = pinned.pin if pinned else None
     map_slots = partial(CudaMapped, device) if device.type == "cuda" else None
     media = MediaInputs(
@@ -178,6 +176,18 @@ def receive_media(
     )
     media.start()
     return media
+
+
+def fetch_beside(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` on the stream's device, whole, for the default stream to read; itself if it is there."""
+    if tensor.is_cuda:
+        return tensor
+    with torch.cuda.stream(stream):
+        moved = tensor.to(stream.device, non_blocking=True)
+    stream.synchronize()
+    # Or its memory would be another's as soon as nobody holds it, though the default stream still reads it.
+    moved.record_stream(torch.cuda.default_stream(stream.device))
+    return moved
 
 
 def choose_num_blocks(config: EngineConfig, model: VisionLanguageModel, use: MemoryUse | None) -> int:
@@ -191,20 +201,45 @@ def choose_num_blocks(config: EngineConfig, model: VisionLanguageModel, use: Mem
     return num_blocks
 
 
-def allocate_cache(config: EngineConfig, model: VisionLanguageModel, num_blocks: int) -> KVCache:
-    """A KV cache of the model's device and dtype.
+def make_attention(
+    config: EngineConfig, model: VisionLanguageModel, backend: AttentionBackendName, num_blocks: int
+) -> AttentionBackend:
+    """Attention over a KV cache of the model's device and dtype.
 
     Raises:
         ConfigError: the device has no room for it.
     """
-    some = next(model.parameters())
+    some, size = next(model.parameters()), config.block_size
+    spare = int(has_graphs(config, some.device, backend))
     try:
-        return KVCache.allocate(model.attention_shape, num_blocks, config.block_size, some.dtype, some.device)
+        cache = KVCache.allocate(model.attention_shape, num_blocks, size, some.dtype, some.device, spare)
     except torch.OutOfMemoryError:
         raise ConfigError(
-            f"{some.device} has no room for a KV cache of {num_blocks} block(s) of {config.block_size} tokens; "
+            f"{some.device} has no room for a KV cache of {num_blocks} block(s) of {size} tokens; "
             "lower --block-size, --gpu-memory-utilization or --kv-cache-memory-bytes"
         ) from None
+    return make_backend(backend, cache, longest_sequence(config, model.config))
+
+
+def has_graphs(config: EngineConfig, device: torch.device, backend: AttentionBackendName) -> bool:
+    """Whether decode steps are recorded: on CUDA, with kernels and collectives that wait for nothing on the host."""
+    waits = dist.is_initialized() and dist.get_backend() != "nccl"
+    return device.type == "cuda" and backend == "triton" and not config.enforce_eager and not waits
+
+
+def record_graphs(config: EngineConfig, model: VisionLanguageModel, attention: AttentionBackend) -> DecodeSteps | None:
+    """Graphs of decode steps for up to `--max-num-seqs` sequences; None where there are none."""
+    if not attention.cache.spare:
+        return None
+    from mini_engine.worker.decode_graphs import DecodeGraphs  # imports Triton
+    from mini_engine.worker.triton_attention import TritonBackend
+
+    assert isinstance(attention, TritonBackend)
+    begun = time.monotonic()
+    graphs = DecodeGraphs(model, attention, config.max_num_seqs, longest_sequence(config, model.config))
+    graphs.capture()
+    logger.info("%d CUDA graphs of decode steps recorded in %.1f s", len(graphs), time.monotonic() - begun)
+    return graphs
 
 
 def warm_up(runner: ModelRunner, vision: VisionConfig) -> None:

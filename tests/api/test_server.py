@@ -25,7 +25,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(model_dir: Path, **settings: Any) -> server.ModelFront:
     config = EngineConfig(**settings)
-    return server.load(Init(config, str(model_dir), "", cores=[], core_workers=[], ranks=[], media_cache=NO_CACHE))
+    return server.load(Init(config, str(model_dir), "", cores=[], core_workers=[], ranks=[], media_cache=NO_CACHE), 0)
 
 
 def test_settings_reach_the_media_road(model_dir: Path, tmp_path: Path) -> None:

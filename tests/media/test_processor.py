@@ -292,3 +292,19 @@ def test_threads_at_once_get_the_same_results(processor: MediaProcessor) -> None
 def test_importing_the_module_loads_neither_torch_nor_transformers() -> None:
     code = "import sys, mini_engine.media.processor; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_patches_stay_on_the_device_where_they_are_made(model_dir: Path) -> None:
+    """On torch's meta device, which computes shapes alone and is there everywhere."""
+    processor = MediaProcessor(model_dir, device="meta")
+    for item in (processor.process_image(decoded(1, 60, 100).frames[0]), processor.process_video(decoded(4, 60, 100))):
+        assert item.patches.device.type == "meta" and item.patches.dtype == torch.uint8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_patches_of_a_device_are_those_of_the_cpu_but_for_rounding(model_dir: Path) -> None:
+    video = decoded(4, 60, 100)
+    here, there = (MediaProcessor(model_dir, device=device).process_video(video) for device in (None, "cuda:0"))
+    assert here.grid_thw == there.grid_thw
+    assert (here.patches.int() - there.patches.cpu().int()).abs().max() <= 1

@@ -18,6 +18,7 @@ from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
+from mini_engine.worker.paged_attention import SdpaBackend
 from tests.worker import tiny
 from tests.worker.receiving import API, MIB, Core, rank_address
 
@@ -42,7 +43,9 @@ def make_runner(checkpoint: Path) -> Callable[..., ModelRunner]:
         cache = KVCache.allocate(model.attention_shape, NUM_BLOCKS, block_size, torch.float32, torch.device("cpu"))
         # What an earlier owner may have left: nothing of it may reach a result.
         cache.storage.fill_(float("nan"))
-        return ModelRunner(model, cache, media, Normalisation.from_dir(checkpoint), TensorParallel(), **more)
+        return ModelRunner(
+            model, SdpaBackend(cache), media, Normalisation.from_dir(checkpoint), TensorParallel(), **more
+        )
 
     return make
 

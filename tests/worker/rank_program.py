@@ -14,6 +14,7 @@ from mini_engine.model.weights import load_model
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
+from mini_engine.worker.paged_attention import SdpaBackend
 from mini_engine.worker.worker import choose_device, join_group
 from tests.worker import script, tiny
 
@@ -44,7 +45,7 @@ def main() -> None:
     model = load_model(checkpoint, tp, None, device)
     cache = KVCache.allocate(model.attention_shape, NUM_BLOCKS, BLOCK_SIZE, torch.float32, device)
     media = tiny.MemoryMedia()
-    runner = ModelRunner(model, cache, media, Normalisation.from_dir(checkpoint), tp)
+    runner = ModelRunner(model, SdpaBackend(cache), media, Normalisation.from_dir(checkpoint), tp)
     results: dict = {}
     for name, sampling in (("greedy", {}), ("sampled", {"temperature": 1.0, "seed": 5})):
         requests = tiny.mixed_requests(media, **sampling)
@@ -54,10 +55,10 @@ def main() -> None:
         results["kept"] = [state.tokens.array.tolist() for state in runner._sequences.values()]
         runner.execute(last)
     whole = load_model(checkpoint, tp, None, device, spread_tower=True)
-    runner = ModelRunner(whole, cache, media, Normalisation.from_dir(checkpoint), tp)
+    runner = ModelRunner(whole, SdpaBackend(cache), media, Normalisation.from_dir(checkpoint), tp)
     steps = script.write_steps(tiny.mixed_requests(media), COUNT, 64, BLOCK_SIZE, NUM_BLOCKS)
     results["whole tower"] = script.run(runner, steps)
-    runner = ModelRunner(model, cache, media, Normalisation.from_dir(checkpoint), tp)
+    runner = ModelRunner(model, SdpaBackend(cache), media, Normalisation.from_dir(checkpoint), tp)
     first, second = requests_that_share(media)
     results["shared"] = script.run(runner, script.share_prefix(first, second, 1, COUNT, BLOCK_SIZE))
     results["transformers"] = "transformers" in sys.modules

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from mini_engine.messages import Chunk, EncodeItem, NewSequence, SampledToken, Step
+from mini_engine.worker.launched import Launched
 from mini_engine.worker.model_runner import ModelRunner
 
 
@@ -136,13 +138,20 @@ def _next(request_id: str, index: int, used: dict[str, int], fresh: Iterator[int
     return Chunk(request_id, index, 1, blocks, True)
 
 
-def run(runner: ModelRunner, steps: Sequence[Step]) -> dict[str, list[int]]:
-    """Execute the steps; tokens by request."""
+def run(runner: ModelRunner, steps: Sequence[Step], ahead: int = 0) -> dict[str, list[int]]:
+    """Execute the steps; tokens by request. `ahead`: steps that are launched before the result of one is asked for."""
     tokens: dict[str, list[int]] = {}
-    for step in steps:
-        result = runner.execute(step)
-        assert result.number == step.number
+    launched: deque[tuple[int, Launched]] = deque()
+    for step in [*steps, *[None] * ahead]:
+        if step is not None:
+            launched.append((step.number, runner.launch(step)))
+        if len(launched) <= ahead and step is not None:
+            continue
+        number, done = launched.popleft()
+        result = done.result()
+        assert result.number == number
         for sampled in result.tokens:
             assert isinstance(sampled, SampledToken)
             tokens.setdefault(sampled.request_id, []).append(sampled.token_id)
+    assert not launched
     return tokens

@@ -16,6 +16,7 @@ from mini_engine.model.weights import load_model
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
+from mini_engine.worker.paged_attention import SdpaBackend
 from mini_engine.worker.worker import choose_dtype
 from tests.oracle import exact_seconds
 from tests.worker import script, tiny
@@ -73,7 +74,7 @@ def test_the_words_are_those_of_transformers(budget, dtype):
         requests.append(as_request(str(i), inputs, media, normalise))
         output = theirs.generate(**inputs, max_new_tokens=COUNT, do_sample=False, top_k=None)
         expected[str(i)] = output[0, inputs["input_ids"].shape[1] :].tolist()
-    runner = ModelRunner(ours, cache, media, normalise, TensorParallel())
+    runner = ModelRunner(ours, SdpaBackend(cache), media, normalise, TensorParallel())
     tokens = script.run(runner, script.write_steps(requests, COUNT, budget, 16, NUM_BLOCKS))
     # The script goes on past the end token, `generate` does not.
     assert {name: ids[: len(expected[name])] for name, ids in tokens.items()} == expected
@@ -88,7 +89,7 @@ def test_a_second_question_behind_the_blocks_and_rows_of_the_first():
     def run(steps: list[Step]) -> dict[str, list[int]]:
         cache = KVCache.allocate(ours.attention_shape, NUM_BLOCKS, 16, torch.float32, torch.device("cpu"))
         cache.storage.fill_(float("nan"))
-        return script.run(ModelRunner(ours, cache, media, normalise, TensorParallel()), steps)
+        return script.run(ModelRunner(ours, SdpaBackend(cache), media, normalise, TensorParallel()), steps)
 
     def ask(name: str, question: str) -> NewSequence:
         return as_request(name, evaluate.processed(processor, shown(SEED)[:1], question), media, normalise)

@@ -18,7 +18,7 @@ from mini_engine.worker.batch import FlatBatch, build_batch
 from mini_engine.worker.decode_batch import MOST_TAKEN, DecodeBatch
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.model_runner import ModelRunner
-from mini_engine.worker.paged_attention import CausalMask, PagedAttention
+from mini_engine.worker.paged_attention import PagedAttention, SdpaBackend
 from mini_engine.worker.sequences import SequenceState
 from tests.worker import script, tiny
 from tests.worker.conftest import NUM_BLOCKS
@@ -26,7 +26,7 @@ from tests.worker.conftest import NUM_BLOCKS
 SIZE, CPU = 4, torch.device("cpu")
 NAMES = "abcdef"
 CACHE = KVCache.allocate(AttentionShape(1, 2, 1, 8), 1, SIZE, torch.float32, CPU)
-CAUSAL = CausalMask(torch.float32, CPU)
+BACKEND = SdpaBackend(CACHE)
 
 # What happens to one sequence in one step. "decode" is the most likely, so that batches are carried on for a while.
 ACTIONS = st.sampled_from(["decode"] * 12 + ["sit out", "restart", "leave", "ahead"])
@@ -87,8 +87,8 @@ def assert_equal(ours: DecodeBatch, batch: FlatBatch, attend: PagedAttention) ->
         assert mine._mask is None or torch.equal(mine._mask, other._mask)
 
 
-def play(config: ModelConfig, lengths: list[int], steps: list[dict[str, str]]) -> int:
-    """Compare in every step; returns how many were carried on."""
+def play(config: ModelConfig, lengths: list[int], steps: list[dict[str, str]], backend: SdpaBackend = BACKEND) -> int:
+    """Compare in every step; returns how many were carried on. Batches that are carried on use `backend`."""
     core, kept, carried = Core(config, lengths), None, 0
     for number, actions in enumerate(steps):
         chunks = core.step(actions)
@@ -99,15 +99,16 @@ def play(config: ModelConfig, lengths: list[int], steps: list[dict[str, str]]) -
         for chunk in chunks:
             core.sequences[chunk.request_id].take_blocks(chunk, SIZE)
         batch, spans = build_batch([(chunk, core.sequences[chunk.request_id]) for chunk in chunks], SIZE)
-        attend = PagedAttention(CACHE, batch.slots, spans, CAUSAL)
+        attend = BACKEND.step(batch.slots, spans)
         if kept is not None and kept.advance(chunks):
             carried += 1
             assert_equal(kept, batch, attend)
         else:
-            kept = DecodeBatch(chunks, batch, attend, CACHE, CAUSAL) if batch.decodes else None
+            kept = DecodeBatch(chunks, batch, attend, backend) if batch.decodes else None
         tokens = [(31 * number + 7 * i) % 190 for i in range(len(batch.sampled))]
         if kept is not None:
-            kept.take(torch.tensor(tokens), tokens)
+            kept.feed(torch.tensor(tokens))
+            kept.take(tokens)
             kept.settle()
         else:
             for state, stop, token in zip(batch.sampled, batch.stops.tolist(), tokens, strict=True):
@@ -142,11 +143,14 @@ def test_an_undisturbed_batch_is_never_built_anew(config):
 def test_attention_is_made_anew_only_when_the_groups_change(most, made_anew, config, monkeypatch):
     """Three rows stay one group; or they are in groups of 3, of 2 and 1, of 1 and 2, and at last of one each."""
     made = []
-    monkeypatch.setattr(
-        "mini_engine.worker.decode_batch.PagedAttention", lambda *a: made.append(a) or PagedAttention(*a)
-    )
+
+    class Noting(SdpaBackend):
+        def step(self, *arguments) -> PagedAttention:
+            made.append(arguments)
+            return super().step(*arguments)
+
     monkeypatch.setattr(paged_attention, "GROUP_BYTES", most * CACHE.block_bytes)
-    play(config, [5, 4, 4], [{}] * 42)
+    play(config, [5, 4, 4], [{}] * 42, Noting(CACHE))
     assert len(made) == made_anew
 
 
@@ -159,10 +163,11 @@ def test_the_sequences_get_what_was_taken(config):
     state.blocks.extend_at(0, range(40))
     chunks = [Chunk("a", 4 + i, 1, [], True) for i in range(MOST_TAKEN + 6)]
     batch, spans = build_batch([(chunks[0], state)], SIZE)
-    ours = DecodeBatch(chunks[:1], batch, PagedAttention(CACHE, batch.slots, spans, CAUSAL), CACHE, CAUSAL)
+    ours = DecodeBatch(chunks[:1], batch, BACKEND.step(batch.slots, spans), BACKEND)
     for i, chunk in enumerate(chunks):
         assert i == 0 or ours.advance([chunk])
-        ours.take(torch.tensor([i]), [i])
+        ours.feed(torch.tensor([i]))
+        ours.take([i])
     assert state.tokens.array[4:].tolist() == [7, *range(MOST_TAKEN)]
     for _ in range(2):
         ours.settle()
@@ -183,9 +188,7 @@ def test_what_does_not_follow(config, change):
         batch, spans = build_batch([(chunks[0], state)], SIZE)
         state.tokens.put(int(batch.stops[0]), 9)
     follow = {"request_id": "a", "start": 5, "num_tokens": 1, "block_ids": [], "samples": True, "restart": False}
-    make: Callable[[], DecodeBatch] = partial(
-        DecodeBatch, chunks, batch, PagedAttention(CACHE, batch.slots, spans, CAUSAL), CACHE, CAUSAL
-    )
+    make: Callable[[], DecodeBatch] = partial(DecodeBatch, chunks, batch, BACKEND.step(batch.slots, spans), BACKEND)
     assert chunks[0].start == 4
     assert not make().advance([Chunk(**(follow | change))])
     assert not make().advance([])

@@ -12,6 +12,7 @@ from mini_engine.model.weights import load_model
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
+from mini_engine.worker.paged_attention import SdpaBackend
 from mini_engine.worker.sequences import SequenceState
 from tests.model.families import FAMILIES
 from tests.worker import script, tiny
@@ -43,7 +44,7 @@ def expected(folder) -> dict[str, list[int]]:
 def run(model: VisionLanguageModel, folder: Path, requests: list[NewSequence], media, budget: int, preempt_at=()):
     cache = KVCache.allocate(model.attention_shape, NUM_BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     cache.storage.fill_(float("nan"))
-    runner = ModelRunner(model, cache, media, Normalisation.from_dir(folder), TensorParallel())
+    runner = ModelRunner(model, SdpaBackend(cache), media, Normalisation.from_dir(folder), TensorParallel())
     return script.run(runner, script.write_steps(requests, COUNT, budget, BLOCK_SIZE, NUM_BLOCKS, preempt_at))
 
 

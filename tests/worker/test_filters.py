@@ -32,7 +32,7 @@ def test_every_width_gives_the_rows_of_a_full_sort(widths, ties, monkeypatch):
     probabilities = logits.softmax(-1)
     top_p = [(0.0, 0.05, 0.3, 0.8, 0.999, 1.0)[i % 6] for i in range(24)]
     ours = probabilities.clone()
-    filters.keep_top_p(ours, top_p)
+    filters.keep_top_p(ours, top_p, [0] * 24)
     for row, before, p in zip(ours, probabilities, top_p, strict=True):
         assert torch.equal(row, before if p == 1.0 else reference(before, p))
 
@@ -43,7 +43,7 @@ def test_a_peaked_row_is_not_sorted_and_a_flat_one_falls_back():
     flat = torch.full((1, 152_000), 1 / 152_000)
     for probabilities, widths in ((peaked, [32]), (flat, [32, 512, 4096, 152_000])):
         with patch.object(filters, "_try_top_p", wraps=filters._try_top_p) as tried:
-            filters.keep_top_p(probabilities, [0.9])
+            filters.keep_top_p(probabilities, [0.9], [0])
         assert [call.args[3] for call in tried.call_args_list] == widths
     assert peaked.nonzero().tolist() == [[0, 70_000]]
     assert abs(int((flat > 0).sum()) - 0.9 * 152_000) < 10
@@ -57,7 +57,7 @@ def test_top_k_then_top_p_over_what_it_leaves():
     filters.keep_top_k(logits, [2])
     assert logits.isinf().tolist() == [[False, False, True, True, True]]
     probabilities = logits.softmax(-1)
-    filters.keep_top_p(probabilities, [4 / 7 - 1e-3])
+    filters.keep_top_p(probabilities, [4 / 7 - 1e-3], [2])
     assert (probabilities > 0).tolist() == [[True, False, False, False, False]]
 
 
@@ -67,3 +67,19 @@ def test_min_p_is_a_share_of_the_likeliest(min_p, kept):
     scores = torch.tensor([[1.0, 0.6, 0.5001, 0.2501]] * 2).log()
     filters.keep_min_p(scores, [min_p, 0.0])
     assert (~scores.isinf()).sum(-1).tolist() == [kept, 4]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("top_k", [0, 3, 40])
+def test_without_looking_the_rows_are_the_same(top_k, ties):
+    torch.manual_seed(5)
+    scores = torch.randn(12, VOCABULARY) * 4
+    if ties:
+        scores = scores.round()
+    filters.keep_top_k(scores, [top_k] * 12)
+    probabilities = scores.softmax(-1)
+    top_p = [(0.0, 0.05, 0.3, 0.8, 0.999, 1.0)[i % 6] for i in range(12)]
+    seen, unseen = probabilities.clone(), probabilities.clone()
+    filters.keep_top_p(seen, top_p, [top_k] * 12)
+    filters.keep_top_p_unseen(unseen, top_p, [top_k] * 12)
+    assert torch.equal(seen, unseen)

@@ -31,6 +31,23 @@ def test_tokens_are_those_of_transformers(budget, block_size, make_runner, expec
     assert tokens == {request.request_id: expected[request.request_id] for request in requests}
 
 
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("preempt_at", [(), (9, 14, 15)])
+def test_steps_may_be_launched_before_the_last_ones_result(ahead, preempt_at, make_runner, expected):
+    media = tiny.MemoryMedia()
+    steps = script.write_steps(tiny.mixed_requests(media), COUNT, 64, 16, NUM_BLOCKS, preempt_at)
+    assert script.run(make_runner(media), steps, ahead) == expected
+
+
+def test_penalties_and_logprobs_know_the_token_of_a_step_that_was_launched_ahead(make_runner):
+    def run(ahead: int) -> dict[str, list[int]]:
+        media = tiny.MemoryMedia()
+        requests = tiny.mixed_requests(media, frequency_penalty=2.0, logprobs=2, temperature=0.8)
+        return script.run(make_runner(media), script.write_steps(requests, COUNT, 100_000, 16, NUM_BLOCKS), ahead)
+
+    assert run(2) == run(0)
+
+
 def test_the_requests_differ(expected):
     """Were all continuations alike, the tests here could not see a swap."""
     assert len({tuple(tokens) for tokens in expected.values()}) == len(expected)

@@ -72,8 +72,8 @@ def test_the_worst_step_fits_beside_the_cache():
     normalise = Normalisation.from_dir(BUNDLED_MODEL)
 
     def runner_with(num_blocks: int) -> ModelRunner:
-        cache = worker.allocate_cache(config, model, num_blocks)
-        return ModelRunner(model, cache, tiny.MemoryMedia(), normalise, TensorParallel())
+        attention = worker.make_attention(config, model, "triton", num_blocks)
+        return ModelRunner(model, attention, tiny.MemoryMedia(), normalise, TensorParallel())
 
     use = profile(config, BUNDLED_MODEL, OFF, model.config, cuda, runner_with)
     assert use is not None

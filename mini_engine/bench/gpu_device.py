@@ -1,0 +1,203 @@
+"""The measurements of regime `gpu`, on one device; this file imports torch.
+
+What is timed is the time on the clock from the first launch to the device's end, the host's work included.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mini_engine.bench import gpu_work
+from mini_engine.bench.worker_alone import NoMedia
+from mini_engine.messages import Chunk, NewSequence, SamplingParams, Step
+from mini_engine.model.config import ModelConfig
+from mini_engine.model.parallel import Placement, TensorParallel
+from mini_engine.model.vision_language import VisionLanguageModel
+from mini_engine.model.weights import fill_randomly
+from mini_engine.worker.attention import choose_backend, make_backend
+from mini_engine.worker.kv_cache import KVCache
+from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.normalisation import Normalisation
+
+COPY_BYTES = 4 << 30
+SIDE = 8192
+PREFILL_TOKENS = 8192
+# A video of 640x360, which the processor makes 644x364, in patches of 14 pixels and 2 frames.
+VIDEO_GRID = (8, 26, 46)
+BLOCK_SIZE = 16
+TRANSFER_MEGABYTES = (1, 11.2, 64)  # the second is that video's patches
+
+
+class Model:
+    """A model with random weights in bfloat16, its cache full of random keys and values, and its runner.
+
+    Args:
+        raw: what stands in its config.json.
+        most: sequences at once.
+        longest: the longest, in tokens.
+        graphs: whether decode steps are replayed.
+    """
+
+    def __init__(self, raw: dict[str, Any], device: torch.device, most: int, longest: int, graphs: bool) -> None:
+        self.config = ModelConfig.from_dict(raw)
+        model = VisionLanguageModel(self.config, Placement(TensorParallel(), torch.bfloat16, device))
+        fill_randomly(model)
+        longest = max(longest, PREFILL_TOKENS)
+        self._per_sequence = -(-longest // BLOCK_SIZE)
+        cache = KVCache.allocate(
+            model.attention_shape, most * self._per_sequence, BLOCK_SIZE, torch.bfloat16, device, spare=1
+        )
+        cache.storage.normal_()
+        backend = make_backend(choose_backend("auto", device), cache, longest)
+        steps = None
+        if graphs:
+            from mini_engine.worker.decode_graphs import DecodeGraphs
+            from mini_engine.worker.triton_attention import TritonBackend
+
+            assert isinstance(backend, TritonBackend)
+            steps = DecodeGraphs(model, backend, most, longest)
+            steps.capture()
+        self.runner = ModelRunner(model, backend, NoMedia(), Normalisation(), TensorParallel(), None, steps)
+        self._names = itertools.count()
+
+    def begin(self, batch: int, prompt: int) -> tuple[list[NewSequence], list[list[int]]]:
+        """New sequences with prompts of so many tokens, and the blocks of each."""
+        sampling = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
+        tokens = [7 + i % 1000 for i in range(prompt)]
+        new = [NewSequence(f"bench-{next(self._names)}", tokens, sampling, []) for _ in range(batch)]
+        tables = [list(range(i * self._per_sequence, (i + 1) * self._per_sequence)) for i in range(batch)]
+        return new, tables
+
+
+class Device:
+    """One device, its rates measured when this is made: bytes and operations a second."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        self._device = device
+        self.copy_rate = self._copy_rate()
+        self.matrix_rate = self._matrix_rate()
+
+    def describe(self) -> dict[str, Any]:
+        """For the JSON object."""
+        return {"name": self.name, "copy_bytes_per_s": self.copy_rate, "matrix_flop_per_s": self.matrix_rate}
+
+    def decode(self, model: Model, batch: int, context: int, steps: int, repeats: int) -> dict[str, Any]:
+        """A row on decode steps. The sequences' caches count as filled, as after a hit in the prefix cache."""
+        new, tables = model.begin(batch, context)
+        names = [one.request_id for one in new]
+        first = [Chunk(name, context - 1, 1, table, True) for name, table in zip(names, tables, strict=True)]
+        model.runner.execute(Step(0, started=new, chunks=first))
+        number = itertools.count(context)
+
+        def go_on() -> None:
+            launched = None
+            for _ in range(steps):
+                start = next(number)
+                following = model.runner.launch(Step(0, chunks=[Chunk(name, start, 1, [], True) for name in names]))
+                if launched is not None:
+                    launched.result()
+                launched = following
+            assert launched is not None
+            launched.result()
+
+        go_on()
+        seconds = self._median(go_on, repeats, warm_up=False) / steps
+        model.runner.execute(Step(0, finished=names))
+        mean = context + steps * (2 + repeats) // 2
+        moved = gpu_work.decode_bytes(model.config, batch, mean, 2)
+        return _row("decode", batch, context, seconds, moved, None, moved / seconds / self.copy_rate)
+
+    def prefill(self, model: Model, repeats: int) -> dict[str, Any]:
+        """A row on one prompt."""
+        flops = gpu_work.prefill_flops(model.config, PREFILL_TOKENS)
+
+        def prompt() -> None:
+            new, tables = model.begin(1, PREFILL_TOKENS)
+            chunk = Chunk(new[0].request_id, 0, PREFILL_TOKENS, tables[0], True)
+            model.runner.execute(Step(0, started=new, chunks=[chunk]))
+            model.runner.execute(Step(0, finished=[new[0].request_id]))
+
+        seconds = self._median(prompt, repeats)
+        return _row("prefill", 1, PREFILL_TOKENS, seconds, None, flops, flops / seconds / self.matrix_rate)
+
+    def vision(self, model: Model, repeats: int) -> dict[str, Any]:
+        """A row on one video."""
+        t, h, w = VIDEO_GRID
+        shape = (t * h * w, model.config.vision.patch_dim)
+        patches = torch.randint(0, 256, shape, dtype=torch.uint8, device=self._device)
+        flops = gpu_work.vision_flops(model.config.vision, [VIDEO_GRID])
+        seconds = self._median(lambda: model.runner.encode_patches([patches], [VIDEO_GRID]), repeats)
+        return _row("vision", 1, None, seconds, None, flops, flops / seconds / self.matrix_rate)
+
+    def _copy_rate(self) -> float:
+        source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=self._device).zero_()
+        target = torch.empty_like(source)
+        return 2 * COPY_BYTES / self._median(lambda: target.copy_(source), 10)
+
+    def _matrix_rate(self) -> float:
+        left, right = torch.randn(2, SIDE, SIDE, dtype=torch.bfloat16, device=self._device)
+        out = torch.empty_like(left)
+
+        def products() -> None:
+            for _ in range(10):
+                torch.mm(left, right, out=out)
+
+        return 10 * 2 * SIDE**3 / self._median(products, 10)
+
+    def _median(self, work: Callable[[], object], repeats: int, warm_up: bool = True) -> float:
+        """Seconds until the device has done it."""
+        if warm_up:
+            work()
+        samples = []
+        for _ in range(repeats):
+            self._finish()
+            begun = time.perf_counter()
+            work()
+            self._finish()
+            samples.append(time.perf_counter() - begun)
+        return statistics.median(samples)
+
+    def _finish(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def transfers(repeats: int) -> list[dict[str, Any]]:
+    """Rows on tensors handed to another process."""
+    from mini_engine.bench.transport_transfer import CUDA_WAY, CudaPayload, Ranks
+
+    rows = []
+    with Ranks(1, "cuda") as ranks:
+        for megabytes in TRANSFER_MEGABYTES:
+            payload = CudaPayload(int(megabytes * 1e6))
+            # The second of each pair: what is set up at the first use of a slot is not to count.
+            seconds = statistics.median(list(ranks.transfers(CUDA_WAY, 1, payload))[-1].total for _ in range(repeats))
+            rows.append(
+                {
+                    "megabytes": megabytes,
+                    "ms": round(1000 * seconds, 3),
+                    "gigabytes_per_second": round(payload.nbytes / seconds / 1e9, 2),
+                }
+            )
+    return rows
+
+
+def _row(
+    part: str, batch: int, context: int | None, seconds: float, moved: int | None, flops: int | None, share: float
+) -> dict[str, Any]:
+    return {
+        "part": part,
+        "batch": batch,
+        "context": context,
+        "ms": round(1000 * seconds, 3),
+        "gigabytes": None if moved is None else round(moved / 1e9, 2),
+        "teraflop": None if flops is None else round(flops / 1e12, 2),
+        "share": round(share, 3),
+    }

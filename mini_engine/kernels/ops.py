@@ -1,0 +1,112 @@
+"""The small operators of a layer: on CUDA one Triton kernel each, elsewhere torch's own, which are the reference.
+
+A caller says what it wants, and never where it runs. This file knows nothing of the model.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def fused(tensor: Tensor) -> bool:
+    """Whether Triton's kernels work on `tensor`: it is on a CUDA device, or Triton's interpreter runs them."""
+    return tensor.is_cuda or _INTERPRETED
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang and Sennrich 2019), a new tensor."""
+    if fused(x):
+        return cast(Tensor, _kernels().rms_norm(x, weight, eps))
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add `residual` to `x` in place; returns `rms_norm` of the sum. Both contiguous and of one shape."""
+    if fused(x):
+        return cast(Tensor, _kernels().add_rms_norm(x, residual, weight, eps))
+    return F.rms_norm(x.add_(residual), weight.shape, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` (SwiGLU, Shazeer 2020) of `[n, 2 * size]`, gate before up -> `[n, size]`."""
+    if fused(gate_up):
+        return cast(Tensor, _kernels().silu_mul(gate_up))
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + head_dim / 2]) by its angle (RoPE, Su et al. 2021), in float32.
+
+    Args:
+        x: `[n, heads, head_dim]`, the heads of a token contiguous.
+        cos, sin: float32 `[n, 1, head_dim]`, the sines' first half negated.
+
+    Returns:
+        A new contiguous tensor of x's dtype.
+    """
+    if fused(x):
+        return cast(Tensor, _kernels().rotate(x, cos, sin))
+    wide = x.float()
+    # In place on the fresh product: for a long video the page faults of one more buffer cost as much as the arithmetic.
+    return (wide * cos).addcmul_(wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+
+
+def mrope_tables(positions: Tensor, axis: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables for `rotate`, cosines and sines: frequency i turns by the position on its axis, in float32.
+
+    Args:
+        positions: int64 `[axes, n]`, contiguous.
+        axis: int64 `[head_dim / 2]`.
+        frequencies: float32 `[head_dim / 2]`.
+    """
+    if fused(positions):
+        return cast(tuple[Tensor, Tensor], _kernels().mrope(positions, axis, frequencies))
+    return rotary_tables(positions.index_select(0, axis).T.float() * frequencies)
+
+
+def rotary_tables(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables for `rotate` of float32 `angles` `[n, head_dim / 2]`."""
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+
+
+def normalise(patches: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype) -> Tensor:
+    """`(x - mean) / std` per channel, in float32, as `dtype`.
+
+    Args:
+        patches: uint8 `[n, channels * rest]`, contiguous, channel outermost within a row.
+        mean, std: float32 `[channels]`, on the same device.
+    """
+    if fused(patches):
+        return cast(Tensor, _kernels().normalise(patches, mean, std, dtype))
+    x = patches.view(len(patches), len(mean), -1).to(torch.float32)
+    return x.sub_(mean.view(1, -1, 1)).div_(std.view(1, -1, 1)).view(patches.shape).to(dtype)
+
+
+def write_cache(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Put keys and values of n tokens, `[n, kv_heads, head_dim]` each, where `slots` says: int64 `[n]`.
+
+    Args:
+        keys, values: contiguous `[places, kv_heads, head_dim]`, of k's dtype.
+    """
+    if fused(k):
+        _kernels().write_cache(keys, values, k, v, slots)
+        return
+    keys.index_copy_(0, slots, k)
+    values.index_copy_(0, slots, v)
+
+
+def _kernels() -> ModuleType:
+    """Triton takes a second to import, and is not there at all beside a torch for CPUs alone."""
+    from mini_engine.kernels import elementwise
+
+    return elementwise

@@ -1,0 +1,87 @@
+"""The loop of a worker: steps from the engine core in, results out, in order.
+
+On the CPU a step is over when it has been executed. On CUDA the next step, if it is there, is launched while one runs:
+the device goes from one to the other without a pause.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from mini_engine.messages import Step
+from mini_engine.transport.codec import Encoder, decode
+from mini_engine.worker.launched import Launched
+from mini_engine.worker.model_runner import ModelRunner
+
+AHEAD = 2  # steps that are launched and not reported
+
+
+def serve(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner) -> None:
+    """Receive -> execute -> report, for good."""
+    while True:
+        core.send(encoder.encode(runner.execute(_receive(core))))
+
+
+def serve_ahead(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner, watch: Watch) -> None:
+    """Receive -> launch, and report what the device has done, for good. `watch` waits by `wait_for_device`."""
+    running: deque[Launched] = deque()
+    poller = zmq.Poller()
+    poller.register(watch.done, zmq.POLLIN)
+    while True:
+        # Beyond AHEAD nothing is received, so that the device's queue holds no more than it must.
+        poller.modify(core, zmq.POLLIN if len(running) < AHEAD else 0)
+        ready = dict(poller.poll())
+        if watch.done in ready:
+            watch.done.recv()
+            core.send(encoder.encode(running.popleft().result()))
+        if core in ready:
+            launched = runner.launch(_receive(core))
+            running.append(launched)
+            watch.start(launched)
+
+
+class Watch:
+    """A thread that waits for the device: a message comes out of `done` for each step that has been done, in order."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], wait: Callable[[Launched], None]) -> None:
+        address = f"inproc://watch-{id(self)}"
+        self.done = context.socket(zmq.PULL)
+        self.done.bind(address)
+        self._steps: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(context, address, wait), name="watch", daemon=True)
+        self._thread.start()
+
+    def start(self, step: Launched) -> None:
+        """Wait for one more step."""
+        self._steps.put(step)
+
+    def close(self) -> None:
+        """End the thread, when it has waited for what it was given."""
+        self._steps.put(None)
+        self._thread.join()
+        self.done.close(linger=0)
+
+    def _run(self, context: zmq.Context[zmq.Socket[bytes]], address: str, wait: Callable[[Launched], None]) -> None:
+        with context.socket(zmq.PUSH) as told:
+            told.connect(address)
+            while (step := self._steps.get()) is not None:
+                wait(step)
+                told.send(b"")
+
+
+def wait_for_device(step: Launched) -> None:
+    """Until the device has done the step; without holding the interpreter's lock."""
+    if step.done is not None:
+        step.done.synchronize()
+
+
+def _receive(core: zmq.Socket[bytes]) -> Step:
+    step = decode(core.recv()).body
+    if not isinstance(step, Step):
+        raise RuntimeError(f"expected a Step from the engine core, got {type(step).__name__}")
+    return step

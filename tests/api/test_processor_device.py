@@ -1,0 +1,67 @@
+"""`--mm-processor-device` and its memory: what is refused, and by whom."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mini_engine.api.processor_device import SLOTS, cuda_sender, processor_device
+from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.free_memory import ipc_gpu_bytes
+from mini_engine.host import plan_media_cache
+from mini_engine.transport.codec import Encoder
+
+CUDA = {"mm_processor_device": "cuda"}
+no_device = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({**CUDA, "device": "cpu"}, "not --device cpu; choose cpu"),
+        ({"mm_ipc_gpu_memory_gb": 2.0}, "is for --mm-processor-device cuda; leave it out"),
+        ({**CUDA, "mm_processor_cache_type": "shm"}, "choose --mm-processor-cache-type lru or auto"),
+        ({**CUDA, "mm_tensor_ipc": "direct_rpc"}, "choose --mm-tensor-ipc auto"),
+    ],
+)
+def test_settings_that_do_not_go_together(given, remedy):
+    with pytest.raises(ConfigError, match=remedy):
+        EngineConfig(**given).validate()
+    EngineConfig(**CUDA, mm_ipc_gpu_memory_gb=2.0).validate()
+
+
+@no_device
+def test_no_device_is_no_way_to_start():
+    with pytest.raises(ConfigError, match="--mm-processor-device: torch finds no CUDA device here; choose cpu"):
+        processor_device(EngineConfig(**CUDA), 0)
+
+
+def test_on_the_cpu_there_is_nothing_to_set_up():
+    config = EngineConfig()
+    assert processor_device(config, 0) is None and cuda_sender(config, Encoder("api 0", 1), 0, 1) is None
+    assert ipc_gpu_bytes(config) == 0 < ipc_gpu_bytes(EngineConfig(**CUDA)) == 1 << 30
+
+
+def test_api_servers_take_turns_with_the_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [processor_device(EngineConfig(**CUDA), index) for index in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+
+
+def test_patches_on_a_device_are_kept_there():
+    plan = plan_media_cache(EngineConfig(**CUDA))
+    assert (plan.kind, plan.reason) == ("lru", "patches made on CUDA are kept there")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_slots_stay_within_their_memory():
+    """One of 2 API servers towards one of 2 engines: a quarter of a GiB."""
+    config = EngineConfig(**CUDA, api_server_count=2, data_parallel_size=2)
+    free, _ = torch.cuda.mem_get_info()
+    make = cuda_sender(config, Encoder("api 0", 1), 0, 2)
+    assert make is not None
+    sender = make([])
+    taken = free - torch.cuda.mem_get_info()[0]
+    sender.close()
+    assert SLOTS << 20 < taken <= (1 << 28) + (4 << 20)

@@ -1,0 +1,117 @@
+"""Regime `gpu`: its arithmetic against torch's own count of operations, its measurements on a tiny model."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mini_engine.bench import gpu, gpu_device, gpu_work
+from mini_engine.model.config import ModelConfig
+from mini_engine.model.parallel import Placement, TensorParallel
+from mini_engine.model.vision_language import VisionLanguageModel
+from mini_engine.model.weights import fill_randomly
+from tests.e2e.running_server import ROOT
+
+CPU = torch.device("cpu")
+TINY = copy.deepcopy(gpu_work.QWEN2_5_VL_7B)
+TINY["text_config"] |= {
+    "vocab_size": 400, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+}  # fmt: skip
+TINY["vision_config"] |= {
+    "depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 4, "out_hidden_size": 48,
+    "fullatt_block_indexes": [1],
+}  # fmt: skip
+for token, number in (("image_token_id", 396), ("video_token_id", 397), ("vision_start_token_id", 398)):
+    TINY[token] = number
+CONFIG = ModelConfig.from_dict(TINY)
+
+
+@pytest.fixture(scope="module")
+def model() -> VisionLanguageModel:
+    made = VisionLanguageModel(CONFIG, Placement(TensorParallel(), torch.float32, CPU))
+    fill_randomly(made)
+    return made
+
+
+def test_a_7b_model_has_its_weights():
+    config = ModelConfig.from_dict(gpu_work.QWEN2_5_VL_7B)
+    assert config.text.head_dim == 128 and config.vision.head_dim == 80
+    # 7.6 B with the token table: 7,615,616,512 by the model's card.
+    tables = 2 * config.text.vocab_size * config.text.hidden_size
+    small = config.text.num_layers * (2 * 3584 + 4608) + 3584
+    assert gpu_work.linear_weights(config.text) + tables + small == 7_615_616_512
+
+
+def test_decode_reads_each_weight_once_and_the_cache(model):
+    products = sum(p.numel() for name, p in model.decoder.named_parameters() if p.ndim == 2)
+    head = model.head.weight.numel()
+    shape = model.attention_shape
+    cached = 5 * 70 * shape.layers * 2 * shape.kv_heads * shape.head_dim
+    assert gpu_work.decode_bytes(CONFIG, 5, 70, 2) == 2 * (products + head + cached)
+
+
+def test_operations_of_a_prompt_are_those_that_torch_counts(model):
+    tokens = 37
+    with FlopCounterMode(display=False) as counter:
+        hidden = model(
+            model.embed(torch.zeros(tokens, dtype=torch.int64)),
+            torch.zeros(3, tokens, dtype=torch.int64),
+            lambda layer, q, k, v: q.contiguous(),  # noqa: ARG005
+        )
+        model.logits(hidden[-1:])
+    heads = CONFIG.text.num_heads * CONFIG.text.head_dim
+    attention = sum(4 * seen * heads for seen in range(1, tokens + 1)) * CONFIG.text.num_layers
+    assert gpu_work.prefill_flops(CONFIG, tokens) == counter.get_total_flops() + attention
+
+
+@pytest.mark.parametrize("grids", [[(1, 8, 8)], [(3, 26, 46), (1, 4, 10)]])
+def test_operations_of_the_tower_are_those_that_torch_counts(model, grids):
+    patches = torch.zeros(sum(t * h * w for t, h, w in grids), CONFIG.vision.patch_dim)
+    with FlopCounterMode(display=False) as counter:
+        model.encode_vision(patches, grids)
+    assert gpu_work.vision_flops(CONFIG.vision, grids) == counter.get_total_flops()
+
+
+def test_the_measurements_run_and_their_shares_follow(monkeypatch):
+    monkeypatch.setattr(gpu_device, "COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(gpu_device, "SIDE", 32)
+    monkeypatch.setattr(gpu_device, "PREFILL_TOKENS", 40)
+    monkeypatch.setattr(gpu_device, "VIDEO_GRID", (2, 4, 6))
+    device = gpu_device.Device(CPU)
+    model = gpu_device.Model(TINY, CPU, 3, 200, graphs=False)
+    rows = [device.decode(model, 3, 100, 4, 2), device.prefill(model, 2), device.vision(model, 2)]
+    assert [row["part"] for row in rows] == ["decode", "prefill", "vision"]
+    assert not model.runner._sequences
+    work = (gpu_work.decode_bytes(CONFIG, 3, 108, 2), gpu_work.prefill_flops(CONFIG, 40))
+    for row, done, rate in zip(rows, work, (device.copy_rate, device.matrix_rate), strict=False):
+        assert row["share"] == pytest.approx(done / (row["ms"] / 1000) / rate, abs=2e-3, rel=2e-2)
+    shown = gpu.describe(rows, [{"megabytes": 11.2, "ms": 0.5, "gigabytes_per_second": 22.4}])
+    assert "70 %" in shown and "11.2 MB" in shown
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_cuda_it_says_so_in_one_line():
+    bench = subprocess.run([sys.executable, "bench.py", "gpu"], cwd=ROOT, capture_output=True, text=True)
+    assert bench.returncode == 2 and bench.stdout == ""
+    assert bench.stderr.splitlines() == [
+        "bench.py: gpu: torch finds no CUDA device here, so there is nothing to measure"
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_device():
+    command = [sys.executable, "bench.py", "gpu", "--batches", "1", "3", "--contexts", "256", "--steps", "5"]
+    bench = subprocess.run([*command, "--repeats", "1"], cwd=ROOT, capture_output=True, text=True)
+    assert bench.returncode == 0, bench.stdout + bench.stderr
+    figures = json.loads(bench.stdout.splitlines()[-1])["figures"]
+    assert [row["part"] for row in figures["rows"]] == ["decode", "decode", "prefill", "vision"]
+    assert len(figures["transfer"]) == 3
+    assert all(0 < row["share"] < 1.5 for row in figures["rows"])

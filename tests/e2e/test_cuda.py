@@ -1,0 +1,97 @@
+"""The bundled model on CUDA: by kernels and graphs, and without; by each transport; with two workers.
+
+Where there is a CUDA device, all other tests of this folder run on it too: `--device` is `auto`. And the kernels serve
+on the CPU, by Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tests.e2e.asked import Asked, ask_image, ask_two, ask_video
+from tests.e2e.running_server import RunningServer
+
+TRANSPORTS = ("torch_shm", "direct_rpc")
+ONE_DEVICE = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+TWO_DEVICES = [pytest.mark.multi_gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices")]
+WORKERS = [
+    pytest.param(["--device", "cuda"], marks=ONE_DEVICE, id="one"),
+    pytest.param(["--device", "cuda", "--enforce-eager"], marks=ONE_DEVICE, id="eager"),
+    pytest.param(["--device", "cuda", "-tp", "2", "--distributed-backend", "gloo"], marks=ONE_DEVICE, id="gloo"),
+    pytest.param(["--device", "cuda", "-tp", "2"], marks=TWO_DEVICES, id="nccl"),
+]
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Asked]:
+    return [*map(ask_video, range(20)), *map(ask_image, range(6)), *map(ask_two, range(4))]
+
+
+def answer(server: RunningServer, asked: list[Asked]) -> list[str]:
+    with ThreadPoolExecutor(12) as pool:
+        return list(pool.map(lambda one: server.ask(one.text, one.urls), asked))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("workers", WORKERS)
+def test_answers_by_each_transport(workers, transport, asked):
+    flags = [*workers, "--mm-tensor-ipc", transport, "--mm-processor-cache-type", "lru"]
+    with RunningServer(*flags, "--api-server-count", "2") as server:
+        answers = answer(server, asked)
+        again = answer(server, asked)
+        has_graphs = "CUDA graphs of decode steps recorded" in server.log
+        assert has_graphs == ("--enforce-eager" not in workers and "gloo" not in workers)
+        assert server.total("ipc_fallbacks_total") == 0
+    wrong = [(one.text, one.answer, got) for one, got in zip(asked, answers, strict=True) if got != one.answer]
+    assert len(wrong) <= 2, wrong
+    assert sum(a != b for a, b in zip(answers, again, strict=True)) <= 1
+
+
+@pytest.mark.parametrize("workers", WORKERS[:1] + WORKERS[2:])
+def test_patches_that_are_made_on_the_device_never_leave_it(workers, asked):
+    flags = [*workers, "--mm-processor-device", "cuda", "--mm-tensor-ipc", "torch_shm", "--api-server-count", "2"]
+    with RunningServer(*flags) as server:
+        answers = answer(server, asked)
+        assert server.total("ipc_fallbacks_total") == 0
+        assert server.total("ipc_messages_total") >= len(asked)
+    assert sum(one.answer == got for one, got in zip(asked, answers, strict=True)) >= len(asked) - 2
+
+
+@pytest.mark.parametrize("workers", WORKERS[:1])
+def test_answers_from_the_store(workers, asked):
+    with RunningServer(*workers, "--mm-processor-cache-type", "shm") as server:
+        answers = answer(server, asked)
+        assert answer(server, asked) == answers
+        assert "pageable memory" not in server.log
+    assert sum(one.answer == got for one, got in zip(asked, answers, strict=True)) >= len(asked) - 2
+
+
+@pytest.mark.parametrize("workers", WORKERS[:1])
+def test_tokens_with_graphs_are_those_without(workers):
+    """Long greedy continuations of texts, many at a time, so that steps have every size."""
+    texts = [" ".join(["red circle", "moves left", "and then"][: 1 + i % 3] * (1 + i % 5)) for i in range(40)]
+
+    def complete(*flags: str) -> list[str]:
+        with RunningServer(*workers, *flags) as server, ThreadPoolExecutor(len(texts)) as pool:
+            complete = server.client.completions.create
+            made = pool.map(
+                lambda text: complete(model=server.model, prompt=text, max_tokens=60, temperature=0).choices[0].text,
+                texts,
+            )
+            return list(made)
+
+    with_graphs, without = complete(), complete("--enforce-eager")
+    # In another company a sum may round otherwise, and a near tie fall to the other side.
+    assert sum(a == b for a, b in zip(with_graphs, without, strict=True)) >= 38
+
+
+@pytest.mark.slow
+def test_the_kernels_serve_on_the_cpu_by_the_interpreter():
+    """Too slow for more than one small question."""
+    flags = ["--device", "cpu", "--attention-backend", "triton", "--health-timeout", "600", "--max-num-seqs", "2"]
+    one = ask_image(3)
+    with RunningServer(*flags, environ={"TRITON_INTERPRET": "1"}) as server:
+        assert server.ask(one.text, one.urls) == one.answer

@@ -1,0 +1,3 @@
+from tests.kernels.devices import device
+
+__all__ = ["device"]

@@ -1,0 +1,22 @@
+"""Where tests of kernels run: on CUDA; or, in a process with `TRITON_INTERPRET=1`, on the CPU.
+
+Triton reads that variable when a kernel is defined, so one process cannot do both: `test_interpreter.py` starts
+another.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+)
+
+
+@pytest.fixture(params=["cpu"] if INTERPRETED else [ON_CUDA])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")

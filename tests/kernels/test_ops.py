@@ -1,0 +1,126 @@
+"""Each fused operator against torch's own in float64.
+
+The bounds, absolute and of each result: float32 2e-6; bfloat16 8e-3 and float16 1e-3, one unit in the last place.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mini_engine.kernels import ops
+
+BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+dtypes = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    bound = BOUNDS[ours.dtype]
+    torch.testing.assert_close(ours.cpu().double(), expected.cpu(), atol=bound, rtol=bound)
+
+
+def same(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    """To the last bit; but the interpreter cuts a float32 to a bfloat16 where it should round."""
+    if ours.dtype == torch.bfloat16 and not ours.is_cuda:
+        close(ours, expected.double())
+    else:
+        assert torch.equal(ours, expected)
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.double()
+    return wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+
+
+@dtypes
+@pytest.mark.parametrize("size", [8, 100, 1280])
+def test_rms_norm(size, dtype, device):
+    x, weight = (3 * torch.randn(5, size)).to(device, dtype), torch.randn(size).to(device, dtype)
+    close(ops.rms_norm(x, weight, 1e-6), norm(x, weight, 1e-6))
+
+
+def test_rms_norm_of_heads_in_a_view(device):
+    """As a model has it that normalises queries and keys by the head; and a wide epsilon counts."""
+    x, weight = torch.randn(4, 7, 24, device=device), torch.randn(24, device=device)
+    close(ops.rms_norm(x, weight, 0.5), norm(x, weight, 0.5))
+    close(ops.rms_norm(x[:, :3], weight, 0.5), norm(x[:, :3], weight, 0.5))
+    rows = x.flatten(1)[:, :24]
+    close(ops.rms_norm(rows, weight, 0.5), norm(rows, weight, 0.5))
+
+
+@dtypes
+def test_add_rms_norm(dtype, device):
+    x, residual = (torch.randn(5, 100).to(device, dtype) for _ in range(2))
+    weight, kept = torch.randn(100).to(device, dtype), residual.clone()
+    total = x + residual
+    normed = ops.add_rms_norm(x, residual, weight, 1e-5)
+    same(x, total)
+    assert torch.equal(residual, kept)
+    close(normed, norm(total, weight, 1e-5))
+
+
+@dtypes
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("size", [8, 1500])
+def test_silu_mul(size, dtype, device):
+    gate_up = (4 * torch.randn(3, 2 * size)).to(device, dtype)
+    gate_up[0, :4] = torch.tensor([-100.0, 100.0, 0.0, -20.0])
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    close(ops.silu_mul(gate_up), torch.nn.functional.silu(gate) * up)
+
+
+@dtypes
+@pytest.mark.parametrize(("heads", "dim"), [(3, 80), (6, 128), (1, 8)])
+def test_rotate(heads, dim, dtype, device):
+    x = torch.randn(7, heads + 2, dim).to(device, dtype)[:, :heads]
+    angles = 50 * torch.randn(7, dim // 2, device=device)
+    first, second = x.double().chunk(2, dim=-1)
+    cos, sin = angles.double().cos().unsqueeze(1), angles.double().sin().unsqueeze(1)
+    expected = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    ours = ops.rotate(x, *ops.rotary_tables(angles))
+    assert ours.is_contiguous()
+    close(ours, expected)
+
+
+def test_mrope_tables(device):
+    """Positions up to 100,000. The angle is a float32, so its sine is known to its last place times the angle."""
+    positions = torch.randint(0, 100_000, (3, 9), device=device)
+    axis = torch.tensor([0, 0, 1, 2, 2], device=device)
+    frequencies = torch.tensor([1.0, 0.3, 0.1, 0.01, 0.001], device=device)
+    angles = positions[axis].T.float() * frequencies
+    for ours, expected in zip(
+        ops.mrope_tables(positions, axis, frequencies), ops.rotary_tables(angles.double()), strict=True
+    ):
+        assert ours.shape == (9, 1, 10) and ours.is_contiguous()
+        close(ours, expected)
+
+
+@dtypes
+def test_normalise(dtype, device):
+    patches = torch.randint(0, 256, (5, 3 * 400), dtype=torch.uint8, device=device)
+    mean, std = (torch.tensor(values, device=device) for values in ([120.5, 110.0, 99.0], [60.0, 70.0, 80.5]))
+    ours = ops.normalise(patches, mean, std, dtype)
+    exact = patches.view(5, 3, 400).float().sub(mean.view(1, 3, 1)).div(std.view(1, 3, 1)).view(5, -1)
+    same(ours, exact.to(dtype))
+
+
+@dtypes
+def test_write_cache(dtype, device):
+    keys, values = torch.zeros(2, 20, 3, 24, dtype=dtype, device=device)
+    k, v = torch.randn(4, 6, 24).to(device, dtype).split((3, 3), dim=1)
+    slots = torch.tensor([19, 0, 7, 3], device=device)
+    ops.write_cache(keys, values, k, v, slots)
+    assert torch.equal(keys[slots], k) and torch.equal(values[slots], v)
+    others = [slot for slot in range(20) if slot not in (19, 0, 7, 3)]
+    assert not keys[others].any() and not values[others].any()
+
+
+def test_nothing_is_nothing(device):
+    empty, weight = torch.empty(0, 16, device=device), torch.ones(16, device=device)
+    assert ops.rms_norm(empty, weight, 1e-6).shape == (0, 16)
+    assert ops.silu_mul(empty).shape == (0, 8)

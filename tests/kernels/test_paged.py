@@ -1,0 +1,140 @@
+"""Paged attention against a plain softmax in float64, over random ragged batches and blocks in random order.
+
+The bounds, absolute and of each result, on values up to about 4: float32 5e-6 (sums in another order); float16
+1e-3 and bfloat16 8e-3, one unit in the last place, for the result and for the weights, which are rounded before the
+second product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from mini_engine.kernels import paged
+from mini_engine.worker.attention_reference import reference_attention
+from mini_engine.worker.paged_attention import Span
+
+BOUNDS = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@dataclass
+class World:
+    """A cache and a batch; what no token of the batch may read is NaN."""
+
+    spans: list[Span]
+    q: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    tables: torch.Tensor
+
+    @property
+    def contexts(self) -> torch.Tensor:
+        return torch.tensor([span.context for span in self.spans], dtype=torch.int32, device=self.q.device)
+
+    def expected(self) -> torch.Tensor:
+        finite = (x.cpu().nan_to_num(0) for x in (self.keys, self.values))
+        return reference_attention(self.q.cpu(), *finite, self.spans)
+
+    def check(self, out: torch.Tensor) -> None:
+        assert out.dtype == self.q.dtype
+        bound = BOUNDS[out.dtype]
+        torch.testing.assert_close(out.cpu().double(), self.expected(), atol=bound, rtol=bound)
+
+
+def make(
+    lengths: Sequence[tuple[int, int]], block_size: int, group: int, kv_heads: int, dim: int, dtype: torch.dtype,
+    device: torch.device,
+) -> World:  # fmt: skip
+    """`lengths`: (tokens before the chunk, tokens in it)."""
+    torch.manual_seed(sum(start + count for start, count in lengths) + dim)
+    needed = [-(-(start + count) // block_size) for start, count in lengths]
+    blocks = np.random.default_rng(len(lengths)).permutation(sum(needed) + 3)
+    spans, tables, used = [], np.full((len(lengths), max(needed) + 2), 1 << 30), 0
+    cache = torch.full((2, len(blocks), block_size, kv_heads, dim), float("nan"))
+    for row, ((start, count), length) in enumerate(zip(lengths, needed, strict=True)):
+        own = blocks[used : used + length]
+        used += length
+        tables[row, :length] = own
+        spans.append(Span(start, count, own))
+        for index in range(start + count):
+            cache[:, own[index // block_size], index % block_size] = torch.randn(2, kv_heads, dim)
+    total = sum(count for _, count in lengths)
+    # As the model hands them over: a view with other heads beside it.
+    q = torch.randn(total, (group + 1) * kv_heads, dim).to(dtype).to(device)[:, : group * kv_heads]
+    keys, values = cache.to(dtype).to(device)
+    return World(spans, q, keys, values, torch.from_numpy(tables.astype(np.int32)).to(device))
+
+
+def run_decode(world: World, splits: int) -> torch.Tensor:
+    out = torch.full(world.q.shape, float("nan"), dtype=world.q.dtype, device=world.q.device)
+    paged.decode(out, world.q, world.keys, world.values, world.tables, world.contexts, splits)
+    return out
+
+
+def run_prefill(world: World) -> torch.Tensor:
+    out = torch.full(world.q.shape, float("nan"), dtype=world.q.dtype, device=world.q.device)
+    most = paged.tile_tokens(world.q.shape[1] // world.keys.shape[2], world.q.element_size())
+    tiles, first = [], 0
+    for number, span in enumerate(world.spans):
+        for done in range(0, span.length, most):
+            tiles.append((first + done, span.start + done, min(most, span.length - done), number))
+        first += span.length
+    on_device = torch.tensor(tiles, dtype=torch.int32, device=world.q.device)
+    paged.prefill(out, world.q, world.keys, world.values, world.tables, on_device)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "kv_heads", "dtype"),
+    [(32, 2, 2, torch.float32), (64, 4, 2, torch.float16), (80, 1, 3, torch.bfloat16), (80, 2, 1, torch.float32),
+     (96, 8, 1, torch.bfloat16), (96, 1, 2, torch.float32), (128, 7, 2, torch.bfloat16), (128, 2, 1, torch.float16)],
+)  # fmt: skip
+class TestHeads:
+    def test_decode(self, dim, group, kv_heads, dtype, device):
+        world = make([(0, 1), (63, 1), (64, 1), (200, 1)], 16, group, kv_heads, dim, dtype, device)
+        world.check(run_decode(world, 1))
+
+    def test_prefill(self, dim, group, kv_heads, dtype, device):
+        world = make([(0, 21), (70, 40), (127, 2)], 16, group, kv_heads, dim, dtype, device)
+        world.check(run_prefill(world))
+
+
+@pytest.mark.parametrize("splits", [2, 4, 16])
+def test_split_contexts_from_one_key_to_the_longest(splits, device):
+    lengths = [(context - 1, 1) for context in (1, 255, 256, 257, 513, 1100)]
+    world = make(lengths, 16, 3, 1, 64, torch.float32, device)
+    world.check(run_decode(world, splits))
+
+
+@pytest.mark.parametrize("block_size", [16, 24, 64])
+def test_any_block_size(block_size, device):
+    edges = [block_size - 1, block_size, block_size + 1, 3 * block_size]
+    world = make([(edge - 1, 1) for edge in edges], block_size, 2, 2, 64, torch.float32, device)
+    world.check(run_decode(world, 2))
+    world = make([(block_size, edge) for edge in edges], block_size, 2, 2, 64, torch.float32, device)
+    world.check(run_prefill(world))
+
+
+def test_a_prompt_of_many_tiles(device):
+    world = make([(0, 150), (33, 77)], 16, 7, 1, 64, torch.float32, device)
+    world.check(run_prefill(world))
+
+
+def test_large_scores_do_not_overflow(device):
+    """Scores of several hundred, of either sign: the sum of weights must not overflow or vanish."""
+    world = make([(300, 1), (40, 1)], 16, 2, 1, 64, torch.float32, device)
+    world.q.mul_(100)
+    out = run_decode(world, 4)
+    torch.testing.assert_close(out.cpu().double(), world.expected(), atol=2e-4, rtol=0)
+
+
+def test_splits_fill_the_device():
+    cpu = torch.device("cpu")
+    assert paged.choose_splits(64, 4, 8192, cpu) == 1
+    assert paged.choose_splits(1, 1, 255, cpu) == 1
+    assert paged.choose_splits(1, 1, 8192, cpu) == 8
+    assert paged.choose_splits(1, 3, 8192, cpu) == 4

@@ -1,0 +1,113 @@
+"""Decode steps of padded sizes: recorded and replayed on CUDA, computed as they are on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.weights import load_model
+from mini_engine.worker.attention import AttentionBackend, make_backend
+from mini_engine.worker.kv_cache import KVCache
+from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.normalisation import Normalisation
+from tests.kernels.devices import INTERPRETED, device
+from tests.worker import script, tiny
+
+__all__ = ["device"]
+pytest.importorskip("triton")
+from mini_engine.worker.decode_graphs import DecodeGraphs, sizes  # noqa: E402
+
+BLOCKS = 64
+
+
+class World:
+    """A model, its cache, and graphs for at most 6 sequences."""
+
+    def __init__(self, checkpoint: Path, device: torch.device) -> None:
+        self.model = load_model(checkpoint, TensorParallel(), None, device)
+        self.cache = KVCache.allocate(self.model.attention_shape, BLOCKS, 16, torch.float32, device, spare=1)
+        # Finite alone where padding reads.
+        self.cache.storage.fill_(float("nan"))[:, :, BLOCKS] = 0
+        self.backend = make_backend("triton", self.cache, 2048)
+        self.graphs = DecodeGraphs(self.model, self.backend, 6, 2048)
+        if device.type == "cuda":
+            self.graphs.capture()
+        self._normalise = Normalisation.from_dir(checkpoint)
+
+    def tokens(self, backend: AttentionBackend, graphs: DecodeGraphs | None) -> dict[str, list[int]]:
+        """Of requests that end one after the other, so that the steps get smaller; one restarts in other blocks."""
+        media = tiny.MemoryMedia()
+        names = ("text", "short", "block") if INTERPRETED else ("image", "text", "two", "short", "block")
+        requests = [new for new in tiny.mixed_requests(media) if new.request_id in names]
+        steps = script.write_steps(requests, 4 if INTERPRETED else 20, 48, 16, BLOCKS, preempt_at=(3,))
+        assert max(len(step.chunks) for step in steps) == len(names)
+        runner = ModelRunner(self.model, backend, media, self._normalise, TensorParallel(), None, graphs)
+        return script.run(runner, steps, ahead=1)
+
+
+@pytest.fixture
+def world(device, checkpoint) -> World:
+    return World(checkpoint, device)
+
+
+def test_the_tokens_are_those_of_steps_without_and_of_torchs_attention(world):
+    tokens = world.tokens(world.backend, world.graphs)
+    assert tokens == world.tokens(make_backend("sdpa", world.cache, 2048), None)
+    if not INTERPRETED:  # where it would take its time
+        assert tokens == world.tokens(world.backend, None)
+    assert len({tuple(answer) for answer in tokens.values()}) == len(tokens)
+    assert world.cache.storage[:, :, BLOCKS].any(), "padding wrote to the spare block"
+
+
+def test_padding_leaves_the_blocks_of_others_alone(world):
+    """After a step of five rows one of two: the rows that fell away must not write where they did."""
+    cache, padded = world.cache, world.graphs._steps[-1]
+    device = cache.storage.device
+    tables = torch.arange(5, dtype=torch.int32, device=device).repeat(16, 1).T.contiguous()
+
+    def step(rows: int) -> None:
+        ids = torch.arange(rows, device=device)
+        positions = torch.full((3, rows), 3, device=device)
+        contexts = torch.full((rows,), 4, dtype=torch.int32, device=device)
+        with torch.inference_mode():
+            padded.run(ids, positions, 16 * ids + 3, tables[:rows], contexts)
+
+    cache.storage.zero_()
+    step(5)
+    assert all(cache.storage[:, :, block, 3].any() for block in range(5))
+    cache.storage.zero_()
+    step(2)
+    assert all(cache.storage[:, :, block, 3].any() for block in range(2))
+    assert not cache.storage[:, :, 2:BLOCKS].any()
+
+
+def test_sizes():
+    assert sizes(1) == [1]
+    assert sizes(6) == [1, 2, 4, 6]
+    assert sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert sizes(100) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01}, {"temperature": 1.0, "top_p": 0.5}]
+)
+def test_a_step_that_goes_on_waits_for_nothing(sampling, checkpoint):
+    """Torch raises where it would wait for the device."""
+    world = World(checkpoint, torch.device("cuda", 0))
+    media = tiny.MemoryMedia()
+    requests = [new for new in tiny.mixed_requests(media, **sampling) if new.request_id in ("text", "short", "block")]
+    steps = script.write_steps(requests, 30, 1000, 16, BLOCKS)
+    runner = ModelRunner(
+        world.model, world.backend, media, Normalisation.from_dir(checkpoint), TensorParallel(), None, world.graphs
+    )
+    script.run(runner, steps[:3])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        script.run(runner, steps[3:29], ahead=1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
