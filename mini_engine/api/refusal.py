@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Mapping
 
 from starlette.responses import Response
@@ -30,6 +31,6 @@ def explain(error: Exception, request_id: str, clock: RequestClock) -> ApiError:
 def error_response(
     error: ApiError, request_id: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """`error` as a response."""
-    named = {} if request_id is None else {"x-request-id": request_id}
+    """`error` as a response. A request that has no id yet is given one, by which its client can ask about it."""
+    named = {"x-request-id": request_id or f"req-{uuid.uuid4().hex}"}
     return Response(error.encode(), error.status, {**error.headers, **named, **(headers or {})}, "application/json")

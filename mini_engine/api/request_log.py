@@ -48,5 +48,5 @@ class RequestLog:
                     end = ", with an error in its stream"
                 logger.info(
                     "%s %s %s: %d after %.3f s%s", request_id, scope["method"], path, status, seconds, end,
-                    extra=about(request_id),
+                    extra=about(request_id) if request_id != "-" else None,
                 )  # fmt: skip

@@ -27,8 +27,8 @@ def test_a_line_for_each_request(processor: MediaProcessor, tmp_path: Path, capl
             await served.ask("a private matter")
             (request,) = served.core.requests
             await served.http.get("/engine/health")
-            await served.http.get("/now%0Ahere?private=1")
-            await served.http.get("/v1/models", headers={"authorization": "Bearer other"})
+            missing = await served.http.get("/now%0Ahere?private=1")
+            outside = await served.http.get("/v1/models", headers={"authorization": "Bearer other"})
             served.core.hold = True
             stream = await served.ask(stream=True)
             await anext(stream)
@@ -36,8 +36,8 @@ def test_a_line_for_each_request(processor: MediaProcessor, tmp_path: Path, capl
             await eventually(lambda: len(caplog.records) == 4)
             lines = [record.getMessage() for record in caplog.records]
             assert lines[0].startswith(f"{request.request_id} POST /v1/chat/completions: 200 after 0.")
-            assert lines[1].startswith("- GET /now%0Ahere: 404 after 0.")
-            assert lines[2].startswith("- GET /v1/models: 401 after 0.")
+            assert lines[1].startswith(f"{missing.headers['x-request-id']} GET /now%0Ahere: 404 after 0.")
+            assert lines[2].startswith(f"{outside.headers['x-request-id']} GET /v1/models: 401 after 0.")
             assert lines[3].startswith(served.core.requests[1].request_id) and lines[3].endswith(" s, cut off")
             assert not any(word in " ".join(lines) for word in ("private", "secret", "127.0.0.1"))
 

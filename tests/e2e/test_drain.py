@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -39,6 +40,9 @@ def test_what_runs_ends_well_and_what_comes_is_refused():
     with RunningServer("--api-server-count", "2", "-tp", "2") as server:
         family = descendants(server.process.pid)
         stream = begin(server, 700)
+        address = urlsplit(server.url)
+        half = socket.create_connection((address.hostname, address.port), timeout=30)
+        half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 20\r\n\r\n{")
         apis = [pid for name, pid in server.pids().items() if name.startswith("mini-engine: api")]
         server.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 5
@@ -49,6 +53,8 @@ def test_what_runs_ends_well_and_what_comes_is_refused():
         for _ in range(5):  # whichever port a connection comes from, the other server has it
             assert refusal(server, "/v1/chat/completions", body) == (503, "shutting_down", "5")
         assert refusal(server, "/health")[:2] == (503, "shutting_down")
+        with half:
+            assert b" 503 " in half.recv(4096)  # it holds up nobody
         *_, last, used = stream
         assert last.choices[0].finish_reason == "length" and used.usage.completion_tokens == 700
         assert server.process.wait(5) == 0
