@@ -51,8 +51,9 @@ API_RESTARTS_IN_A_ROW = 5  # an API server that dies this often before it serves
 class Stop(Exception):
     """The server ends."""
 
-    def __init__(self, status: int, patience: float = 0.0, interrupts: int = 0):
+    def __init__(self, status: int, last_words: str = "", *, patience: float = 0.0, interrupts: int = 0):
         self.status = status
+        self.last_words = last_words  # the last line of the log, unless all is said
         self.patience = patience  # seconds for running requests to end
         self.interrupts = interrupts  # signals that have come after the one that ends it
 
@@ -104,7 +105,8 @@ class Supervisor:
                 listener.close()
             Stopping(self.family, self.liveness, end.interrupts).run(end.patience)
             self.family.close()
-            logger.info("stopped")
+        if end.last_words:
+            logger.log(logging.ERROR if end.status else logging.INFO, "%s", end.last_words)
         return end.status
 
     def _serve(self) -> NoReturn:
@@ -163,7 +165,7 @@ class Supervisor:
                     "stopping on %s: up to %g s for requests that run; a second signal stops at once",
                     signal.Signals(first).name, patience,
                 )  # fmt: skip
-                raise Stop(0, patience, len(more))
+                raise Stop(0, "stopped", patience=patience, interrupts=len(more))
             case Said(child=child, body=Hello(protocol_version=version)) if version != PROTOCOL_VERSION:
                 logger.error("%s speaks protocol %d, this is %d", child.title, version, PROTOCOL_VERSION)
                 raise Stop(1)
@@ -191,8 +193,7 @@ class Supervisor:
         if not child.serving:
             self.generation.early_deaths += 1
         if self.generation.early_deaths >= API_RESTARTS_IN_A_ROW:
-            logger.error("the server ends: %s, and so did the %d before it", in_short, API_RESTARTS_IN_A_ROW - 1)
-            raise Stop(1)
+            raise Stop(1, f"ended with status 1: {in_short}, and so did the {API_RESTARTS_IN_A_ROW - 1} before it")
         self._vacate(child)
 
     def _start_failed(self, text: str, in_short: str | None = None) -> NoReturn:
@@ -236,14 +237,12 @@ class Supervisor:
         over.end(spare=[child for child in over.children if child.role == "api" and child.serving])
         self.generation = Generation(over.number + 1, self.ground)  # what happens to the others is of no matter
         pause = self.restarts.next_pause()
-        if pause is None:
-            remedy = "" if self.restarts.most else "; --restart-engine would start its engines anew"
-            logger.error("the server ends with status 1, since %s%s", why, remedy)
-        else:
+        if pause is not None:
             logger.error("restart %d of %d in %g s, since %s", self.restarts.in_a_row, self.restarts.most, pause, why)
         deadline = time.monotonic() + (ENGINE_DEATH_GRACE_SECONDS if pause is None else pause)
         while (left := deadline - time.monotonic()) > 0 or self.family.engines():
             self._poll(left if left > 0 else None)
         over.forget()
         if pause is None:
-            raise Stop(1)
+            remedy = "" if self.restarts.most else "; --restart-engine would start its engines anew"
+            raise Stop(1, f"ended with status 1: {why}{remedy}")

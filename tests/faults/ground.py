@@ -47,9 +47,10 @@ class Ground:
         return processes(self.server)[role if role == "supervisor" else f"mini-engine: {role}"]
 
     def hurt(self, role: str, number: int) -> float:
-        """Send a signal; returns when."""
-        os.kill(self.pid(role), number)
-        return time.monotonic()
+        """Send a signal; returns when, or a moment before."""
+        pid, now = self.pid(role), time.monotonic()
+        os.kill(pid, number)
+        return now
 
     def wait_until_whole(self, without: set[int]) -> None:
         """Until each process is there once, none of them one of `without`, and every API server says it is well."""

@@ -17,7 +17,6 @@ import pytest
 
 from tests.e2e.asked import Asked, ask_small, ask_video
 from tests.e2e.barriers import Inside, eventually
-from tests.e2e.pinned import Asking
 from tests.e2e.running_server import RunningServer, alive, descendants, message
 from tests.faults.ground import RECOVERY_SECONDS
 from tests.faults.load import ask
@@ -144,9 +143,6 @@ def test_while_a_successor_loads_the_other_api_server_serves_everybody():
             loading.wait_until_held(60)
             outcomes = [ask(server, Asked("tell me", "", []), max_tokens=1) for _ in range(20)]
             assert {outcome.kind for outcome in outcomes} <= {"wrong"}, outcomes  # answered: of one token
-        eventually(lambda: assert_in("api 0 (pid", "serves in the place of", server.log), RECOVERY_SECONDS)
-        one = ask_small(31_100)
-        assert Asking(server, "mini-engine: api 0", one).answer() == one.answer
 
 
 def assert_in(*parts: str) -> None:
