@@ -199,7 +199,7 @@ class MediaLoader:
             raise DecodeCancelled
         began = time.monotonic()
         if item.modality == "image":
-            image = decode_image(item.data, self.rules.image, item=item.name)
+            image = decode_image(item.data, self.rules.image, item=item.name, cancelled=cancelled)
             decoded = time.monotonic()
             processed = self.processor.process_image(image, item=item.name, settings=item.settings)
         else:

@@ -10,6 +10,7 @@ from typing import NoReturn, Protocol
 from mini_engine.media.errors import DecodeCancelled, MediaError
 
 CUT_SHORT = "the file is cut short or damaged: {}; send the whole file"
+_MAX_ASPECT_RATIO = 200  # where the Qwen-VL processors refuse
 _MOST_INDEXED = 1 << 20  # frames of all tracks, sound too, in an index: FFmpeg keeps some 70 bytes of each
 
 
@@ -31,6 +32,12 @@ class ImageLimits:
 
     max_image_pixels: int = 64 << 20
     media_decode_timeout: float = DecodeLimits.media_decode_timeout  # looked at whenever Pillow reads on
+
+
+def check_aspect_ratio(width: int, height: int, item: str) -> None:
+    """Raises MediaError for a picture that processors refuse."""
+    if max(height, width) > _MAX_ASPECT_RATIO * min(height, width):
+        raise MediaError(item, f"{width}x{height} is longer than {_MAX_ASPECT_RATIO} times its width; crop it")
 
 
 def flag_of(limit: str) -> str:
@@ -95,6 +102,7 @@ class Guard:
         if width * height > most:
             problem = f"{width}x{height} is more than {most} pixels per frame"
             self._exceeded("max_frame_pixels", problem, "a smaller video")
+        check_aspect_ratio(width, height, self.item)
 
     def check_kept(self, frames: int, width: int, height: int) -> None:
         """Called before the frames of a sampling are kept."""

@@ -340,7 +340,9 @@ def test_other_codecs_are_refused_and_not_even_tried(
         return original(container, guard)
 
     monkeypatch.setattr(video, "_video_stream", seen)
-    with pytest.raises(MediaError, match=r"^video: its video is coded as \w+, which is not taken; send a GIF, or H.264"):
+    with pytest.raises(
+        MediaError, match=r"^video: its video is coded as \w+, which is not taken; send a GIF, or H.264"
+    ):
         decode_video(buffer.getvalue(), VideoSampling(num_frames=3))
     if codec in ("mjpeg", "flv", "mpeg2video"):  # the header does not say: who knows has decoded a frame
         assert learnt == [None]
