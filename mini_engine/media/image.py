@@ -10,7 +10,7 @@ from PIL import Image, ImageOps
 
 from mini_engine.media.errors import DecodeCancelled, MediaError
 from mini_engine.media.jpeg import MOST_SCANS, count_scans
-from mini_engine.media.limits import CancelSignal, ImageLimits, check_aspect_ratio, flag_of
+from mini_engine.media.limits import CancelSignal, ImageLimits, check_aspect_ratio, decode_overdue, flag_of
 
 # Pillow knows dozens of formats, some of which start other programs (EPS) or are rarely fuzzed.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -64,8 +64,7 @@ class _Source(io.BytesIO):
         if self._cancelled is not None and self._cancelled.is_set():
             raise DecodeCancelled
         if time.monotonic() - self._started > self._seconds:
-            problem = f"decoding takes more than {self._seconds:g} s, the limit of {flag_of('media_decode_timeout')}"
-            raise MediaError(self._item, f"{problem}; send a smaller image", limit="media_decode_timeout")
+            raise decode_overdue(self._item, self._seconds, "a smaller image")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

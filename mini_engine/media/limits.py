@@ -34,6 +34,12 @@ class ImageLimits:
     media_decode_timeout: float = DecodeLimits.media_decode_timeout  # looked at whenever Pillow reads on
 
 
+def decode_overdue(item: str, seconds: float, remedy: str) -> MediaError:
+    """The error of an item whose decoding takes more than `seconds`."""
+    problem = f"decoding takes more than {seconds:g} s, the limit of {flag_of('media_decode_timeout')}"
+    return MediaError(item, f"{problem}; send {remedy}", limit="media_decode_timeout")
+
+
 def check_aspect_ratio(width: int, height: int, item: str) -> None:
     """Raises MediaError for a picture that processors refuse."""
     if max(height, width) > _MAX_ASPECT_RATIO * min(height, width):
@@ -73,10 +79,7 @@ class Guard:
         if self.is_cancelled:
             raise DecodeCancelled
         if self.time_is_up:
-            seconds = f"{self.limits.media_decode_timeout:g}"
-            self._exceeded(
-                "media_decode_timeout", f"decoding takes more than {seconds} s", "a shorter or smaller video"
-            )
+            raise decode_overdue(self.item, self.limits.media_decode_timeout, "a shorter or smaller video")
 
     def check_frames(self, frames: int) -> None:
         """Called for each frame that the file turns out to have."""
