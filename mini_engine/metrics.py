@@ -153,6 +153,9 @@ stage_seconds = {
     "generation": _stage_histogram("decode", "From the first token to the last"),
 }
 media_decodes_total = _counter("media_decodes_total", "Images and videos decoded and processed.")
+media_decodes_given_up_total = _counter(
+    "media_decodes_given_up_total", "Images and videos whose decoder did not come back in time."
+)
 inflight_media_bytes = Gauge(
     "mini_engine:inflight_media_bytes",
     "Bytes of encoded images and videos reserved for requests, until an engine has taken these over.",
