@@ -85,7 +85,7 @@ def test_random_mm_draws_sizes_by_weight():
 def test_texts_have_no_media_and_are_no_two_alike():
     found = load(settings("text", count=50, output_tokens=7))
     assert len({sample.messages[0].text for sample in found.samples}) == 50
-    assert all(not sample.has_media and sample.output_tokens == 7 for sample in found.samples)
+    assert all(not sample.shown and sample.output_tokens == 7 for sample in found.samples)
 
 
 def test_the_share_that_is_cancelled_by_counting():
@@ -191,6 +191,9 @@ def test_what_cannot_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load(settings("custom", path=str(tmp_path / "none.jsonl")))
     with pytest.raises(ConfigError, match="neither a JSON list nor an object on each line"):
         (tmp_path / "bad.jsonl").write_text("hello\n")
+        load(settings("custom", path=str(tmp_path / "bad.jsonl")))
+    with pytest.raises(ConfigError, match=r"an object on each line: line 3 column 12: Expecting value"):
+        (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": }\n')
         load(settings("custom", path=str(tmp_path / "bad.jsonl")))
     with pytest.raises(ConfigError, match="no record holds a prompt under messages.*; the last record has reply"):
         load(settings("custom", path=write(tmp_path / "empty.jsonl", [{"reply": "x"}])))

@@ -64,6 +64,8 @@ def test_table_files_and_counters_agree(bench, server, root, tmp_path: Path):
 
     # the table and the last line
     for label, key in LABELS.items():
+        if figures[key] is None:  # a peak, of a run of less than a second
+            continue
         assert ran.row(label) == pytest.approx(figures[key], abs=0.006), label
     for statistic in ("Mean", "Median", "P50", "P90", "P99"):
         for metric in ("TTFT", "TPOT", "ITL", "E2EL"):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_engine.bench.datasets.sample import Kind, Link, Medium, Message, Part, Sample
-from mini_engine.config import ConfigError
+from mini_engine.config import BUNDLED_MODEL, BUNDLED_NAME, ConfigError
 
 Record = dict[str, Any]
 CONVERSATIONS = ("messages", "conversations", "conversation")
@@ -85,7 +85,8 @@ class Reader:
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        return load_tokenizer(self.tokenizer, f"to generate as many tokens as the answers have; {self.flag} sets one")
+        purpose = "to count the tokens of the records' own answers, which say how many to generate"
+        return load_tokenizer(self.tokenizer, purpose, f"or the number itself by {self.flag}")
 
     def _loaded(self, part: Part) -> Part:
         """A path in a chat part, which is no URL, is a file as well."""
@@ -117,19 +118,20 @@ class Reader:
             raise ConfigError(f"a record's {kind} {path!r} cannot be read: {error.strerror}") from None
 
 
-def load_tokenizer(name: str | None, purpose: str) -> Any:
-    """The Hugging Face tokenizer `name`.
+def load_tokenizer(name: str | None, purpose: str, instead: str = "") -> Any:
+    """The Hugging Face tokenizer of the model `name`, which may be the bundled one's.
 
     Raises:
-        ConfigError: there is none; `purpose` says what it is needed for, and what else would do.
+        ConfigError: there is none; `purpose` says what it is needed for, `instead` what else could be given.
     """
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name or "")
+        return AutoTokenizer.from_pretrained(BUNDLED_MODEL if name == BUNDLED_NAME else name or "")
     except (OSError, ValueError) as error:
-        why = str(error).splitlines()[0] if name else "none was named"
-        raise ConfigError(f"--tokenizer is needed {purpose}. {why}") from None
+        why = f"{name} has none ({str(error).splitlines()[0]})" if name else "neither --tokenizer nor --model is given"
+        remedy = " ".join(["give --tokenizer a directory or a hub name", instead]).strip()
+        raise ConfigError(f"a tokenizer is needed {purpose}, and {why}: {remedy}") from None
 
 
 def _turns(record: Record) -> list[Message]:

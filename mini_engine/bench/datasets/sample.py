@@ -63,9 +63,9 @@ class Sample:
         return [part for message in self.messages for part in message.parts if isinstance(part, Medium)]
 
     @property
-    def has_media(self) -> bool:
-        """Whether there is anything but text."""
-        return any(not isinstance(part, str) for message in self.messages for part in message.parts)
+    def shown(self) -> list[Medium | Link]:
+        """All of its media, however they travel."""
+        return [part for message in self.messages for part in message.parts if not isinstance(part, str)]
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,18 @@ def read_json(path: Path) -> list[dict[str, Any]]:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"--dataset-path: {path} cannot be read: {error.strerror}") from None
+    number = 0  # of the line before the text that is read
     try:
         if text.lstrip().startswith("["):
             records = json.loads(text)
         else:
-            records = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError as error:
-        form = "neither a JSON list nor an object on each line"
-        raise ConfigError(f"--dataset-path: {path} is {form}: {error}") from None
+            records = []
+            for number, line in enumerate(text.split("\n")):  # noqa: B007 - told if it breaks off
+                if line.strip():
+                    records.append(json.loads(line))
+    except json.JSONDecodeError as error:
+        where = f"line {number + error.lineno} column {error.colno}: {error.msg}"
+        raise ConfigError(f"--dataset-path: {path} is neither a JSON list nor an object on each line: {where}") from None
     if not all(isinstance(record, dict) for record in records):
         raise ConfigError(f"--dataset-path: {path} has records that are no JSON objects")
     return list(records)

@@ -37,7 +37,7 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
     add("--model", help="Name of the model in requests; default: the first that the server names.")
     add("--tokenizer", metavar="NAME",
         help="Directory or hub name of the tokenizer that counts the tokens of a data set's own answers, and of a "
-        "server's that does not count them; default: --model.")  # fmt: skip
+        "server's that does not count them; default: --model, and for a data set the server's name of it.")  # fmt: skip
 
 
 def _add_data(group: argparse._ArgumentGroup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import sys
@@ -20,6 +21,7 @@ from mini_engine.bench.serving.load import Run, Traffic, drive
 from mini_engine.bench.serving.media import MediaPlace, media_place
 from mini_engine.bench.serving.settings import Settings
 from mini_engine.bench.serving.target import Target, probe, target
+from mini_engine.cli import parse
 from mini_engine.config import ConfigError
 
 
@@ -51,9 +53,12 @@ def prepared(settings: Settings) -> Iterator[Prepared]:
         ConfigError: flags that cannot be used.
         BenchError: the prompts are not to be had, or the server that should run does not answer.
     """
+    data = settings.data
     if settings.launch is None:
-        probe(settings, settings.root)  # before the work of making prompts
-    prompts = load(settings.data)
+        model = probe(settings, settings.root).model  # before the work of making prompts
+    else:
+        model = parse(settings.launch).model
+    prompts = load(dataclasses.replace(data, tokenizer=data.tokenizer or model))
     for note in prompts.notes:
         say(note)
     with media_place(settings.media_transport, settings.media_dir, settings.media_port) as place:

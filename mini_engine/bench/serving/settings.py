@@ -15,7 +15,7 @@ from mini_engine.bench.datasets import READ
 from mini_engine.bench.datasets.sample import DataSettings
 from mini_engine.bench.serving.figures import Measures
 from mini_engine.bench.serving.flags import BACKENDS
-from mini_engine.bench.serving.media import MediaTransport
+from mini_engine.bench.serving.media import HOST, MediaTransport
 from mini_engine.cli import parse
 from mini_engine.config import ConfigError
 
@@ -46,7 +46,7 @@ class Settings:
     backend: str
     endpoint: str
     model: str | None
-    tokenizer: str | None  # for a server that counts no tokens
+    tokenizer: str | None  # that was named, by itself or with the model
     request_rate: float
     burstiness: float
     max_concurrency: int | None
@@ -84,7 +84,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         backend=args.backend,
         endpoint=args.endpoint or BACKENDS[args.backend],
         model=args.model,
-        tokenizer=args.tokenizer,
+        tokenizer=args.tokenizer or args.model,
         request_rate=args.request_rate,
         burstiness=args.burstiness or 1.0,
         max_concurrency=args.max_concurrency or (SYNTHETIC_CONCURRENCY if limited else None),
@@ -106,9 +106,11 @@ def server_flags(name: str, text: str) -> list[str]:
     """
     flags = shlex.split(text)
     try:
-        parse(flags)
+        config = parse(flags)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+    if config.uds:
+        raise ConfigError(f"{name}: --uds: the client reaches its server by a port of its own choice; leave it out")
     return flags
 
 
@@ -174,6 +176,12 @@ def _check_rest(args: argparse.Namespace) -> None:
         raise ConfigError("--media-dir: no files are made with --media-transport data; choose file or http")
     if args.media_dir is not None and not args.media_dir.is_dir():
         raise ConfigError(f"--media-dir: {args.media_dir} is not a directory; make it first")
+    if args.launch is None and args.media_transport == "file" and args.media_dir is None:
+        raise ConfigError("--media-transport file: the server must be allowed to read the files. Give --media-dir DIR, "
+                          "and start the server with --allowed-local-media-path DIR")  # fmt: skip
+    if args.launch is None and args.media_transport == "http" and args.media_port is None:
+        raise ConfigError("--media-transport http: the server must be allowed to fetch the files. Give --media-port "
+                          f"PORT, and start the server with --allowed-media-domains {HOST}:PORT")  # fmt: skip
     if args.media_port is not None and args.media_transport != "http":
         raise ConfigError("--media-port: there is a file server only with --media-transport http")
     given = {"--save-detailed": args.save_detailed, "--result-dir": args.result_dir,
