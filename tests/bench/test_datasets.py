@@ -139,13 +139,37 @@ def test_sharegpt(tmp_path: Path):
     assert len(more.samples) == 7 and "3 prompts are there and 7 were asked for" in more.notes[-1]
 
 
+@pytest.mark.parametrize("suffix", ["mp4", "png"])
+def test_warm_ups_of_files_show_other_media_than_the_measured_ones(tmp_path: Path, suffix: str):
+    for name in "abcd":
+        (tmp_path / f"{name}.{suffix}").write_bytes(name.encode())
+    kind = "video" if suffix == "mp4" else "image"
+    path = write(tmp_path / "r.jsonl", [{"prompt": "What?", kind: f"{name}.{suffix}"} for name in "abcda"])
+    few = load(settings("custom", count=2, warm_ups=2, path=path, shuffle=False))
+    assert [sample.media[0].data for sample in few.samples + few.warm_ups] == [b"a", b"b", b"c", b"d"]
+    assert not few.notes
+    # The fifth record shows what the first one does.
+    most = load(settings("custom", count=4, warm_ups=2, path=path, shuffle=False, output_tokens=9))
+    assert [sample.media[0].data for sample in most.samples] == [b"a", b"b", b"c", b"d"]
+    assert len({sample.media[0].data for sample in most.samples + most.warm_ups}) == 6
+    assert [(sample.media[0].kind, sample.output_tokens) for sample in most.warm_ups] == [(kind, 9)] * 2
+    assert most.notes == ["no other records are left to warm up with: 2 of 2 warm-ups are made here"]
+    texts = load(settings("custom", count=1, warm_ups=1, path=write(tmp_path / "t.jsonl", [{"prompt": "a"}])))
+    assert texts.samples[0].messages != texts.warm_ups[0].messages and not texts.warm_ups[0].shown
+
+
 def test_lengths_of_answers(tmp_path: Path):
     turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "a red circle moving left"}]
     path = write(tmp_path / "r.json", [{"conversations": turns}])
     counted = load(settings("sharegpt", count=1, path=path, tokenizer=BUNDLED_MODEL)).samples[0].output_tokens
     assert 1 < counted < 12
-    with pytest.raises(ConfigError, match="--tokenizer is needed .* --sharegpt-output-len"):
+    by_name = load(settings("sharegpt", count=1, path=path, tokenizer="mini-engine-demo")).samples[0]
+    assert by_name.output_tokens == counted
+    with pytest.raises(ConfigError, match="neither --tokenizer nor --model is given: give --tokenizer .* or the number "
+                                          "itself by --sharegpt-output-len"):  # fmt: skip
         load(settings("sharegpt", count=1, path=path))
+    with pytest.raises(ConfigError, match="and /no/such/model has none .*: give --tokenizer"):
+        load(settings("sharegpt", count=1, path=path, tokenizer="/no/such/model"))
     path = write(tmp_path / "c.jsonl", [{"prompt": "a"}, {"prompt": "b", "output_tokens": 5, "expected": "c"}])
     found = load(settings("custom", count=2, path=path, shuffle=False)).samples
     assert [(sample.output_tokens, sample.answer) for sample in found] == [(128, None), (5, "c")]

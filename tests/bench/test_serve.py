@@ -173,7 +173,7 @@ def test_media_by_file(bench, root, media_dir: Path):
     ran = bench("--base-url", root, "--dataset-name", "synthetic-image", "--num-prompts", 4, "--num-warmups", 1,
                 "--media-transport", "file", "--media-dir", media_dir)  # fmt: skip
     assert ran.status == 0 and ran.figures["accuracy"]["right"] >= 3, ran.out
-    assert f"the server must run with --allowed-local-media-path {media_dir}" in ran.err
+    assert f"the server must run with --allowed-local-media-path {media_dir}\n" in ran.err
     assert not list(media_dir.glob("mini-engine-*"))
 
 
@@ -247,6 +247,12 @@ def test_a_server_of_its_own_and_media_by_http(tmp_path: Path):
         ("--media-dir /tmp", "--media-dir: no files are made with --media-transport data"),
         ("--media-transport file --media-dir /no/such", "--media-dir: /no/such is not a directory"),
         ("--media-transport file --media-port 80", "only with --media-transport http"),
+        ("--media-transport file", "Give --media-dir DIR, and start the server with --allowed-local-media-path DIR"),
+        (
+            "--media-transport http",
+            "Give --media-port PORT, and start the server with --allowed-media-domains 127.0.0.1:",
+        ),
+        ("--launch '--uds /tmp/s'", "--launch: --uds: the client reaches its server by a port"),
         ("ab --a '' --b '' --port 80", "ab starts both servers itself"),
         ("ab --launch --max-num-seqs=0 --a '' --b ''", "--a: --max-num-seqs: 0 is not a whole number"),
         ("ab --a '' --b --max-num-seqs=0", "--b: --max-num-seqs: 0 is not a whole number of at least 1"),

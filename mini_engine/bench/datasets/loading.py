@@ -40,7 +40,9 @@ def load(settings: DataSettings) -> Prompts:
     warm_ups = _with_other_media(found[unique:], samples)
     if missing := settings.warm_ups - len(warm_ups):
         made = _made_like(samples[0], settings, missing)
-        notes.append(f"no other records are left to warm up with: {missing} of {settings.warm_ups} warm-ups are made here")
+        notes.append(
+            f"no other records are left to warm up with: {missing} of {settings.warm_ups} warm-ups are made here"
+        )
         warm_ups += made
     return Prompts(samples, warm_ups, notes)
 

@@ -42,7 +42,9 @@ def read_json(path: Path) -> list[dict[str, Any]]:
                     records.append(json.loads(line))
     except json.JSONDecodeError as error:
         where = f"line {number + error.lineno} column {error.colno}: {error.msg}"
-        raise ConfigError(f"--dataset-path: {path} is neither a JSON list nor an object on each line: {where}") from None
+        raise ConfigError(
+            f"--dataset-path: {path} is neither a JSON list nor an object on each line: {where}"
+        ) from None
     if not all(isinstance(record, dict) for record in records):
         raise ConfigError(f"--dataset-path: {path} has records that are no JSON objects")
     return list(records)

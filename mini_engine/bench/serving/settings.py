@@ -176,14 +176,14 @@ def _check_rest(args: argparse.Namespace) -> None:
         raise ConfigError("--media-dir: no files are made with --media-transport data; choose file or http")
     if args.media_dir is not None and not args.media_dir.is_dir():
         raise ConfigError(f"--media-dir: {args.media_dir} is not a directory; make it first")
+    if args.media_port is not None and args.media_transport != "http":
+        raise ConfigError("--media-port: there is a file server only with --media-transport http")
     if args.launch is None and args.media_transport == "file" and args.media_dir is None:
         raise ConfigError("--media-transport file: the server must be allowed to read the files. Give --media-dir DIR, "
                           "and start the server with --allowed-local-media-path DIR")  # fmt: skip
     if args.launch is None and args.media_transport == "http" and args.media_port is None:
         raise ConfigError("--media-transport http: the server must be allowed to fetch the files. Give --media-port "
                           f"PORT, and start the server with --allowed-media-domains {HOST}:PORT")  # fmt: skip
-    if args.media_port is not None and args.media_transport != "http":
-        raise ConfigError("--media-port: there is a file server only with --media-transport http")
     given = {"--save-detailed": args.save_detailed, "--result-dir": args.result_dir,
              "--result-filename": args.result_filename, "--metadata": args.metadata}  # fmt: skip
     for flag, value in given.items():
