@@ -3,7 +3,8 @@
 A and B are started in turn, A B B A and so on, each fresh for each round, so that drift of the machine hits both alike.
 The flags of `--launch` are for both. Every run is warmed up first and sends the same bytes. The ratio B/A of a figure
 is that of the means over all rounds; its spread goes from the least to the greatest ratio of a round. Answers are
-greedy, so they are compared as well: how many prompts were not answered alike by all runs, and by those of one side.
+greedy without --temperature, so they are compared as well: how many prompts were not answered alike by all runs, and by
+those of one side.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ MAKERS: dict[str, Callable[[DataSettings, list[int]], list[Sample]]] = {
     "synthetic-video": lambda settings, order: synthetic.questions_about("video", settings, order),
     "synthetic-image": lambda settings, order: synthetic.questions_about("image", settings, order),
     "random-mm": synthetic.of_sizes,
+    "random": synthetic.texts,
     "text": synthetic.texts,
 }
 
@@ -34,7 +35,10 @@ def load(settings: DataSettings) -> Prompts:
         samples = MAKERS[settings.name](settings, [*order, *range(unique, unique + settings.warm_ups * each)])
         return Prompts(samples[: settings.count], samples[settings.count :], [])
     found, notes = _read(settings, unique + settings.warm_ups)
-    if len(found) < unique:
+    if len(found) < unique and not settings.oversample:
+        notes.append(f"{len(found)} prompts are there and {unique} were asked for: each is sent once")
+        order = list(range(len(found)))
+    elif len(found) < unique:
         notes.append(f"{len(found)} prompts are there and {unique} were asked for: some are sent again")
     samples = [found[number % min(unique, len(found))] for number in order]
     warm_ups = _with_other_media(found[unique:], samples)
@@ -66,5 +70,5 @@ def _read(settings: DataSettings, wanted: int) -> tuple[list[Sample], list[str]]
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     reader = Reader(folder, settings.output_tokens, settings.tokenizer, flag)
     if settings.name == "hf":
-        return reader.samples(hf_records(path, settings.split, seed), wanted)
+        return reader.samples(hf_records(path, settings.subset, settings.split, seed), wanted)
     return reader.samples(shuffled(read_json(Path(path)), seed), wanted)

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from mini_engine.bench.datasets.sample import Kind, Link, Medium, Message, Part, Sample
-from mini_engine.config import BUNDLED_MODEL, BUNDLED_NAME, ConfigError
+from mini_engine.bench.datasets.tokenized import load_tokenizer
+from mini_engine.config import ConfigError
 
 Record = dict[str, Any]
 CONVERSATIONS = ("messages", "conversations", "conversation")
@@ -116,22 +117,6 @@ class Reader:
             return Medium((self.folder / path).read_bytes(), _mime(path, kind))
         except OSError as error:
             raise ConfigError(f"a record's {kind} {path!r} cannot be read: {error.strerror}") from None
-
-
-def load_tokenizer(name: str | None, purpose: str, instead: str = "") -> Any:
-    """The Hugging Face tokenizer of the model `name`, which may be the bundled one's.
-
-    Raises:
-        ConfigError: there is none; `purpose` says what it is needed for, `instead` what else could be given.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(BUNDLED_MODEL if name == BUNDLED_NAME else name or "")
-    except (OSError, ValueError) as error:
-        why = f"{name} has none ({str(error).splitlines()[0]})" if name else "neither --tokenizer nor --model is given"
-        remedy = " ".join(["give --tokenizer a directory or a hub name", instead]).strip()
-        raise ConfigError(f"a tokenizer is needed {purpose}, and {why}: {remedy}") from None
 
 
 def _turns(record: Record) -> list[Message]:

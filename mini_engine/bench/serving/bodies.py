@@ -30,10 +30,13 @@ def requests_of(
     )
     common: dict[str, Any] = {
         "model": target.model,
-        "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **settings.sampling,
     }
+    if settings.logprobs is not None:
+        chat = {"logprobs": True, "top_logprobs": settings.logprobs}
+        common |= chat if settings.backend == "openai-chat" else {"logprobs": settings.logprobs}
     if settings.ignore_eos:
         common["ignore_eos"] = True
     if target.timings:

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from mini_engine.bench.datasets.loading import load
-from mini_engine.bench.datasets.records import load_tokenizer
 from mini_engine.bench.datasets.sample import Prompts
+from mini_engine.bench.datasets.tokenized import load_tokenizer
 from mini_engine.bench.serving import figures, table
 from mini_engine.bench.serving.arrivals import arrivals
 from mini_engine.bench.serving.bodies import requests_of
 from mini_engine.bench.serving.load import Run, Traffic, drive
 from mini_engine.bench.serving.media import MediaPlace, media_place
 from mini_engine.bench.serving.settings import Settings
-from mini_engine.bench.serving.target import Target, probe, target
+from mini_engine.bench.serving.target import Target, ready, target
 from mini_engine.cli import parse
 from mini_engine.config import ConfigError
 
@@ -55,7 +55,7 @@ def prepared(settings: Settings) -> Iterator[Prepared]:
     """
     data = settings.data
     if settings.launch is None:
-        model = probe(settings, settings.root).model  # before the work of making prompts
+        model = ready(settings).model  # before the work of making prompts
     else:
         model = parse(settings.launch).model
     prompts = load(dataclasses.replace(data, tokenizer=data.tokenizer or model))
@@ -81,7 +81,7 @@ def measure(ready: Prepared, server: Target, title: str) -> Measured:
     requests = requests_of(prompts.samples, settings, server, ready.place)
     rng = random.Random(settings.data.seed)
     starts = arrivals(len(requests), settings.request_rate, settings.burstiness, rng)
-    traffic = Traffic(server.url, settings.headers, settings.max_concurrency, settings.timeout)
+    traffic = Traffic(server.url, settings.headers, settings.max_concurrency, settings.timeout, settings.data.progress)
     failures = []
     if warm_ups:
         before = drive(warm_ups, [0.0] * len(warm_ups), traffic, "warm-up")
