@@ -105,8 +105,8 @@ def build_parser(word: str | None = None) -> argparse.ArgumentParser:
 
 
 def _matches(word: str, *texts: str) -> bool:
-    wanted, *texts = (text.replace("_", "-").lower() for text in (word, *texts))
-    return any(wanted in text for text in texts)
+    wanted = word.replace("_", "-").lower()
+    return any(wanted in text.replace("_", "-").lower() for text in texts)
 
 
 def _add_command(group: argparse._ArgumentGroup) -> None:
