@@ -22,6 +22,7 @@ from mini_engine.config.option import check_range, plain_type, values_of
 CONFIG_ENV = env_of("config")
 IPC_SWITCH_ENV = env_of("multimodal_tensor_ipc")
 IPC_SWITCH = {"1": "torch_shm", "0": "direct_rpc"}
+MAX_FILE_BYTES = 1 << 20  # of a file of settings
 NOT_SETTINGS = (env_of("bench_"), env_of("test_"))  # for processes that measure and tests that look inside
 
 
@@ -60,6 +61,10 @@ def read(name: str, value: Any, origin: str) -> Given:
     if get_origin(kind) is list:
         value = _joined(value)
     check_range(field, kind, value, origin)
+    try:
+        msgspec.msgpack.encode(value)  # as it will be sent to the processes
+    except UnicodeEncodeError:
+        raise ConfigError(f"{origin}: {value!r} is not UTF-8; write it so, in a UTF-8 locale") from None
     return Given(value, origin)
 
 
@@ -148,7 +153,11 @@ def _remedy(name: str, known: Collection[str]) -> str:
 def _items(path: str) -> Iterator[tuple[str, Any, str]]:
     """(key, value, place) of each entry of a YAML mapping, also of a key that stands there twice."""
     try:
-        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise ConfigError(f"--config: {path} is longer than {MAX_FILE_BYTES} bytes; give a file of settings")
+        loader = yaml.SafeLoader(text.decode())
         root = loader.get_single_node()
         if root is None:
             return
