@@ -64,7 +64,7 @@ REFUSED = {
     "a size": (["--kv-cache-memory-bytes", "1"], "--kv-cache-memory-bytes 1 leaves 1 bytes for the KV cache"),
     "too many blocks": (["--num-gpu-blocks-override", "1000000000"], "--num-gpu-blocks-override: a KV cache of"),
     "the core": (["--max-model-len", "60000", "--num-gpu-blocks-override", "4"], "--max-model-len: the KV cache holds"),
-    "an API server": (["--mm-processor-kwargs", '{"x": 1}'], "--mm-processor-kwargs: "),
+    "an API server": (["--mm-processor-kwargs", '{"x": 1}'], "--mm-processor-kwargs has no x; "),
 }
 
 
