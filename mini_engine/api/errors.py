@@ -129,6 +129,12 @@ def engine_unavailable(message: str) -> ApiError:
     return ApiError(503, message, code="engine_unavailable", headers={"retry-after": str(RETRY_SECONDS)})
 
 
+def shutting_down() -> ApiError:
+    """A 503: this server ends, and there may be another."""
+    text = "The server is shutting down and takes no new requests; send this one again later."
+    return ApiError(503, text, code="shutting_down", headers={"retry-after": str(RETRY_SECONDS)})
+
+
 def as_api_error(error: Exception) -> ApiError | None:
     """The answer to an error that the road of a request is known to raise; None for any other."""
     match error:

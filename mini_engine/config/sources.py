@@ -16,6 +16,7 @@ import msgspec
 import yaml
 
 from mini_engine.config import ENV_PREFIX, ConfigError, EngineConfig, Option, env_of, field_types, fields, flag_of
+from mini_engine.config.elsewhere import ELSEWHERE
 from mini_engine.config.option import check_range, plain_type, values_of
 
 CONFIG_ENV = env_of("config")
@@ -51,7 +52,10 @@ def read(name: str, value: Any, origin: str) -> Given:
     try:
         value = _from_text(value, kind, opt) if isinstance(value, str) else msgspec.convert(value, kind)
     except msgspec.ValidationError:
-        raise ConfigError(f"{origin}: {value!r} is not {values_of(opt, kind)}") from None
+        alone = (
+            f"; with {origin} alone, put MODEL before it" if opt.bare is not None and origin == flag_of(name) else ""
+        )
+        raise ConfigError(f"{origin}: {value!r} is not {values_of(opt, kind)}{alone}") from None
     except ValueError as error:
         raise ConfigError(f"{origin}: {error}") from None
     if get_origin(kind) is list:
@@ -127,14 +131,23 @@ def from_file(path: str) -> dict[str, Given]:
     for key, value, where in _items(path):
         name = key.replace("-", "_")
         if name not in known:
-            near = suggestion(name, known).replace("_", "-")
-            raise ConfigError(f"{where}: {key!r} is not a setting{near or '; --help lists them'}")
+            raise ConfigError(f"{where}: {key!r} is not a setting{_remedy(name, known)}")
         if name in seen:
             raise ConfigError(f"{where}: {key!r} stands there for the second time; keep one of them")
         seen.add(name)
         if value is not None:
             given[name] = Given(read(name, value, f"{where}: {key}").value, where)
     return given
+
+
+def _remedy(name: str, known: Collection[str]) -> str:
+    """What to do about a key of a file that is no setting."""
+    if (flag := flag_of(name)) in ELSEWHERE:
+        return f"; {ELSEWHERE[flag]}"
+    first, dot, _ = name.partition(".")
+    if dot and first in known:
+        return f"; the parts of {flag_of(first)[2:]} are written below it, one level each"
+    return suggestion(name, known).replace("_", "-") or "; --help lists them"
 
 
 def _items(path: str) -> Iterator[tuple[str, Any, str]]:

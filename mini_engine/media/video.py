@@ -78,7 +78,7 @@ def decode_video(
     guard.check_size(*declared_canvas(data))
     guard.check_index(claimed_samples(data, guard.tick))
     if (size := declared_size(data, guard.tick)) is not None and size > len(data):
-        damage.add(f"{len(data)} of {size} bytes are there")
+        damage.add(f"{len(data)} of at least {size} bytes are there")
     try:
         with av.open(
             _Source(data, guard),

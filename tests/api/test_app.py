@@ -346,6 +346,15 @@ def test_the_other_endpoints(processor: MediaProcessor, tmp_path: Path) -> None:
                 response = await request
                 assert response.status_code in (404, 405)
                 assert response.json()["error"]["type"] == "invalid_request_error"
+            for path, allowed in (
+                ("/v1/chat/completions", "POST"),
+                ("/health", "GET, HEAD"),
+                ("/v1/models/M", "GET"),
+                ("/docs", "GET, HEAD"),
+            ):
+                response = await served.http.put(path)
+                assert (response.status_code, response.headers["allow"]) == (405, allowed)
+                assert response.json()["error"]["message"] == f"Method Not Allowed; this path takes {allowed}."
             schema = (await served.http.get("/openapi.json")).json()
             assert "/v1/chat/completions" in schema["paths"]
             bad = await served.http.post("/v1/chat/completions", content=json.dumps(chat_body())[:-1])
