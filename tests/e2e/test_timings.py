@@ -48,8 +48,9 @@ def test_cold_and_kept(server: RunningServer, stream: bool) -> None:
     for spent, seconds in ((cold, cold_seconds), (warm, warm_seconds)):
         assert list(spent) == list(Timings.__struct_fields__)
         assert all(value >= 0 for value in spent.values()), spent
-        assert 0.8 * seconds <= sum(spent.values()) <= seconds, spent
-        assert spent["other"] <= 0.2 * seconds, spent
+        slack = max(0.2 * seconds, 0.15)  # the client's own share, on a machine with other work
+        assert seconds - slack <= sum(spent.values()) <= seconds, spent
+        assert spent["other"] <= slack, spent
         assert all(spent[stage] > 0 for stage in ("fetch", "transport", "queue", "prefill", "generation")), spent
     assert all(cold[stage] > 0 for stage in ("media_decode", "process", "encode")), cold
     assert warm["media_decode"] == warm["process"] == warm["encode"] == 0, warm
