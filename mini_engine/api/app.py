@@ -278,6 +278,7 @@ def create_app(frontend: Frontend, config: EngineConfig) -> FastAPI:
     app = DescribedApp(
         [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest],
         title="mini-engine",
+        redirect_slashes=False,  # to wherever the header `Host` says
         version=importlib.metadata.version("mini-engine"),
     )
     app.state.work = Work()
