@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mini_engine.api.errors import RETRY_SECONDS, ApiError
+from mini_engine.api.errors import ApiError, shutting_down
 from mini_engine.api.refusal import error_response
 
 OPEN_PATHS = ("/health", "/live")  # for those who only look whether the server is well
@@ -83,8 +83,7 @@ class Door:
         elif path in UNCOUNTED_PATHS:
             await self._app(scope, receive, send)
         elif self._work.draining:
-            error = ApiError(503, SHUTTING_DOWN, code="shutting_down")
-            await error_response(error, headers={"retry-after": str(RETRY_SECONDS)})(scope, receive, send)
+            await error_response(shutting_down(SHUTTING_DOWN))(scope, receive, send)
         else:
             with self._work:
                 await self._let_in(scope, receive, send)
@@ -111,8 +110,7 @@ class Door:
         except asyncio.CancelledError:
             if answered:
                 raise
-            error = ApiError(503, SHUTTING_DOWN, code="shutting_down")
-            await error_response(error, headers={"retry-after": str(RETRY_SECONDS)})(scope, receive, send)
+            await error_response(shutting_down(SHUTTING_DOWN))(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
         """Takes as long for a key that is nearly right as for any other, whichever of them it is."""

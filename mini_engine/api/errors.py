@@ -95,6 +95,13 @@ class EngineError(Exception):
         self.begun = begun
 
 
+class ServerStopping(EngineError):
+    """This server ends, and requests that it has not answered with it."""
+
+    def __init__(self) -> None:
+        super().__init__("The server is stopping; send this request again later.", engine_gone=True)
+
+
 class ClientGone(Exception):
     """The client closed its connection: there is nobody left to answer."""
 
@@ -129,6 +136,11 @@ def engine_unavailable(message: str) -> ApiError:
     return ApiError(503, message, code="engine_unavailable", headers={"retry-after": str(RETRY_SECONDS)})
 
 
+def shutting_down(message: str) -> ApiError:
+    """A 503: this server ends, but there may be another soon."""
+    return ApiError(503, message, code="shutting_down", headers={"retry-after": str(RETRY_SECONDS)})
+
+
 def as_api_error(error: Exception) -> ApiError | None:
     """The answer to an error that the road of a request is known to raise; None for any other."""
     match error:
@@ -138,6 +150,8 @@ def as_api_error(error: Exception) -> ApiError | None:
             return bad_request(str(error), "messages")
         case MediaError():
             return bad_request(str(error), "messages", "invalid_media")
+        case ServerStopping():
+            return shutting_down(str(error))
         case EngineError(engine_gone=True, begun=True):
             return ApiError(500, str(error), code="engine_unavailable")
         case EngineError(engine_gone=True):
