@@ -76,7 +76,7 @@ class Frontend:
         """The body of a request for text, which is not read when there is too much to do already.
 
         Raises:
-            ApiError: 413 or 429.
+            ApiError: 408, 413, 415 or 429.
             EngineError: no engine runs.
             ClientDisconnect: the client went meanwhile.
         """

@@ -26,7 +26,7 @@ STATUSES: dict[Code, tuple[int, ...]] = {
     "engine_unavailable": (500, 503),
     "internal_error": (500,),
     "invalid_api_key": (401,),
-    "invalid_http": (400, 431, 501),
+    "invalid_http": (400, 415, 431, 501),
     "invalid_json": (400,),
     "invalid_media": (400,),
     "invalid_value": (400,),

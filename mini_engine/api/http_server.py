@@ -55,8 +55,8 @@ class BoundedProtocol(H11Protocol):
     """A connection that is closed when its client is waited for longer than `seconds`: for the head of a request, for
     the rest of a body whose request has its response already, or for taking what was written.
 
-    What comes after a request while it is answered is read as well: otherwise the client's end would not be seen. A body
-    that is being read is its reader's matter (`connection.read_body`). `on_lost` is called at the connection's end.
+    What comes after a request while it is answered is read as well: otherwise the client's end would not be seen. A
+    body on its way is its reader's matter (`connection.read_body`). `on_lost` is called at its end.
     """
 
     def __init__(self, *args: Any, seconds: float, on_lost: Callable[[], None], **more: Any):
