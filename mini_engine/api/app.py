@@ -77,7 +77,7 @@ class Frontend:
         """The body of a request for text, which is not read when there is too much to do already.
 
         Raises:
-            ApiError: 413 or 429.
+            ApiError: 408, 413, 415 or 429.
             EngineError: no engine runs.
             ClientDisconnect: the client went meanwhile.
         """
@@ -292,6 +292,7 @@ def create_app(frontend: Frontend, config: EngineConfig) -> FastAPI:
     app = DescribedApp(
         [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest],
         title="mini-engine",
+        redirect_slashes=False,  # to wherever the header `Host` says
         version=importlib.metadata.version("mini-engine"),
     )
     app.state.work = Work()

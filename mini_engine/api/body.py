@@ -6,6 +6,8 @@ than the JSON that it is made from. Knows nothing of what the fields mean.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -16,6 +18,13 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from mini_engine.api.errors import ApiError, bad_request
 
 MAX_JSON_VALUES = 1 << 19  # a prompt of token ids has as many as it has tokens
+
+MEASURED_BYTES = 16 << 20  # of text; a look at more would hold up others, and no model takes so much
+
+# Up to the next comma or bracket that stands in no string. Matches at any byte, so that it never looks at one twice.
+_UP_TO_VALUE = re.compile(rb'(?:[^",\[{]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"?)*+(?:([,\[{])|\Z)', re.DOTALL)
+_HALF_A_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u)")
+_END_BYTES = 12  # where msgspec takes half of a pair of surrogates, 6 bytes long, for a body that is cut off
 
 
 class Strict(BaseModel):
@@ -96,18 +105,32 @@ def check_model(name: str, served_names: Sequence[str]) -> None:
 
 
 def _parse_json(body: bytes) -> dict[str, Any]:
-    if len(body) > MAX_JSON_VALUES and sum(map(body.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
+    if _may_hold_too_many(body):
         text = f"The request body may hold more than {MAX_JSON_VALUES} JSON values, the most that are read; send less."
         raise bad_request(text, code="invalid_json")
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if "surrogate" in str(error) or ("truncated" in str(error) and _HALF_A_PAIR.search(body[-_END_BYTES:])):
+            text = (
+                "The request body holds an escape \\ud800 to \\udfff alone, half of a pair, which is no valid Unicode."
+            )
+            raise bad_request(text, code="invalid_json") from None
         raise bad_request(f"The request body cannot be read as JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise bad_request("The request body is nested too deeply.", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise bad_request("The request body must be a JSON object.", code="invalid_json")
     return fields
+
+
+def _may_hold_too_many(body: bytes) -> bool:
+    if len(body) <= MAX_JSON_VALUES or sum(map(body.count, (b",", b"[", b"{"))) <= MAX_JSON_VALUES:
+        return False
+    if len(body) > MEASURED_BYTES:
+        return True
+    found = itertools.islice(_UP_TO_VALUE.finditer(body), MAX_JSON_VALUES + 1)
+    return sum(1 for match in found if match.lastindex) > MAX_JSON_VALUES
 
 
 def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 Modality = Literal["image", "video"]
 Message = Mapping[str, Any]
 
+_EVERY_PART = ("type", "uuid")
 _ROLES = ("system", "developer", "user", "assistant")
 PART_TYPES: dict[str, tuple[Modality, tuple[str, ...]]] = {
     "image_url": ("image", ("image_url",)),  # OpenAI's
@@ -238,11 +239,26 @@ def _content(message: Message) -> str | list[Mapping[str, Any]]:
         if kind == "text":
             if not isinstance(part.get("text"), str):
                 raise ChatError("a content part of type 'text' must have a string under 'text'")
+            _check_keys(part, ("text",))
         elif kind not in PART_TYPES:
             raise ChatError(
                 f"content part of type {str(kind)[:40]!r} is not supported; use text, {', '.join(PART_TYPES)}"
             )
+        else:
+            _check_keys(part, PART_TYPES[kind][1])
     return content
+
+
+def _check_keys(part: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """What else a part holds would be lost."""
+    given = [key for key in part if key not in _EVERY_PART]
+    for key in given:
+        if key not in keys:
+            raise ChatError(
+                f"a content part of type {part['type']!r} must not have {key[:40]!r} as well; send a part for each"
+            )
+    if len(given) > 1:
+        raise ChatError(f"a content part of type {part['type']!r} must have one of {' and '.join(given)}, not both")
 
 
 def _media_parts(message: Message) -> list[Mapping[str, Any]]:

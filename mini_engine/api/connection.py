@@ -37,12 +37,15 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
     to the HTTP server, which drops it.
 
     Raises:
-        ApiError: 413, 408, or 429 if there is no room for it beside others.
+        ApiError: 413, 415, 408, or 429 if there is no room for it beside others.
         ClientDisconnect: the client went meanwhile.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limits.max_bytes:
         raise _body_too_large(limits.max_bytes)
+    for coding in request.headers.getlist("content-encoding"):
+        if coding.strip().lower() not in ("", "identity"):
+            raise _coded(coding)
     body = io.BytesIO()  # hands over its buffer without a copy
     clock, enough = asyncio.get_running_loop().time, LEAST_BYTES
     try:
@@ -68,6 +71,11 @@ def _body_too_large(most: int) -> ApiError:
         "images and videos, or URLs of them."
     )
     return ApiError(413, text, code="request_too_large")
+
+
+def _coded(coding: str) -> ApiError:
+    text = f"The request body has the Content-Encoding {coding[:40]!r}, which is not taken; send the JSON as it is."
+    return ApiError(415, text, code="invalid_http", headers={"accept-encoding": "identity"})
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -84,7 +84,7 @@ class Engine:
         self.media = MediaCopy(number, enabled=surroundings.media_capacity > 0)
         self.requests: dict[str, Sample] = {}
         self.preparing = 0  # samples of requests that chose this engine and are not in `requests` yet
-        self.stopped: str | None = None  # what clients are told once it serves no more
+        self.stopped: EngineError | None = None  # what requests end with once it serves no more
         self._socket = socket
         self._encoder = surroundings.encoder
         self._store = surroundings.store
@@ -116,6 +116,11 @@ class Engine:
     def load(self) -> int:
         """Samples that the engine has to finish, or will be sent."""
         return len(self.requests) + self.preparing
+
+    def check(self) -> None:
+        """Raises EngineError when it serves no more."""
+        if self.stopped is not None:
+            raise self.stopped.with_traceback(None)  # which would grow with each who meets it
 
     async def submit(self, request: NewRequest, refill: Refill) -> Generation:
         """Hand `request` to the engine, its media's patches still tensors, or None where `media` names the hash.
@@ -194,10 +199,10 @@ class Engine:
         """Whether the core and all its ranks answer a ping within so many seconds."""
         return self.stopped is None and await self._pulse.check(within)
 
-    def stop(self, why: str, error: EngineError | None = None) -> None:
-        """End all requests and refuse new ones: the engine is gone, or this server is going.
+    def stop(self, why: EngineError, begun: EngineError | None = None) -> None:
+        """End all requests with `why` and refuse new ones: the engine is gone, or this server is going.
 
-        Clients are told `why`; those whose requests the engine had, `error`, if it is given.
+        Those that the engine had end with `begun`, if it is given.
         """
         if self.stopped is not None:
             return
@@ -206,22 +211,23 @@ class Engine:
         self.media.clear()
         requests, self.requests = self.requests, {}
         for sample in requests.values():
-            sample.fail(error or EngineError(why, engine_gone=True))
+            sample.fail(begun or why)
         if self._asked is not None:
             self._asked.cancel()
         for reset in list(self._resets.values()):
             if not reset.done():
-                reset.set_exception(EngineError(why, engine_gone=True))
+                reset.set_exception(why)
         self._pulse.stop()
-        self._sender.close(EngineError(why, engine_gone=True))
+        self._sender.close(why)
 
     def die(self) -> None:
         """The engine is dead."""
-        self.stop(ENGINE_STOPPED, EngineError(ENGINE_DIED, engine_gone=True, begun=True))
+        gone = EngineError(ENGINE_STOPPED, engine_gone=True)
+        self.stop(gone, EngineError(ENGINE_DIED, engine_gone=True, begun=True))
 
     def close(self) -> None:
         """Stop, and close the socket."""
-        self.stop(ENGINE_STOPPED)
+        self.stop(EngineError(ENGINE_STOPPED, engine_gone=True))
         self._socket.close()
 
     async def receive(self) -> None:
@@ -303,17 +309,13 @@ class Engine:
             return await generation.missing() if request.media else None
 
     def _send(self, frame: bytes) -> None:
-        self._check_running()
+        self.check()
         try:
             send_now(self._socket, frame)
         except zmq.ZMQError as error:
             logger.error("engine %d takes no more messages (%s): treated as dead", self.number, error)
             self.die()
-            self._check_running()
-
-    def _check_running(self) -> None:
-        if self.stopped is not None:
-            raise EngineError(self.stopped, engine_gone=True)
+            self.check()
 
 
 def send_now(socket: zmq.asyncio.Socket, frame: bytes) -> None:

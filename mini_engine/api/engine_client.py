@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import zmq.asyncio
 
 from mini_engine import metrics
-from mini_engine.api.engine import ENGINE_STOPPED, Engine, Surroundings
+from mini_engine.api.engine import Engine, Surroundings
 from mini_engine.api.errors import EngineError
 from mini_engine.api.media_store import MediaStore
 from mini_engine.messages import AnyMessage
@@ -54,8 +54,8 @@ class EngineClient:
 
     def check(self) -> None:
         """Raises EngineError when no engine runs: then a request need not be looked at."""
-        if not any(engine.stopped is None for engine in self.engines):
-            raise EngineError(ENGINE_STOPPED, engine_gone=True)
+        if all(engine.stopped is not None for engine in self.engines):
+            self.engines[0].check()
 
     @property
     def alive(self) -> bool:
@@ -120,8 +120,8 @@ class EngineClient:
         if role in ("core", "worker"):
             self.engines[int(index.partition(".")[0])].die()
 
-    def stop(self, why: str) -> None:
-        """End all requests, telling their clients `why`, and refuse new ones."""
+    def stop(self, why: EngineError) -> None:
+        """End all requests with `why`, and refuse new ones."""
         for engine in self.engines:
             engine.stop(why)
 

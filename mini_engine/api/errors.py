@@ -26,7 +26,7 @@ STATUSES: dict[Code, tuple[int, ...]] = {
     "engine_unavailable": (500, 503),
     "internal_error": (500,),
     "invalid_api_key": (401,),
-    "invalid_http": (400, 431, 501),
+    "invalid_http": (400, 415, 431, 501),
     "invalid_json": (400,),
     "invalid_media": (400,),
     "invalid_value": (400,),
@@ -95,6 +95,13 @@ class EngineError(Exception):
         self.begun = begun
 
 
+class ServerStopping(EngineError):
+    """This server ends, and requests that it has not answered with it."""
+
+    def __init__(self) -> None:
+        super().__init__("The server is stopping; send this request again later.", engine_gone=True)
+
+
 class ClientGone(Exception):
     """The client closed its connection: there is nobody left to answer."""
 
@@ -129,10 +136,9 @@ def engine_unavailable(message: str) -> ApiError:
     return ApiError(503, message, code="engine_unavailable", headers={"retry-after": str(RETRY_SECONDS)})
 
 
-def shutting_down() -> ApiError:
-    """A 503: this server ends, and there may be another."""
-    text = "The server is shutting down and takes no new requests; send this one again later."
-    return ApiError(503, text, code="shutting_down", headers={"retry-after": str(RETRY_SECONDS)})
+def shutting_down(message: str) -> ApiError:
+    """A 503: this server ends, but there may be another soon."""
+    return ApiError(503, message, code="shutting_down", headers={"retry-after": str(RETRY_SECONDS)})
 
 
 def as_api_error(error: Exception) -> ApiError | None:
@@ -144,6 +150,8 @@ def as_api_error(error: Exception) -> ApiError | None:
             return bad_request(str(error), "messages")
         case MediaError():
             return bad_request(str(error), "messages", "invalid_media")
+        case ServerStopping():
+            return shutting_down(str(error))
         case EngineError(engine_gone=True, begun=True):
             return ApiError(500, str(error), code="engine_unavailable")
         case EngineError(engine_gone=True):

@@ -30,17 +30,38 @@ logger = logging.getLogger(__name__)
 STOP_SECONDS = 1  # for responses to end once their requests were ended, before their connections are cut
 RETRY_SECONDS = 0.5  # after the system could not give another connection
 QUIET_SECONDS = 10.0  # from one line in the log on connections that wait to the next
+HEAD_BYTES = 16 << 10  # of a request: its first line and its headers
+EARLY_BYTES = 64 << 10  # of further requests, that are kept while one is answered
+EARLY_SECONDS = 1.0  # for a connection with more of them: nothing of it is read, so nobody would see its client go
+
+
+class BoundedParser(h11.Connection):
+    """h11 bounds a head that has not come whole; this one bounds any."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, HEAD_BYTES)
+
+    def next_event(self) -> Any:
+        """As h11's. Raises RemoteProtocolError, with the status 431, for a long head."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            fields = sum(len(name) + len(value) + len(": \r\n") for name, value in event.headers)
+            if len(event.method) + len(event.target) + fields > HEAD_BYTES:
+                raise h11.RemoteProtocolError("the head is too long", error_status_hint=431)
+        return event
 
 
 class BoundedProtocol(H11Protocol):
     """A connection that is closed when its client is waited for longer than `seconds`: for the head of a request, for
     the rest of a body whose request has its response already, or for taking what was written.
 
-    A body that is being read is its reader's matter (`connection.read_body`). `on_lost` is called at its end.
+    What comes after a request while it is answered is read as well: otherwise the client's end would not be seen. A
+    body on its way is its reader's matter (`connection.read_body`). `on_lost` is called at its end.
     """
 
     def __init__(self, *args: Any, seconds: float, on_lost: Callable[[], None], **more: Any):
         super().__init__(*args, **more)
+        self.conn = BoundedParser()
         self._seconds = seconds
         self._on_lost = on_lost
         self._awaited: str | None = None
@@ -61,9 +82,18 @@ class BoundedProtocol(H11Protocol):
         self._on_lost()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of the client."""
-        super().data_received(data)
-        self._look()
+        """Bytes of the client. After a request that is to be the last they mean nothing."""
+        if self.conn.their_state is not h11.MUST_CLOSE:
+            super().data_received(data)
+            self._look()
+
+    def handle_events(self) -> None:
+        """Take the requests that are there. One that comes before the last was answered waits in the parser."""
+        if self.conn.states == {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}:
+            self._skip_empty_lines()
+        super().handle_events()
+        if self._answering and len(self.conn.trailing_data[0]) <= EARLY_BYTES:
+            self.flow.resume_reading()  # which uvicorn stops at the first byte of another request
 
     def on_response_complete(self) -> None:
         """The last of a response was written, and perhaps the connection closed."""
@@ -96,24 +126,43 @@ class BoundedProtocol(H11Protocol):
         problem = "has a head that is too long" if status == 431 else "is not valid HTTP"
         self._refuse(ApiError(status, f"The request {problem}.", code="invalid_http"))
 
+    @property
+    def _answering(self) -> bool:
+        """Whether a request is there whole and its response is not."""
+        return self.conn.their_state in (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)
+
+    def _skip_empty_lines(self) -> None:
+        """Of those before a request, which RFC 9112 (2.2) wants ignored, the parser knows nothing."""
+        came, _ = self.conn.trailing_data
+        if came[:1] in (b"\r", b"\n"):
+            self.conn = BoundedParser()
+            if request := came.lstrip(b"\r\n"):
+                self.conn.receive_data(request)
+
     def _look(self) -> None:
         """See what the client has to do next, and give it time for that. Between two requests it may rest for as long
         as uvicorn keeps connections alive."""
-        state = self.conn.their_state
+        if self.transport.is_closing():
+            return
+        state, seconds = self.conn.their_state, self._seconds
         awaited = None
-        if state is h11.IDLE and (self.cycle is None or self.conn.trailing_data[0]):
+        if state is h11.IDLE and (self.timeout_keep_alive_task is None or self.conn.trailing_data[0]):
             awaited = "head"
         elif state is h11.SEND_BODY and self.cycle.response_complete:
             awaited = "rest"
+        elif self._answering and len(self.conn.trailing_data[0]) > EARLY_BYTES:
+            awaited, seconds = "turn", EARLY_SECONDS
         if awaited == self._awaited:
             return
         self._awaited = awaited
         if self._patience is not None:
             self._patience.cancel()
-        self._patience = None if awaited is None else self.loop.call_later(self._seconds, self._lose_patience)
+        self._patience = None if awaited is None else self.loop.call_later(seconds, self._lose_patience)
 
     def _lose_patience(self) -> None:
-        if self._awaited == "head" and self.conn.trailing_data[0]:
+        if self._awaited == "turn":
+            self.transport.abort()
+        elif self._awaited == "head" and self.conn.trailing_data[0]:
             self._refuse(too_slow("The head of this request has not come", self._seconds))
         else:
             self._leave()

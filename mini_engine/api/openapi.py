@@ -36,7 +36,7 @@ def refuses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
 
 
-FOR_TEXT = refuses(400, 401, 404, 408, 413, 429, 500, 503)  # of an endpoint that asks an engine for text
+FOR_TEXT = refuses(400, 401, 404, 408, 413, 415, 429, 500, 503)  # of an endpoint that asks an engine for text
 GUARDED = refuses(401, 503)  # of any other that asks for a key, and is closed when the server drains
 
 

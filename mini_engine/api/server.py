@@ -23,6 +23,7 @@ from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.connection import BodyLimits
 from mini_engine.api.engine import send_now
 from mini_engine.api.engine_client import EngineClient
+from mini_engine.api.errors import ServerStopping
 from mini_engine.api.http_server import HttpServer
 from mini_engine.api.media_loader import DecodeRules, MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from mini_engine.transport.shm_store import ShmStoreWriter
 
 logger = logging.getLogger(__name__)
-
-STOPPING = "The server is stopping."
 
 
 @dataclass(frozen=True)
@@ -249,7 +248,7 @@ async def _serve(
     server = HttpServer(app, config, link.say_serving)
 
     def stop() -> None:
-        engines.stop(STOPPING)
+        engines.stop(ServerStopping())
         server.should_exit = True
 
     async def drain() -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 INLINE_BYTES = 16_384  # a shorter body is worked on faster than a thread would take to answer
 
-REFUSALS = refuses(400, 401, 404, 408, 413, 503)
+REFUSALS = refuses(400, 401, 404, 408, 413, 415, 503)
 
 router = APIRouter()
 

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from mini_engine.api import operation
+from mini_engine.api.errors import ServerStopping
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import EngineCounters, NewRequest, SamplingParams
 from tests.api.peers import eventually, logprobs_of
@@ -215,7 +216,7 @@ def test_the_metrics_can_be_read_though_an_engine_is_silent_or_gone(
         async with serve(processor, tmp_path, words(processor, "a red")) as served:
             served.core.answers_figures = False
             assert "mini_engine:num_requests_running" in (await served.http.get("/metrics")).text
-            served.frontend.engines.stop("gone")
+            served.frontend.engines.stop(ServerStopping())
             assert "mini_engine:num_requests_running" in (await served.http.get("/metrics")).text
 
     asyncio.run(scenario())

@@ -8,6 +8,7 @@ import json
 import logging
 import resource
 import socket
+import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from mini_engine.api import connection, http_server
 from mini_engine.media.processor import MediaProcessor
 from tests.api.peers import eventually
-from tests.api.serving import MAX_REQUEST_BYTES, Served, hang_up, serve, words
+from tests.api.serving import MAX_REQUEST_BYTES, Served, chat_body, hang_up, serve, words
 
 SOON = {"timeout_client": 0.25, "timeout_keep_alive": 1}
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
@@ -157,12 +158,88 @@ def test_a_client_that_does_not_take_its_answer(processor: MediaProcessor, tmp_p
     with_server(processor, tmp_path, scenario, **SOON)
 
 
+LIVE = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
+LEFTOVERS = [b"\r\n", b"GET /li", LIVE, LIVE + HEAD + b"content-length: 900000\r\n\r\n" + b" " * 600_000]
+
+
+@pytest.mark.parametrize("headers", [b"", b"connection: upgrade\r\nupgrade: h2c\r\n", b"connection: close\r\n"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_after_it_has_sent_more(
+    processor: MediaProcessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool, headers: bytes
+) -> None:
+    """With an end of the connection, and with a reset."""
+    monkeypatch.setattr(http_server, "EARLY_SECONDS", 0.2)
+
+    async def scenario(served: Served) -> None:
+        served.core.hold = True
+        body = json.dumps(chat_body(stream=stream)).encode()
+        request = HEAD + headers + b"content-length: %d\r\n\r\n" % len(body) + body
+        writers = [(await say(served, request))[1] for _ in LEFTOVERS]
+        await served.core.until(lambda: len(served.core.requests) == len(writers))
+        for writer, leftover in zip(writers, LEFTOVERS, strict=True):
+            writer.write(leftover)
+        await asyncio.sleep(0.05)
+        assert not served.core.finishes
+        for writer in writers:
+            if stream:
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.close()
+        await served.core.until(lambda: [one.reason for one in served.core.finishes] == ["abort"] * len(writers))
+        await eventually(lambda: not served.frontend.requests.unfinished)
+        assert b" 200 " in await say_and_hear(served, LIVE)
+        served.core.hold = False
+
+    with_server(processor, tmp_path, scenario, max_connections=len(LEFTOVERS))
+
+
+async def say_and_hear(served: Served, text: bytes) -> bytes:
+    """The first line that comes for `text`."""
+    reader, writer = await say(served, text)
+    line = await asyncio.wait_for(reader.readline(), 10)
+    await hang_up(writer)
+    return line
+
+
+def test_requests_that_come_before_the_last_is_answered(
+    processor: MediaProcessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are answered in turn; empty lines between them are ignored."""
+    monkeypatch.setattr(http_server, "EARLY_SECONDS", 30)  # on a slow machine
+
+    async def scenario(served: Served) -> None:
+        body = json.dumps(chat_body()).encode()
+        body += b" " * (2 * http_server.EARLY_BYTES)
+        asking = HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+        last = b"GET /nowhere HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        answers = await end_of(served, b"\r\n" + LIVE + b"\r\n" + asking + b"\r\n\r\n" + asking + LIVE + last)
+        assert [part.split()[0] for part in answers.split(b"HTTP/1.1 ")[1:]] == [b"200"] * 4 + [b"404"]
+        assert answers.count(b'"a red"') == 2
+
+    with_server(processor, tmp_path, scenario)
+
+
+def test_empty_lines_do_not_keep_a_connection(processor: MediaProcessor, tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        reader, writer = await say(served, LIVE)
+        reading = asyncio.create_task(ended(reader))
+        async with asyncio.timeout(10):
+            while not reading.done():
+                writer.write(b"\r\n")
+                await asyncio.sleep(0.05)
+        assert b" 200 " in reading.result()
+        await hang_up(writer)
+
+    with_server(processor, tmp_path, scenario, **SOON)
+
+
 NO_HTTP = [
     (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", (b"400", "invalid_http")),
     (b"GET /live HTTP/1.1\r\nhost: x\r\na b: c\r\n\r\n", (b"400", "invalid_http")),
     (b"GET /live HTTP/1.1\r\n\r\n", (b"400", "invalid_http")),  # without a host
     (b"GET /live HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 20_000, (b"431", "invalid_http")),
     (b"GET /" + b"a" * 100_000, (b"431", "invalid_http")),
+    (b"GET /live HTTP/1.1\r\nhost: x\r\na: " + b"a" * 20_000 + b"\r\n\r\n", (b"431", "invalid_http")),
+    (b"GET /live HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 3000 + b"\r\n", (b"431", "invalid_http")),
     (HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\n", (b"400", "invalid_http")),
     (HEAD + b"content-length: -5\r\n\r\n", (b"400", "invalid_http")),
     (HEAD + b"transfer-encoding: gzip\r\n\r\n", (b"501", "invalid_http")),

@@ -3,8 +3,10 @@
 import asyncio
 from pathlib import Path
 
+import openai
 import pytest
 
+from mini_engine.api.errors import ServerStopping
 from mini_engine.media.processor import MediaProcessor
 from tests.api.peers import eventually
 from tests.api.serving import hang_up, serve, words
@@ -38,6 +40,24 @@ def test_what_runs_ends_and_what_comes_is_refused(processor: MediaProcessor, tmp
                 assert answer.choices[0].message.content == "a red"
             async with asyncio.timeout(5):
                 await draining
+
+    asyncio.run(scenario())
+
+
+def test_what_is_cut_off_is_told_why(processor: MediaProcessor, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serve(processor, tmp_path, words(processor, "a red")) as served:
+            served.core.hold = True
+            stream = await served.ask(stream=True)
+            whole = asyncio.create_task(served.post())
+            await served.core.until(lambda: len(served.core.requests) == 2)
+            served.frontend.engines.stop(ServerStopping())
+            with pytest.raises(openai.APIError, match="stopping") as cut:
+                [chunk async for chunk in stream]
+            assert cut.value.code == "shutting_down"
+            for response in (await whole, await served.post()):
+                assert (response.status_code, response.json()["error"]["code"]) == (503, "shutting_down")
+                assert response.headers["retry-after"] == "5"
 
     asyncio.run(scenario())
 

@@ -12,7 +12,7 @@ import torch
 import zmq.asyncio
 
 from mini_engine.api.engine_client import EngineClient
-from mini_engine.api.errors import EngineError
+from mini_engine.api.errors import EngineError, ServerStopping
 from mini_engine.api.generation import Generation, NewTokens
 from mini_engine.api.media_store import INLINE_COPY_BYTES
 from mini_engine.messages import MediaItem, NewRequest, SamplingParams, Sibling
@@ -182,7 +182,7 @@ def test_an_engine_that_dies_during_a_copy_gets_nothing(tmp_path: Path) -> None:
         async with connected(tmp_path, [transport]) as (client, (core,)):
             large = asyncio.create_task(submit(client, request("large", INLINE_COPY_BYTES + 1)))
             await eventually(lambda: transport.copier is not None)
-            client.stop("The server is stopping.")
+            client.stop(ServerStopping())
             SlowOutgoing.go.set()
             with pytest.raises(EngineError, match="stopping"):
                 await large

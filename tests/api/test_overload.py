@@ -7,6 +7,7 @@ import base64
 import contextlib
 import dataclasses
 import gc
+import gzip
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -267,6 +268,18 @@ def test_a_conversation_is_forgotten_once_the_engine_has_it(processor: MediaProc
             await eventually(lambda: not any(type(one) is ChatRequest for one in gc.get_objects()))
             await hang_up(writer)
             await eventually(lambda: not served.frontend.engines.engines[0].requests)
+
+    with_server(processor, tmp_path, scenario)
+
+
+def test_a_body_in_another_coding(processor: MediaProcessor, tmp_path: Path) -> None:
+    async def scenario(served: Served) -> None:
+        for path in ("/v1/chat/completions", "/v1/completions", "/tokenize"):
+            answer = await served.http.post(path, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
+            assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "identity")
+            assert answer.json()["error"]["code"] == "invalid_http" and "'gzip'" in answer.json()["error"]["message"]
+        plain = await served.http.post("/tokenize", json={"prompt": "a red"}, headers={"content-encoding": "Identity"})
+        assert plain.status_code == 200
 
     with_server(processor, tmp_path, scenario)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mini_engine.api.body import MAX_JSON_VALUES, Body, parse_body
+from mini_engine.api.body import MAX_JSON_VALUES, MEASURED_BYTES, Body, parse_body
 from mini_engine.api.completion_protocol import CompletionRequest
 from mini_engine.api.errors import ApiError
 from mini_engine.api.protocol import IGNORED, MAX_MESSAGES, MAX_PARTS, NEUTRAL, ChatRequest
@@ -213,6 +213,26 @@ def test_a_body_of_many_values_is_not_looked_into() -> None:
     finally:
         tracemalloc.stop()
     assert (caught.value.status, caught.value.body.code) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize("text", [",", "[{", '\\",', "\\\\,", "\n,"])
+def test_what_stands_in_texts_is_no_value(text: str) -> None:
+    body = {"messages": [{"role": "user", "content": text * (MAX_JSON_VALUES + 1)}]}
+    assert (
+        parse_body(json.dumps(body).encode(), ChatRequest, ["m"]).messages[0].content == body["messages"][0]["content"]
+    )
+    numbers = b'{"messages": ",\\",", "stop": [' + b"1," * MAX_JSON_VALUES + b"1]}"
+    for other in (numbers, b'{"a": "' + b'\\",' * (MEASURED_BYTES // 3)):
+        with pytest.raises(ApiError, match=f"{MAX_JSON_VALUES} JSON values"):
+            parse_body(other, ChatRequest, ["m"])
+
+
+@pytest.mark.parametrize("text", [rb"\ud800", rb"\ud800 and more of it", rb"\udc00", rb"\ud800A", rb"\uDbFfx"])
+def test_half_of_a_pair_of_surrogates_is_named(text: bytes) -> None:
+    with pytest.raises(ApiError, match="no valid Unicode"):
+        parse_body(b'{"model": "' + text + b'"}', ChatRequest, ["m"])
+    with pytest.raises(ApiError, match="truncated"):
+        parse_body(rb'{"model": "\ud83d\u', ChatRequest, ["m"])
 
 
 def test_an_error_does_not_repeat_the_media() -> None:

@@ -190,7 +190,7 @@ def test_errors_are_the_sdks_exceptions(processor: MediaProcessor, tmp_path: Pat
         with pytest.raises(openai.APIError, match="the media are lost"):
             async for _ in stream:
                 pass
-        served.frontend.engines.engines[0].stop("The engine has stopped.")
+        served.frontend.engines.engines[0].die()
         with pytest.raises(openai.InternalServerError) as stopped:
             await served.ask()
         assert (stopped.value.status_code, stopped.value.code) == (503, "engine_unavailable")

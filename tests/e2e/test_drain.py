@@ -80,8 +80,9 @@ def test_the_time_for_it_is_bounded():
         stream = begin(server, 20_000)
         begun = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        with pytest.raises(openai.APIError, match="stopping"):
+        with pytest.raises(openai.APIError, match="stopping") as cut:
             list(stream)
+        assert cut.value.code == "shutting_down"
         assert 1 <= time.monotonic() - begun < 4
         assert server.process.wait(5) == 0
         server.assert_nothing_left(family)
