@@ -18,6 +18,7 @@ from typing import Any
 from mini_engine import log
 from mini_engine.cli_help import build_parser
 from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.config.elsewhere import ELSEWHERE
 from mini_engine.config.sources import (
     CONFIG_ENV,
     Given,
@@ -78,6 +79,8 @@ def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
     known = [flag for action in parser._actions for flag in action.option_strings]
     for arg in args:  # first of all, since argparse takes an unknown flag for a value if there is a space in it
         _check_flag(arg.partition("=")[0], known)
+    if "--help" in args[:-1] and (flag := args[args.index("--help") + 1]).startswith("--"):
+        args = [f"--help={flag}"]
     namespace, unknown = parser.parse_known_args(args)
     for arg in unknown:
         raise ConfigError(f"unexpected argument {arg!r}; --help shows what can be given")
@@ -86,8 +89,8 @@ def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
 
 def _check_flag(flag: str, known: Sequence[str]) -> None:
     """Raises ConfigError if this looks like a flag and is none."""
-    if flag == "--model":
-        raise ConfigError("--model: the model is the first argument, without a flag: serve.py MODEL")
+    if flag in ELSEWHERE:
+        raise ConfigError(f"{flag}: {ELSEWHERE[flag]}")
     if flag.startswith("--") and flag not in known:
         raise ConfigError(f"unknown flag {flag}{suggestion(flag, known, '--') or '; --help lists them'}")
 

@@ -25,6 +25,9 @@ A flag counts before a variable, a variable before the file of --config ({CONFIG
 """
 
 
+COMMAND_FLAGS = ("--help", "--version", "--config", "--print-config")
+
+
 class Parser(argparse.ArgumentParser):
     """Ends with one clear line instead of argparse's usage dump."""
 
@@ -55,7 +58,7 @@ class Use(argparse.Action):
 
 
 class Help(argparse.Action):
-    """`--help` shows everything, `--help WORD` the flags with that word in their names or their group's."""
+    """`--help` shows everything, `--help WORD` the flags with that word in their names, help or group."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, _namespace: argparse.Namespace, values: Any, _flag: str | None = None
@@ -83,12 +86,13 @@ def build_parser(word: str | None = None) -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    if not word:
-        _add_command(parser.add_argument_group("Command"))
     kinds, groups = field_types(), {}
+    if not word or _matches(word, "Command", *COMMAND_FLAGS):
+        groups["Command"] = parser.add_argument_group("Command")
+        _add_command(groups["Command"])
     for field in fields():
         opt: Option = field.metadata["option"]
-        if word and not _matches(word, opt.group, *flags_of(field, kinds[field.name])):
+        if word and not _matches(word, opt.group, opt.help, *flags_of(field, kinds[field.name]), *opt.twins):
             continue
         if opt.group not in groups:
             groups[opt.group] = parser.add_argument_group(opt.group)
@@ -96,20 +100,20 @@ def build_parser(word: str | None = None) -> argparse.ArgumentParser:
     if not groups:
         known = sorted({field.metadata["option"].group for field in fields()})
         near = suggestion(word or "", known)
-        raise ConfigError(f"--help: no flag or group has {word!r} in its name{near or '; groups: ' + ', '.join(known)}")
+        raise ConfigError(f"--help: no flag or group has {word!r} in its text{near or '; groups: ' + ', '.join(known)}")
     return parser
 
 
-def _matches(word: str, *names: str) -> bool:
+def _matches(word: str, *texts: str) -> bool:
     wanted = word.replace("_", "-").lower()
-    return any(wanted in name.lower() for name in names)
+    return any(wanted in text.replace("_", "-").lower() for text in texts)
 
 
 def _add_command(group: argparse._ArgumentGroup) -> None:
     """What is no setting of a server."""
     group.add_argument(
         "-h", "--help", action=Help, nargs="?", metavar="WORD",
-        help="Show this, or the flags with a word in their names or their group's: --help cache.",
+        help="Show this, or the flags with a word in their names, help or group: --help cache.",
     )  # fmt: skip
     version = f"mini-engine {importlib.metadata.version('mini-engine')}"
     group.add_argument("--version", action="version", version=version, help="Show the version.")

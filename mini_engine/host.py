@@ -69,6 +69,11 @@ def load_model_config(model_dir: str, config: EngineConfig) -> ModelConfig:
         ConfigError: there is none, its architecture is not supported, its heads cannot be shared out as asked, or it
             was made for less than `--max-model-len`.
     """
+    if not (Path(model_dir) / "config.json").is_file():
+        raise ConfigError(
+            f"{model_dir} has no config.json; give the directory that holds a Hugging Face model's files, or copy them "
+            "from where the model is from"
+        )
     try:
         model = ModelConfig.from_dir(model_dir)
     except (OSError, ValueError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""The figures behind `GET /metrics`, by vLLM's names under the prefix `mini_engine:`.
+"""The figures behind `GET /metrics`, under the prefix `mini_engine:`, by vLLM's names where it has the same figure.
 
 Every API server counts into files of its own in one directory (prometheus_client's multiprocess mode, on when the
 supervisor has set PROMETHEUS_MULTIPROC_DIR before the process starts), and whichever of them is asked sums over all.
@@ -41,6 +41,7 @@ _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.
 _E2E_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2, 2.0, 3.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0)
+_SIZES = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 _STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
 
@@ -140,6 +141,14 @@ inter_token_latency_seconds = _histogram(
 e2e_request_latency_seconds = _histogram(
     "e2e_request_latency_seconds", "From the request's arrival to its last token.", _E2E_BUCKETS
 )
+request_prompt_tokens = _histogram("request_prompt_tokens", "Prompt tokens of each request that succeeded.", _SIZES)
+request_generation_tokens = _histogram(
+    "request_generation_tokens", "Tokens delivered to each request that succeeded, of all its choices.", _SIZES
+)
+request_time_per_output_token_seconds = _histogram(
+    "request_time_per_output_token_seconds", "Mean time from one token to the next of a choice of each request that "
+    "succeeded, where it has two.", _TOKEN_BUCKETS,
+)  # fmt: skip
 # Where a request's time goes, by the stages of `api/timings.py`; vLLM has the three without another name here.
 stage_seconds = {
     "admission": _stage_histogram("admission", "In line for a place among the requests whose media are decoded"),
@@ -153,6 +162,9 @@ stage_seconds = {
     "generation": _stage_histogram("decode", "From the first token to the last"),
 }
 media_decodes_total = _counter("media_decodes_total", "Images and videos decoded and processed.")
+media_decodes_given_up_total = _counter(
+    "media_decodes_given_up_total", "Images and videos whose decoder did not come back in time."
+)
 inflight_media_bytes = Gauge(
     "mini_engine:inflight_media_bytes",
     "Bytes of encoded images and videos reserved for requests, until an engine has taken these over.",

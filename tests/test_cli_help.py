@@ -50,12 +50,19 @@ def test_no_flag_is_broken(shown):
     [
         ("logging", "--log-format", "--port"),
         ("max_num", "--max-num-seqs", "--seed"),
-        ("Media", "--mm-tensor-ipc", "-tp"),
+        ("Media", "--mm-tensor-ipc", "--port"),
+        ("video", "--media-io-kwargs", "--port"),
+        ("num_frames", "--media-io-kwargs", "--port"),
+        ("disable_multimodal", "--mm-tensor-ipc", "--port"),
+        ("--max-num-seqs", "--max-num-seqs", "--seed"),
+        ("--max_num_seqs", "--max-num-seqs", "--seed"),
+        ("--config", "--print-config", "--port"),
     ],
 )
-def test_a_part_of_it(capsys, word, there, absent):
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_part_of_it(capsys, word, there, absent, joint):
     with pytest.raises(SystemExit) as ended:
-        parse(["--help", word], {})
+        parse([f"--help={word}"] if joint else ["--help", word], {})
     part = capsys.readouterr().out
     assert ended.value.code == 0 and f"  {there}" in part and f"  {absent}" not in part and "examples" not in part
 

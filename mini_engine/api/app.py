@@ -20,6 +20,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from mini_engine.api import completions, operation, responses, tokens
 from mini_engine.api.admission import MediaAdmission, RequestAdmission
@@ -32,7 +33,7 @@ from mini_engine.api.delivery import Delivery, deliver
 from mini_engine.api.detokenizer import Detokenizer
 from mini_engine.api.door import Door, Work
 from mini_engine.api.engine_client import EngineClient
-from mini_engine.api.errors import ApiError, Code
+from mini_engine.api.errors import ApiError
 from mini_engine.api.logprobs import LogprobList
 from mini_engine.api.media_loader import FetchedItem, MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
@@ -266,11 +267,24 @@ async def model(request: Request) -> Response:
     return Response(body, media_type="application/json")
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
+ROUTERS = (router, completions.router, tokens.router, operation.router)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own refusals, an unknown path or method, in OpenAI's form."""
     assert isinstance(error, HTTPException)
-    code: Code = "unknown_url" if error.status_code == 404 else "method_not_allowed"
-    return error_response(ApiError(error.status_code, f"{error.detail}.", code=code))
+    if error.status_code == 404:
+        return error_response(ApiError(404, f"{error.detail}.", code="unknown_url"))
+    methods = {  # of all routes of this path, of which the error knows one
+        method
+        for part in ROUTERS
+        for route in part.routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+        for method in route.methods or ()
+    }
+    allowed = ", ".join(sorted(methods)) or (error.headers or {}).get("Allow", "")
+    text = f"{error.detail}; this path takes {allowed}."
+    return error_response(ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed}))
 
 
 def create_app(frontend: Frontend, config: EngineConfig) -> FastAPI:
@@ -278,8 +292,8 @@ def create_app(frontend: Frontend, config: EngineConfig) -> FastAPI:
     app = DescribedApp(
         [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest],
         title="mini-engine",
-        redirect_slashes=False,  # to wherever the header `Host` says
         version=importlib.metadata.version("mini-engine"),
+        redirect_slashes=False,  # to wherever the header `Host` says
     )
     app.state.work = Work()
     app.add_middleware(Door, api_keys=config.api_key, root_path=config.root_path, work=app.state.work)
@@ -297,7 +311,7 @@ def create_app(frontend: Frontend, config: EngineConfig) -> FastAPI:
     app.state.frontend = frontend
     app.state.config = config
     app.state.created = int(time.time())
-    for part in (router, completions.router, tokens.router, operation.router):
+    for part in ROUTERS:
         app.include_router(part)
     app.add_exception_handler(HTTPException, _http_error)
     return app

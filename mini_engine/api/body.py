@@ -156,7 +156,9 @@ def _refusal(error: ValidationError, kind: type[Body]) -> ApiError:
         return bad_request(f"Unknown parameter: '{param}'.", param, "unknown_parameter")
     if details["type"] == "missing":
         return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
-    problem = details["msg"]
+    if details["type"] in ("too_short", "string_too_short") and details["ctx"]["min_length"] == 1:
+        return bad_request(f"Invalid '{param}': must not be empty.", param, "invalid_value")
+    problem = details["msg"].replace(" after validation", "")  # pydantic's word for a list of which it has read a part
     field = str(details["loc"][0])
     if field in kind.model_fields and kind.model_fields[field].description:
         param = field  # what is said of it is said of all that it holds

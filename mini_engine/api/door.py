@@ -16,7 +16,6 @@ from mini_engine.api.refusal import error_response
 
 OPEN_PATHS = ("/health", "/live")  # for those who only look whether the server is well
 UNCOUNTED_PATHS = ("/metrics",)  # for those who watch how it ends
-SHUTTING_DOWN = "The server is shutting down and takes no new requests; send this one again later."
 WRONG_KEY = "This server asks for an API key: send one that it knows in the header 'Authorization: Bearer KEY'."
 
 
@@ -83,7 +82,7 @@ class Door:
         elif path in UNCOUNTED_PATHS:
             await self._app(scope, receive, send)
         elif self._work.draining:
-            await error_response(shutting_down(SHUTTING_DOWN))(scope, receive, send)
+            await error_response(shutting_down())(scope, receive, send)
         else:
             with self._work:
                 await self._let_in(scope, receive, send)
@@ -110,7 +109,7 @@ class Door:
         except asyncio.CancelledError:
             if answered:
                 raise
-            await error_response(shutting_down(SHUTTING_DOWN))(scope, receive, send)
+            await error_response(shutting_down())(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
         """Takes as long for a key that is nearly right as for any other, whichever of them it is."""

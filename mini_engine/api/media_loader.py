@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mini_engine import metrics
 from mini_engine.api.chat import MediaRef
 from mini_engine.api.media_settings import KeyedSettings
+from mini_engine.api.media_threads import MediaThreads, Overdue
 from mini_engine.api.timings import RequestClock
 from mini_engine.media.errors import DecodeCancelled, MediaError
 from mini_engine.media.fetch import declared_size, fetch, is_elsewhere
 from mini_engine.media.hashing import media_hash
 from mini_engine.media.image import decode_image
-from mini_engine.media.limits import DecodeLimits, ImageLimits
+from mini_engine.media.limits import DecodeLimits, ImageLimits, decode_overdue
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.media.video import decode_video
 from mini_engine.messages import Modality
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FETCH_THREADS = 32  # they wait, most of the time
+GRACE_SECONDS = 5.0  # beyond its time an item may stay in one call of a decoder before its thread is given up
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class MediaLoader:
         self.processor = processor
         self.policy = policy
         self.rules = rules
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="media")
+        seconds = max(rules.image.media_decode_timeout, rules.video.media_decode_timeout)
+        self._threads = MediaThreads(threads, seconds + GRACE_SECONDS)
         self._fetching = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="fetch")
         self._flights: dict[bytes, _Flight] = {}
 
@@ -127,7 +130,7 @@ class MediaLoader:
         """
         with _cancelling() as cancelled:
             return await _all(
-                _in_thread(self._pool, partial(self._fetch_and_hash, ref, keyed, downloads.get(ref.name), cancelled))
+                self._threads.run(partial(self._fetch_and_hash, ref, keyed, downloads.get(ref.name), cancelled))
                 for ref in refs
             )
 
@@ -155,8 +158,8 @@ class MediaLoader:
 
     def close(self) -> None:
         """Take no more work. What is at work ends by its own cancellation."""
-        for pool in (self._pool, self._fetching):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
+        self._fetching.shutdown(wait=False, cancel_futures=True)
 
     async def _process(self, item: FetchedItem) -> _Worked:
         flight = self._flights.get(item.media_hash) or self._start(item)
@@ -178,7 +181,7 @@ class MediaLoader:
 
     def _start(self, item: FetchedItem) -> _Flight:
         cancelled = threading.Event()
-        work = asyncio.ensure_future(_in_thread(self._pool, partial(self._decode_and_process, item, cancelled)))
+        work = asyncio.ensure_future(self._work(item, cancelled))
         flight = self._flights[item.media_hash] = _Flight(work, cancelled)
         work.add_done_callback(lambda _: self._land(item.media_hash, flight))
         return flight
@@ -194,12 +197,23 @@ class MediaLoader:
         digest = media_hash(data, keyed.keys[ref.modality])
         return FetchedItem(ref.modality, ref.name, data, keyed.settings, digest)
 
-    def _decode_and_process(self, item: FetchedItem, cancelled: threading.Event) -> _Worked:
+    async def _work(self, item: FetchedItem, cancelled: threading.Event) -> _Worked:
+        decoded = threading.Event()
+        try:
+            return await self._threads.run(partial(self._decode_and_process, item, cancelled, decoded), decoded)
+        except Overdue:
+            limits = self.rules.image if item.modality == "image" else self.rules.video
+            raise decode_overdue(item.name, limits.media_decode_timeout, f"a smaller {item.modality}") from None
+
+    def _decode_and_process(
+        self, item: FetchedItem, cancelled: threading.Event, is_decoded: threading.Event
+    ) -> _Worked:
         if cancelled.is_set():
             raise DecodeCancelled
         began = time.monotonic()
         if item.modality == "image":
-            image = decode_image(item.data, self.rules.image, item=item.name)
+            image = decode_image(item.data, self.rules.image, item=item.name, cancelled=cancelled)
+            is_decoded.set()
             decoded = time.monotonic()
             processed = self.processor.process_image(image, item=item.name, settings=item.settings)
         else:
@@ -211,6 +225,7 @@ class MediaLoader:
                 cancelled=cancelled,
                 allow_partial=self.rules.allow_partial_video,
             )
+            is_decoded.set()
             decoded = time.monotonic()
             processed = self.processor.process_video(video, item=item.name, settings=item.settings)
         metrics.media_decodes_total.inc()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from mini_engine.api.body import Body, Strict, few
@@ -75,6 +75,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Types of parts that other servers take.
+UNSUPPORTED_PARTS = {"input_audio": "audio", "audio_url": "audio", "audio": "audio", "file": "a file"}
+
+
 class MediaUrl(Strict):
     """Where an image or video is. `detail` is ignored: `mm_processor_kwargs` says how large items get."""
 
@@ -93,6 +97,15 @@ class ContentPart(Strict):
     video: MediaUrl | str | None = None
     url: str | None = None
     uuid: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind in UNSUPPORTED_PARTS:
+            text = "{what} is not supported; send text, images and videos"
+            raise PydanticCustomError("unsupported_part", text, {"what": UNSUPPORTED_PARTS[kind]})
+        return value
 
 
 def _not_null(value: Any) -> Any:

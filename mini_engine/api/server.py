@@ -103,8 +103,6 @@ def load(init: Init, index: int) -> ModelFront:
             mm_processor_kwargs=config.mm_processor_kwargs,
             device=device,
         )
-        if config.media_io_kwargs.get("image"):
-            raise ConfigError("--media-io-kwargs: images take no arguments")
         try:
             sampling = processor.sampling(config.media_io_kwargs.get("video"))
         except ValueError as error:

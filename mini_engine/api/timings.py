@@ -28,7 +28,8 @@ class RequestClock:
     def __init__(self) -> None:
         self.failed = False  # the client was told of an error, be it in a stream whose status was 200
         self._arrived = self._entered = time.monotonic()
-        self._started = False
+        self._prompt = self._generated = 0  # tokens
+        self._gaps, self._gap_seconds = 0, 0.0  # between tokens of one choice, of all choices
         self._last_token: dict[int, float] = {}  # when it came, by choice
         self._ended = False
         self._stage: Stage = "other"
@@ -55,10 +56,13 @@ class RequestClock:
         if before is not None:
             for _ in range(generated):
                 metrics.inter_token_latency_seconds.observe((now - before) / generated)
-        if not self._started:
-            self._started = True
+            self._gaps += generated
+            self._gap_seconds += now - before
+        if not self._generated:
+            self._prompt = prompt
             metrics.time_to_first_token_seconds.observe(now - self._arrived)
             metrics.prompt_tokens_total.inc(prompt)
+        self._generated += generated
         metrics.generation_tokens_total.inc(generated)
 
     def end(self, reason: FinishReason, times: EngineTimes | None = None) -> None:
@@ -72,6 +76,10 @@ class RequestClock:
         now = time.monotonic()
         self._add_engine(times, now)
         metrics.e2e_request_latency_seconds.observe(now - self._arrived)
+        metrics.request_prompt_tokens.observe(self._prompt)
+        metrics.request_generation_tokens.observe(self._generated)
+        if self._gaps:
+            metrics.request_time_per_output_token_seconds.observe(self._gap_seconds / self._gaps)
         for stage, histogram in metrics.stage_seconds.items():
             histogram.observe(self._spent[stage])
 

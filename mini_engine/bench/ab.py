@@ -3,7 +3,8 @@
 A and B are started in turn, A B B A and so on, each fresh for each round, so that drift of the machine hits both alike.
 The flags of `--launch` are for both. Every run is warmed up first and sends the same bytes. The ratio B/A of a figure
 is that of the means over all rounds; its spread goes from the least to the greatest ratio of a round. Answers are
-greedy, so they are compared as well: how many prompts were not answered alike by all runs, and by those of one side.
+greedy without --temperature, so they are compared as well: how many prompts were not answered alike by all runs, and by
+those of one side.
 """
 
 from __future__ import annotations
@@ -119,20 +120,26 @@ def differing(runs: list[Measured]) -> int:
 
 def describe(figures: dict[str, Any], args: argparse.Namespace, settings: Settings) -> str:
     """The comparison for people, and its main figures as a line of a Markdown table."""
-    rows = [[key, *ratio.values()] for key, ratio in figures["ratios"].items()]
+    columns = {"a": "A", "b": "B", "ratio": "B/A"}
+    measured = "One round; with more, the ratios have a spread:"
+    if args.rounds > 1:
+        columns |= {"least": "least", "greatest": "greatest"}
+        measured = f"Means of {args.rounds} rounds, and the ratio with the least and greatest of a round:"
+    rows = [[key, *(ratio[column] for column in columns)] for key, ratio in figures["ratios"].items()]
     answers = figures["answers"]
     cells = [f"`{args.a or 'defaults'}`", f"`{args.b or 'defaults'}`", f"{settings.data.unique_ratio:g}"]
     for key in ROW:
         ratio = figures["ratios"].get(key)
-        cells.append(f"{ratio['ratio']:.2f} ({ratio['least']:.2f}–{ratio['greatest']:.2f})" if ratio else "-")
+        spread = f" ({ratio['least']:.2f}–{ratio['greatest']:.2f})" if ratio and args.rounds > 1 else ""
+        cells.append(f"{ratio['ratio']:.2f}{spread}" if ratio else "-")
     return "\n".join(
         [
             f"A: {args.a or 'defaults'}",
             f"B: {args.b or 'defaults'}",
             f"both: {args.launch or 'defaults'}",
-            f"Means of {args.rounds} rounds, and the ratio with the least and greatest of a round:",
+            measured,
             "",
-            table(["", "A", "B", "B/A", "least", "greatest"], rows),
+            table(["", *columns.values()], rows),
             "",
             f"Prompts not answered alike by all runs: {answers['differ']} of {answers['prompts']}; by the runs of A: "
             f"{answers['differ_in_a']}, of B: {answers['differ_in_b']}",

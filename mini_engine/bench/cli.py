@@ -1,6 +1,6 @@
 """The command line of `bench.py`: one subcommand for each regime, and the output conventions that all share.
 
-Without the name of a regime it is `serve`, so that command lines of vLLM's serving benchmark run as they stand.
+Without the name of a regime it is `serve`, and a flag of vLLM's serving benchmark that is not here says so.
 
 A regime is a module with `HELP`, `add_arguments(parser)` and `run(args) -> Report`; nothing heavy is imported before
 `run`. What it prints is a text for people and, as the last line of stdout, one JSON object. Progress goes to stderr.
@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import Protocol
 
 from mini_engine.bench import ab, attention, core, gpu, serve, sweep, transport
+from mini_engine.bench.parser import Parser
 from mini_engine.bench.report import BenchError, Report, as_json
+from mini_engine.bench.serving.vllm import REFUSED
 from mini_engine.config import ConfigError
+from mini_engine.config.sources import suggestion
 
 
 class Regime(Protocol):
@@ -54,10 +57,13 @@ REGIMES: dict[str, Regime] = {
 FLAG_TEXTS = ("--serve", "--launch", "--a", "--b", "--flag")  # flags whose value is itself a text of flags
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of `bench.py`."""
-    parser = argparse.ArgumentParser(prog="bench.py", description="Measure mini-engine.", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="regime", metavar="REGIME", required=True)
+def build_parser() -> Parser:
+    """The parser of `bench.py`; see `parse`."""
+    parser = Parser(
+        prog="bench.py", description="Measure mini-engine.", allow_abbrev=False, usage="bench.py [REGIME] [flags]",
+        epilog=f"Without REGIME it is {DEFAULT_REGIME}; `bench.py {DEFAULT_REGIME} --help` shows its flags.",
+    )  # fmt: skip
+    commands = parser.add_subparsers(prog="bench.py", dest="regime", metavar="REGIME", required=True)
     for name, regime in REGIMES.items():
         command = commands.add_parser(
             name, help=regime.HELP, description=regime.__doc__, allow_abbrev=False,
@@ -65,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         )  # fmt: skip
         regime.add_arguments(command)
         command.add_argument("--output", type=Path, metavar="FILE", help="Write the JSON object to this file too.")
+    parser.commands = commands.choices
     return parser
 
 
@@ -83,11 +90,26 @@ def as_typed(argv: Sequence[str]) -> list[str]:
     return read
 
 
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """What was typed.
+
+    Raises:
+        ConfigError: a flag that is none, or a value of no use.
+        SystemExit: for `--help`.
+    """
+    parser, typed = build_parser(), as_typed(argv)
+    if argv and not argv[0].startswith("-") and argv[0] not in REGIMES:
+        raise ConfigError(f"unknown regime {argv[0]}{suggestion(argv[0], REGIMES) or '; ' + ', '.join(REGIMES)}")
+    if typed[0] in REGIMES:  # first of all, since argparse would miss a required flag before it found a wrong one
+        parser.commands[typed[0]].check_flags(typed[1:], REFUSED)
+    return parser.parse_args(typed)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one regime; returns the exit status: 0, 1 if something failed while it was measured, 2 for bad flags."""
-    args = build_parser().parse_args(as_typed(sys.argv[1:] if argv is None else argv))
     signal.signal(signal.SIGTERM, _terminate)
     try:
+        args = parse(sys.argv[1:] if argv is None else argv)
         report = REGIMES[args.regime].run(args)
     except ConfigError as error:
         print(f"bench.py: {error}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 Without flags it asks the server on port 8000 about synthetic videos of the kind that the bundled model knows, 8 at a
 time, and shows how many answers were right beside how fast they came. Prompts are made, and media encoded, before any
-clock runs; answers are greedy and streamed. What each figure means stands in docs/benchmarks.md.
+clock runs; answers are streamed, and greedy without --temperature. What each figure means stands in docs/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -11,9 +11,11 @@ import argparse
 import copy
 from typing import TYPE_CHECKING, Any
 
+from mini_engine.bench.parser import Parser
 from mini_engine.bench.report import Report, plain, table
 from mini_engine.bench.serving import flags
 from mini_engine.config import ConfigError
+from mini_engine.config.sources import suggestion
 
 if TYPE_CHECKING:
     from mini_engine.bench.serving.measure import Measured
@@ -66,21 +68,27 @@ def settings_with(args: argparse.Namespace, flag: str, value: str) -> Settings:
     """The settings of one value.
 
     Raises:
-        ConfigError: a server that runs cannot change its flags, or the settings do not fit each other.
+        ConfigError: no such flag, a server that runs cannot change its flags, or the settings do not fit each other.
     """
-    from mini_engine.bench.serving.settings import settings_of
+    from mini_engine.bench.serving.settings import server_flags, settings_of
+    from mini_engine.cli_help import build_parser
 
     running = args.base_url or args.host or args.port
     mine = copy.copy(args)
     mine.launch = None if running else args.launch or ""
-    parser = argparse.ArgumentParser(prog="bench.py sweep", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="bench.py sweep", add_help=False, allow_abbrev=False)
     flags.add_arguments(parser)
+    known = [*parser.flags, *(option for action in build_parser()._actions for option in action.option_strings)]
+    if flag not in known:
+        near = suggestion(flag, known, "--")
+        raise ConfigError(f"--flag: {flag} is a flag neither of this client nor of serve.py{near}")
     _, unknown = parser.parse_known_args([f"{flag}={value}"], mine)
     if unknown and running:
         raise ConfigError(
             f"{flag} is no flag of this client, and the server's cannot change while it runs: use --launch"
         )
     if unknown:
+        server_flags("--values", f"{flag}={value}")
         mine.launch = f"{mine.launch} {flag}={value}"
     return settings_of(mine)
 

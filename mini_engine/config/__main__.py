@@ -22,7 +22,8 @@ The flag counts before the variable, the variable before the file, and the file 
 file, or `MINI_ENGINE_CONFIG` does. Its keys are flags without the dashes in front; `true` and `false` stand for a flag
 and its `--no-` form, and `null` for the default. `--print-config` shows all settings and where each comes from, in the
 form that `--config` reads, and ends; keys of clients are not shown. Underscores work as dashes, in flags and in files.
-A part of a JSON object can be a flag of its own, and parts add up: `--media-io-kwargs.video.num_frames 10`.
+A part of a JSON object can be a flag of its own, and parts add up: `--media-io-kwargs.video.num_frames 10`. In a file
+such parts are written below each other, `media-io-kwargs: {video: {num_frames: 10}}`.
 
 Variables hold what a flag's value would be: lists with commas between (`a,b`) or as JSON, booleans as `true` or
 `false`. `MINI_ENGINE_MULTIMODAL_TENSOR_IPC` is `1` for `--enable-multimodal-tensor-ipc`, or `0` for the contrary. A

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from mini_engine.config.option import ConfigError, option, parse_bytes, parse_json_object
+from mini_engine.config.option import ConfigError, option, parse_bytes, parse_json_object, parse_limits
 from mini_engine.media.addresses import parse_allowed_host
 from mini_engine.media.limits import DecodeLimits, ImageLimits
 
@@ -20,8 +20,9 @@ class MediaOptions:
     """The options on media and the data plane."""
 
     limit_mm_per_prompt: dict[str, int] = option(
-        {}, 'Most items of each modality in one prompt, such as \'{"video": 1}\'.', "Media",
-        parse=parse_json_object, metavar="JSON", unset="no limit",
+        {}, 'Most items of each modality in one prompt, such as \'{"video": 1, "image": 4}\' or video=1,image=4.',
+        "Media",
+        parse=parse_limits, metavar="JSON", unset="no limit",
     )  # fmt: skip
     media_io_kwargs: dict[str, dict[str, Any]] = option(
         {}, 'How media are read, such as \'{"video": {"num_frames": 10}}\' or \'{"video": {"fps": 2}}\'.', "Media",
@@ -149,6 +150,7 @@ class MediaOptions:
         for modality, kwargs in self.media_io_kwargs.items():
             if modality not in ("image", "video") or not isinstance(kwargs, dict):
                 raise ConfigError(f"--media-io-kwargs: {modality!r} must be image or video, with a JSON object")
+            _check_media_io(modality, kwargs)
         for host in self.allowed_media_domains:
             try:
                 parse_allowed_host(host)
@@ -156,3 +158,17 @@ class MediaOptions:
                 raise ConfigError(f"--allowed-media-domains: {error}") from None
         if self.allowed_local_media_path is not None and not Path(self.allowed_local_media_path).is_dir():
             raise ConfigError(f"--allowed-local-media-path: {self.allowed_local_media_path} is not a directory")
+
+
+def _check_media_io(modality: str, kwargs: dict[str, Any]) -> None:
+    """Raises ConfigError for what `--media-io-kwargs` has no use for."""
+    if not kwargs:
+        return
+    if modality == "image":
+        raise ConfigError("--media-io-kwargs: images take no arguments")
+    from mini_engine.media.sampling import VideoSampling  # and numpy, which most starts of the command do without
+
+    try:
+        VideoSampling.from_kwargs(kwargs)
+    except ValueError as error:
+        raise ConfigError(f"--media-io-kwargs: {error}") from None

@@ -8,6 +8,7 @@ from typing import Literal
 
 from mini_engine.config.option import ConfigError, check_files, option, parse_count
 
+BUNDLED_NAME = "mini-engine-demo"  # what clients call it
 BUNDLED_MODEL = str(Path(__file__).parent.parent / "demo" / "weights")
 
 Backend = Literal["auto", "gloo", "nccl"]
@@ -119,5 +120,5 @@ class ModelOptions:
     @property
     def served_names(self) -> list[str]:
         """Names by which clients may ask for the model; the first is the one in responses."""
-        default = "mini-engine-demo" if self.model == BUNDLED_MODEL else self.model
+        default = BUNDLED_NAME if self.model == BUNDLED_MODEL else self.model
         return self.served_model_name or [default]

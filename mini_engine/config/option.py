@@ -83,10 +83,22 @@ def parse_json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{text!r} is not JSON: {error}") from None
+        raise ValueError(f'{text!r} is not JSON, such as {{"video": 1}}: {error}') from None
     if not isinstance(value, dict):
         raise ValueError(f'{text!r} is not a JSON object such as {{"video": 1}}')
     return value
+
+
+def parse_limits(text: str) -> dict[str, Any]:
+    """`{"video": 1, "image": 4}`, or vLLM's older form of it, `video=1,image=4`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    pairs = [part.strip().partition("=") for part in text.split(",")]
+    if not all(name.isidentifier() and count.isdecimal() for name, _, count in pairs):
+        return parse_json_object(text)
+    return {name: int(count) for name, _, count in pairs}
 
 
 def flag_of(name: str) -> str:

@@ -16,11 +16,13 @@ import msgspec
 import yaml
 
 from mini_engine.config import ENV_PREFIX, ConfigError, EngineConfig, Option, env_of, field_types, fields, flag_of
+from mini_engine.config.elsewhere import ELSEWHERE
 from mini_engine.config.option import check_range, plain_type, values_of
 
 CONFIG_ENV = env_of("config")
 IPC_SWITCH_ENV = env_of("multimodal_tensor_ipc")
 IPC_SWITCH = {"1": "torch_shm", "0": "direct_rpc"}
+MAX_FILE_BYTES = 1 << 20  # of a file of settings
 NOT_SETTINGS = (env_of("bench_"), env_of("test_"))  # for processes that measure and tests that look inside
 
 
@@ -50,12 +52,19 @@ def read(name: str, value: Any, origin: str) -> Given:
     try:
         value = _from_text(value, kind, opt) if isinstance(value, str) else msgspec.convert(value, kind)
     except msgspec.ValidationError:
-        raise ConfigError(f"{origin}: {value!r} is not {values_of(opt, kind)}") from None
+        alone = (
+            f"; with {origin} alone, put MODEL before it" if opt.bare is not None and origin == flag_of(name) else ""
+        )
+        raise ConfigError(f"{origin}: {value!r} is not {values_of(opt, kind)}{alone}") from None
     except ValueError as error:
         raise ConfigError(f"{origin}: {error}") from None
     if get_origin(kind) is list:
         value = _joined(value)
     check_range(field, kind, value, origin)
+    try:
+        msgspec.msgpack.encode(value)  # as it will be sent to the processes
+    except UnicodeEncodeError:
+        raise ConfigError(f"{origin}: {value!r} is not UTF-8; write it so, in a UTF-8 locale") from None
     return Given(value, origin)
 
 
@@ -122,8 +131,7 @@ def from_file(path: str) -> dict[str, Given]:
     for key, value, where in _items(path):
         name = key.replace("-", "_")
         if name not in known:
-            near = suggestion(name, known).replace("_", "-")
-            raise ConfigError(f"{where}: {key!r} is not a setting{near or '; --help lists them'}")
+            raise ConfigError(f"{where}: {key!r} is not a setting{_remedy(name, known)}")
         if name in seen:
             raise ConfigError(f"{where}: {key!r} stands there for the second time; keep one of them")
         seen.add(name)
@@ -132,10 +140,24 @@ def from_file(path: str) -> dict[str, Given]:
     return given
 
 
+def _remedy(name: str, known: Collection[str]) -> str:
+    """What to do about a key of a file that is no setting."""
+    if (flag := flag_of(name)) in ELSEWHERE:
+        return f"; {ELSEWHERE[flag]}"
+    first, dot, _ = name.partition(".")
+    if dot and first in known:
+        return f"; the parts of {flag_of(first)[2:]} are written below it, one level each"
+    return suggestion(name, known).replace("_", "-") or "; --help lists them"
+
+
 def _items(path: str) -> Iterator[tuple[str, Any, str]]:
     """(key, value, place) of each entry of a YAML mapping, also of a key that stands there twice."""
     try:
-        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            raise ConfigError(f"--config: {path} is longer than {MAX_FILE_BYTES} bytes; give a file of settings")
+        loader = yaml.SafeLoader(text.decode())
         root = loader.get_single_node()
         if root is None:
             return

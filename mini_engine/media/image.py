@@ -8,25 +8,35 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from mini_engine.media.errors import MediaError
-from mini_engine.media.limits import ImageLimits, flag_of
+from mini_engine.media.errors import DecodeCancelled, MediaError
+from mini_engine.media.jpeg import MOST_SCANS, count_scans
+from mini_engine.media.limits import CancelSignal, ImageLimits, check_aspect_ratio, decode_overdue, flag_of
 
 # Pillow knows dozens of formats, some of which start other programs (EPS) or are rarely fuzzed.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_BLOCK_BYTES = 4096  # how much Pillow reads between two looks at the clock, while it decodes
 _UNREADABLE = "cannot be read as an image, or is damaged; send a whole PNG, JPEG, WebP, GIF or BMP file"
 
 
-def decode_image(data: bytes, limits: ImageLimits | None = None, *, item: str = "image") -> NDArray[np.uint8]:
+def decode_image(
+    data: bytes, limits: ImageLimits | None = None, *, item: str = "image", cancelled: CancelSignal | None = None
+) -> NDArray[np.uint8]:
     """Returns [H, W, 3], RGB, contiguous: upright as EXIF says, transparency laid over white.
 
-    The size is checked against the header before any pixel is decoded. Raises MediaError.
+    The size is checked against the header before any pixel is decoded. Raises MediaError, and DecodeCancelled soon
+    after `cancelled` is set: a WebP or what is done with the pixels is not broken off.
     """
     limits = limits or ImageLimits()
+    source = _Source(data, item, limits, cancelled)
     try:
-        with Image.open(_Source(data, item, limits), formats=_FORMATS) as image:
+        with Image.open(source, formats=_FORMATS) as image:
             width, height = image.size
             if width * height > limits.max_image_pixels:
                 raise _too_large(item, f"{width}x{height} is", limits)
+            check_aspect_ratio(width, height, item)
+            if count_scans(data, source.tick) > MOST_SCANS:
+                raise MediaError(item, f"its JPEG has more than {MOST_SCANS} scans; save it anew, as a baseline JPEG")
+            image.decodermaxblock = _BLOCK_BYTES
             return np.array(_to_rgb(ImageOps.exif_transpose(image)))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_large(item, "it has", limits) from error
@@ -38,18 +48,23 @@ def decode_image(data: bytes, limits: ImageLimits | None = None, *, item: str = 
 
 
 class _Source(io.BytesIO):
-    """The file, which Pillow reads bit by bit as it decodes, while there is time."""
+    """The file, which Pillow reads bit by bit as it decodes, while there is time and somebody wants it."""
 
-    def __init__(self, data: bytes, item: str, limits: ImageLimits) -> None:
+    def __init__(self, data: bytes, item: str, limits: ImageLimits, cancelled: CancelSignal | None) -> None:
         super().__init__(data)
-        self._item, self._seconds = item, limits.media_decode_timeout
+        self._item, self._seconds, self._cancelled = item, limits.media_decode_timeout, cancelled
         self._started = time.monotonic()
 
     def read(self, size: int | None = -1) -> bytes:
-        if time.monotonic() - self._started > self._seconds:
-            problem = f"decoding takes more than {self._seconds:g} s, the limit of {flag_of('media_decode_timeout')}"
-            raise MediaError(self._item, f"{problem}; send a smaller image", limit="media_decode_timeout")
+        self.tick()
         return super().read(size)
+
+    def tick(self) -> None:
+        """Raises MediaError when the time is up, DecodeCancelled when nobody waits any more."""
+        if self._cancelled is not None and self._cancelled.is_set():
+            raise DecodeCancelled
+        if time.monotonic() - self._started > self._seconds:
+            raise decode_overdue(self._item, self._seconds, "a smaller image")
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

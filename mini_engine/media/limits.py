@@ -10,6 +10,7 @@ from typing import NoReturn, Protocol
 from mini_engine.media.errors import DecodeCancelled, MediaError
 
 CUT_SHORT = "the file is cut short or damaged: {}; send the whole file"
+_MAX_ASPECT_RATIO = 200  # where the Qwen-VL processors refuse
 _MOST_INDEXED = 1 << 20  # frames of all tracks, sound too, in an index: FFmpeg keeps some 70 bytes of each
 
 
@@ -31,6 +32,18 @@ class ImageLimits:
 
     max_image_pixels: int = 64 << 20
     media_decode_timeout: float = DecodeLimits.media_decode_timeout  # looked at whenever Pillow reads on
+
+
+def decode_overdue(item: str, seconds: float, remedy: str) -> MediaError:
+    """The error of an item whose decoding takes more than `seconds`."""
+    problem = f"decoding takes more than {seconds:g} s, the limit of {flag_of('media_decode_timeout')}"
+    return MediaError(item, f"{problem}; send {remedy}", limit="media_decode_timeout")
+
+
+def check_aspect_ratio(width: int, height: int, item: str) -> None:
+    """Raises MediaError for a picture that processors refuse."""
+    if max(height, width) > _MAX_ASPECT_RATIO * min(height, width):
+        raise MediaError(item, f"{width}x{height} is longer than {_MAX_ASPECT_RATIO} times its width; crop it")
 
 
 def flag_of(limit: str) -> str:
@@ -66,10 +79,7 @@ class Guard:
         if self.is_cancelled:
             raise DecodeCancelled
         if self.time_is_up:
-            seconds = f"{self.limits.media_decode_timeout:g}"
-            self._exceeded(
-                "media_decode_timeout", f"decoding takes more than {seconds} s", "a shorter or smaller video"
-            )
+            raise decode_overdue(self.item, self.limits.media_decode_timeout, "a shorter or smaller video")
 
     def check_frames(self, frames: int) -> None:
         """Called for each frame that the file turns out to have."""
@@ -95,6 +105,7 @@ class Guard:
         if width * height > most:
             problem = f"{width}x{height} is more than {most} pixels per frame"
             self._exceeded("max_frame_pixels", problem, "a smaller video")
+        check_aspect_ratio(width, height, self.item)
 
     def check_kept(self, frames: int, width: int, height: int) -> None:
         """Called before the frames of a sampling are kept."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mini_engine.media.errors import MediaError
+from mini_engine.media.limits import check_aspect_ratio
 from mini_engine.media.sampling import VideoSampling
 from mini_engine.media.video import DecodedVideo
 
@@ -27,7 +27,6 @@ _SAMPLING = tuple(field.name for field in fields(VideoSampling))
 # What a request may ask for less of, beside the sampling.
 _NARROWED = ("size", "min_pixels", "max_pixels", "cap_pixels_per_frame")
 _DEFAULT_SAMPLING = VideoSampling(num_frames=32)
-_MAX_ASPECT_RATIO = 200  # where the Qwen-VL processors refuse
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +162,7 @@ class MediaProcessor:
         """Processes one image, uint8 [H, W, 3]. Raises MediaError for a shape that the processor refuses."""
         import torch
 
-        _check_aspect_ratio(frame.shape, item)
+        check_aspect_ratio(frame.shape[1], frame.shape[0], item)
         pixels = torch.from_numpy(frame).permute(2, 0, 1)
         out = self.hf_processor.image_processor([pixels], **(settings or self._settings).image_call)
         return self._item("image", out["pixel_values"], out["image_grid_thw"], None)
@@ -175,7 +174,7 @@ class MediaProcessor:
         import torch
         from transformers.video_utils import VideoMetadata
 
-        _check_aspect_ratio(video.frames.shape[1:], item)
+        check_aspect_ratio(video.frames.shape[2], video.frames.shape[1], item)
         # Processors take a frame's time to be its index / fps, and the rate of the kept frames from their share in the
         # total: so the indices are those that the times would have at an even rate, and the total is the window's.
         metadata = VideoMetadata(
@@ -321,9 +320,3 @@ def _own_sampling(video_processor: Any) -> VideoSampling:
         bounds = {name: getattr(video_processor, name, None) for name in ("max_frames", "min_frames")}
         return VideoSampling(fps=fps, **bounds)
     return _DEFAULT_SAMPLING
-
-
-def _check_aspect_ratio(shape: tuple[int, ...], item: str) -> None:
-    height, width = shape[:2]
-    if max(height, width) > _MAX_ASPECT_RATIO * min(height, width):
-        raise MediaError(item, f"{width}x{height} is longer than {_MAX_ASPECT_RATIO} times its width; crop it")

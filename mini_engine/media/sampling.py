@@ -80,12 +80,16 @@ class VideoSampling:
             wanted["min_frames"] = min(wanted["min_frames"], wanted["max_frames"])
         narrowed = VideoSampling.from_kwargs(wanted)
         least = self.min_frames or 1
+        of_sampling = "its --media-io-kwargs, or else the model's default"
+        of_count = of_sampling if self.num_frames or self.max_frames else "its --max-video-frames-kept"
         bounds = (
-            ("num_frames", count), ("max_frames", count), ("min_frames", least), ("fps", self.fps), ("end", self.end),
+            ("num_frames", count, of_count), ("max_frames", count, of_count), ("min_frames", least, of_sampling),
+            ("fps", self.fps, of_sampling), ("end", self.end, of_sampling),
         )  # fmt: skip
-        for name, most in bounds:
+        for name, most, whose in bounds:
             if name in asked and most is not None and asked[name] > most:
-                raise ValueError(f"video sampling: {name} is {asked[name]:g}, more than the {most:g} of this server")
+                text = f"{name} is {asked[name]:g}, more than the {most:g} of this server"
+                raise ValueError(f"video sampling: {text} (by {whose})")
         if self.start is not None and (narrowed.start or 0.0) < self.start:
             raise ValueError(f"video sampling: start is {narrowed.start:g}, before the {self.start:g} of this server")
         return narrowed

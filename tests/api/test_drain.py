@@ -26,6 +26,7 @@ def test_what_runs_ends_and_what_comes_is_refused(processor: MediaProcessor, tmp
             assert int(response.headers["retry-after"]) > 0
             health = await served.http.get("/health")
             assert (health.status_code, health.json()["error"]["code"]) == (503, "shutting_down")
+            assert int(health.headers["retry-after"]) > 0
             assert (await served.http.get("/live")).status_code == 200
             assert (await served.http.get("/metrics")).status_code == 200
             assert (await served.http.get("/v1/models")).status_code == 503

@@ -2,15 +2,18 @@ import asyncio
 import base64
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from mini_engine.api import media_loader
 from mini_engine.api.chat import MediaRef
 from mini_engine.api.media_loader import DecodeRules, FetchedItem, MediaLoader
 from mini_engine.api.timings import RequestClock
 from mini_engine.media.errors import MediaError
+from mini_engine.media.limits import ImageLimits
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.metrics import REGISTRY
@@ -225,6 +228,63 @@ def test_the_last_who_leaves_gives_the_work_up(processor: MediaProcessor) -> Non
         await eventually(lambda: gated.inside == 2)  # a start of its own
         gated.door.set()
         assert len(await coming) == 1
+        one.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A decoder that does not come back from its first image until this is set, and little patience with it."""
+    released, decode, images = threading.Event(), media_loader.decode_image, iter(range(10))
+
+    def decode_image(*args: Any, **more: Any) -> Any:
+        if next(images) == 0:
+            assert released.wait(20)
+        return decode(*args, **more)
+
+    monkeypatch.setattr(media_loader, "decode_image", decode_image)
+    monkeypatch.setattr(media_loader, "GRACE_SECONDS", 0.2)
+    yield released
+    released.set()
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_an_item_whose_decoder_does_not_come_back_loses_its_place(
+    stays: bool, processor: MediaProcessor, stuck: threading.Event
+) -> None:
+    async def scenario() -> None:
+        gated = Gated(processor)
+        rules = DecodeRules(ImageLimits(media_decode_timeout=0.1))
+        rules = replace(rules, video=replace(rules.video, media_decode_timeout=0.1))
+        one = MediaLoader(gated, MediaPolicy(None, 1 << 20), rules, 1)
+        given_up = REGISTRY.get_sample_value("mini_engine:media_decodes_given_up_total")
+        hanging = asyncio.create_task(load(one, [image_ref(1)]))
+        await eventually(lambda: waiters(one) == [1])
+        following = asyncio.create_task(load(one, [image_ref(2, 70), image_ref(3, 84)]))
+        if stays:
+            hint = (
+                r"^image 1: decoding takes more than 0\.1 s, the limit of --media-decode-timeout; send a smaller image$"
+            )
+            with pytest.raises(MediaError, match=hint) as caught:
+                await hanging
+            assert caught.value.limit == "media_decode_timeout"
+        else:
+            hanging.cancel()
+        await eventually(lambda: gated.inside == 1)
+        await asyncio.sleep(0.5)  # what is decoded in time may be processed for longer
+        gated.door.set()
+        assert len(await following) == 2
+        assert not stuck.is_set()
+        assert REGISTRY.get_sample_value("mini_engine:media_decodes_given_up_total") == given_up + 1
+        stuck.set()  # its thread comes back: there is still one place
+        gated.door.clear()
+        loading = asyncio.create_task(load(one, [image_ref(4, 98), image_ref(5, 112)]))
+        await eventually(lambda: gated.inside == 1)
+        await asyncio.sleep(0.1)
+        gated.door.set()
+        assert len(await loading) == 2
+        assert gated.most == 1
         one.close()
 
     asyncio.run(scenario())

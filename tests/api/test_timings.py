@@ -73,6 +73,27 @@ def test_the_stages_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_sizes_and_pace_of_a_request_are_counted_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("request_prompt_tokens", "request_generation_tokens", "request_time_per_output_token_seconds")
+    figures = [f"{name}_{part}" for name in names for part in ("sum", "count")]
+    now = 10.0
+    monkeypatch.setattr("mini_engine.api.timings.time.monotonic", lambda: now)
+
+    def counted(*tokens: tuple[float, int, int]) -> list[float]:
+        """What a request adds whose tokens come at these times: so many, of this choice."""
+        nonlocal now
+        before = [sample(name) for name in figures]
+        clock = RequestClock()
+        for now, generated, index in tokens:  # noqa: B007 - it is what the clock reads
+            clock.tokens(7, generated, index)
+        assert [sample(name) for name in figures] == before
+        clock.end("stop", EngineTimes(now, now, now, now, now))
+        return [sample(name) - old for name, old in zip(figures, before, strict=True)]
+
+    assert counted((11.0, 1, 0), (12.0, 1, 1), (15.0, 2, 0), (16.0, 2, 1)) == pytest.approx([7, 1, 6, 1, 2.0, 1])
+    assert counted((17.0, 1, 0)) == pytest.approx([7, 1, 1, 1, 0, 0])
+
+
 def test_a_request_without_an_answer_is_in_no_histogram() -> None:
     before = counts()
     RequestClock().end("abort")

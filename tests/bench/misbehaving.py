@@ -20,7 +20,8 @@ USAGE = {"prompt_tokens": 10, "completion_tokens": 6, "total_tokens": 16}
 class MisbehavingServer:
     """`with MisbehavingServer() as server:` listens at `server.url`. `bodies` are the requests that came."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
+        self._port = port  # 0 for a free one
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[bytes] = []
         self.sent: list[int] = []  # chunks of each `long` stream, when its client had left or it was through
@@ -40,7 +41,7 @@ class MisbehavingServer:
 
     async def _serve(self, ready: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        server = await asyncio.start_server(self._connection, "127.0.0.1", self._port)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         ready.set()
         await self._stop.wait()

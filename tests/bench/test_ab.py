@@ -44,9 +44,18 @@ def test_ratios_by_hand():
     }, "a figure that a run lacks has no ratio, nor has one that is 0 for A"
     assert found["answers"] == {"prompts": 100, "differ": 2, "differ_in_a": 0, "differ_in_b": 1}
     text = ab.describe(found, args, settings)
-    assert "both: defaults" in text
+    assert "both: defaults" in text and "Means of 2 rounds" in text and "greatest" in text
     assert "| `--block-size 8` | `defaults` | 0.5 | 1.25 (1.00–2.00) | - | - |" in text.splitlines()
     assert "Prompts not answered alike by all runs: 2 of 100; by the runs of A: 0, of B: 1" in text
+
+
+def test_one_round_has_no_spread():
+    args = parsed("ab", "--a", "", "--b", "", "--rounds", "1")
+    settings = settings_of(argparse.Namespace(**{**vars(args), "launch": ""}))
+    found = ab.compare({"A": [measured(figures(10.0, 4.0))], "B": [measured(figures(20.0, 4.0))]}, settings)
+    text = ab.describe(found, args, settings)
+    assert "One round;" in text and "greatest" not in text
+    assert "| `defaults` | `defaults` | 1 | 2.00 | 1.00 | - |" in text.splitlines()
 
 
 def test_a_sweep_varies_a_flag_of_the_client_or_of_the_server():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from transformers import AutoTokenizer
 
 from mini_engine.bench.datasets import MADE, READ
 from mini_engine.bench.datasets.loading import MAKERS, load
@@ -85,7 +86,27 @@ def test_random_mm_draws_sizes_by_weight():
 def test_texts_have_no_media_and_are_no_two_alike():
     found = load(settings("text", count=50, output_tokens=7))
     assert len({sample.messages[0].text for sample in found.samples}) == 50
-    assert all(not sample.has_media and sample.output_tokens == 7 for sample in found.samples)
+    assert all(not sample.shown and sample.output_tokens == 7 for sample in found.samples)
+
+
+def test_random_texts_have_as_many_tokens_as_asked_for():
+    count = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+
+    def made(name: str, **more) -> list[tuple[int, int]]:
+        found = load(settings(name, count=12, warm_ups=2, tokenizer="mini-engine-demo", **more))
+        prompts = found.samples + found.warm_ups
+        assert len({sample.messages[0].text for sample in prompts}) == 14
+        return [(len(count.encode(sample.messages[0].text)), sample.output_tokens) for sample in prompts]
+
+    assert set(made("text", input_tokens=300)) == {(300, 128)}
+    assert set(made("random", input_tokens=20, prefix_tokens=5, output_tokens=3)) == {(25, 3)}
+    lengths, outputs = zip(*made("random", input_tokens=20, output_tokens=10, range_ratio=0.5), strict=True)
+    assert 10 <= min(lengths) < 20 < max(lengths) <= 30 and 5 <= min(outputs) < 10 < max(outputs) <= 15
+    media = load(settings("random-mm", count=1, buckets={(32, 32, 1): 1.0}, input_tokens=40, tokenizer=BUNDLED_MODEL))
+    assert len(media.samples[0].media) == 1 and len(count.encode(media.samples[0].messages[0].text)) == 40
+    same = load(settings("random", count=2, input_tokens=9, prefix_tokens=50, tokenizer=BUNDLED_MODEL)).samples
+    first, second = (sample.messages[0].text.split() for sample in same)
+    assert first[:50] == second[:50] and first[50:] != second[50:]
 
 
 def test_the_share_that_is_cancelled_by_counting():
@@ -139,13 +160,39 @@ def test_sharegpt(tmp_path: Path):
     assert len(more.samples) == 7 and "3 prompts are there and 7 were asked for" in more.notes[-1]
 
 
+@pytest.mark.parametrize("suffix", ["mp4", "png"])
+def test_warm_ups_of_files_show_other_media_than_the_measured_ones(tmp_path: Path, suffix: str):
+    for name in "abcd":
+        (tmp_path / f"{name}.{suffix}").write_bytes(name.encode())
+    kind = "video" if suffix == "mp4" else "image"
+    path = write(tmp_path / "r.jsonl", [{"prompt": "What?", kind: f"{name}.{suffix}"} for name in "abcda"])
+    few = load(settings("custom", count=2, warm_ups=2, path=path, shuffle=False))
+    assert [sample.media[0].data for sample in few.samples + few.warm_ups] == [b"a", b"b", b"c", b"d"]
+    assert not few.notes
+    # The fifth record shows what the first one does.
+    most = load(settings("custom", count=4, warm_ups=2, path=path, shuffle=False, output_tokens=9))
+    assert [sample.media[0].data for sample in most.samples] == [b"a", b"b", b"c", b"d"]
+    assert len({sample.media[0].data for sample in most.samples + most.warm_ups}) == 6
+    assert [(sample.media[0].kind, sample.output_tokens) for sample in most.warm_ups] == [(kind, 9)] * 2
+    once = load(settings("custom", count=9, path=path, shuffle=False, oversample=False))
+    assert len(once.samples) == 5 and once.notes == ["5 prompts are there and 9 were asked for: each is sent once"]
+    assert most.notes == ["no other records are left to warm up with: 2 of 2 warm-ups are made here"]
+    texts = load(settings("custom", count=1, warm_ups=1, path=write(tmp_path / "t.jsonl", [{"prompt": "a"}])))
+    assert texts.samples[0].messages != texts.warm_ups[0].messages and not texts.warm_ups[0].shown
+
+
 def test_lengths_of_answers(tmp_path: Path):
     turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "a red circle moving left"}]
     path = write(tmp_path / "r.json", [{"conversations": turns}])
     counted = load(settings("sharegpt", count=1, path=path, tokenizer=BUNDLED_MODEL)).samples[0].output_tokens
     assert 1 < counted < 12
-    with pytest.raises(ConfigError, match="--tokenizer is needed .* --sharegpt-output-len"):
+    by_name = load(settings("sharegpt", count=1, path=path, tokenizer="mini-engine-demo")).samples[0]
+    assert by_name.output_tokens == counted
+    with pytest.raises(ConfigError, match="neither --tokenizer nor --model is given: give --tokenizer .* or the number "
+                                          "itself by --sharegpt-output-len"):  # fmt: skip
         load(settings("sharegpt", count=1, path=path))
+    with pytest.raises(ConfigError, match="and /no/such/model has none .*: give --tokenizer"):
+        load(settings("sharegpt", count=1, path=path, tokenizer="/no/such/model"))
     path = write(tmp_path / "c.jsonl", [{"prompt": "a"}, {"prompt": "b", "output_tokens": 5, "expected": "c"}])
     found = load(settings("custom", count=2, path=path, shuffle=False)).samples
     assert [(sample.output_tokens, sample.answer) for sample in found] == [(128, None), (5, "c")]
@@ -186,11 +233,31 @@ def test_hf_reads_local_json_by_split(tmp_path: Path):
         load(settings("hf", path=str(tmp_path), split="validation"))
 
 
+def test_a_subset_is_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import datasets
+
+    with pytest.raises(ConfigError, match="--hf-subset: .* is here and not on the hub"):
+        load(settings("hf", path=write(tmp_path / "train.jsonl", [{"prompt": "a"}]), subset="x"))
+    asked = []  # there is no hub here
+    text = datasets.Features({"prompt": datasets.Value("string")})
+
+    def load_dataset(*names: str, split: str, streaming: bool) -> datasets.IterableDataset:
+        asked.append((*names, split))
+        return datasets.IterableDataset.from_generator(lambda: iter([{"prompt": "a"}]), features=text)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert len(load(settings("hf", path="some/set", subset="x", split="test", count=1)).samples) == 1
+    assert asked == [("some/set", "x", "test")]
+
+
 def test_what_cannot_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         load(settings("custom", path=str(tmp_path / "none.jsonl")))
     with pytest.raises(ConfigError, match="neither a JSON list nor an object on each line"):
         (tmp_path / "bad.jsonl").write_text("hello\n")
+        load(settings("custom", path=str(tmp_path / "bad.jsonl")))
+    with pytest.raises(ConfigError, match=r"an object on each line: line 3 column 12: Expecting value"):
+        (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": }\n')
         load(settings("custom", path=str(tmp_path / "bad.jsonl")))
     with pytest.raises(ConfigError, match="no record holds a prompt under messages.*; the last record has reply"):
         load(settings("custom", path=write(tmp_path / "empty.jsonl", [{"reply": "x"}])))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mini_engine.bench.serving.client import Outcome
-from mini_engine.bench.serving.figures import Measures, failures, figures_of, tokens_by_second
+from mini_engine.bench.serving.figures import Measures, best_second, failures, figures_of, tokens_by_second
 from mini_engine.bench.serving.load import ClientLoad, Run
 from mini_engine.bench.serving.table import describe
 
@@ -81,12 +81,27 @@ def test_nothing_was_answered():
 
 
 @pytest.mark.parametrize(
-    ("client", "told"), [(IDLE, False), (ClientLoad(0.9, 0, 0), True), (ClientLoad(0.1, 0.2, 0.2), True)]
+    ("client", "said"),
+    [
+        (IDLE, None),
+        (ClientLoad(0.9, 0, 0), "The client was a bottleneck"),
+        (ClientLoad(0.5, 0.2, 0.2), "The client was a bottleneck"),
+        (ClientLoad(0.04, 0.2, 0.2), "The host is busy: the client's loop woke up late"),
+    ],
 )
-def test_a_client_that_was_the_bottleneck_says_so(client: ClientLoad, told: bool):
-    found = figures_of(Run(by_hand(), 100.0, 4.0, client), Measures())
-    assert found["client"]["bottleneck"] is told
-    assert ("was a bottleneck" in describe(found, Measures(), "client")) is told
+def test_a_client_that_was_late_says_why(client: ClientLoad, said: str | None):
+    text = describe(figures_of(Run(by_hand(), 100.0, 4.0, client), Measures()), Measures(), "client")
+    for sentence in ("The client was a bottleneck", "The host is busy: the client's loop woke up late"):
+        assert (sentence in text) is (sentence == said)
+
+
+def test_the_best_second_begins_anywhere_and_takes_a_second():
+    late = Run([outcome(0, 10.0, [0.1, 0.9, 1.1, 1.8, 2.5], 50)], 10.0, 2.5, IDLE)
+    assert best_second(late) == 30 > max(tokens_by_second(late))  # 0.9, 1.1 and 1.8
+    short = Run([outcome(0, 10.0, [0.1, 0.2], 50)], 10.0, 0.2, IDLE)
+    assert best_second(short) is None
+    text = describe(figures_of(short, Measures()), Measures(), "short")
+    assert f"{'Peak output token throughput (tok/s):':<40} -" in text
 
 
 def test_only_the_first_distinct_errors_are_told():

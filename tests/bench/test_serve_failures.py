@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,6 +113,38 @@ def test_what_is_sent(bench, broken, prompts, monkeypatch):
         "max_completion_tokens": 50, "ignore_eos": True, "top_k": 1,
     }  # fmt: skip
     assert b"Authorization: Bearer sesame" in broken.headers[0] and broken.headers[0].startswith(b"POST /v1/chat/")
+
+
+def test_what_is_sent_with_the_flags_of_vllm(bench, broken, prompts, tmp_path):
+    named = ["--base-url", broken.url, "--model", BUNDLED_MODEL, "--served-model-name", "other", "--disable-tqdm"]
+    drawn = ["--temperature", 0.5, "--top-p", 0.9, "--top-k", 7, "--logprobs", 2]
+    flags = [*named, *drawn, "--header", "X-Team=a", "X-Day=b"]
+    ran = bench(*prompts("bare"), *flags, "--save-result", "--result-dir", tmp_path, "--label", "mine")
+    assert ran.status == 0 and ran.err.splitlines() == [f"bench.py: wrote {path}" for path in tmp_path.glob("*.json")]
+    sent = {"model": "other", "temperature": 0.5, "top_p": 0.9, "top_k": 7, "logprobs": True, "top_logprobs": 2}
+    assert sent.items() <= broken.bodies[0].items()
+    assert b"X-Team: a\r\nX-Day: b\r\n" in broken.headers[0]
+    assert ran.figures["tokens_counted_by"] == ["tokenizer"], "by that of --model"
+    (path,) = tmp_path.glob("mine-infqps-other-*.json")
+    assert json.loads(path.read_text())["label"] == "mine"
+    ran = bench(*prompts("ok"), *flags, "--backend", "vllm")
+    assert ran.status == 0 and broken.headers[-1].startswith(b"POST /v1/completions")
+    assert broken.bodies[-1]["logprobs"] == 2 and "top_logprobs" not in broken.bodies[-1]
+
+
+def test_a_server_that_does_not_answer_yet_is_waited_for(bench, prompts):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    server = MisbehavingServer(port)
+    start = threading.Timer(0.5, server.__enter__)
+    start.start()
+    try:
+        ran = bench(*prompts("ok"), "--port", port, "--ready-check-timeout-sec", 30)
+    finally:
+        start.join()
+        server.__exit__()
+    assert ran.status == 0 and ran.figures["completed"] == 1
+    assert bench(*prompts("ok"), "--port", port, "--ready-check-timeout-sec", 0.1).status == 1
 
 
 def test_a_long_body_is_sent_whole(bench, broken, prompts):

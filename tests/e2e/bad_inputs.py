@@ -168,6 +168,8 @@ def image_inputs() -> Iterator[BadInput]:
         "a PNG of which little is there": broken.png_of_size(4000, 4000),
         "a PNG without width": broken.png_of_size(0, 100),
         "a BMP of 2**31 - 1 by 2**31 - 1": vast_bmp,
+        "a PNG of 60,000,000 by 1": broken.png_of_size(60_000_000, 1),
+        "a JPEG of 5600 scans": broken.jpeg_of_scans(8192, 8192, 5600),
         "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
         "SVG": b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>',
     }

@@ -139,7 +139,7 @@ def test_a_cache_that_evicts_all_the_time_still_hits_and_is_right(cache, forty):
     with RunningServer(*flags) as server:
         hits = evictions = 0.0
         for _ in range(2):
-            some = [rng.choice(forty[:4] if rng.random() < 0.5 else forty) for _ in range(40)]
+            some = [rng.choice(forty[:4] if rng.random() < 0.5 else forty) for _ in range(50)]
             assert ask_all(server, some, 12) == right(some)
             assert server.total("mm_cache_hits_total") >= hits + 10
             assert server.total("mm_cache_evictions_total") > evictions

@@ -97,3 +97,17 @@ def png_of_size(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
     )
+
+
+def jpeg_of_scans(width: int, height: int, scans: int) -> bytes:
+    """A progressive JPEG, grey, whose scans after the first hold nothing: each takes eleven bytes."""
+
+    def segment(kind: int, body: bytes) -> bytes:
+        return struct.pack(">BBH", 0xFF, kind, len(body) + 2) + body
+
+    one_code = b"\1" + bytes(15) + b"\0"
+    tables = [(0xDB, b"\0" + b"\1" * 64), (0xC4, b"\0" + one_code), (0xC4, b"\x10" + one_code)]
+    frame = (0xC2, struct.pack(">BHHB", 8, height, width, 1) + b"\1\x11\0")
+    first = segment(0xDA, b"\1\1\0\0\0\0") + b"\0"
+    rest = (segment(0xDA, b"\1\1\0\1\x3f\0") + b"\0") * (scans - 1)
+    return b"\xff\xd8" + b"".join(segment(*one) for one in (*tables, frame)) + first + rest + b"\xff\xd9"

@@ -171,6 +171,11 @@ def test_gigantic_dimensions() -> None:
     refused(broken.vp8_of_size(vp8, 64, 64), limits=small)
 
 
+def test_a_strip_is_refused_before_it_is_decoded() -> None:
+    refused(broken.gif(3, side=300)[:8] + b"\1\0" + broken.gif(3, side=300)[10:], "300x1 is longer than 200 times its")
+    refused(clips.encode(3, 4000, 16, codec="mpeg4", container="avi"), "4000x16 is longer than 200 times its width")
+
+
 def test_a_decode_past_its_time_ends_and_the_next_one_is_not_affected() -> None:
     data = clips.encode(400, 640, 480, options={"preset": "ultrafast", "tune": "zerolatency"})
     started = time.monotonic()

@@ -315,3 +315,34 @@ def test_a_picture_that_grows_on_the_way() -> None:
     with pytest.raises(MediaError):
         decode_video(buffer.getvalue(), VideoSampling(num_frames=10), DecodeLimits(max_frame_pixels=64 * 48))
     assert decode_video(buffer.getvalue(), VideoSampling(num_frames=2, end=0.3)).frames.shape == (2, 48, 64, 3)
+
+
+@pytest.mark.parametrize(("codec", "container", "pixels"), [
+    ("mjpeg", "avi", "yuvj420p"), ("mjpeg", "mov", "yuvj420p"), ("png", "mov", "rgb24"), ("rawvideo", "avi", "yuv420p"),
+    ("ffv1", "matroska", "yuv420p"), ("huffyuv", "avi", "rgb24"), ("flv", "avi", "yuv420p"),
+    ("prores_ks", "mov", "yuv422p10le"), ("qtrle", "mov", "rgb24"), ("mpeg2video", "matroska", "yuv420p"),
+])  # fmt: skip
+def test_other_codecs_are_refused_and_not_even_tried(
+    codec: str, container: str, pixels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if clips.lacks(codec):
+        pytest.skip(f"no encoder {codec} here")
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=container) as output:
+        stream = output.add_stream(codec, rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, pixels
+        clips.write_frames(output, stream, range(5))
+    learnt = []
+    original = video._video_stream
+
+    def seen(container, guard):
+        learnt.append(container.streams.video[0].codec_context.pix_fmt)
+        return original(container, guard)
+
+    monkeypatch.setattr(video, "_video_stream", seen)
+    with pytest.raises(
+        MediaError, match=r"^video: its video is coded as \w+, which is not taken; send a GIF, or H.264"
+    ):
+        decode_video(buffer.getvalue(), VideoSampling(num_frames=3))
+    if codec in ("mjpeg", "flv", "mpeg2video"):  # the header does not say: who knows has decoded a frame
+        assert learnt == [None]

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mini_engine.media.errors import MediaError
+from mini_engine.media.errors import DecodeCancelled, MediaError
 from mini_engine.media.image import decode_image
+from mini_engine.media.jpeg import count_scans
 from mini_engine.media.limits import ImageLimits
 from tests.media import broken
 
@@ -104,6 +105,72 @@ def test_a_decode_past_its_time_ends_and_the_next_one_is_not_affected(
             decode_image(data, ImageLimits(media_decode_timeout=0.3), item="image 1")
     assert caught.value.limit == "media_decode_timeout"
     np.testing.assert_array_equal(decode_image(data, ImageLimits(media_decode_timeout=30)), whole)
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "GIF", "BMP"])
+def test_a_decode_that_nobody_waits_for_any_more_ends_within_a_small_block(format: str) -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (400, 600, 3), np.uint8))
+    data = saved(noise, format, **({"progressive": True} if format == "JPEG" else {}))
+    looks = Cancelled(10**9)
+    decode_image(data, cancelled=looks)
+    assert looks.looked >= len(data) // 4096
+    for after in (0, looks.looked // 2, looks.looked - 1):
+        cancelled = Cancelled(after)
+        with pytest.raises(DecodeCancelled):
+            decode_image(data, cancelled=cancelled)
+        assert cancelled.looked == after + 1
+
+
+class Cancelled:
+    """Set after so many looks at it."""
+
+    def __init__(self, after: int) -> None:
+        self.after, self.looked = after, 0
+
+    def is_set(self) -> bool:
+        self.looked += 1
+        return self.looked > self.after
+
+
+def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded() -> None:
+    """Of 62 KB, which took 18 seconds."""
+    assert decode_image(broken.jpeg_of_scans(64, 48, 100)).shape == (48, 64, 3)
+    for size, scans in ((64, 101), (8192, 5600)):
+        hint = "^image 1: its JPEG has more than 100 scans; save it anew, as a baseline JPEG$"
+        with pytest.raises(MediaError, match=hint):
+            decode_image(broken.jpeg_of_scans(size, size, scans), item="image 1")
+
+
+def test_scans_are_counted_as_a_decoder_finds_them() -> None:
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (400, 600, 3), np.uint8))
+    looks = Cancelled(10**9)
+    assert count_scans(saved(noise, "JPEG"), looks.is_set) == 1
+    assert count_scans(saved(noise, "JPEG", restart_marker_rows=1), looks.is_set) == 1
+    assert count_scans(saved(noise, "JPEG", progressive=True), looks.is_set) == 10
+    commented = saved(noise, "JPEG", comment=b"\xff\xda\0\2" * 1000)  # as a thumbnail within a segment has them
+    assert count_scans(commented, looks.is_set) == 1
+    assert looks.looked < 100
+    filled = broken.jpeg_of_scans(64, 48, 7).replace(b"\xff\xda", b"\xff\xff\xff\xda")
+    assert count_scans(filled, looks.is_set) == 7
+    assert count_scans(filled + broken.jpeg_of_scans(64, 48, 7), looks.is_set) == 7
+    for data in (
+        b"",
+        b"\xff\xd8",
+        b"\xff\xd8\xff",
+        b"\xff\xd8\xff\xda",
+        b"\xff\xd8" + b"\xff" * 9,
+        saved(noise, "PNG"),
+    ):
+        assert count_scans(data, looks.is_set) == data.startswith(b"\xff\xd8\xff\xda")
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_a_strip_is_refused_by_its_header(format: str) -> None:
+    assert decode_image(saved(Image.new("L", (600, 3)), format)).shape == (3, 600, 3)
+    data = saved(Image.new("L", (603, 3)), format)
+    with pytest.raises(MediaError, match="^image 1: 603x3 is longer than 200 times its width; crop it$"):
+        # Cut short, which decoding would find; Pillow reads a WebP whole.
+        decode_image(data if format == "WEBP" else data[:-9], item="image 1")
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

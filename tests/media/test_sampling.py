@@ -101,7 +101,7 @@ def test_a_request_narrows_the_servers_sampling(server: dict, asked: dict, expec
 @pytest.mark.parametrize(
     ("server", "asked", "hint"),
     [
-        ({"num_frames": 32}, {"num_frames": 33}, "num_frames is 33, more than the 32"),
+        ({"num_frames": 32}, {"num_frames": 33}, r"more than the 32 of this server \(by its --media-io-kwargs, or"),
         ({"num_frames": 32}, {"fps": 4, "max_frames": 33}, "max_frames is 33, more than the 32"),
         ({"num_frames": 32}, {"max_frames": 4}, "max_frames goes with fps"),
         ({"num_frames": 32}, {"num_frames": 4, "fps": 1}, "exactly one of"),
@@ -110,7 +110,7 @@ def test_a_request_narrows_the_servers_sampling(server: dict, asked: dict, expec
         ({"fps": 2}, {"fps": 2.5}, r"fps is 2\.5, more than the 2 "),
         ({"fps": 2, "min_frames": 4}, {"min_frames": 5}, "min_frames is 5, more than the 4"),
         ({"fps": 2}, {"min_frames": 2}, "min_frames is 2, more than the 1"),
-        ({"fps": 2}, {"num_frames": 101}, "num_frames is 101, more than the 100"),
+        ({"fps": 2}, {"num_frames": 101}, r"num_frames is 101, more than the 100 .*\(by its --max-video-frames-kept\)"),
         ({"fps": 2}, {"max_frames": 101}, "max_frames is 101, more than the 100"),
         ({"fps": 2, "max_frames": 9}, {"num_frames": 10}, "num_frames is 10, more than the 9"),
         ({"fps": 2, "start": 3.0}, {"start": 1}, "start is 1, before the 3 of this server"),

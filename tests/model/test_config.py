@@ -1,13 +1,18 @@
 """`ModelConfig`: both layouts, refusals, and that reading it costs no torch."""
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.registry import SPECS
+from mini_engine.model.registry import SPECS, ModelSpec
+
+ROOT = Path(__file__).parents[2]
 
 # As the hub's Qwen2.5-VL-7B-Instruct has it, shortened to what is read.
 HUB_7B = {
@@ -96,6 +101,17 @@ def test_an_unknown_architecture_is_told_all_that_are_known():
     known = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
     assert set(SPECS) == {f"{name}ForConditionalGeneration" for name in known}
     assert all(name in str(error.value).partition("supported:")[2] for name in SPECS)
+
+
+def test_the_page_on_adding_a_model_names_each_field_and_each_file():
+    """All files that name the family of its example, but for who measures and trains."""
+    page = (ROOT / "docs" / "adding-a-model.md").read_text()
+    for field in fields(ModelSpec):
+        assert f"\n| `{field.name}` |" in page
+    steps = page.partition("## The spec")[0]
+    for path in (*ROOT.glob("mini_engine/**/*.py"), *ROOT.glob("tests/**/*.py")):
+        if re.search("qwen3_vl|Qwen3VL", path.read_text()):
+            assert f"`{path.relative_to(ROOT)}`" in steps
 
 
 def test_a_missing_field_is_named():

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_engine.bench.datasets.sample import Kind, Link, Medium, Message, Part, Sample
+from mini_engine.bench.datasets.tokenized import load_tokenizer
 from mini_engine.config import ConfigError
 
 Record = dict[str, Any]
@@ -85,7 +86,8 @@ class Reader:
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        return load_tokenizer(self.tokenizer, f"to generate as many tokens as the answers have; {self.flag} sets one")
+        purpose = "to count the tokens of the records' own answers, which say how many to generate"
+        return load_tokenizer(self.tokenizer, purpose, f"or the number itself by {self.flag}")
 
     def _loaded(self, part: Part) -> Part:
         """A path in a chat part, which is no URL, is a file as well."""
@@ -115,21 +117,6 @@ class Reader:
             return Medium((self.folder / path).read_bytes(), _mime(path, kind))
         except OSError as error:
             raise ConfigError(f"a record's {kind} {path!r} cannot be read: {error.strerror}") from None
-
-
-def load_tokenizer(name: str | None, purpose: str) -> Any:
-    """The Hugging Face tokenizer `name`.
-
-    Raises:
-        ConfigError: there is none; `purpose` says what it is needed for, and what else would do.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name or "")
-    except (OSError, ValueError) as error:
-        why = str(error).splitlines()[0] if name else "none was named"
-        raise ConfigError(f"--tokenizer is needed {purpose}. {why}") from None
 
 
 def _turns(record: Record) -> list[Message]:

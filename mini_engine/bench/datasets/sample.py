@@ -63,9 +63,9 @@ class Sample:
         return [part for message in self.messages for part in message.parts if isinstance(part, Medium)]
 
     @property
-    def has_media(self) -> bool:
-        """Whether there is anything but text."""
-        return any(not isinstance(part, str) for message in self.messages for part in message.parts)
+    def shown(self) -> list[Medium | Link]:
+        """All of its media, however they travel."""
+        return [part for message in self.messages for part in message.parts if not isinstance(part, str)]
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,17 @@ class DataSettings:
     output_tokens: int | None  # None: as the data set says
     unique_ratio: float = 1.0  # share of the prompts whose media no earlier prompt had
     path: str | None = None
+    subset: str | None = None
     split: str | None = None
     shuffle: bool = True
+    oversample: bool = True  # records are sent again where there are too few
     buckets: dict[tuple[int, int, int], float] | None = None  # (height, width, frames) -> weight
     items_per_prompt: int = 1
+    input_tokens: int | None = None  # of a prompt's text; None: a short one
+    prefix_tokens: int = 0  # before these, the same for all prompts
+    range_ratio: float = 0.0  # by which share these and the output's tokens are less or more
     tokenizer: str | None = None  # directory or hub name
+    progress: bool = True  # shown while media are made
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,20 @@ def read_json(path: Path) -> list[dict[str, Any]]:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"--dataset-path: {path} cannot be read: {error.strerror}") from None
+    number = 0  # of the line before the text that is read
     try:
         if text.lstrip().startswith("["):
             records = json.loads(text)
         else:
-            records = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError as error:
-        form = "neither a JSON list nor an object on each line"
-        raise ConfigError(f"--dataset-path: {path} is {form}: {error}") from None
+            records = []
+            for number, line in enumerate(text.split("\n")):  # noqa: B007 - told if it breaks off
+                if line.strip():
+                    records.append(json.loads(line))
+    except json.JSONDecodeError as error:
+        where = f"line {number + error.lineno} column {error.colno}: {error.msg}"
+        raise ConfigError(
+            f"--dataset-path: {path} is neither a JSON list nor an object on each line: {where}"
+        ) from None
     if not all(isinstance(record, dict) for record in records):
         raise ConfigError(f"--dataset-path: {path} has records that are no JSON objects")
     return list(records)
@@ -67,8 +73,9 @@ def _drawn(records: Iterable[dict[str, Any]], rng: random.Random) -> Iterator[di
     yield from window
 
 
-def hf_records(path: str, split: str | None, seed: int | None) -> Iterable[dict[str, Any]]:
-    """The records of a local file or folder, or of a data set on the hub; shuffled by `seed` unless it is None.
+def hf_records(path: str, subset: str | None, split: str | None, seed: int | None) -> Iterable[dict[str, Any]]:
+    """The records of a local file or folder, or of a data set on the hub, where it may have subsets; shuffled by
+    `seed` unless it is None.
 
     Raises:
         ConfigError: there is no such split or nothing to read, or the `datasets` package is missing.
@@ -76,12 +83,14 @@ def hf_records(path: str, split: str | None, seed: int | None) -> Iterable[dict[
     """
     place = Path(path)
     files = _files(place)
+    if subset is not None and place.exists():
+        raise ConfigError(f"--hf-subset: {path} is here and not on the hub: give --dataset-path the subset's folder")
     if files and all(file.suffix in JSON_SUFFIXES for file in files):
         chosen = _of_split(place, files, split)
         return shuffled([record for file in chosen for record in read_json(file)], seed)
     if place.exists() and not files:
         raise ConfigError(f"--dataset-path: {path} has no file ending in {', '.join([*JSON_SUFFIXES, *FORMATS])}")
-    return _with_datasets(path, files, split, seed)
+    return _with_datasets(path, files, subset, split, seed)
 
 
 def _files(place: Path) -> list[Path]:
@@ -105,7 +114,9 @@ def _of_split(place: Path, files: list[Path], split: str | None) -> list[Path]:
     raise ConfigError(f"--hf-split: no file's name begins with {split!r}: {', '.join(file.name for file in files[:5])}")
 
 
-def _with_datasets(path: str, files: list[Path], split: str | None, seed: int | None) -> Iterable[dict[str, Any]]:
+def _with_datasets(
+    path: str, files: list[Path], subset: str | None, split: str | None, seed: int | None
+) -> Iterable[dict[str, Any]]:
     try:
         import datasets
     except ImportError:
@@ -118,7 +129,7 @@ def _with_datasets(path: str, files: list[Path], split: str | None, seed: int | 
             chosen = [str(file) for file in _of_split(Path(path), files, split)]
             stream = datasets.load_dataset(FORMATS[files[0].suffix], data_files=chosen, split="train", streaming=True)
         else:
-            stream = datasets.load_dataset(path, split=split or DEFAULT_SPLIT, streaming=True)
+            stream = datasets.load_dataset(path, subset, split=split or DEFAULT_SPLIT, streaming=True)
         records = iter(shuffled(stream.decode(False), seed))  # media as the bytes they are
         return itertools.chain([next(records)], records)
     except (OSError, ValueError, RuntimeError, StopIteration) as error:

@@ -16,6 +16,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from mini_engine.bench.datasets.sample import DataSettings, Kind, Medium, Message, Sample
+from mini_engine.bench.datasets.tokenized import RandomTexts, drawn_length
 from mini_engine.demo import questions, videos
 
 FIRST_SEED = 2 * 10**9  # far from what the bundled model was trained on
@@ -47,7 +48,7 @@ def show(kind: Kind, seed: int, **fixed: object) -> Shown:
 def questions_about(kind: Kind, settings: DataSettings, order: list[int]) -> list[Sample]:
     """A question about medium `order[i]` for each i, with its answer."""
     first = FIRST_SEED + settings.seed * SEEDS_EACH
-    shown = make(lambda number: show(kind, first + number), max(order) + 1)
+    shown = make(lambda number: show(kind, first + number), max(order) + 1, settings.progress)
     samples = []
     for place, number in enumerate(order):
         asked = questions.ask([shown[number]], None, first + place)
@@ -69,28 +70,46 @@ def of_sizes(settings: DataSettings, order: list[int]) -> list[Sample]:
             return show("image", first + number, width=width, height=height).medium
         return show("video", first + number, width=width, height=height, num_frames=frames).medium
 
-    media = make(one, max(order) + 1)
+    media = make(one, max(order) + 1, settings.progress)
     each = settings.items_per_prompt
     groups = [order[start : start + each] for start in range(0, len(order), each)]
-    tokens = settings.output_tokens or TEXT_TOKENS
+    written = written_texts(settings, ["Describe what you see."] * len(groups))
     return [
-        Sample((Message("user", (*(media[number] for number in group), "Describe what you see.")),), None, tokens)
-        for group in groups
+        Sample((Message("user", (*(media[number] for number in group), one.text)),), None, one.output_tokens)
+        for group, one in zip(groups, written, strict=True)
     ]
 
 
 def texts(settings: DataSettings, order: list[int]) -> list[Sample]:
-    """Short prompts without media, no two alike."""
+    """Prompts without media, no two short ones alike."""
     first = settings.seed * SEEDS_EACH
-    tokens = settings.output_tokens or TEXT_TOKENS
+    written = written_texts(settings, [f"Say something about the number {first + number}." for number in order])
+    return [Sample((Message("user", (one.text,)),), None, one.output_tokens) for one in written]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A prompt's text, and the most tokens of its answer."""
+
+    text: str
+    output_tokens: int
+
+
+def written_texts(settings: DataSettings, short: list[str]) -> list[Written]:
+    """The `short` texts, or as many of the length that the settings name."""
+    tokens, ratio = settings.output_tokens or TEXT_TOKENS, settings.range_ratio
+    if settings.input_tokens is None:
+        return [Written(text, tokens) for text in short]
+    made = RandomTexts(settings.tokenizer, settings.prefix_tokens, settings.seed)
+    rng = random.Random(settings.seed)
     return [
-        Sample((Message("user", (f"Say something about the number {first + number}.",)),), None, tokens)
-        for number in order
+        Written(made.text(drawn_length(settings.input_tokens, ratio, rng)), drawn_length(tokens, ratio, rng))
+        for _ in short
     ]
 
 
-def make(one: Callable[[int], Made], count: int) -> list[Made]:
+def make(one: Callable[[int], Made], count: int, progress: bool = True) -> list[Made]:
     """`one(0)` to `one(count - 1)`, by as many threads as there are cores."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         made = pool.map(one, range(count))
-        return list(tqdm(made, "rendering", count, leave=False, file=sys.stderr, unit=" media"))
+        return list(tqdm(made, "rendering", count, leave=False, file=sys.stderr, unit=" media", disable=not progress))

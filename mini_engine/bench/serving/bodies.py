@@ -30,10 +30,13 @@ def requests_of(
     )
     common: dict[str, Any] = {
         "model": target.model,
-        "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **settings.sampling,
     }
+    if settings.logprobs is not None:
+        chat = {"logprobs": True, "top_logprobs": settings.logprobs}
+        common |= chat if settings.backend == "openai-chat" else {"logprobs": settings.logprobs}
     if settings.ignore_eos:
         common["ignore_eos"] = True
     if target.timings:
@@ -62,7 +65,7 @@ def cancel_plan(lengths: Sequence[int], rate: float, seed: int) -> list[int | No
 
 def _prompt(sample: Sample, backend: str, place: MediaPlace) -> dict[str, Any]:
     if backend == "openai":
-        if sample.has_media or len(sample.messages) > 1:
+        if sample.shown or len(sample.messages) > 1:
             raise ConfigError("--backend openai takes one text per prompt; use --backend openai-chat for conversations")
         return {"prompt": sample.messages[0].text, "max_tokens": sample.output_tokens}
     messages = [{"role": message.role, "content": _content(message, place)} for message in sample.messages]

@@ -14,6 +14,7 @@ from mini_engine.bench import datasets
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 BACKENDS = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}
+RANDOM_TOKENS = 1024  # of a text of random
 Bucket = tuple[int, int, int]
 
 
@@ -28,16 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_target(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--launch", metavar="FLAGS", help='Start a server of this project with these flags, such as "-tp 2" or "".')
-    add("--backend", "--endpoint-type", choices=BACKENDS, default="openai-chat",
-        help="API of the server (default: openai-chat; openai: texts without a chat).")  # fmt: skip
+    add("--backend", "--endpoint-type", type=backend, choices=BACKENDS, default="openai-chat",
+        help="API of the server (default: openai-chat; openai, also as vllm: texts without a chat).")  # fmt: skip
     add("--base-url", metavar="URL", help="Root of the server, instead of --host and --port.")
     add("--host", help="Default: 127.0.0.1.")
     add("--port", type=int, help="Default: 8000.")
     add("--endpoint", metavar="PATH", help="Default: that of the backend, such as /v1/chat/completions.")
     add("--model", help="Name of the model in requests; default: the first that the server names.")
+    add("--served-model-name", metavar="NAME", help="That name, where --model is for the tokenizer.")
+    add("--header", type=pair, nargs="+", default=[], metavar="KEY=VALUE", help="More headers of each request.")
+    add("--ready-check-timeout-sec", type=not_negative, metavar="SECONDS",
+        help="How long to wait for a server that does not answer yet (default: 0).")  # fmt: skip
     add("--tokenizer", metavar="NAME",
         help="Directory or hub name of the tokenizer that counts the tokens of a data set's own answers, and of a "
-        "server's that does not count them; default: --model.")  # fmt: skip
+        "server's that does not count them; default: --model, and for a data set the server's name of it.")  # fmt: skip
 
 
 def _add_data(group: argparse._ArgumentGroup) -> None:
@@ -45,15 +50,24 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     add("--dataset-name", choices=datasets.NAMES, default="synthetic-video",
         help="Default: synthetic-video, which the bundled model knows.")  # fmt: skip
     add("--dataset-path", metavar="PATH", help="File of sharegpt or custom; file, folder or hub name of hf.")
+    add("--hf-subset", metavar="NAME", help="Subset of a data set of the hub.")
     add("--hf-split", metavar="NAME", help="Split of a data set of hf (default: train).")
     add("--num-prompts", type=at_least(1), default=100, help="Default: 100.")
     add("--num-warmups", type=at_least(0), default=4,
         help="Requests before those that count, with media of their own (default: 4).")  # fmt: skip
-    add("--output-len", type=at_least(1), metavar="TOKENS",
+    add("--output-len", "--random-output-len", "--custom-output-len", type=at_least(1), metavar="TOKENS",
         help="Most tokens to generate; default: 32 for synthetic ones, as many as the record's own answer has for "
         "files, else 128.")  # fmt: skip
     add("--sharegpt-output-len", type=at_least(1), metavar="TOKENS", help="The same, for sharegpt.")
     add("--hf-output-len", type=at_least(1), metavar="TOKENS", help="The same, for hf.")
+    add("--input-len", "--random-input-len", type=at_least(1), metavar="TOKENS",
+        help="Length of the text of random, text and random-mm, in words that are one token each, without a chat's "
+        f"template (default: {RANDOM_TOKENS} for random, else a short question).")  # fmt: skip
+    add("--random-prefix-len", type=at_least(0), metavar="TOKENS",
+        help="Length of a text before it that is the same for all prompts (default: 0).")  # fmt: skip
+    add("--random-range-ratio", type=share, metavar="SHARE",
+        help="By which share the lengths of texts and answers are less or more, drawn (default: 0).")  # fmt: skip
+    add("--no-oversample", action="store_true", help="Send fewer prompts where a file has too few, none again.")
     add("--disable-shuffle", action="store_true", help="Take the records of a file in their order.")
     add("--seed", type=int, default=0, help="Of all that is drawn (default: 0).")
     add("--unique-ratio", type=share, metavar="SHARE",
@@ -79,6 +93,10 @@ def _add_traffic(group: argparse._ArgumentGroup) -> None:
     add("--max-concurrency", type=at_least(1), metavar="N",
         help="Most requests at once; default: 8 for synthetic data sets without --request-rate, else any "
         "number.")  # fmt: skip
+    add("--temperature", type=not_negative, default=0.0, metavar="T", help="Default: 0, which is greedy.")
+    add("--top-p", type=share, metavar="SHARE", help="Sent if given.")
+    add("--top-k", type=at_least(-1), metavar="N", help="Sent if given.")
+    add("--logprobs", type=at_least(0), metavar="N", help="Ask for those of so many tokens at each place.")
     add("--ignore-eos", action="store_true", help="Have each answer as long as it may be.")
     add("--cancel-rate", type=share, default=0.0, metavar="SHARE",
         help="Share of the streams that are closed after a few chunks (default: 0).")  # fmt: skip
@@ -100,6 +118,8 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
         help="With each request's times and text, there and in a JSONL file beside it.")  # fmt: skip
     add("--result-dir", type=Path, metavar="DIR", help="Default: here.")
     add("--result-filename", metavar="NAME", help="Default: from backend, rate, concurrency, model, time.")
+    add("--label", metavar="NAME", help="For the results, and before the file's name instead of the backend.")
+    add("--disable-tqdm", action="store_true", help="Show no progress.")
     add("--metadata", type=pair, nargs="+", default=[], metavar="KEY=VALUE", help="For the results.")
     add("--plot", type=Path, metavar="FILE", help="Draw latencies, throughput and stages, such as out.png.")
 
@@ -120,6 +140,18 @@ def positive(text: str) -> float:
     if not float(text) > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return float(text)
+
+
+def not_negative(text: str) -> float:
+    """A finite number that is not below 0."""
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
+    return float(text)
+
+
+def backend(text: str) -> str:
+    """The name of an API, also by vLLM's for its own."""
+    return "openai" if text == "vllm" else text
 
 
 def share(text: str) -> float:

@@ -25,6 +25,7 @@ class Traffic:
     headers: Mapping[str, str]
     max_concurrency: int | None
     timeout: float  # seconds for a request
+    progress: bool = True  # shown on stderr
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ async def _drive(requests: Sequence[Request], starts: Sequence[float], traffic: 
     room = asyncio.Semaphore(traffic.max_concurrency or max(1, len(requests)))
     outcomes: list[Outcome] = []
     lags: list[float] = []
-    progress = Progress(len(requests), title)
+    progress = Progress(len(requests), title, traffic.progress)
 
     async def one(http: aiohttp.ClientSession, request: Request) -> None:
         async with room:
@@ -89,8 +90,10 @@ async def _watch(lags: list[float]) -> None:
 class Progress:
     """The bar on stderr: requests done, tokens a second so far, failures."""
 
-    def __init__(self, total: int, title: str):
-        self._bar = tqdm(total=total, desc=title, unit=" requests", file=sys.stderr, dynamic_ncols=True)
+    def __init__(self, total: int, title: str, shown: bool):
+        self._bar = tqdm(
+            total=total, desc=title, unit=" requests", file=sys.stderr, dynamic_ncols=True, disable=not shown
+        )
         self._begun = time.perf_counter()
         self._tokens = 0
         self._failed = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import sys
@@ -11,15 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from mini_engine.bench.datasets.loading import load
-from mini_engine.bench.datasets.records import load_tokenizer
 from mini_engine.bench.datasets.sample import Prompts
+from mini_engine.bench.datasets.tokenized import load_tokenizer
 from mini_engine.bench.serving import figures, table
 from mini_engine.bench.serving.arrivals import arrivals
 from mini_engine.bench.serving.bodies import requests_of
 from mini_engine.bench.serving.load import Run, Traffic, drive
 from mini_engine.bench.serving.media import MediaPlace, media_place
 from mini_engine.bench.serving.settings import Settings
-from mini_engine.bench.serving.target import Target, probe, target
+from mini_engine.bench.serving.target import Target, ready, target
+from mini_engine.cli import parse
 from mini_engine.config import ConfigError
 
 
@@ -51,9 +53,12 @@ def prepared(settings: Settings) -> Iterator[Prepared]:
         ConfigError: flags that cannot be used.
         BenchError: the prompts are not to be had, or the server that should run does not answer.
     """
+    data = settings.data
     if settings.launch is None:
-        probe(settings, settings.root)  # before the work of making prompts
-    prompts = load(settings.data)
+        model = ready(settings).model  # before the work of making prompts
+    else:
+        model = parse(settings.launch).model
+    prompts = load(dataclasses.replace(data, tokenizer=data.tokenizer or model))
     for note in prompts.notes:
         say(note)
     with media_place(settings.media_transport, settings.media_dir, settings.media_port) as place:
@@ -76,7 +81,7 @@ def measure(ready: Prepared, server: Target, title: str) -> Measured:
     requests = requests_of(prompts.samples, settings, server, ready.place)
     rng = random.Random(settings.data.seed)
     starts = arrivals(len(requests), settings.request_rate, settings.burstiness, rng)
-    traffic = Traffic(server.url, settings.headers, settings.max_concurrency, settings.timeout)
+    traffic = Traffic(server.url, settings.headers, settings.max_concurrency, settings.timeout, settings.data.progress)
     failures = []
     if warm_ups:
         before = drive(warm_ups, [0.0] * len(warm_ups), traffic, "warm-up")

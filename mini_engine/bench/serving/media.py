@@ -28,9 +28,11 @@ HOST = "127.0.0.1"
 
 
 class MediaPlace:
-    """Gives each medium its URL. With files, they lie below `folder`; with `base`, they are fetched from there."""
+    """Gives each medium its URL. With files, they lie below `folder`, which lies in `allowed`, the folder that the
+    server may read; with `base`, they are fetched from there.
+    """
 
-    def __init__(self, folder: Path | None = None, base: str | None = None):
+    def __init__(self, folder: Path | None = None, base: str | None = None, allowed: Path | None = None):
         self._folder = folder
         self._base = base
         self._urls: dict[int, str] = {}  # by the identity of a medium, which the samples keep
@@ -38,7 +40,7 @@ class MediaPlace:
         if base is not None:
             self.server_flags = ["--allowed-media-domains", base.removeprefix("http://")]
         elif folder is not None:
-            self.server_flags = ["--allowed-local-media-path", str(folder)]
+            self.server_flags = ["--allowed-local-media-path", str(allowed or folder)]
 
     def add(self, media: Iterable[Medium]) -> None:
         """Write the media where the server finds them."""
@@ -70,7 +72,7 @@ def media_place(transport: MediaTransport, folder: Path | None, port: int) -> It
         files = made.resolve()
         files.chmod(0o755)  # the server may be another user's
         if transport == "file":
-            yield MediaPlace(files)
+            yield MediaPlace(files, allowed=folder and folder.resolve())
             return
         with file_server(files, port) as base:
             yield MediaPlace(files, base)

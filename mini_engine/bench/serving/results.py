@@ -39,6 +39,7 @@ def as_result(settings: Settings, measured: Measured, config: dict[str, Any]) ->
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "backend": settings.backend,
         "endpoint_type": settings.backend,
+        "label": settings.output.label,
         "model_id": measured.model,
         "tokenizer_id": settings.tokenizer or measured.model,
         "num_prompts": settings.data.count,
@@ -90,4 +91,4 @@ def _filename(settings: Settings, model: str) -> str:
     rate = f"{settings.request_rate:g}qps"
     limit = f"-concurrency{settings.max_concurrency}" if settings.max_concurrency else ""
     when = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return f"{settings.backend}-{rate}{limit}-{Path(model).name}-{when}.json"
+    return f"{settings.output.label or settings.backend}-{rate}{limit}-{Path(model).name}-{when}.json"

@@ -14,8 +14,8 @@ from typing import Any
 from mini_engine.bench.datasets import READ
 from mini_engine.bench.datasets.sample import DataSettings
 from mini_engine.bench.serving.figures import Measures
-from mini_engine.bench.serving.flags import BACKENDS
-from mini_engine.bench.serving.media import MediaTransport
+from mini_engine.bench.serving.flags import BACKENDS, RANDOM_TOKENS
+from mini_engine.bench.serving.media import HOST, MediaTransport
 from mini_engine.cli import parse
 from mini_engine.config import ConfigError
 
@@ -32,6 +32,7 @@ class Output:
     filename: str | None
     metadata: dict[str, str]
     plot: Path | None
+    label: str | None
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,18 @@ class Settings:
     backend: str
     endpoint: str
     model: str | None
-    tokenizer: str | None  # for a server that counts no tokens
+    tokenizer: str | None  # that was named, by itself or with the model
     request_rate: float
     burstiness: float
     max_concurrency: int | None
     cancel_rate: float
     ignore_eos: bool
     timeout: float
+    sampling: dict[str, float]  # fields of a request
+    logprobs: int | None
     extra_body: Mapping[str, Any]
+    more_headers: dict[str, str]
+    ready_seconds: float  # for which a server that runs may not answer yet
     media_transport: MediaTransport
     media_dir: Path | None
     media_port: int
@@ -62,7 +67,7 @@ class Settings:
     def headers(self) -> dict[str, str]:
         """With the key that OpenAI's own clients take from the environment."""
         key = os.environ.get("OPENAI_API_KEY")
-        return {"Authorization": f"Bearer {key}"} if key else {}
+        return {**({"Authorization": f"Bearer {key}"} if key else {}), **self.more_headers}
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
@@ -83,15 +88,21 @@ def settings_of(args: argparse.Namespace) -> Settings:
         root=root.rstrip("/"),
         backend=args.backend,
         endpoint=args.endpoint or BACKENDS[args.backend],
-        model=args.model,
-        tokenizer=args.tokenizer,
+        model=args.served_model_name or args.model,
+        tokenizer=args.tokenizer or args.model,
         request_rate=args.request_rate,
         burstiness=args.burstiness or 1.0,
         max_concurrency=args.max_concurrency or (SYNTHETIC_CONCURRENCY if limited else None),
         cancel_rate=args.cancel_rate,
         ignore_eos=args.ignore_eos,
         timeout=args.request_timeout,
+        sampling={
+            name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(args, name)) is not None
+        },
+        logprobs=args.logprobs,
         extra_body=args.extra_body,
+        more_headers=dict(args.header),
+        ready_seconds=args.ready_check_timeout_sec or 0.0,
         media_transport=args.media_transport,
         media_dir=args.media_dir,
         media_port=args.media_port or 0,
@@ -106,9 +117,11 @@ def server_flags(name: str, text: str) -> list[str]:
     """
     flags = shlex.split(text)
     try:
-        parse(flags)
+        config = parse(flags)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+    if config.uds:
+        raise ConfigError(f"{name}: --uds: the client reaches its server by a port of its own choice; leave it out")
     return flags
 
 
@@ -121,11 +134,17 @@ def _data(args: argparse.Namespace) -> DataSettings:
         output_tokens=args.sharegpt_output_len or args.hf_output_len or args.output_len,
         unique_ratio=1.0 if args.unique_ratio is None else args.unique_ratio,
         path=args.dataset_path,
+        subset=args.hf_subset,
         split=args.hf_split,
         shuffle=not args.disable_shuffle,
+        oversample=not args.no_oversample,
         buckets=args.random_mm_bucket_config,
         items_per_prompt=args.random_mm_base_items_per_request or 1,
+        input_tokens=args.input_len or (RANDOM_TOKENS if args.dataset_name == "random" else None),
+        prefix_tokens=args.random_prefix_len or 0,
+        range_ratio=args.random_range_ratio or 0.0,
         tokenizer=args.tokenizer or args.model,
+        progress=not args.disable_tqdm,
     )
 
 
@@ -137,22 +156,27 @@ def _output(args: argparse.Namespace) -> Output:
         args.result_filename,
         dict(args.metadata),
         args.plot,
+        args.label,
     )
 
 
 def _check_data(args: argparse.Namespace) -> None:
     name = args.dataset_name
     file = "it is made here and not read from a file; leave it out, or choose --dataset-name " + ", ".join(READ)
-    _refuse(name not in READ, name, file, dataset_path=args.dataset_path, disable_shuffle=args.disable_shuffle)
+    _refuse(name not in READ, name, file, dataset_path=args.dataset_path, disable_shuffle=args.disable_shuffle,
+            no_oversample=args.no_oversample)  # fmt: skip
     if name in READ and not args.dataset_path:
         raise ConfigError(f"--dataset-name {name} needs --dataset-path")
-    _refuse(name != "hf", name, "it is a flag of --dataset-name hf", hf_split=args.hf_split,
-            hf_output_len=args.hf_output_len)  # fmt: skip
+    _refuse(name != "hf", name, "it is a flag of --dataset-name hf", hf_subset=args.hf_subset,
+            hf_split=args.hf_split, hf_output_len=args.hf_output_len)  # fmt: skip
     _refuse(name != "sharegpt", name, "it is a flag of --dataset-name sharegpt; use --output-len",
             sharegpt_output_len=args.sharegpt_output_len)  # fmt: skip
     if args.output_len and (args.sharegpt_output_len or args.hf_output_len):
         raise ConfigError(f"--output-len and --{name}-output-len mean the same: keep one of them")
-    _refuse(name == "text", name, "texts have no media that could be repeated", unique_ratio=args.unique_ratio)
+    _check_lengths(args)
+    _refuse(
+        name in ("text", "random"), name, "texts have no media that could be repeated", unique_ratio=args.unique_ratio
+    )
     _refuse(name != "random-mm", name, "it is a flag of --dataset-name random-mm",
             random_mm_bucket_config=args.random_mm_bucket_config,
             random_mm_base_items_per_request=args.random_mm_base_items_per_request)  # fmt: skip
@@ -163,11 +187,22 @@ def _check_data(args: argparse.Namespace) -> None:
         raise ConfigError(f"--backend openai: {name} has media, which only --backend openai-chat takes")
 
 
+def _check_lengths(args: argparse.Namespace) -> None:
+    name = args.dataset_name
+    _refuse(name not in ("random", "text", "random-mm"), name, "lengths are chosen for random, text and random-mm",
+            input_len=args.input_len, random_prefix_len=args.random_prefix_len,
+            random_range_ratio=args.random_range_ratio)  # fmt: skip
+    _refuse(name != "random" and args.input_len is None, name, "it needs --input-len",
+            random_prefix_len=args.random_prefix_len, random_range_ratio=args.random_range_ratio)  # fmt: skip
+
+
 def _check_rest(args: argparse.Namespace) -> None:
     if args.base_url and (args.host or args.port):
         raise ConfigError("--base-url says where the server is: leave out --host and --port")
     if args.launch is not None and (args.base_url or args.host or args.port):
         raise ConfigError("--launch starts a server on a port of its own: leave out --base-url, --host and --port")
+    if args.launch is not None and args.ready_check_timeout_sec is not None:
+        raise ConfigError("--ready-check-timeout-sec: a server of --launch is waited for as long as it starts")
     if args.burstiness is not None and math.isinf(args.request_rate):
         raise ConfigError("--burstiness is of the times between requests: it needs a --request-rate")
     if args.media_dir is not None and args.media_transport == "data":
@@ -176,8 +211,15 @@ def _check_rest(args: argparse.Namespace) -> None:
         raise ConfigError(f"--media-dir: {args.media_dir} is not a directory; make it first")
     if args.media_port is not None and args.media_transport != "http":
         raise ConfigError("--media-port: there is a file server only with --media-transport http")
+    if args.launch is None and args.media_transport == "file" and args.media_dir is None:
+        raise ConfigError("--media-transport file: the server must be allowed to read the files. Give --media-dir DIR, "
+                          "and start the server with --allowed-local-media-path DIR")  # fmt: skip
+    if args.launch is None and args.media_transport == "http" and args.media_port is None:
+        raise ConfigError("--media-transport http: the server must be allowed to fetch the files. Give --media-port "
+                          f"PORT, and start the server with --allowed-media-domains {HOST}:PORT")  # fmt: skip
     given = {"--save-detailed": args.save_detailed, "--result-dir": args.result_dir,
-             "--result-filename": args.result_filename, "--metadata": args.metadata}  # fmt: skip
+             "--result-filename": args.result_filename, "--metadata": args.metadata,
+             "--label": args.label}  # fmt: skip
     for flag, value in given.items():
         if value and not args.save_result:
             raise ConfigError(f"{flag}: nothing is written without --save-result")
@@ -186,5 +228,5 @@ def _check_rest(args: argparse.Namespace) -> None:
 def _refuse(wrong: bool, name: str, why: str, **values: Any) -> None:
     """Raises ConfigError for the first of the flags that was given although it is of no use."""
     for flag, value in values.items():
-        if wrong and value not in (None, False):
+        if wrong and value is not None and value is not False:
             raise ConfigError(f"--{flag.replace('_', '-')} cannot be used with --dataset-name {name}: {why}")

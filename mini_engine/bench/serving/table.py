@@ -85,6 +85,8 @@ def _client(figures: dict[str, Any]) -> list[str]:
     lines = ["", said]
     if client["bottleneck"]:
         lines.append("The client was a bottleneck: latencies are its own in part. Give it a core, or less to do.")
+    if client["host_busy"]:
+        lines.append("The host is busy: the client's loop woke up late, and latencies are longer by as much.")
     others = [counted for counted in figures["tokens_counted_by"] if counted != "server"]
     if others:
         lines.append(f"The server gives no usage: output tokens are counted by {others[0]}, those of prompts are not.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from mini_engine.bench.report import BenchError
 from mini_engine.bench.serving.settings import Settings
 
 ANSWER_SECONDS = 30.0
+READY_CHECK_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,25 @@ def probe(settings: Settings, root: str) -> Target:
             raise BenchError(f"{root}/v1/models names no model ({error}): give --model") from None
     timings = False
     with contextlib.suppress(urllib.error.HTTPError):  # not every server describes its interface
-        timings = settings.backend == "openai-chat" and b'"return_timings"' in _get(settings, f"{root}/openapi.json")
+        described = _get(settings, f"{root}/openapi.json")
+        timings = settings.backend == "openai-chat" and b'"return_timings"' in described
     return Target(root + settings.endpoint, model, timings)
+
+
+def ready(settings: Settings) -> Target:
+    """The server that runs at the settings' root, once it answers, for as long as they say.
+
+    Raises:
+        BenchError: it does not answer by then, or says nothing of a model.
+    """
+    deadline = time.monotonic() + settings.ready_seconds
+    while True:
+        try:
+            return probe(settings, settings.root)
+        except BenchError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(READY_CHECK_SECONDS)
 
 
 def _get(settings: Settings, url: str) -> bytes:

@@ -208,7 +208,10 @@ FIGURES: dict[str, dict[str, Callable[[Any], Figures]]] = {
         "RequestAdmission": lambda requests: ({"unfinished": requests.unfinished}, {}),
     },
     "mini_engine.api.media_loader": {
-        "MediaLoader": lambda loader: ({"at work": len(loader._flights), "jobs": loader._pool._work_queue.qsize()}, {}),
+        "MediaLoader": lambda loader: (
+            {"at work": len(loader._flights), "jobs": len(loader._threads._free._waiters or ())},
+            {},
+        ),
     },
     "mini_engine.api.engine": {
         "Engine": lambda engine: ({"samples": len(engine.requests), "preparing": engine.preparing}, {}),

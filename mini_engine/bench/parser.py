@@ -1,0 +1,42 @@
+"""A command line whose errors are one line each: for a flag that is none, the nearest that is one.
+
+Knows nothing of regimes; which flags of other programs are refused, and why, is given to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from mini_engine.config import ConfigError
+from mini_engine.config.sources import suggestion
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would print its usage and exit. `commands` are the parsers below it."""
+
+    commands: Mapping[str, Parser]
+
+    def error(self, message: str) -> NoReturn:
+        """One sentence, beginning with the flag."""
+        raise ConfigError(message.removeprefix("argument "))
+
+    @property
+    def flags(self) -> list[str]:
+        """All that it takes."""
+        return [flag for action in self._actions for flag in action.option_strings]
+
+    def check_flags(self, argv: Sequence[str], refused: Mapping[str, str]) -> None:
+        """Raises ConfigError for the first argument that looks like a flag and is none of this parser's, with the
+        reason if it is a `refused` one.
+        """
+        for arg in argv:
+            flag = arg.partition("=")[0]
+            if not flag.startswith("--") or flag in self.flags:
+                continue
+            if flag in refused:
+                raise ConfigError(f"{flag} is a flag of vLLM's `bench serve` that is not here: {refused[flag]}")
+            raise ConfigError(
+                f"unknown flag {flag}{suggestion(flag, self.flags, '--') or f'; {self.prog} --help lists them'}"
+            )
