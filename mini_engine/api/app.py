@@ -292,8 +292,8 @@ def create_app(frontend: Frontend, config: EngineConfig) -> FastAPI:
     app = DescribedApp(
         [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest],
         title="mini-engine",
-        redirect_slashes=False,  # to wherever the header `Host` says
         version=importlib.metadata.version("mini-engine"),
+        redirect_slashes=False,  # to wherever the header `Host` says
     )
     app.state.work = Work()
     app.add_middleware(Door, api_keys=config.api_key, root_path=config.root_path, work=app.state.work)

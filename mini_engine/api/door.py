@@ -82,7 +82,7 @@ class Door:
         elif path in UNCOUNTED_PATHS:
             await self._app(scope, receive, send)
         elif self._work.draining:
-            await error_response(shutting_down(SHUTTING_DOWN))(scope, receive, send)
+            await error_response(shutting_down())(scope, receive, send)
         else:
             with self._work:
                 await self._let_in(scope, receive, send)
@@ -109,7 +109,7 @@ class Door:
         except asyncio.CancelledError:
             if answered:
                 raise
-            await error_response(shutting_down(SHUTTING_DOWN))(scope, receive, send)
+            await error_response(shutting_down())(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
         """Takes as long for a key that is nearly right as for any other, whichever of them it is."""

@@ -13,6 +13,7 @@ import msgspec
 from mini_engine.api.chat import ChatError
 from mini_engine.media.errors import MediaError
 
+SHUTTING_DOWN = "The server is shutting down and takes no new requests; send this one again later."
 RETRY_SECONDS = 5  # about what a successor needs to start; another server is there at once
 
 Code = Literal[
@@ -136,8 +137,8 @@ def engine_unavailable(message: str) -> ApiError:
     return ApiError(503, message, code="engine_unavailable", headers={"retry-after": str(RETRY_SECONDS)})
 
 
-def shutting_down(message: str) -> ApiError:
-    """A 503: this server ends, but there may be another soon."""
+def shutting_down(message: str = SHUTTING_DOWN) -> ApiError:
+    """A 503: this server ends, and there may be another."""
     return ApiError(503, message, code="shutting_down", headers={"retry-after": str(RETRY_SECONDS)})
 
 

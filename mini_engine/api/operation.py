@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mini_engine import metrics
-from mini_engine.api.door import SHUTTING_DOWN
 from mini_engine.api.errors import ApiError, EngineError, engine_unavailable, shutting_down
 from mini_engine.api.openapi import GUARDED, refuses
 from mini_engine.api.refusal import error_response
@@ -38,7 +37,7 @@ async def health(request: Request) -> Response:
     503 when not, and when the server is shutting down.
     """
     if request.app.state.work.draining:
-        return error_response(shutting_down(SHUTTING_DOWN))
+        return error_response(shutting_down())
     engines = _engines(request)
     config: EngineConfig = request.app.state.config
     if await engines.healthy(config.health_timeout):

@@ -346,6 +346,8 @@ def test_the_other_endpoints(processor: MediaProcessor, tmp_path: Path) -> None:
                 response = await request
                 assert response.status_code in (404, 405)
                 assert response.json()["error"]["type"] == "invalid_request_error"
+            slash = await served.http.get("/live/", headers={"host": "elsewhere"})
+            assert (slash.status_code, slash.json()["error"]["code"]) == (404, "unknown_url")
             for path, allowed in (
                 ("/v1/chat/completions", "POST"),
                 ("/health", "GET, HEAD"),
@@ -355,8 +357,6 @@ def test_the_other_endpoints(processor: MediaProcessor, tmp_path: Path) -> None:
                 response = await served.http.put(path)
                 assert (response.status_code, response.headers["allow"]) == (405, allowed)
                 assert response.json()["error"]["message"] == f"Method Not Allowed; this path takes {allowed}."
-            slash = await served.http.get("/live/", headers={"host": "elsewhere"})
-            assert (slash.status_code, slash.json()["error"]["code"]) == (404, "unknown_url")
             schema = (await served.http.get("/openapi.json")).json()
             assert "/v1/chat/completions" in schema["paths"]
             bad = await served.http.post("/v1/chat/completions", content=json.dumps(chat_body())[:-1])
