@@ -282,7 +282,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
         for method in route.methods or ()
     }
-    allowed = ", ".join(sorted(methods)) or (error.headers or {}).get("Allow", "")
+    methods = methods or set((error.headers or {}).get("Allow", "").split(", "))
+    allowed = ", ".join(sorted(methods))
     text = f"{error.detail}; this path takes {allowed}."
     return error_response(ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed}))
 
