@@ -153,3 +153,12 @@ def item(message, offset, num_tokens=2, index=0, media_hash=b"", grids=1, gap=0)
     grid = (grids, 2, 2 * num_tokens // grids)
     later = [offset + number * (num_tokens // grids + gap) for number in range(1, grids)] if gap else []
     return MediaItem("video", offset, num_tokens, grid, 1.0, patches if message else None, media_hash, later)
+
+
+def message(number):
+    return MessageId(API[1], number)
+
+
+def finish(world, *names):
+    world.run()
+    assert all(world.ends[name] == ["length"] for name in names), world.ends

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +22,8 @@ INCARNATION = 41
 
 
 @pytest.fixture
-def runtime() -> Iterator[Path]:
-    """A directory whose path leaves room for a socket's name (107 bytes in all)."""
-    path = Path(tempfile.mkdtemp(prefix="mini-"))
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
 def address(runtime: Path) -> Callable[[int], RankAddress]:
     return lambda rank: RankAddress(0, rank, str(runtime / f"t{rank}"), f"ipc://{runtime}/d{rank}")
-
-
-@pytest.fixture
-def context() -> Iterator[zmq.Context]:
-    made = zmq.Context()
-    yield made
-    made.destroy(linger=0)
 
 
 @pytest.fixture

@@ -1,11 +1,8 @@
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import zmq
 
 from mini_engine.messages import RankAddress
 from mini_engine.model.parallel import TensorParallel
@@ -55,20 +52,6 @@ def expected(checkpoint: Path) -> dict[str, list[int]]:
     """transformers' 20 greedy tokens for each of `mixed_requests`."""
     media = tiny.MemoryMedia()
     return {new.request_id: tiny.generate(checkpoint, media, new, 20) for new in tiny.mixed_requests(media)}
-
-
-@pytest.fixture
-def runtime() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="mini-"))
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def context() -> Iterator[zmq.Context]:
-    made = zmq.Context()
-    yield made
-    made.destroy(linger=0)
 
 
 @pytest.fixture
