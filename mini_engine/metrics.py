@@ -279,7 +279,7 @@ class EngineFigures:
             self._store[state].set(nbytes)
         self._references.set(stats.media_references)
         self._oldest.set(stats.media_oldest_seconds)
-        if counters != NOTHING_HAPPENED:  # or each would be written to its file
+        if counters != NOTHING_HAPPENED:  # spares a write to the file for each
             for name, counter in self._counters.items():
                 counter.inc(getattr(counters, name))
 
