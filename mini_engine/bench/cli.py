@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"failed: {failure}")
     print(line, flush=True)
     if args.output is not None:
-        report.files.append(partial(_write_line, args.output, line))
+        report.files.insert(0, partial(_write_line, args.output, line))
     unwritten = write(report.files)
     for failure in unwritten:
         say(failure)

@@ -62,8 +62,8 @@ def test_the_last_line_comes_before_files_that_cannot_be_written(bench, monkeypa
                     "--result-filename", "r.json", "--output", output, "--disable-tqdm")  # fmt: skip
     assert ran.status == 1 and ran.figures["completed"] == 1 and not ran.last["failures"]
     assert ran.err.splitlines() == [
-        f"bench.py: wrote {result}",
         f"bench.py: wrote {output}",
+        f"bench.py: wrote {result}",
         f"bench.py: {tmp_path / 'p.png'} was not written: No space left on device",
     ]
     assert json.loads(output.read_text()) == ran.last and json.loads(result.read_text())["completed"] == 1

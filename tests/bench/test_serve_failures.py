@@ -107,11 +107,9 @@ def test_a_client_that_is_busy_says_so(bench, broken, prompts, monkeypatch):
             pass
         return take(*event)
 
-    idle = bench(*prompts(*["long"] * 3), "--base-url", broken.url)
-    assert not idle.figures["client"]["bottleneck"] and "The client was a bottleneck" not in idle.out
     monkeypatch.setattr(client, "_take", slow)
-    busy = bench(*prompts(*["ok"] * 12), "--base-url", broken.url)
-    assert busy.figures["client"]["bottleneck"] and "The client was a bottleneck" in busy.out
+    ran = bench(*prompts(*["ok"] * 12), "--base-url", broken.url)
+    assert ran.figures["client"]["bottleneck"] and "The client was a bottleneck" in ran.out
 
 
 def test_no_more_than_the_given_number_at_once(bench, broken, prompts):

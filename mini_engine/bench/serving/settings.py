@@ -223,9 +223,9 @@ def _check_output(args: argparse.Namespace) -> None:
         raise ConfigError(f"--result-filename: {args.result_filename} is where --save-detailed writes its lines; "
                           "give the file of the figures another ending, such as .json")  # fmt: skip
     if args.save_result:
-        path = (args.result_dir or Path()) / (args.result_filename or "made")
+        path = (args.result_dir or Path()) / (args.result_filename or "named by its time")
         check_folder("--result-dir", path.parent)
-        if path.parent.is_dir():
+        if args.result_filename and path.parent.is_dir():
             check_file("--result-filename", path)
     if args.plot is not None:
         check_file("--plot", args.plot)
