@@ -144,7 +144,7 @@ class RequestSender:
     ) -> None:
         nbytes = sum(tensor.nbytes for tensor in tensors)
         with _failing_as("no_memory"):
-            outgoing = await sender.reserve(message, nbytes)
+            outgoing = await sender.reserve(message, nbytes, len(tensors))
         with _failing_as("copy_failed"):
             frame = await self._encode(request, outgoing, inline=sender.takes == "cpu" and nbytes <= INLINE_COPY_BYTES)
         # From here to the end nothing waits: the core must never hear of tensors that a cancellation kept from leaving.

@@ -44,6 +44,15 @@ def test_life_of_a_message(inputs, core, runtime, connect, transport) -> None:
     assert core.reports(1) == [ready(2)]
 
 
+@pytest.mark.parametrize("transport", ["torch_shm", "direct_rpc"])
+def test_a_message_has_room_for_the_gaps_between_any_number_of_tensors(inputs, core, runtime, connect, transport):
+    """Of a size at which neither transport has a buffer with room to spare."""
+    tensors = [torch.full((736,), number % 251, dtype=torch.uint8) for number in range(600)]
+    handles = send(connect(transport, [rank_address(runtime)]), 1, *tensors)
+    assert core.reports(1) == [ready(1)]
+    assert all(torch.equal(inputs.tensor(handle), tensor) for handle, tensor in zip(handles, tensors, strict=True))
+
+
 def test_a_handle_that_does_not_fit_is_an_error(inputs, core, runtime, connect) -> None:
     (handle,) = send(connect("torch_shm", [rank_address(runtime)]), 1, torch.zeros(2, 3))
     assert core.reports(1) == [ready(1)]
