@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig
 from mini_engine.free_memory import ipc_gpu_bytes
 from mini_engine.messages import RankAddress
 from mini_engine.transport.base import TensorSender
 from mini_engine.transport.codec import Encoder
 
-SLOTS = 8  # messages on their way to an engine at once
 SLOT_ROOM = 64 << 10  # what a slot takes beside its message, and more
 
 
@@ -44,9 +43,9 @@ def cuda_sender(
     from mini_engine.transport.cuda_memory import CudaStaging
     from mini_engine.transport.cuda_slots import CudaSender
 
-    nbytes = ipc_gpu_bytes(config) // (config.api_server_count * engines * SLOTS) - SLOT_ROOM
+    nbytes = ipc_gpu_bytes(config) // (config.api_server_count * engines * STAGING_SLOTS) - SLOT_ROOM
 
     def make(ranks: list[RankAddress]) -> TensorSender:
-        return CudaSender(encoder, ranks, CudaStaging(torch.device(device)), SLOTS, nbytes)
+        return CudaSender(encoder, ranks, CudaStaging(torch.device(device)), STAGING_SLOTS, nbytes)
 
     return make

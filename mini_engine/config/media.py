@@ -14,6 +14,10 @@ MediaCacheType = Literal["auto", "lru", "shm"]
 TensorIpc = Literal["auto", "torch_shm", "direct_rpc"]
 ProcessorDevice = Literal["cpu", "cuda"]
 
+IPC_GPU_GIB = 1.0  # --mm-ipc-gpu-memory-gb where it is not given
+STAGING_SLOTS = 8  # messages on their way from an API server to an engine at once: a part of that memory for each
+LEAST_SLOT = 1 << 20  # bytes of a slot: less would hold the patches of small images only
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MediaOptions:
