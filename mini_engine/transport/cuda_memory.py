@@ -122,7 +122,7 @@ class CudaMapped:
     the sender is believed, as one of this engine's own processes.
 
     Raises:
-        TransportError: CUDA refuses.
+        TransportError: CUDA refuses; nothing is mapped then.
     """
 
     def __init__(self, device: torch.device, slots: DeviceSlots):
@@ -141,7 +141,11 @@ class CudaMapped:
                 handle = _MemoryHandle.from_buffer_copy(slots.memory)
                 _call("cudaIpcOpenMemHandle", ctypes.byref(address), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
                 self._address = address.value or 0
-                self._memory = _view(self._address, slots.nbytes * len(slots.filled), self._where)
+                try:
+                    self._memory = _view(self._address, slots.nbytes * len(slots.filled), self._where)
+                except BaseException:
+                    _call("cudaIpcCloseMemHandle", address)
+                    raise
 
     def fetch(self, slot: int, nbytes: int) -> CudaCopy:
         """See `cuda_slots.MappedSlots`."""

@@ -29,7 +29,7 @@ import torch
 from mini_engine.messages import DeviceSlots, MessageId, ProbeResult, RankAddress, TensorMessage, TransportName
 from mini_engine.transport.allocator import ALIGNMENT
 from mini_engine.transport.base import DeviceType, TransportError
-from mini_engine.transport.codec import Encoder
+from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.packing import Copied, Received, dtype_name, probe_result, probe_tensor, room_for, unpack
 from mini_engine.transport.rank_stream import RankStream
 from mini_engine.transport.sender import PackedOutgoing, PackedSender, head_of
@@ -110,12 +110,22 @@ class SlotLink(RankStream):
         super().__init__(path)
         self._me = me
         self._announce = announce
+        self.mappings = 0  # of the slots, that the rank may have made, even if nothing was heard of them
 
     def send(self, outgoing: PackedOutgoing[StagingSlot], probe: bool) -> None:
         """See `sender.Link`."""
         slot = outgoing.buffer
         head = head_of(outgoing, probe, slot=slot.number, generation=slot.generation)
-        self.send_envelope(self._me.encode(self._announce(head) if probe else head))
+        envelope = self._me.encode(self._announce(head) if probe else head)
+        self.mappings += probe
+        self.send_envelope(envelope)
+
+    def answer(self, deadline: float) -> bytes:
+        """See `sender.Link`."""
+        envelope = super().answer(deadline)
+        result = decode(envelope).body
+        self.mappings -= isinstance(result, ProbeResult) and result.unmapped
+        return envelope
 
 
 class CudaSender(PackedSender[StagingSlot, SlotLink]):
@@ -145,7 +155,6 @@ class CudaSender(PackedSender[StagingSlot, SlotLink]):
         memory = staging.allocate(slots, self._slot_bytes)
         parts = memory.split(self._slot_bytes)
         self._idle = [StagingSlot(number, part) for number, part in enumerate(parts, start=1)]  # longest idle first
-        self._mapped = False  # by a rank
 
     def _link(self, address: RankAddress) -> SlotLink:
         return SlotLink(self._me, address.tensor_ipc, self._export)
@@ -175,12 +184,6 @@ class CudaSender(PackedSender[StagingSlot, SlotLink]):
     def _probe_payload(self, payload: torch.Tensor) -> torch.Tensor:
         return self._staging.local(payload)
 
-    def _probe_rank(
-        self, address: RankAddress, link: SlotLink, outgoing: PackedOutgoing[StagingSlot], deadline: float
-    ) -> None:
-        super()._probe_rank(address, link, outgoing, deadline)
-        self._mapped = True
-
     def close(self) -> None:
         """See `base.TensorSender`. Memory that a rank has mapped may not be freed before the rank lets go of it, which
         it does some time after the connection's end: such memory goes with this process."""
@@ -188,7 +191,7 @@ class CudaSender(PackedSender[StagingSlot, SlotLink]):
             return
         super().close()
         self._idle.clear()
-        if not self._mapped:
+        if not any(link.mappings for _, link in self._links):
             self._staging.free()
 
 
@@ -213,7 +216,7 @@ class RankSlots:
     """One sender's slots, and which generation of each has been seen.
 
     Raises:
-        TransportError: they cannot be mapped.
+        TransportError: they cannot be mapped; none of them is then.
     """
 
     def __init__(self, map_slots: MapSlots, slots: DeviceSlots):

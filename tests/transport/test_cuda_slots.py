@@ -295,11 +295,16 @@ def test_a_rank_that_cannot_map_the_memory_says_why(world) -> None:
 
 
 def test_the_probe_compares_bytes_as_the_rank_has_them(world) -> None:
+    """And the memory, which the rank has mapped, is not given back."""
     staging = world.staging()
     fill = staging.fill
     staging.fill = lambda slot, memory, tensor: fill(slot, memory, tensor.flip(0))
     with pytest.raises(TransportError, match="other bytes than were sent"):
         world.sender(staging=staging)
+    freed: list[None] = []
+    staging.free = lambda: freed.append(None)
+    world.senders[0].close()
+    assert freed == []
 
 
 def test_a_message_is_of_one_kind_and_fits_a_slot(world) -> None:
