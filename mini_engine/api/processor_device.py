@@ -1,7 +1,11 @@
-"""Where an API server makes patches of frames (`--mm-processor-device`), and how those on a device leave it."""
+"""Where an API server makes patches of frames (`--mm-processor-device`), how those on a device leave it, and what ends
+with the device.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable
 
 from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig
@@ -11,6 +15,7 @@ from mini_engine.transport.base import TensorSender
 from mini_engine.transport.codec import Encoder
 
 SLOT_ROOM = 64 << 10  # what a slot takes beside its message, and more
+CHECK_SECONDS = 1.0
 
 
 def processor_device(config: EngineConfig, index: int) -> str | None:
@@ -49,3 +54,34 @@ def cuda_sender(
         return CudaSender(encoder, ranks, CudaStaging(torch.device(device)), STAGING_SLOTS, nbytes)
 
     return make
+
+
+async def watch_device(device: str) -> None:
+    """Runs until nothing can be done on `device` in this process any more, however often it is tried.
+
+    An illegal access, or memory that fails, spoils what CUDA keeps for a process: all its calls fail from then on, and
+    only a new process can use the device. An error that passes, such as a lack of memory, ends nothing.
+
+    Raises:
+        DeviceLost: then.
+    """
+    while True:
+        await asyncio.sleep(CHECK_SECONDS)
+        await asyncio.get_running_loop().run_in_executor(None, _check, device)
+
+
+class DeviceLost(Exception):
+    """The device cannot be used by this process any more."""
+
+
+def _check(device: str) -> None:
+    import torch
+
+    stream = torch.cuda.default_stream(device)
+    with contextlib.suppress(RuntimeError):  # it may be of what was done before: CUDA tells such an error once
+        stream.query()
+        return
+    try:
+        stream.query()
+    except RuntimeError as error:
+        raise DeviceLost(f"{device} cannot be used by this process any more: {error}") from error

@@ -30,7 +30,7 @@ from mini_engine.messages import DeviceSlots, MessageId, ProbeResult, RankAddres
 from mini_engine.transport.allocator import ALIGNMENT
 from mini_engine.transport.base import DeviceType, TransportError
 from mini_engine.transport.codec import Encoder, decode
-from mini_engine.transport.packing import Copied, Received, dtype_name, probe_result, probe_tensor, room_for, unpack
+from mini_engine.transport.packing import Copied, Received, dtype_name, packed_bytes, probe_result, probe_tensor, unpack
 from mini_engine.transport.rank_stream import RankStream
 from mini_engine.transport.sender import PackedOutgoing, PackedSender, head_of
 
@@ -149,7 +149,7 @@ class CudaSender(PackedSender[StagingSlot, SlotLink]):
         if not 1 <= slots <= MAX_SLOTS or nbytes < 1:
             raise ValueError(f"{slots} slots of {nbytes} bytes; 1 to {MAX_SLOTS} of at least one byte can be had")
         self._staging = staging
-        self._slot_bytes = -(-room_for(max(nbytes, probe_tensor().nbytes), 1) // ALIGNMENT) * ALIGNMENT
+        self._slot_bytes = -(-packed_bytes(max(nbytes, probe_tensor().nbytes), 1) // ALIGNMENT) * ALIGNMENT
         super().__init__(me, addresses, slots * self._slot_bytes)
         self.takes = staging.takes
         memory = staging.allocate(slots, self._slot_bytes)

@@ -31,7 +31,7 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def room_for(nbytes: int, tensors: int) -> int:
+def packed_bytes(nbytes: int, tensors: int) -> int:
     """Bytes of a buffer that takes so many tensors of `nbytes` together, with the gaps between them."""
     return nbytes + tensors * (ALIGNMENT - 1)
 
