@@ -132,8 +132,10 @@ class RequestSender:
         except _SendFailed as failed:
             if self._closed is not None:
                 raise self._closed from None
-            logger.warning(
-                "%s: its tensors go by way of the host (%s): %s", request.request_id, failed.reason, failed,
+            # That it found no slot is a matter of load.
+            level = logging.DEBUG if failed.reason == "no_memory" else logging.WARNING
+            logger.log(
+                level, "%s: its tensors go by way of the host (%s): %s", request.request_id, failed.reason, failed,
                 extra=about(request.request_id),
             )  # fmt: skip
             return False

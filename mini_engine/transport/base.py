@@ -74,7 +74,7 @@ class TensorSender(Protocol):
         that it cannot wait for good.
 
         Raises:
-            TransportError: there is no memory for it.
+            TransportError: there is no memory for it; for CUDA tensors none is waited for.
         """
 
     def consumed(self, messages: Iterable[MessageId]) -> None:

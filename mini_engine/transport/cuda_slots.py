@@ -131,8 +131,10 @@ class SlotLink(RankStream):
 class CudaSender(PackedSender[StagingSlot, SlotLink]):
     """`base.TensorSender` for CUDA tensors. Its memory is one allocation, made here, of `slots` slots.
 
-    A message takes a whole slot, and waits for one in line. Packing waits for the device, so it belongs into a thread;
-    what is sent is what that thread's current stream has made of the tensors by then.
+    A message takes a whole slot until it is consumed, so that the slots bound what a rank's copies take, too. One that
+    finds no slot idle does not wait: `reserve` refuses it, as it refuses one that is too large. Packing waits for the
+    device, so it belongs into a thread; what is sent is what that thread's current stream has made of the tensors by
+    then.
 
     Args:
         staging: where the memory comes from.
@@ -164,13 +166,13 @@ class CudaSender(PackedSender[StagingSlot, SlotLink]):
         return DeviceSlots(export.device, self._slot_bytes, export.memory, export.filled, probe)
 
     def _cost(self, capacity: int) -> int:
+        if not self._idle:
+            raise TransportError("no staging slot is idle")
         if capacity > self._slot_bytes:
             raise TransportError(f"a message of {capacity} bytes is too large for a staging slot of {self._slot_bytes}")
         return self._slot_bytes
 
     def _take(self, capacity: int) -> StagingSlot:  # noqa: ARG002 - all are of one size
-        if not self._idle:
-            raise TransportError("no staging slot is idle")
         slot = self._idle.pop(0)
         slot.generation += 1
         return slot

@@ -177,16 +177,16 @@ def make_sender(me, address) -> Iterator[Callable[..., CudaSender]]:
         sender._staging.close()
 
 
-def test_a_message_waits_in_line_for_a_slot(make_sender, message, run) -> None:
+def test_a_message_that_finds_no_slot_idle_is_refused(make_sender, message, run) -> None:
     sender = make_sender(2, NBYTES)
 
     async def scenario() -> None:
         first, second = [await sender.reserve(message(number), 10) for number in (1, 2)]
-        waiting = asyncio.create_task(sender.reserve(message(3), NBYTES))
-        await asyncio.sleep(0.01)
-        assert not waiting.done() and sender.buffered_bytes == 20
+        with pytest.raises(TransportError, match="no staging slot is idle"):
+            await asyncio.wait_for(sender.reserve(message(3), NBYTES), 5)
+        assert sender.buffered_bytes == 20
         second.discard()
-        third = await waiting
+        third = await sender.reserve(message(3), NBYTES)
         assert third.buffer.number == 2 and third.buffer.generation == 2
         first.discard()
         third.discard()
