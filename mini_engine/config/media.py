@@ -129,9 +129,9 @@ class MediaOptions:
     )  # fmt: skip
     mm_ipc_gpu_memory_gb: float | None = option(
         None, "Most memory of a CUDA device for such patches on their way, in GiB: of all API servers together, and "
-        "taken off the KV cache. It is divided into slots, eight for each API server and engine; the patches of a prompt "
-        "that finds none idle, or is too large for one, go by the host and are counted.", "Media cache and transport",
-        unset="1, where the patches are made on CUDA", minimum=0.01,
+        "taken off the KV cache. It is divided into slots, eight for each API server and engine; a prompt whose "
+        "patches find none idle, or are too large for one, goes by the host and is counted.",
+        "Media cache and transport", unset="1, where the patches are made on CUDA", minimum=0.01,
     )  # fmt: skip
 
     def validate(self) -> None:
