@@ -53,8 +53,8 @@ class NoMedia:
     def stored(self, handle: StoreHandle) -> torch.Tensor:
         raise KeyError(handle)
 
-    def release(self, messages: list[MessageId]) -> None:
-        pass
+    def release(self, messages: list[MessageId]) -> list[MessageId]:
+        return messages
 
     def drop_sender(self, incarnation: int) -> None:
         pass
