@@ -66,9 +66,9 @@ class RMSNorm(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def after_add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add `residual` to x, in place; the norm of the sum."""
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+    def after_add(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Add `residual`, if there is one, to x, in place; the norm of the sum."""
+        return self(x) if residual is None else ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def pieces(self) -> Iterator[Piece]:
         shape = tuple(self.weight.shape)
@@ -87,7 +87,7 @@ class LayerNorm(Layer):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
     def after_add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """See `RMSNorm.after_add`."""
+        """Add `residual` to x, in place; the norm of the sum."""
         return self(x.add_(residual))
 
     def pieces(self) -> Iterator[Piece]:
