@@ -1,4 +1,4 @@
-"""Tensor parallelism as an argument: the collectives of one group of ranks, and who holds which part.
+"""Tensor parallelism as an argument: the collectives of the ranks, and who holds which part.
 
 `TensorParallel()` is one rank alone, for which every collective does nothing. Starting and ending the process group is
 the caller's business.
@@ -13,11 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """A rank's place in its group. `group` None with size > 1 means the default process group."""
+    """A rank's place in its group, which is torch's default process group where it has more than one rank."""
 
     rank: int = 0
     size: int = 1
-    group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -26,7 +25,7 @@ class TensorParallel:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place where there is more than one; returns its argument."""
         if self.size > 1:
-            dist.all_reduce(tensor, group=self.group)
+            dist.all_reduce(tensor)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -34,13 +33,13 @@ class TensorParallel:
         if self.size == 1:
             return tensor.unsqueeze(0)
         gathered = tensor.new_empty(self.size, *tensor.shape)
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor.contiguous(), group=self.group)
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor.contiguous())
         return gathered
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Overwrite `tensor` with that of the group's rank `source`, in place; returns its argument."""
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Overwrite `tensor` with that of rank 0, in place; returns its argument."""
         if self.size > 1:
-            dist.broadcast(tensor, group=self.group, group_src=source)
+            dist.broadcast(tensor, src=0)
         return tensor
 
     def part(self, total: int) -> slice:

@@ -24,7 +24,7 @@ def write_config(folder: Path, hidden: int = 64, layers: int = 2, dtype: str = "
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "dtype": dtype,
         "tie_word_embeddings": False,
-        "image_token_id": 190, "video_token_id": 191, "vision_start_token_id": 192, "vision_end_token_id": 193,
+        "image_token_id": 190, "video_token_id": 191,
         "text_config": {
             "vocab_size": 200, "hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers,
             "num_attention_heads": heads, "num_key_value_heads": heads // 2, "max_position_embeddings": 4096,

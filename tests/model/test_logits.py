@@ -8,15 +8,18 @@ import torch
 
 from mini_engine.model import reference
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.reference import Prompt, ReferenceAttention, media_at, reference_logits
+from mini_engine.model.reference import Prompt, ReferenceAttention, reference_logits
 from mini_engine.model.rope import MRope, PromptPositions, mrope_positions
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
+from tests.model.chunks import chunked_logits, in_dtype, place
 from tests.model.families import IMAGE, VIDEO
 
 NAMES = ["text", "image", "video", "two videos", "video then images", "image then video"]
 EVERY_FAMILY = True
 CPU = torch.device("cpu")
+BFLOAT16_BOUND = 0.05  # of the largest logit
+BOUNDS = {torch.bfloat16: BFLOAT16_BOUND, torch.float16: BFLOAT16_BOUND / 8}  # three more bits of fraction
 
 
 def load(path: Path, dtype: torch.dtype | None = None) -> VisionLanguageModel:
@@ -63,28 +66,21 @@ def test_untied_head_and_a_single_kv_head(untied, oracle, prompts):
     assert difference(load(untied.path), oracle, untied, prompts["video then images"]) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["two videos", "video then images", "image then video"])
 @torch.inference_mode()
-def test_chunked_prefill_and_decode_equal_one_pass(model, checkpoint, oracle, prompts):
+def test_chunked_prefill_and_decode_equal_one_pass(name, model, checkpoint, oracle, prompts):
     """Three tokens decoded at `next_position + i`, after a prefill cut in the middle of an item.
 
     The first video outlasts the text behind it; what is decoded stands where it would as part of the prompt.
     """
-    prompt, tail = prompts["two videos"], [21, 22, 23]
+    prompt, tail, attend = prompts[name], [21, 22, 23], ReferenceAttention()
     whole = oracle(checkpoint.oracle, replace(prompt, token_ids=[*prompt.token_ids, *tail]))
-    ids = torch.tensor(prompt.token_ids)
-    patches = torch.cat([patches for patches, _ in prompt.videos])
-    grids = [grid for _, grid in prompt.videos]
-    rows = torch.cat(model.encode_vision(patches, grids))
-    positions, following = mrope_positions(prompt.token_ids, [], grids, prompt.seconds, model.config)
-    attend, outputs = ReferenceAttention(), []
-    for tokens, axes in zip(ids.split(29), positions.split(29, dim=1), strict=True):
-        places = torch.nonzero(tokens == model.config.video_token_id).flatten()
-        media, rows = media_at(places, rows[: len(places)]), rows[len(places) :]
-        outputs.append(model(model.embed(tokens, media), axes, attend.step([(0, len(tokens))]), media))
+    outputs = chunked_logits(model, [prompt], 29, attend)
+    following = place(model, prompt).next_position
     for i, token in enumerate(tail):
         axes = torch.full((3, 1), following + i)
-        outputs.append(model(model.embed(torch.tensor([token])), axes, attend.step([(0, 1)])))
-    torch.testing.assert_close(model.logits(torch.cat(outputs)), whole, atol=1e-5, rtol=0)
+        outputs.append(model.logits(model(model.embed(torch.tensor([token])), axes, attend.step([(0, 1)]))))
+    torch.testing.assert_close(torch.cat(outputs), whole, atol=1e-5, rtol=0)
 
 
 def test_zeroed_mrope_is_noticed(monkeypatch, model, checkpoint, oracle, prompts):
@@ -144,16 +140,23 @@ def test_a_tower_without_what_sets_it_apart_is_noticed(family, monkeypatch, mode
     assert difference(model, oracle, checkpoint, prompts["video then images"]) < 1e-5
 
 
-@torch.inference_mode()
-def test_bfloat16_stays_near_and_keeps_its_frequencies(checkpoint, oracle, prompts):
-    model = load(checkpoint.path, torch.bfloat16)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert model.decoder.rope.inv_freq.dtype == model.visual.inv_freq.dtype == torch.float32
-    prompt = prompts["image"]
-    narrow = replace(prompt, images=[(patches.bfloat16(), grid) for patches, grid in prompt.images])
-    exact = oracle(checkpoint.oracle, prompt)
-    error = (reference_logits(model, [narrow])[0].float() - exact).abs().max()
-    assert error < 0.05 * exact.abs().max()
+def relative_errors(path: Path, dtype: torch.dtype, oracle, checkpoint, prompts) -> dict[str, float]:
+    """By name of the prompt, the largest error of a logit, as a share of the largest logit."""
+    model, errors = load(path, dtype), {}
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    for name, prompt in prompts.items():
+        exact = oracle(checkpoint.oracle, prompt)
+        with torch.inference_mode():
+            ours = reference_logits(model, [in_dtype(prompt, dtype)])[0].float()
+        errors[name] = ((ours - exact).abs().max() / exact.abs().max()).item()
+    return errors
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_narrow_dtypes_stay_near(dtype, checkpoint, oracle, prompts):
+    errors = relative_errors(checkpoint.path, dtype, oracle, checkpoint, prompts)
+    print(dtype, errors)
+    assert max(errors.values()) < BOUNDS[dtype], errors
 
 
 def test_patches_that_do_not_fill_the_grids_are_refused(model):
