@@ -140,23 +140,37 @@ def test_a_tower_without_what_sets_it_apart_is_noticed(family, monkeypatch, mode
     assert difference(model, oracle, checkpoint, prompts["video then images"]) < 1e-5
 
 
-def relative_errors(path: Path, dtype: torch.dtype, oracle, checkpoint, prompts) -> dict[str, float]:
+@torch.inference_mode()
+def relative_errors(model: VisionLanguageModel, oracle, checkpoint, prompts) -> dict[str, float]:
     """By name of the prompt, the largest error of a logit, as a share of the largest logit."""
-    model, errors = load(path, dtype), {}
-    assert {p.dtype for p in model.parameters()} == {dtype}
+    dtype, errors = model.embedding.weight.dtype, {}
     for name, prompt in prompts.items():
         exact = oracle(checkpoint.oracle, prompt)
-        with torch.inference_mode():
-            ours = reference_logits(model, [in_dtype(prompt, dtype)])[0].float()
+        ours = reference_logits(model, [in_dtype(prompt, dtype)])[0].float()
         errors[name] = ((ours - exact).abs().max() / exact.abs().max()).item()
     return errors
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_narrow_dtypes_stay_near(dtype, checkpoint, oracle, prompts):
-    errors = relative_errors(checkpoint.path, dtype, oracle, checkpoint, prompts)
-    print(dtype, errors)
+    model = load(checkpoint.path, dtype)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert model.decoder.rope.inv_freq.dtype == model.visual.inv_freq.dtype == torch.float32
+    errors = relative_errors(model, oracle, checkpoint, prompts)
     assert max(errors.values()) < BOUNDS[dtype], errors
+
+
+def test_a_wrong_model_is_further_off_than_a_narrow_dtype_may_be(monkeypatch, checkpoint, oracle, prompts):
+    """Other windows in the tower, and another base of the rotary frequencies: small mistakes."""
+    model = load(checkpoint.path, torch.bfloat16)
+    vision, text = model.config.vision, model.config.text
+    other = None if vision.window_size else 4 * vision.patch_size
+    monkeypatch.setattr(model.visual, "config", replace(vision, window_size=other))
+    errors = relative_errors(model, oracle, checkpoint, prompts)
+    assert min(error for name, error in errors.items() if name != "text") > BFLOAT16_BOUND, errors
+    assert errors["text"] < BFLOAT16_BOUND
+    monkeypatch.setattr(model.decoder, "rope", MRope(replace(text, rope_theta=5 * text.rope_theta), CPU))
+    assert relative_errors(model, oracle, checkpoint, prompts)["text"] > BFLOAT16_BOUND
 
 
 def test_patches_that_do_not_fill_the_grids_are_refused(model):
