@@ -96,6 +96,7 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(model):
     )
 
 
+@pytest.mark.slow
 def test_a_tied_head_with_other_values_is_found_by_the_worker_that_holds_it(model):
     tensors = load_file(model / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
