@@ -67,6 +67,7 @@ def run(child: Child) -> None:
     init = child.init()
     metrics.engine_restarts.set(init.restarts)
     try:
+        check_figures(init)
         front = load(init, int(child.index))
         # Half a million objects of torch and transformers that stay: no collection need look at them again.
         gc.collect()
@@ -80,6 +81,19 @@ def run(child: Child) -> None:
     # print what they leak below an error's one line.
     logging.shutdown()
     os._exit(status)
+
+
+def check_figures(init: Init) -> None:
+    """Say it where this process's figures do not go into those of all.
+
+    Raises:
+        ConfigError: they do not, and the server has not been running yet.
+    """
+    if metrics.obstacle is None:
+        return
+    if not init.late:
+        raise ConfigError(f"{metrics.obstacle}: make some, or set TMPDIR to where there is")
+    logger.error("/metrics is not the sum of all API servers, this one's figures stand alone: %s", metrics.obstacle)
 
 
 def load(init: Init, index: int) -> ModelFront:

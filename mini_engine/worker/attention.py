@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
+import shutil
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -64,8 +66,13 @@ def choose_backend(wanted: AttentionBackendName, device: torch.device) -> Attent
     """What `--attention-backend` means on this device.
 
     Raises:
-        ConfigError: it cannot run here; the text says why.
+        ConfigError: it cannot run here, or the small operators, which are Triton's with any, cannot; it says why.
     """
+    if device.type == "cuda" and not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise ConfigError(
+            "Triton needs a C compiler at the first use of a kernel, and there is none: install gcc and libc6-dev, "
+            "or name one in CC"
+        )
     if wanted == "auto":
         return "triton" if device.type == "cuda" and triton_obstacle(device) is None else "sdpa"
     obstacle = {"triton": triton_obstacle, "varlen": varlen_obstacle}.get(wanted, lambda _: None)(device)

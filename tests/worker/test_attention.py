@@ -27,6 +27,18 @@ def test_what_needs_cuda_is_refused_on_the_cpu(wanted):
         choose_backend(wanted, CPU)
 
 
+@pytest.mark.parametrize("wanted", ["auto", "sdpa", "triton"])
+def test_cuda_without_a_c_compiler_is_refused(wanted, monkeypatch, tmp_path):
+    """With each backend, since the small operators are Triton's kernels on CUDA."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(ConfigError, match="needs a C compiler .* install gcc and libc6-dev, or name one in CC"):
+        choose_backend(wanted, CUDA)
+    assert choose_backend("auto", CPU) == "sdpa"
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert choose_backend("sdpa", CUDA) == "sdpa"
+
+
 def test_varlen_of_a_torch_that_takes_no_block_table(monkeypatch):
     def older(query: object, key: object, value: object, cu_seq_q: object, *, seqused_k: object) -> None: ...
 

@@ -138,7 +138,8 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_company(make_runner):
 @pytest.mark.parametrize(
     ("device", "backend"),
     [
-        ("cpu", "auto"),
+        ("cpu", "shm"),
+        ("cpu", "gloo"),
         # Both ranks on one device.
         pytest.param("cuda", "gloo", marks=[pytest.mark.gpu, without_devices(1)]),
         pytest.param("cuda", "nccl", marks=[pytest.mark.multi_gpu, without_devices(2)]),
