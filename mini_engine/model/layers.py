@@ -23,18 +23,16 @@ class Piece:
     shape: tuple[int, ...]  # of the whole checkpoint tensor
     index: tuple[slice, ...]  # this rank's part of it, leading axes
     target: Tensor  # a view of the parameter, shaped like the part
-    copies: int  # how many ranks of the layer's group hold this same part; 1 is sharded, their number is replicated
+    twin: str | None = None  # another tensor that is this one again: where it is stored at all, it must be the same
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows `part` of the `total` rows of the checkpoint tensor `source`, held by `copies` ranks; zeros follow them,
-    up to `padded` rows."""
+    """Rows `part` of the `total` rows of the checkpoint tensor `source`; zeros follow them, up to `padded` rows."""
 
     source: str
     total: int
     part: slice
-    copies: int = 1
     padded: int = 0
 
     @property
@@ -66,7 +64,7 @@ class RMSNorm(Layer):
 
     def __init__(self, source: str, size: int, eps: float, at: Placement) -> None:
         super().__init__()
-        self.source, self.eps, self.copies = source, eps, at.tp.size
+        self.source, self.eps = source, eps
         self.weight = at.empty(size)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,7 +76,7 @@ class RMSNorm(Layer):
 
     def pieces(self) -> Iterator[Piece]:
         shape = tuple(self.weight.shape)
-        yield Piece(f"{self.source}.weight", shape, (slice(0, shape[0]),), self.weight, self.copies)
+        yield Piece(f"{self.source}.weight", shape, (slice(0, shape[0]),), self.weight)
 
 
 class LayerNorm(Layer):
@@ -86,7 +84,7 @@ class LayerNorm(Layer):
 
     def __init__(self, source: str, size: int, eps: float, at: Placement) -> None:
         super().__init__()
-        self.source, self.eps, self.copies = source, eps, at.tp.size
+        self.source, self.eps = source, eps
         self.weight, self.bias = at.empty(size), at.empty(size)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,7 +97,7 @@ class LayerNorm(Layer):
     def pieces(self) -> Iterator[Piece]:
         for name, target in (("weight", self.weight), ("bias", self.bias)):
             shape = tuple(target.shape)
-            yield Piece(f"{self.source}.{name}", shape, (slice(0, shape[0]),), target, self.copies)
+            yield Piece(f"{self.source}.{name}", shape, (slice(0, shape[0]),), target)
 
 
 class ColumnParallel(Layer):
@@ -128,9 +126,9 @@ class ColumnParallel(Layer):
         for r in self.rows:
             here = slice(start, start + r.count)
             shape = (r.total, self.weight.shape[1])
-            yield Piece(f"{r.source}.weight", shape, (r.part,), self.weight[here], r.copies)
+            yield Piece(f"{r.source}.weight", shape, (r.part,), self.weight[here])
             if self.bias is not None:
-                yield Piece(f"{r.source}.bias", (r.total,), (r.part,), self.bias[here], r.copies)
+                yield Piece(f"{r.source}.bias", (r.total,), (r.part,), self.bias[here])
             start += r.room
 
 
@@ -166,9 +164,9 @@ class RowParallel(Layer):
         outputs = self.weight.shape[0]
         rows = slice(0, outputs)
         own = self.weight[:, : self.held]
-        yield Piece(f"{self.source}.weight", (outputs, self.inputs), (rows, self.part), own, 1)
+        yield Piece(f"{self.source}.weight", (outputs, self.inputs), (rows, self.part), own)
         if self.bias is not None:
-            yield Piece(f"{self.source}.bias", (outputs,), (rows,), self.bias, self.tp.size)
+            yield Piece(f"{self.source}.bias", (outputs,), (rows,), self.bias)
 
 
 def _clear(layer: nn.Module) -> None:
@@ -220,11 +218,15 @@ class MLP(nn.Module):
 
 
 class VocabParallelEmbedding(Layer):
-    """The token table with its rows split over the ranks; serves as the output head too where the two are tied."""
+    """A row for each token, split over the ranks: the token table, or the output head, or both where they are tied.
 
-    def __init__(self, source: str, vocab_size: int, size: int, at: Placement) -> None:
+    Args:
+        source, twin: checkpoint names; see `Piece`.
+    """
+
+    def __init__(self, source: str, vocab_size: int, size: int, at: Placement, twin: str | None = None) -> None:
         super().__init__()
-        self.source, self.vocab_size, self.tp = source, vocab_size, at.tp
+        self.source, self.twin, self.vocab_size, self.tp = source, twin, vocab_size, at.tp
         self.part = at.tp.part(vocab_size)
         self.weight = at.empty(self.part.stop - self.part.start, size)
 
@@ -254,4 +256,5 @@ class VocabParallelEmbedding(Layer):
 
     def pieces(self) -> Iterator[Piece]:
         shape = (self.vocab_size, self.weight.shape[1])
-        yield Piece(f"{self.source}.weight", shape, (self.part,), self.weight, 1)
+        twin = self.twin and f"{self.twin}.weight"
+        yield Piece(f"{self.source}.weight", shape, (self.part,), self.weight, twin)

@@ -1,4 +1,4 @@
-"""Tensor parallelism as an argument: the collectives of one group of ranks, and who holds which part.
+"""Tensor parallelism as an argument: the collectives of the ranks, and who holds which part.
 
 `TensorParallel()` is one rank alone, for which every collective does nothing. Starting and ending the process group is
 the caller's business.

@@ -47,11 +47,10 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = heads.stop - heads.start, kv_heads.stop - kv_heads.start
         part = slice(heads.start * dim, heads.stop * dim)
         kv_part = slice(kv_heads.start * dim, kv_heads.stop * dim)
-        copies = max(1, at.tp.size // config.num_kv_heads)
         rows = [
             Rows(f"{source}.q_proj", config.num_heads * dim, part),
-            Rows(f"{source}.k_proj", config.num_kv_heads * dim, kv_part, copies),
-            Rows(f"{source}.v_proj", config.num_kv_heads * dim, kv_part, copies),
+            Rows(f"{source}.k_proj", config.num_kv_heads * dim, kv_part),
+            Rows(f"{source}.v_proj", config.num_kv_heads * dim, kv_part),
         ]
         self.qkv = ColumnParallel(config.hidden_size, rows, bias=config.qkv_bias, at=at)
         self.q_norm = RMSNorm(f"{source}.q_norm", dim, config.rms_norm_eps, at) if config.qk_norm else None
@@ -93,14 +92,14 @@ class Decoder(nn.Module):
     Raises ValueError at construction if the heads do not divide by the ranks.
     """
 
-    def __init__(self, config: TextConfig, at: Placement, source: str = "model.language_model") -> None:
+    def __init__(self, config: TextConfig, at: Placement) -> None:
         super().__init__()
         at.tp.check_heads("attention", config.num_heads, config.num_kv_heads)
         self.rope = MRope(config, at.device)
         self.layers = nn.ModuleList(
-            DecoderLayer(f"{source}.layers.{i}", i, config, at) for i in range(config.num_layers)
+            DecoderLayer(f"model.language_model.layers.{i}", i, config, at) for i in range(config.num_layers)
         )
-        self.norm = RMSNorm(f"{source}.norm", config.hidden_size, config.rms_norm_eps, at)
+        self.norm = RMSNorm("model.language_model.norm", config.hidden_size, config.rms_norm_eps, at)
 
     def forward(self, hidden: Tensor, positions: Tensor, attend: Attend, media: Sequence[MediaRows] = ()) -> Tensor:
         """`[n, hidden_size]` and int64 `[3, n]` -> `[n, hidden_size]`, after the final norm, the same on every rank.

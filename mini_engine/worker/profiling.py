@@ -14,7 +14,7 @@ from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.messages import MediaCachePlan, Step
 from mini_engine.model.config import ModelConfig, VisionConfig
 from mini_engine.model.rope import Grid
-from mini_engine.worker.device_memory import MemoryUse, longest_sequence, media_bytes, worst_grids, worst_step
+from mini_engine.worker.device_memory import MemoryUse, media_bytes, worst_grids, worst_step
 from mini_engine.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ def profile(
     if device.type == "cpu" or flags != (None, None):
         return None
     runner = runner_with(1)
-    grids, step = worst_grids(config, model.vision, model_dir), worst_step(config, longest_sequence(config, model))
+    grids = worst_grids(config, model.vision, model_dir)
+    step = worst_step(config, config.sequence_tokens(model.text.max_position_embeddings))
     ranks = config.tensor_parallel_size * config.data_parallel_size
     workers = -(-ranks // torch.cuda.device_count())  # more than one only where they share devices
     media = media_bytes(config, model, runner.dtype, media_cache)
