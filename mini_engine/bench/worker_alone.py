@@ -62,6 +62,9 @@ class Stopwatch:
 class NoMedia:
     """For steps without media."""
 
+    def check(self) -> None:
+        pass
+
     def tensor(self, handle: TensorHandle) -> torch.Tensor:
         raise KeyError(handle)
 

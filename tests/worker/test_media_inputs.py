@@ -14,6 +14,7 @@ from mini_engine.messages import (
     MediaFailed,
     MediaReady,
     MessageId,
+    Step,
     TensorHandle,
     TensorLayout,
     TensorMessage,
@@ -158,14 +159,14 @@ def test_an_idle_receiver_costs_nothing(inputs, runtime, connect) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_dead_thread_shows(inputs, core, runtime, connect, monkeypatch) -> None:
+def test_a_dead_thread_ends_the_next_step_even_an_empty_one(inputs, runtime, connect, make_runner, monkeypatch):
     sender = connect("torch_shm", [rank_address(runtime)])
     monkeypatch.setattr(inputs, "_handle", lambda arrival: 1 / 0)
     send(sender, 1, torch.ones(3))
     inputs._thread.join(10)
-    for call in (lambda: inputs.release([]), lambda: inputs.drop_sender(5)):
-        with pytest.raises(RuntimeError, match="thread has died"):
-            call()
+    with pytest.raises(RuntimeError, match="thread has died") as caught:
+        make_runner(inputs).execute(Step(1))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 EVENTS = st.tuples(st.sampled_from(["arrive", "fail", "release", "drop"]), st.integers(1, 2), st.integers(1, 5))
