@@ -17,6 +17,7 @@ from mini_engine.log import LogSettings, output
 from mini_engine.messages import Role
 
 TAIL_LINES = 20
+READ_BYTES = 64 << 10  # at a time, and of one line: a pipe holds no more
 
 
 class ChildProcess:
@@ -89,11 +90,18 @@ class ChildProcess:
             self.serving, self.turns = True, 0
 
     def forward_output(self) -> None:
-        """Pass on what the child has written, whole lines at a time, and remember the last lines."""
-        data = self.output.read()
-        if not data:
+        """Pass on some of what the child has written, whole lines at a time, and remember the last lines.
+
+        One that writes without pause keeps nobody here, nor does one that ends no line: too long a one is cut.
+        """
+        try:
+            data = os.read(self.output.fileno(), READ_BYTES)
+        except BlockingIOError:
             return
         *lines, self._partial = (self._partial + data).split(b"\n")
+        if len(self._partial) > READ_BYTES:
+            lines.append(self._partial)
+            self._partial = b""
         self._tail.extend(lines)
         if lines:
             output.write(b"".join(line + b"\n" for line in lines))
