@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -43,6 +45,8 @@ class ChildProcess:
         self.generation = 0  # which start of the engines it belongs to
         self.turns = 0  # of `launch/liveness.py` since it was started, or since it last answered
         self.verdict: str | None = None  # why the supervisor has killed it
+        self.killed_at: float | None = None  # when first, by `time.monotonic`
+        self.dismissed = False  # it has been told to end, for nobody needs it any more
         self._popen = popen
         self._tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
         self._partial = b""
@@ -56,6 +60,14 @@ class ChildProcess:
     def engine(self) -> str | None:
         """The number of the engine that a core or a worker belongs to."""
         return None if self.role == "api" else self.index.partition(".")[0]
+
+    @property
+    def state(self) -> str:
+        """The letter by which `ps` shows what it does; see proc(5)."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0]
+        except OSError:
+            return "?"
 
     @classmethod
     def start(
@@ -124,8 +136,11 @@ class ChildProcess:
 
     def terminate(self) -> None:
         """Ask an API server to end at once, answering its clients. One that is not that far yet ends by the signal."""
+        self.dismissed = True
         self._popen.send_signal(signal.SIGUSR1)  # not SIGTERM, which others may send to all processes of the group
 
     def kill(self) -> None:
-        """End it at once."""
+        """End it at once: it dies within moments, unless it is in the kernel and cannot be interrupted there."""
+        if self.killed_at is None:
+            self.killed_at = time.monotonic()
         self._popen.kill()
