@@ -184,7 +184,7 @@ class Supervisor:
                 if child.generation == self.generation.number:
                     self._on_death(child, how)
                 elif child.role == "api":
-                    self._on_late_death(child, how)
+                    self._on_late_death(child, how, expected=child.dismissed and isinstance(event, Died))
 
     def _on_refusal(self, child: ChildProcess, reason: str) -> None:
         if child.generation == self.generation.number and not self.generation.announced:
@@ -206,9 +206,9 @@ class Supervisor:
             raise Stop(1, f"ended with status 1: {in_short}, and so did the {API_RESTARTS_IN_A_ROW - 1} before it")
         self._vacate(child)
 
-    def _on_late_death(self, child: ChildProcess, how: str) -> None:
+    def _on_late_death(self, child: ChildProcess, how: str, expected: bool) -> None:
         """Of an API server whose engines are dead, and that was to answer 503 until its successor serves."""
-        if not child.dismissed:
+        if not expected:
             logger.error("%s %s; %s", child.title, how, child.last_lines())
         self._leave_line(child)
 
