@@ -46,6 +46,9 @@ NO_TOKENS = np.empty(0, dtype=np.int64)
 class Media(Protocol):
     """Where received tensors lie; `media_inputs.py` has the real one."""
 
+    def check(self) -> None:
+        """Raise a RuntimeError if nothing is received any more."""
+
     def tensor(self, handle: TensorHandle) -> Tensor:
         """The tensor that `handle` stands for: uint8, valid until its message is released."""
 
@@ -145,6 +148,7 @@ class ModelRunner:
 
         A step that goes on with the decoding of the one before does not wait for it; any other does.
         """
+        self._media.check()  # in an empty step, too: a rank that receives nothing answers no ping
         self._forget(step.finished)
         self._encoded.evict(step.evict)
         self._store.drop(step.drop)

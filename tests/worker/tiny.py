@@ -43,6 +43,9 @@ class MemoryMedia:
         self.dropped: list[int] = []
         self.unmapped: list[int] = []
 
+    def check(self) -> None:
+        pass
+
     def store(self, patches: Tensor) -> StoreHandle:
         number = len(self.objects) + 1
         self.objects[StoreObject(7, number)] = patches
