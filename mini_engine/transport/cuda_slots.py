@@ -175,10 +175,8 @@ class CudaSender(PackedSender[StagingSlot, SlotLink]):
     def _probe_payload(self, payload: torch.Tensor) -> torch.Tensor:
         return self._staging.local(payload)
 
-    def _probe_rank(
-        self, address: RankAddress, link: SlotLink, outgoing: PackedOutgoing[StagingSlot], deadline: float
-    ) -> None:
-        super()._probe_rank(address, link, outgoing, deadline)
+    def _probe_rank(self, link: SlotLink, outgoing: PackedOutgoing[StagingSlot], deadline: float) -> None:
+        super()._probe_rank(link, outgoing, deadline)
         self._mapped = True
 
     def close(self) -> None:
