@@ -12,8 +12,9 @@ import pytest
 from mini_engine import config
 from mini_engine.cli import parse, settle
 from mini_engine.cli_help import build_parser
-from mini_engine.config import ConfigError, EngineConfig, parse_bytes
+from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.config.elsewhere import ELSEWHERE
+from mini_engine.config.option import parse_bytes
 
 ROOT = Path(__file__).parent.parent
 
