@@ -132,9 +132,7 @@ class MediaLoader:
         """
         with _cancelling() as cancelled:
             return await _all(
-                _in_thread(
-                    self._reading, partial(self._fetch_and_hash, ref, keyed, downloads.get(ref.name), cancelled)
-                )
+                _in_thread(self._reading, partial(self._fetch_and_hash, ref, keyed, downloads.get(ref.name), cancelled))
                 for ref in refs
             )
 
