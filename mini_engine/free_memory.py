@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from mini_engine.config import EngineConfig
+from mini_engine.config import IPC_GPU_GIB, EngineConfig
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -105,8 +105,8 @@ def _meminfo(proc: Path, name: str) -> int:
 
 
 def ipc_gpu_bytes(config: EngineConfig) -> int:
-    """Bytes of CUDA devices for patches on their way, of all API servers together: `--mm-ipc-gpu-memory-gb`, or 1 GiB;
-    0 where no patches are made on a device."""
+    """Bytes of CUDA devices for patches on their way, of all API servers together: `--mm-ipc-gpu-memory-gb`; 0
+    where no patches are made on a device."""
     if config.mm_processor_device == "cpu":
         return 0
-    return int((config.mm_ipc_gpu_memory_gb or 1.0) * (1 << 30))
+    return int((config.mm_ipc_gpu_memory_gb or IPC_GPU_GIB) * (1 << 30))

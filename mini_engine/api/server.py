@@ -28,7 +28,7 @@ from mini_engine.api.http_server import HttpServer
 from mini_engine.api.media_loader import DecodeRules, MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.media_store import MediaStore
-from mini_engine.api.processor_device import cuda_sender, processor_device
+from mini_engine.api.processor_device import cuda_sender, processor_device, watch_device
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.stats_log import log_stats
 from mini_engine.api.vocabulary import Vocabulary
@@ -202,6 +202,9 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
     child.ready(transports=[one.choice for one in usable])
     link = SupervisorLink(child, engines)
     background = [asyncio.create_task(link.run()), asyncio.create_task(engines.run())]
+    device = processor_device(init.config, int(child.index))
+    if device is not None:
+        background.append(asyncio.create_task(watch_device(device)))
     if child.index == "0" and not init.config.disable_log_stats:
         background.append(asyncio.create_task(log_stats(engines)))
     serving = asyncio.create_task(_serve(child, init.config, front, engines, link))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from mini_engine.bench.parser import at_least
 from mini_engine.bench.report import Report, table
 from mini_engine.config import ConfigError
 
@@ -30,13 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS, help="Run these parts only.")
     parser.add_argument(
-        "--batches", type=int, nargs="+", default=[1, 8, 32, 64], help="Sequences (default: 1 8 32 64)."
+        "--batches", type=at_least(1), nargs="+", default=[1, 8, 32, 64], help="Sequences (default: 1 8 32 64)."
     )
     parser.add_argument(
-        "--contexts", type=int, nargs="+", default=[1024, 8192], help="Tokens before (default: 1024 8192)."
+        "--contexts", type=at_least(1), nargs="+", default=[1024, 8192], help="Tokens before (default: 1024 8192)."
     )
-    parser.add_argument("--steps", type=int, default=50, help="Decode steps timed at a time (default: 50).")
-    parser.add_argument("--repeats", type=int, default=5, help="Times; medians count (default: 5).")
+    parser.add_argument("--steps", type=at_least(1), default=50, help="Decode steps timed at a time (default: 50).")
+    parser.add_argument("--repeats", type=at_least(1), default=5, help="Times; medians count (default: 5).")
     parser.add_argument("--enforce-eager", action="store_true", help="Without CUDA graphs.")
 
 

@@ -14,6 +14,10 @@ MediaCacheType = Literal["auto", "lru", "shm"]
 TensorIpc = Literal["auto", "torch_shm", "direct_rpc"]
 ProcessorDevice = Literal["cpu", "cuda"]
 
+IPC_GPU_GIB = 1.0  # --mm-ipc-gpu-memory-gb where it is not given
+STAGING_SLOTS = 8  # messages on their way from an API server to an engine at once: a part of that memory for each
+LEAST_SLOT = 1 << 20  # bytes of a slot: less would hold the patches of small images only
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MediaOptions:
@@ -125,8 +129,9 @@ class MediaOptions:
     )  # fmt: skip
     mm_ipc_gpu_memory_gb: float | None = option(
         None, "Most memory of a CUDA device for such patches on their way, in GiB: of all API servers together, and "
-        "taken off the KV cache. What finds no room there goes by the host.", "Media cache and transport",
-        unset="1, where the patches are made on CUDA", minimum=0.01,
+        "taken off the KV cache. It is divided into slots, eight for each API server and engine; a prompt whose "
+        "patches find none idle, or are too large for one, goes by the host and is counted.",
+        "Media cache and transport", unset="1, where the patches are made on CUDA", minimum=0.01,
     )  # fmt: skip
 
     def validate(self) -> None:

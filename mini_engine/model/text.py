@@ -70,6 +70,8 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    """One layer. Sums are left to the norm that reads them next, which on a device makes them in passing."""
+
     def __init__(self, source: str, layer: int, config: TextConfig, at: Placement) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -78,10 +80,11 @@ class DecoderLayer(nn.Module):
         self.norm2 = RMSNorm(f"{source}.post_attention_layernorm", size, eps, at)
         self.mlp = GatedMLP(f"{source}.mlp", size, config.intermediate_size, bias=False, at=at)
 
-    def forward(self, x: Tensor, turn: Rotation, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None, turn: Rotation, attend: Attend) -> tuple[Tensor, Tensor]:
+        """The layer's input is the sum of x and residual, its output that of the two results; x becomes the input."""
         # What a row-parallel layer returns is fresh memory, so the sums need none of their own.
-        attended = self.attention(self.norm1(x), turn, attend)
-        return self.mlp(self.norm2.after_add(attended, x)).add_(attended)
+        attended = self.attention(self.norm1.after_add(x, residual), turn, attend)
+        return self.mlp(self.norm2.after_add(attended, x)), attended
 
 
 class Decoder(nn.Module):
@@ -105,9 +108,10 @@ class Decoder(nn.Module):
         `hidden` holds the first columns of `media` already.
         """
         turn, size = self.rope.tables(positions), hidden.shape[1]
+        residual: Tensor | None = None
         for i, layer in enumerate(self.layers, 1):
-            hidden = layer(hidden, turn, attend)
+            hidden, residual = layer(hidden, residual, turn, attend)
             for first, rows in media:
                 if rows.shape[1] > i * size:
                     hidden[first : first + len(rows)] += rows[:, i * size : (i + 1) * size]
-        return self.norm(hidden)
+        return self.norm.after_add(hidden, residual)

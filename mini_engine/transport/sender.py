@@ -19,7 +19,7 @@ from mini_engine.messages import MessageId, RankAddress, TensorMessage, Transpor
 from mini_engine.transport.base import DeviceType, TransportError
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.credit import ByteCredit
-from mini_engine.transport.packing import PADDING_ROOM, Packer, check_probe, probe_tensor, probing
+from mini_engine.transport.packing import Packer, check_probe, packed_bytes, probe_tensor, probing
 
 
 class Buffer(Protocol):
@@ -130,28 +130,25 @@ class PackedSender(ABC, Generic[BufferT, LinkT]):
         deadline = time.monotonic() + timeout
         payload = probe_tensor()
         message = MessageId(self._me.incarnation, 0)
-        outgoing = self._outgoing(message, self._take(payload.nbytes + PADDING_ROOM), cost=0)
+        outgoing = self._outgoing(message, self._take(packed_bytes(payload.nbytes, 1)), cost=0)
         try:
             outgoing(self._probe_payload(payload))
             for address, link in self._links:
                 with probing(self.name, address):
-                    self._probe_rank(link, outgoing, deadline)
+                    link.connect(deadline)
+                    link.send(outgoing, probe=True)
+                    check_probe(decode(link.answer(deadline)).body)
         except TransportError:
             self._disconnect()
             raise
         finally:
             self._give(outgoing.detach())
 
-    def _probe_rank(self, link: LinkT, outgoing: PackedOutgoing[BufferT], deadline: float) -> None:
-        link.connect(deadline)
-        link.send(outgoing, probe=True)
-        check_probe(decode(link.answer(deadline)).body)
-
-    async def reserve(self, message: MessageId, nbytes: int) -> PackedOutgoing[BufferT]:
+    async def reserve(self, message: MessageId, nbytes: int, tensors: int = 1) -> PackedOutgoing[BufferT]:
         """See `base.TensorSender`."""
         if message.incarnation != self._me.incarnation or message.number < 1 or nbytes < 0:
             raise ValueError(f"{message} with {nbytes} bytes is not a message of incarnation {self._me.incarnation}")
-        capacity = nbytes + PADDING_ROOM
+        capacity = packed_bytes(nbytes, tensors)
         cost = self._cost(capacity)
         await self._credit.acquire(cost)
         buffer = await self._obtain(capacity, cost)

@@ -27,7 +27,7 @@ from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
-from mini_engine.transport.cuda_memory import CudaMapped
+from mini_engine.transport.cuda_memory import CudaMapped, on_stream
 from mini_engine.worker.attention import AttentionBackend, choose_backend, make_backend
 from mini_engine.worker.device_memory import MemoryUse, longest_sequence
 from mini_engine.worker.kv_cache import KVCache, count_blocks
@@ -188,7 +188,7 @@ def fetch_beside(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tenso
     """`tensor` on the stream's device, whole, for the default stream to read; itself if it is there."""
     if tensor.is_cuda:
         return tensor
-    with torch.cuda.stream(stream):
+    with on_stream(stream):
         moved = tensor.to(stream.device, non_blocking=True)
     stream.synchronize()
     # Or its memory would be another's as soon as nobody holds it, though the default stream still reads it.

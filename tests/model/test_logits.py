@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from mini_engine.kernels import ops
 from mini_engine.model import reference
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.reference import Prompt, ReferenceAttention, media_at, reference_logits
@@ -50,6 +52,20 @@ def test_a_mixed_flat_batch_equals_each_prompt_alone(model, checkpoint, oracle, 
     logits = reference_logits(model, list(prompts.values()))
     for prompt, ours in zip(prompts.values(), logits, strict=True):
         torch.testing.assert_close(ours, oracle(checkpoint.oracle, prompt), atol=1e-5, rtol=0)
+
+
+def test_every_sum_is_made_by_the_norm_that_reads_it(monkeypatch, model, prompts):
+    """Two in each layer: elsewhere than in `add_rms_norm` each would be a kernel of its own."""
+    fused, sums = ops.add_rms_norm, []
+
+    def add_rms_norm(*args: Any) -> torch.Tensor:
+        sums.append(args)
+        return fused(*args)
+
+    monkeypatch.setattr(ops, "add_rms_norm", add_rms_norm)
+    with torch.inference_mode():
+        reference_logits(model, [prompts["text"]])
+    assert len(sums) == 2 * len(model.decoder.layers)
 
 
 @pytest.mark.parametrize("layout", ["saved", "old", "new", "sharded"])

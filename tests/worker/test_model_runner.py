@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mini_engine.messages import Chunk, EncodeItem, SampledToken, Step, StepResult
+from mini_engine.messages import Chunk, EncodeItem, MessageId, SampledToken, Step, StepResult
 from tests.worker import rank_program, script, tiny
 from tests.worker.conftest import NUM_BLOCKS
 
@@ -98,7 +98,9 @@ def test_an_empty_step_is_answered_and_the_media_table_is_told(make_runner):
     handle = media.put(torch.zeros(1, 1, dtype=torch.uint8))
     runner = make_runner(media)
     assert runner.execute(Step(9)) == StepResult(9)
-    runner.execute(Step(10, release=[handle.message], drop_senders=[3, 4]))
+    lost = MessageId(7, 9)
+    result = runner.execute(Step(10, release=[handle.message, lost], drop_senders=[3, 4]))
+    assert result == StepResult(10, unreported=[lost])
     assert (media.tensors, media.dropped) == ({}, [3, 4])
 
 
@@ -170,4 +172,5 @@ def test_two_ranks_give_the_tokens_of_one(device, backend, checkpoint, make_runn
     assert ranks[0]["shared"]["two"] == expected["two"]
     assert ranks[1]["greedy"] == ranks[1]["sampled"] == ranks[1]["shared"] == {}
     assert ranks[0]["kept"] == ranks[1]["kept"]
+    assert ranks[0]["counted"] and not ranks[1]["counted"], "only the rank that samples counts"
     assert not ranks[0]["transformers"], "a worker imports transformers: seconds and hundreds of megabytes"

@@ -59,9 +59,9 @@ class MemoryMedia:
     def tensor(self, handle: TensorHandle) -> Tensor:
         return self.tensors[handle.message]
 
-    def release(self, messages: Iterable[MessageId]) -> None:
-        for message in messages:
-            del self.tensors[message]
+    def release(self, messages: Iterable[MessageId]) -> list[MessageId]:
+        """A message that is not here was lost."""
+        return [message for message in messages if self.tensors.pop(message, None) is None]
 
     def drop_sender(self, incarnation: int) -> None:
         self.dropped.append(incarnation)
@@ -121,8 +121,8 @@ def mixed_requests(media: MemoryMedia, family: str = "qwen2_5_vl", **sampling: A
     return [make_request(media, name, pieces, family, **sampling) for name, pieces in shapes.items()]
 
 
-def generate(folder: Path, media: MemoryMedia, request: NewSequence, count: int) -> list[int]:
-    """The greedy continuation by transformers' own `generate`."""
+def generate(folder: Path, media: MemoryMedia, request: NewSequence, count: int, **more: Any) -> list[int]:
+    """The greedy continuation by transformers' own `generate`, which is told `more`."""
     # Here: the ranks that share this file need no transformers, which takes seconds to import.
     from transformers import AutoModelForImageTextToText
 
@@ -147,5 +147,6 @@ def generate(folder: Path, media: MemoryMedia, request: NewSequence, count: int)
         do_sample=False,
         pad_token_id=0,
         **inputs,
+        **more,
     )
     return output[0, ids.shape[1] :].tolist()
