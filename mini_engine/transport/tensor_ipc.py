@@ -95,7 +95,7 @@ class RankLink(RankStream):
 
 
 class TensorIpcSender(PackedSender[PooledBuffer, RankLink]):
-    """`base.TensorSender` over shared memory. Its buffers live until `close`, in which every rank's mapping ends."""
+    """`base.TensorSender` over shared memory, in the buffers of a pool; `close` ends every rank's mappings of them."""
 
     name: TransportName = "torch_shm"
 
@@ -266,7 +266,7 @@ class TensorIpcReceiver:
     def __init__(self, me: Encoder, address: RankAddress, pin: Pin | None = None, map_slots: MapSlots | None = None):
         """Bind. Raises OSError when the path is taken or too long.
 
-        `pin`: see `shm_store.MappedSegment`. `map_slots`: maps an API server's staging slots; None: this rank has no
+        `pin`: see `segment.MappedSegment`. `map_slots`: maps an API server's staging slots; None: this rank has no
         device, and refuses them.
         """
         self._me = me

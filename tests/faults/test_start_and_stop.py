@@ -64,9 +64,7 @@ def test_a_start_that_is_interrupted_leaves_nothing(phase, number):
             barrier.let_go()
         status = server.process.wait(30)
         expected = {signal.SIGKILL: -number, signal.SIGTERM: 0, signal.SIGINT: 0}
-        if (
-            phase == "resolving"
-        ):  # nothing has to be stopped yet: an interrupt has its usual effect
+        if phase == "resolving":  # nothing has to be stopped yet: an interrupt has its usual effect
             expected[signal.SIGINT] = 130
         assert status == expected[number], server.log
         server.assert_nothing_left(family)
