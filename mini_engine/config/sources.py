@@ -65,6 +65,12 @@ def read(name: str, value: Any, origin: str) -> Given:
         msgspec.msgpack.encode(value)  # as it will be sent to the processes
     except UnicodeEncodeError:
         raise ConfigError(f"{origin}: {value!r} is not UTF-8; write it so, in a UTF-8 locale") from None
+    except OverflowError:
+        raise ConfigError(
+            f"{origin}: {value!r} holds a number that is out of range; the greatest is 2**64 - 1"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{origin}: the value has too many levels") from None
     return Given(value, origin)
 
 
@@ -164,10 +170,16 @@ def _items(path: str) -> Iterator[tuple[str, Any, str]]:
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"--config: {path} holds no settings, one a line, such as `port: 8000`")
         for key, value in root.value:
-            yield str(key.value), loader.construct_object(value, deep=True), f"{path} line {key.start_mark.line + 1}"
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"{path} line {key.start_mark.line + 1}: a key must be the name of a setting")
+            yield key.value, loader.construct_object(value, deep=True), f"{path} line {key.start_mark.line + 1}"
     except OSError as error:
         raise ConfigError(f"--config: {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise ConfigError(f"--config: {path} has too many levels") from None
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:  # a value unlike its tag, as in !!int x
         raise ConfigError(f"--config: {path} is not YAML: {' '.join(str(error).split())}") from None
 
 

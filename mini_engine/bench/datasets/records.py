@@ -32,6 +32,8 @@ PARTS: dict[str, Kind] = {"image_url": "image", "video_url": "video"}
 PLACEHOLDER = re.compile(r"<(?:image|video)>\n?")
 URL = re.compile(r"(?:data|file|https?):", re.IGNORECASE)
 DEFAULT_TOKENS = 128
+MOST_TOKENS = 2**31 - 1
+SHOWN = 50  # characters of a value in an error
 
 
 @dataclass(frozen=True)
@@ -69,19 +71,27 @@ class Reader:
 
     def _sample(self, record: Record, turns: list[Message]) -> Sample:
         answers = [place for place, message in enumerate(turns) if message.role == "assistant"]
+        asked = next(place for place, message in enumerate(turns) if message.role == "user")
+        answers = [place for place in answers if place > asked]  # before it the assistant may have greeted
         prompt = turns[: answers[0]] if answers else turns
         media = tuple(part for key, kind in MEDIA.items() for part in self._media(record.get(key), kind))
-        place = next(place for place, message in enumerate(prompt) if message.role == "user")
-        prompt[place] = Message("user", (*media, *prompt[place].parts))
+        prompt[asked] = Message("user", (*media, *prompt[asked].parts))
         prompt = [Message(turn.role, tuple(self._loaded(part) for part in turn.parts)) for turn in prompt]
         answer = turns[answers[0]].text if answers else None
-        return Sample(tuple(prompt), record.get("expected"), self._length(record, answer))
+        expected = record.get("expected")
+        if not isinstance(expected, str | None):
+            raise ConfigError(f"a record's expected is {str(expected)[:SHOWN]}: the one right answer must be a text")
+        return Sample(tuple(prompt), expected, self._length(record, answer))
 
     def _length(self, record: Record, answer: str | None) -> int:
         if self.output_tokens is not None:
             return self.output_tokens
-        if record.get("output_tokens") is not None:
-            return int(record["output_tokens"])
+        if (most := record.get("output_tokens")) is not None:
+            if not isinstance(most, int) or isinstance(most, bool) or not 1 <= most <= MOST_TOKENS:
+                raise ConfigError(
+                    f"a record's output_tokens is {str(most)[:SHOWN]}: use a whole number from 1 to {MOST_TOKENS}"
+                )
+            return most
         return max(1, len(self._tokenizer.encode(answer))) if answer is not None else DEFAULT_TOKENS
 
     @functools.cached_property
@@ -98,7 +108,7 @@ class Reader:
     def _media(self, value: Any, kind: Kind) -> list[Part]:
         if value is None:
             return []
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple)) and not any(isinstance(one, (list, tuple)) for one in value):
             return [part for one in value for part in self._media(one, kind)]
         if isinstance(value, str):
             return [Link(value, kind)]
@@ -117,6 +127,10 @@ class Reader:
             return Medium((self.folder / path).read_bytes(), _mime(path, kind))
         except OSError as error:
             raise ConfigError(f"a record's {kind} {path!r} cannot be read: {error.strerror}") from None
+        except ValueError:
+            raise ConfigError(
+                f"a record's {kind} {path!r} is no path: it has characters that no path can have"
+            ) from None
 
 
 def _turns(record: Record) -> list[Message]:
@@ -145,15 +159,26 @@ def _parts(content: Any) -> tuple[Part, ...]:
         return (text,) if text else ()
     parts: list[Part] = []
     for part in content if isinstance(content, (list, tuple)) else ():
-        if part.get("type") == "text":
+        if isinstance(part, str):
+            parts += _parts(part)
+            continue
+        name = str(part.get("type")) if isinstance(part, dict) else type(part).__name__
+        if name == "text":
             parts += _parts(part.get("text"))
-        elif part.get("type") in PARTS:
-            kind = PARTS[part["type"]]
-            parts.append(Link(part[part["type"]]["url"], kind))
+        elif name in PARTS:
+            parts.append(Link(_url(name, part.get(name)), PARTS[name]))
         else:
             known = ", ".join(["text", *PARTS])
-            raise ConfigError(f"a record has a part of the type {part.get('type')!r}: the types are {known}")
+            raise ConfigError(f"a record has a part of the type {name!r}: the types are {known}")
     return tuple(parts)
+
+
+def _url(name: str, value: Any) -> str:
+    """The URL of a part for a medium, which some write without the object around it."""
+    url = value.get("url") if isinstance(value, dict) else value
+    if not isinstance(url, str):
+        raise ConfigError(f'a record has a part of the type {name!r} without a URL: write {{"{name}": {{"url": ...}}}}')
+    return url
 
 
 def _mime(path: str, kind: Kind) -> str:
