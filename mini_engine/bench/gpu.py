@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from mini_engine.bench.files import tell
 from mini_engine.bench.parser import at_least
 from mini_engine.bench.report import Report, table
 from mini_engine.config import ConfigError
@@ -52,7 +53,9 @@ def run(args: argparse.Namespace) -> Report:
     cuda = torch.device("cuda", 0)
     device = gpu_device.Device(cuda)
     report = Report({"device": device.describe()})
-    print(f"{device.name}: copy {device.copy_rate / 1e12:.2f} TB/s, matrix {device.matrix_rate / 1e12:.0f} TFLOP/s\n")
+    report.failures += tell(
+        f"{device.name}: copy {device.copy_rate / 1e12:.2f} TB/s, matrix {device.matrix_rate / 1e12:.0f} TFLOP/s\n"
+    )
     rows: list[dict[str, Any]] = []
     if {"decode", "prefill", "vision"} & set(args.part):
         longest = max(args.contexts) + args.steps * (args.repeats + 2)
@@ -69,7 +72,7 @@ def run(args: argparse.Namespace) -> Report:
     if "transfer" in args.part:
         report.figures["transfer"] = gpu_device.transfers(args.repeats)
     report.figures["rows"] = rows
-    print(describe(rows, report.figures.get("transfer", [])), flush=True)
+    report.failures += tell(describe(rows, report.figures.get("transfer", [])))
     return report
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
+from mini_engine.bench.files import tell
 from mini_engine.bench.redaction import config_of
 from mini_engine.bench.report import Report
 from mini_engine.bench.serving.flags import add_arguments
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> Report:
         plot.check(picture)
     with prepared(settings) as ready:
         measured = run_once(ready, "Serving Benchmark Result")
-    print(measured.text, flush=True)
+    measured.failures.extend(tell(measured.text))
     figures = {"model": measured.model, **measured.figures}
     report = Report(figures, measured.failures, all_here=settings.launch is not None)
     if settings.output.save_result:

@@ -34,6 +34,7 @@ import dataclasses
 import statistics
 from typing import Any
 
+from mini_engine.bench.files import tell
 from mini_engine.bench.parser import at_least
 from mini_engine.bench.report import Report, say, table
 
@@ -56,8 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Measure everything and print the table."""
     figures = measure(sorted(set(args.payloads)), sorted(set(args.ranks)), args.repeats)
-    print(describe(figures), flush=True)
-    return Report(figures)
+    return Report(figures, tell(describe(figures)))
 
 
 def measure(payloads: list[float], ranks: list[int], repeats: int) -> dict[str, Any]:
