@@ -30,6 +30,7 @@ from mini_engine.config.sources import (
     to_yaml,
     unknown_variables,
 )
+from mini_engine.stdout import tell
 
 logger = logging.getLogger(__name__)
 MAX_PARTS = 20  # of an object's name, as in --media-io-kwargs.video.fps, which has two
@@ -162,8 +163,7 @@ def serve(argv: Sequence[str] | None = None) -> int:
         if settings.print_config:
             for warning in settings.warnings:
                 print(f"serve.py: {warning}", file=sys.stderr)
-            print(to_yaml(settings.config, settings.origins), end="")
-            return 0
+            return 1 if tell(to_yaml(settings.config, settings.origins), end="") else 0
         # Nothing runs yet, so there is nothing to wait for, such as the threads of a download. Without it a process 1,
         # as in a container, would not get the signal at all.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))

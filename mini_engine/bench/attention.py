@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mini_engine.bench.files import tell
 from mini_engine.bench.parser import at_least
 from mini_engine.bench.report import BenchError, Report, table
+from mini_engine.stdout import tell
 
 if TYPE_CHECKING:
     import torch

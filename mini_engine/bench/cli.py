@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Protocol
 
 from mini_engine.bench import ab, attention, core, gpu, serve, sweep, transport
-from mini_engine.bench.files import check_file, tell, write, write_text
+from mini_engine.bench.files import check_file, write, write_text
 from mini_engine.bench.parser import Parser
 from mini_engine.bench.redaction import config_of
 from mini_engine.bench.report import BenchError, Report, as_json, say
 from mini_engine.bench.serving.vllm import REFUSED
 from mini_engine.config import ConfigError
 from mini_engine.config.sources import suggestion
+from mini_engine.stdout import tell
 
 
 class Regime(Protocol):
@@ -141,13 +142,13 @@ def _run(argv: Sequence[str]) -> int:
         say(f"the package {error.name} is missing: pip install 'mini-engine[bench]'")
         return 2
     line = json.dumps(as_json(config_of(args), report))
-    unwritten = tell("\n".join([*(f"failed: {failure}" for failure in report.failures), line]))
+    untold = tell("\n".join([*(f"failed: {failure}" for failure in report.failures), line]))
     if args.output is not None:
         report.files.insert(0, partial(_write_line, args.output, line))
-    unwritten += write(report.files)
+    unwritten = write(report.files)
     for failure in unwritten:
         say(failure)
-    return 1 if report.failures or unwritten else 0
+    return 1 if report.failures or untold or unwritten else 0
 
 
 def _write_line(path: Path, line: str) -> list[Path]:

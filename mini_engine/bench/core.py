@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 
-from mini_engine.bench.files import tell
 from mini_engine.bench.parser import at_least, split_flags
 from mini_engine.bench.report import BenchError, Report
+from mini_engine.stdout import tell
 
 HELP = "text requests behind videos, and the engine's own share of a step"
 PARTS = ("latency", "step")

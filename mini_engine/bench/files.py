@@ -5,7 +5,6 @@ and costs nothing else, for what was measured may have taken hours.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -47,18 +46,6 @@ def write_text(path: Path, text: str) -> None:
         if path.is_file():
             path.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def tell(text: str) -> list[str]:
-    """Print it on stdout; returns a sentence if nobody reads it there, or there is no room. What is printed afterwards
-    goes nowhere then, and files are still written.
-    """
-    try:
-        print(text, flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # also for what Python flushes at its end
-        return [f"stdout was not written: {error.strerror}"]
-    return []
 
 
 def write(files: Iterable[Write]) -> list[str]:

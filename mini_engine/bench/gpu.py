@@ -18,10 +18,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mini_engine.bench.files import tell
 from mini_engine.bench.parser import at_least
 from mini_engine.bench.report import Report, table
 from mini_engine.config import ConfigError
+from mini_engine.stdout import tell
 
 HELP = "decode, prefill, vision and transfer of a 7 B model on a CUDA device"
 AIMS = {"decode": 0.7, "prefill": 0.5, "vision": 0.4}

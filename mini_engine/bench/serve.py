@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from mini_engine.bench.files import tell
 from mini_engine.bench.redaction import config_of
 from mini_engine.bench.report import Report
 from mini_engine.bench.serving.flags import add_arguments
+from mini_engine.stdout import tell
 
 __all__ = ["HELP", "add_arguments", "run"]
 HELP = "requests to an OpenAI-compatible server, as its clients send them; the default"

@@ -12,13 +12,14 @@ import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mini_engine.bench.files import tell, write
+from mini_engine.bench.files import write
 from mini_engine.bench.parser import Parser
 from mini_engine.bench.redaction import config_of
 from mini_engine.bench.report import Report, say, table
 from mini_engine.bench.serving import flags
 from mini_engine.config import ConfigError
 from mini_engine.config.sources import suggestion
+from mini_engine.stdout import tell
 
 if TYPE_CHECKING:
     from mini_engine.bench.serving.measure import Measured

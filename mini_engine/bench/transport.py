@@ -34,9 +34,9 @@ import dataclasses
 import statistics
 from typing import Any
 
-from mini_engine.bench.files import tell
 from mini_engine.bench.parser import at_least
 from mini_engine.bench.report import Report, say, table
+from mini_engine.stdout import tell
 
 HELP = "tensors from one process into all ranks, by each transport"
 MB = 1 << 20

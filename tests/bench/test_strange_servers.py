@@ -93,7 +93,7 @@ def test_the_last_usage_counts(bench, says):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n{\"error\": \"busy\"}", 'it said {"error": "busy"}'),
+        (b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n[\"busy\"]", 'it said ["busy"]'),
         (b"HTTP/1.1 200 OK\r\n\r\n<html>\n<body>hello", "it said <html> <body>hello"),
         (b"HTTP/1.1 500 Oh\r\ncontent-type: text/plain; charset=hex\r\n\r\nwoe\n\x1b\xff", "status 500: woe"),
         (b"HTTP/1.1 307 Go\r\nlocation: /v2\r\ncontent-length: 0\r\n\r\n", "status 307, to /v2"),

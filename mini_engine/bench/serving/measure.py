@@ -91,7 +91,7 @@ def next_of(before: bool, name: str, failures: list[str], run: Callable[[], Meas
     except (BenchError, ConfigError, KeyboardInterrupt) as error:
         if not before:
             raise
-        failures.append(f"{name}: {error or 'interrupted'}")
+        failures.append(f"{name}: {str(error) or 'interrupted'}")
         return None
 
 
