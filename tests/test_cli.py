@@ -266,3 +266,17 @@ def test_print_config_prints_a_file_for_config(tmp_path):
 @pytest.mark.parametrize(("argv", "most"), [([], 0), (["--restart-engine"], 3), (["--restart-engine", "7"], 7)])
 def test_a_flag_that_may_stand_alone(argv, most):
     assert parse(argv, {}).restart_engine == most
+
+
+@pytest.mark.parametrize("program", ["serve.py", "bench.py"])
+def test_an_interrupt_before_anything_runs_is_silent(program):
+    code = (
+        "import runpy, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name.startswith('mini_engine'): raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        f"runpy.run_path({program!r}, run_name='__main__')\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")

@@ -23,6 +23,7 @@ CONFIG_ENV = env_of("config")
 IPC_SWITCH_ENV = env_of("multimodal_tensor_ipc")
 IPC_SWITCH = {"1": "torch_shm", "0": "direct_rpc"}
 MAX_FILE_BYTES = 1 << 20  # of a file of settings
+MAX_VALUES = 100_000
 NOT_SETTINGS = (env_of("bench_"), env_of("test_"))  # for processes that measure and tests that look inside
 
 
@@ -169,6 +170,8 @@ def _items(path: str) -> Iterator[tuple[str, Any, str]]:
             return
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"--config: {path} holds no settings, one a line, such as `port: 8000`")
+        if _size(root, {}) > MAX_VALUES:
+            raise ConfigError(f"--config: {path} holds more than {MAX_VALUES} values once its aliases are written out")
         for key, value in root.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise ConfigError(f"{path} line {key.start_mark.line + 1}: a key must be the name of a setting")
@@ -181,6 +184,16 @@ def _items(path: str) -> Iterator[tuple[str, Any, str]]:
         raise ConfigError(f"--config: {path} has too many levels") from None
     except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:  # a value unlike its tag, as in !!int x
         raise ConfigError(f"--config: {path} is not YAML: {' '.join(str(error).split())}") from None
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node holds with its aliases written out; one that holds itself counts as far as it is known."""
+    if id(node) not in known:
+        known[id(node)] = 1
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        inner = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
+        known[id(node)] = 1 + sum(_size(one, known) for one in inner)
+    return known[id(node)]
 
 
 def to_yaml(config: EngineConfig, origins: Mapping[str, str]) -> str:

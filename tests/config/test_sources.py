@@ -118,6 +118,11 @@ def test_a_file_as_users_write_one(tmp_path):
         ("? [a, b]\n: c\n", "line 1: a key must be the name of a setting"),
         ("media-io-kwargs: &a {video: *a}\n", "is not YAML: found unconstructable recursive node"),
         ("media-io-kwargs: " + "{a: " * 3000 + "1" + "}" * 3000, "has too many levels"),
+        (
+            "mm-processor-kwargs:\n  a0: &a0 [x]\n"
+            + "".join(f"  a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 40)),
+            "holds more than 100000 values once its aliases are written out",
+        ),
         (f"media-io-kwargs: {{video: {{num_frames: {10**30}}}}}\n", "holds a number that is out of range"),
     ],
 )
