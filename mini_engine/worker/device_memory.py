@@ -19,9 +19,10 @@ from mini_engine.messages import Chunk, MediaCachePlan, NewSequence, SamplingPar
 from mini_engine.model.config import ModelConfig, VisionConfig
 from mini_engine.model.rope import Grid
 
-# Every way of choosing a token that needs memory of the vocabulary's size.
+# Every way of choosing a token that needs memory of the vocabulary's size. Without top_k: with it, top_p looks at the
+# likeliest alone, and without it sorts all.
 HUNGRY_SAMPLING = SamplingParams(
-    max_tokens=1, seed=0, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, logprobs=20
+    max_tokens=1, seed=0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, logprobs=20
 )
 
 
@@ -35,13 +36,18 @@ class MemoryUse:
     weights: int
     step: int  # beside the weights, at the peak of a step of the worst kind
     media: int  # media and their embeddings, when all that may be kept is kept
+    graphs: int = 0  # recorded decode steps: their memory, and what CUDA keeps of their launches
 
     def left(self, share: float) -> int:
         """Bytes for this worker's KV cache if the workers may take `share` of the device; may be below 0."""
-        return int(self.total * share) // self.workers - self.outside - self.weights - self.step - self.media
+        taken = self.outside + self.weights + self.step + self.media + self.graphs
+        return int(self.total * share) // self.workers - taken
 
     def __str__(self) -> str:
-        parts = ((self.weights, "weights"), (self.step, "a step"), (self.media, "media"), (self.outside, "others"))
+        parts = (
+            (self.weights, "weights"), (self.step, "a step"), (self.graphs, "CUDA graphs"), (self.media, "media"),
+            (self.outside, "others"),
+        )  # fmt: skip
         return ", ".join(f"{what} {nbytes / 2**30:.2f} GiB" for nbytes, what in parts)
 
 
