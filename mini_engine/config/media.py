@@ -124,9 +124,10 @@ class MediaOptions:
         "host.", "Media cache and transport",
     )  # fmt: skip
     mm_ipc_gpu_memory_gb: float | None = option(
-        None, "Most memory of a CUDA device for such patches on their way, in GiB: of all API servers together, and "
-        "taken off the KV cache. What finds no room there goes by the host.", "Media cache and transport",
-        unset="1, where the patches are made on CUDA", minimum=0.01,
+        None, "Most memory of CUDA devices that all API servers together take for such patches, in GiB: a quarter for "
+        "those on their way, the rest for making them. Taken off the KV cache, with 1 GiB more for CUDA itself in each "
+        "API server. What finds no room goes by the host, or is made there, and is counted.",
+        "Media cache and transport", unset="4, where the patches are made on CUDA", minimum=0.01,
     )  # fmt: skip
 
     def validate(self) -> None:

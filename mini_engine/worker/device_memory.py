@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from mini_engine.config import DEFAULT_STEP_TOKENS, EngineConfig
-from mini_engine.free_memory import ipc_gpu_bytes
 from mini_engine.messages import Chunk, MediaCachePlan, NewSequence, SamplingParams, Step
 from mini_engine.model.config import ModelConfig, VisionConfig
 from mini_engine.model.rope import Grid
@@ -35,7 +34,7 @@ class MemoryUse:
     outside: int  # in use, but not by this process's tensors: CUDA's own and other programs'
     weights: int
     step: int  # beside the weights, at the peak of a step of the worst kind
-    media: int  # media and their embeddings, when all that may be kept is kept
+    media: int  # media and their embeddings, when all that may be kept is kept; what API servers take to make them
     graphs: int = 0  # recorded decode steps: their memory, and what CUDA keeps of their launches
 
     def left(self, share: float) -> int:
@@ -57,8 +56,7 @@ def media_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, ca
         return 0
     embeddings = config.encoder_cache_tokens * model.vision.row_size * dtype.itemsize
     kept = cache.nbytes if cache.kind == "lru" else 0
-    # The slots of patches that are made on a device, whether the API servers have them yet or not.
-    return embeddings + kept + config.api_server_count * config.mm_ipc_memory_bytes + ipc_gpu_bytes(config)
+    return embeddings + kept + config.api_server_count * config.mm_ipc_memory_bytes
 
 
 def worst_grids(config: EngineConfig, vision: VisionConfig, model_dir: str | Path) -> list[Grid]:

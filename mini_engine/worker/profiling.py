@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from mini_engine.config import EngineConfig
+from mini_engine.free_memory import CUDA_CONTEXT_BYTES, processor_bytes
 from mini_engine.messages import MediaCachePlan, Step
 from mini_engine.model.config import ModelConfig, VisionConfig
 from mini_engine.model.rope import Grid
@@ -23,9 +24,6 @@ from mini_engine.worker.model_runner import DecodeSteps, ModelRunner
 from mini_engine.worker.out_of_memory import room_for
 
 logger = logging.getLogger(__name__)
-
-# What CUDA and its libraries keep for each process. Where several share a device nobody can tell theirs apart.
-CONTEXT_BYTES = 1 << 30
 
 STEP_REMEDY = (
     "lower --max-num-batched-tokens, --max-num-encoder-input-tokens or --max-model-len, or raise --tensor-parallel-size"
@@ -53,8 +51,10 @@ def profile(
     runner = runner_with(1)
     grids, step = worst_grids(config, model.vision, model_dir), worst_step(config, longest_sequence(config, model))
     ranks = config.tensor_parallel_size * config.data_parallel_size
-    workers = -(-ranks // torch.cuda.device_count())  # more than one only where they share devices
-    media = media_bytes(config, model, runner.dtype, media_cache)
+    devices = torch.cuda.device_count()
+    workers = -(-ranks // devices)  # more than one only where they share devices
+    # Whether the API servers have taken theirs yet cannot be told; where they have, it counts among `outside` too.
+    media = media_bytes(config, model, runner.dtype, media_cache) + processor_bytes(config, devices) // workers
     use = measure(device, workers, media, partial(run_worst, runner, model.vision, grids, step))
     if runner.graphs is not None:
         use = dataclasses.replace(use, graphs=measure_graphs(runner.graphs, device, partial(in_use, device, workers)))
@@ -89,7 +89,8 @@ def measure(device: torch.device, workers: int, media: int, run: Callable[[], No
     step = torch.cuda.max_memory_reserved(device) - weights
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    outside = total - free - torch.cuda.memory_reserved(device) if workers == 1 else CONTEXT_BYTES
+    # Where several workers share a device nobody can tell theirs apart.
+    outside = total - free - torch.cuda.memory_reserved(device) if workers == 1 else CUDA_CONTEXT_BYTES
     return MemoryUse(total, workers, outside, weights, step, media)
 
 

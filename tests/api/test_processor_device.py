@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
-from mini_engine.api.processor_device import SLOTS, cuda_sender, processor_device
+from mini_engine.api.processor_device import SLOTS, cuda_sender, limit_memory, processor_device
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.free_memory import ipc_gpu_bytes
+from mini_engine.free_memory import CUDA_CONTEXT_BYTES, processor_bytes, processor_memory
 from mini_engine.host import plan_media_cache
 from mini_engine.transport.codec import Encoder
 
+GIB = 1 << 30
 CUDA = {"mm_processor_device": "cuda"}
 no_device = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -39,7 +42,34 @@ def test_no_device_is_no_way_to_start():
 def test_on_the_cpu_there_is_nothing_to_set_up():
     config = EngineConfig()
     assert processor_device(config, 0) is None and cuda_sender(config, Encoder("api 0", 1), 0, 1) is None
-    assert ipc_gpu_bytes(config) == 0 < ipc_gpu_bytes(EngineConfig(**CUDA)) == 1 << 30
+    assert sum(processor_memory(config)) == 0 == processor_bytes(config, 1)
+
+
+def test_the_budget_is_all_that_api_servers_allocate():
+    two = EngineConfig(**CUDA, api_server_count=2)
+    assert processor_memory(two) == (GIB // 2, 3 * GIB // 2)
+    tight = EngineConfig(**CUDA, api_server_count=3, mm_ipc_gpu_memory_gb=0.6)
+    assert 3 * sum(processor_memory(tight)) == pytest.approx(0.6 * GIB, abs=3)
+    # Three servers take turns with two devices: one has two of them, each with a context of CUDA.
+    assert processor_bytes(tight, 2) == 2 * (sum(processor_memory(tight)) + CUDA_CONTEXT_BYTES)
+
+
+def test_torch_is_held_to_its_share(monkeypatch):
+    seen: list[tuple[float, str]] = []
+    device = types.SimpleNamespace(total_memory=16 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: seen.append(given))
+    limit_memory(EngineConfig(**CUDA), "cuda:0")
+    limit_memory(EngineConfig(**CUDA, mm_ipc_gpu_memory_gb=64.0), "cuda:0")
+    assert seen == [(3 / 16, "cuda:0"), (1.0, "cuda:0")]
+
+
+def test_slots_without_room_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = EngineConfig(**CUDA, mm_ipc_gpu_memory_gb=0.01, api_server_count=4)
+    with pytest.raises(ConfigError, match="--mm-ipc-gpu-memory-gb: .* 8 slots of each of 4 .*; take 0.031 or more"):
+        cuda_sender(config, Encoder("api 0", 1), 0, 2)
 
 
 def test_api_servers_take_turns_with_the_devices(monkeypatch):

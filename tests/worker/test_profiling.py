@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -93,7 +95,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_room():
 def test_graphs_are_recorded_while_memory_is_measured(make_runner, monkeypatch):
     """Before the size of the KV cache is known, and after the worst step; what was recorded is not kept."""
     seen: list[str] = []
-    graphs = Recording([100, 5], 200)
+    graphs = Recording([100, 5], 1000)
     config = EngineConfig(max_num_batched_tokens=60, max_num_seqs=2, limit_mm_per_prompt={"image": 0, "video": 0})
 
     def runner_with(num_blocks: int) -> ModelRunner:
@@ -118,6 +120,9 @@ def test_graphs_are_recorded_while_memory_is_measured(make_runner, monkeypatch):
     use = profile(config, BUNDLED_MODEL, OFF, model, torch.device("cuda", 0), runner_with)
     assert use is not None and use.graphs == 105 and use.left(1.0) == 10_000 - 105
     assert seen == ["step", "graphs", "graphs"]
+    on_device = dataclasses.replace(config, mm_processor_device="cuda", api_server_count=2, mm_ipc_gpu_memory_gb=2.0)
+    more = profile(on_device, BUNDLED_MODEL, OFF, model, torch.device("cuda", 0), runner_with)
+    assert more is not None and more.media - use.media == (2 + 2) << 30, "the budget, and a context for each"
 
 
 @pytest.mark.gpu
