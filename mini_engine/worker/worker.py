@@ -28,7 +28,7 @@ from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
 from mini_engine.transport.cuda_memory import CudaMapped
-from mini_engine.worker.attention import AttentionBackend, choose_backend, make_backend
+from mini_engine.worker.attention import AttentionBackend, choose_backend, leave_out_cudnn, make_backend
 from mini_engine.worker.device_memory import MemoryUse, longest_sequence
 from mini_engine.worker.kv_cache import KVCache, count_blocks
 from mini_engine.worker.media_inputs import MediaInputs, stay
@@ -48,6 +48,7 @@ def run(child: Child) -> None:
     engine, rank = (int(part) for part in child.index.split("."))
     device = choose_device(init.config, engine, rank)
     backend = choose_backend(init.config.attention_backend, device)
+    leave_out_cudnn()
     # First of all that takes time: API servers probe these addresses while the model loads.
     pinned = PinnedMemory(device) if device.type == "cuda" else None
     media = receive_media(child, init, engine, rank, device, pinned)
@@ -207,7 +208,7 @@ def make_attention(
     """Attention over a KV cache of the model's device and dtype.
 
     Raises:
-        ConfigError: the device has no room for it.
+        ConfigError: the device has no room for it, or the backend cannot read it.
     """
     some, size = next(model.parameters()), config.block_size
     spare = int(has_graphs(config, some.device, backend))
