@@ -160,7 +160,7 @@ class MappedBuffer:
     offered: bool = False  # to be pinned
 
     def pin(self, pin: Pin) -> None:
-        """Pin it, once: at its second use, since pinning costs more than a copy, and some buffers are used once."""
+        """Pin it, once: at its second use, since pinning walks over all pages, and some buffers are used once."""
         if self.generation and not self.offered:
             self.offered = True
             unpin = pin(self.memory.data_ptr(), self.memory.nbytes)

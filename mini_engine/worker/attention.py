@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -69,7 +69,8 @@ def choose_backend(wanted: AttentionBackendName, device: torch.device) -> Attent
     """
     if wanted == "auto":
         return "triton" if device.type == "cuda" and triton_obstacle(device) is None else "sdpa"
-    obstacle = {"triton": triton_obstacle, "varlen": varlen_obstacle}.get(wanted, lambda _: None)(device)
+    obstacles: dict[str, Callable[[torch.device], str | None]] = {"triton": triton_obstacle, "varlen": varlen_obstacle}
+    obstacle = obstacles[wanted](device) if wanted in obstacles else None
     if obstacle:
         raise ConfigError(f"--attention-backend {wanted}: {obstacle}; choose auto")
     return wanted
@@ -130,7 +131,7 @@ def flash_obstacle(cache: KVCache) -> str | None:
 def leave_out_cudnn() -> None:
     """Have torch compute attention by its other kernels, in this process.
 
-    On a Hopper torch prefers cuDNN's, which makes a plan for every new shape, hundreds of milliseconds each; and here
+    On a Hopper torch prefers cuDNN's, which builds a plan for every new shape before it computes; and here
     every video brings new shapes, and every step of `sdpa` and `varlen`. For a block table cuDNN also wants one exactly
     as wide as the longest sequence.
     """
