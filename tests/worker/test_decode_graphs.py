@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from tests.worker import script, tiny
 
 __all__ = ["device"]
 pytest.importorskip("triton")
-from mini_engine.worker.decode_graphs import DecodeGraphs, sizes  # noqa: E402
+from mini_engine.worker.decode_graphs import DecodeGraphs, DecodeStep, sizes  # noqa: E402
 
 BLOCKS = 64
 
@@ -99,6 +101,38 @@ def test_sizes():
     assert sizes(6) == [1, 2, 4, 6]
     assert sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
     assert sizes(100) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100]
+
+
+def test_the_largest_size_is_recorded_first_and_all_into_one_pool(checkpoint, monkeypatch):
+    """With a recorder in the place of CUDA's, which replays a step by writing its size to where the result lies."""
+    model = load_model(checkpoint, TensorParallel(), None, torch.device("cpu"))
+    cache = KVCache.allocate(model.attention_shape, 4, 16, torch.float32, torch.device("cpu"), spare=1)
+    graphs = DecodeGraphs(model, make_backend("triton", cache, 64), 6, 64)
+    computed: list[tuple[int, object]] = []
+    pool: list[object] = [None]  # of the recording that is under way
+
+    class Graph:
+        def replay(self) -> None:
+            step = next(step for step in graphs._steps if step._replay == self.replay)
+            step._hidden.fill_(len(step._hidden))
+
+    @contextlib.contextmanager
+    def record(graph: Graph, **given: object) -> Iterator[None]:
+        assert given["capture_error_mode"] == "thread_local"
+        pool[0] = given["pool"]
+        yield
+        pool[0] = None
+
+    monkeypatch.setattr(DecodeStep, "_compute", lambda step: computed.append((len(step._hidden), pool[0])))
+    for name, fake in {"CUDAGraph": Graph, "graph": record, "graph_pool_handle": lambda: "the pool"}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    graphs.capture()
+    assert computed == [(size, where) for size in (6, 4, 2, 1) for where in (None, "the pool")]
+    tables, ones = torch.zeros(3, 16, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
+    with torch.inference_mode():
+        hidden = graphs._steps[2].run(torch.arange(3), torch.zeros(3, 3), torch.arange(3), tables, ones)
+    assert hidden.shape[0] == 3 and hidden.eq(4).all() and len(computed) == 8
 
 
 @pytest.mark.gpu
