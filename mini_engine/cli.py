@@ -11,6 +11,7 @@ import functools
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -157,6 +158,9 @@ def serve(argv: Sequence[str] | None = None) -> int:
                 print(f"serve.py: {warning}", file=sys.stderr)
             print(to_yaml(settings.config, settings.origins), end="")
             return 0
+        # Nothing runs yet, so there is nothing to wait for, such as the threads of a download. Without it a process 1,
+        # as in a container, would not get the signal at all.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         from mini_engine.launch import Supervisor
 
         supervisor = Supervisor(settings.config, settings.origins)

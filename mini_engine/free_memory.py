@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from mini_engine.config import EngineConfig
+from mini_engine.config import IPC_GPU_GIB, SLOTS_PART, EngineConfig
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -107,8 +107,8 @@ def _meminfo(proc: Path, name: str) -> int:
 
 
 class ProcessorMemory(NamedTuple):
-    """Bytes of its CUDA device that one API server takes where patches are made on one: `--mm-ipc-gpu-memory-gb`, or
-    4 GiB, is the sum of both over all API servers."""
+    """Bytes of its CUDA device that one API server takes where patches are made on one: `--mm-ipc-gpu-memory-gb`
+    is the sum of both over all API servers."""
 
     slots: int  # patches on their way, of all engines together
     work: int  # what torch may hold: frames, what the processor makes of them, patches that wait for a slot
@@ -121,8 +121,8 @@ def processor_memory(config: EngineConfig) -> ProcessorMemory:
     """
     if config.mm_processor_device == "cpu":
         return ProcessorMemory(0, 0)
-    each = int((config.mm_ipc_gpu_memory_gb or 4.0) * (1 << 30)) // config.api_server_count
-    return ProcessorMemory(each // 4, each - each // 4)
+    each = int((config.mm_ipc_gpu_memory_gb or IPC_GPU_GIB) * (1 << 30)) // config.api_server_count
+    return ProcessorMemory(each // SLOTS_PART, each - each // SLOTS_PART)
 
 
 def processor_bytes(config: EngineConfig, devices: int) -> int:

@@ -346,21 +346,38 @@ class runtime_directory:  # noqa: N801 - used as a function
     It lies in `parent`; by default where temporary files do, if the paths of sockets are short enough there.
 
     A supervisor that is killed cannot clean up, and its children die with it; so a shell waits for the end of a pipe
-    whose only writer is the supervisor, and then removes the directory.
+    whose only writer is the supervisor, and then removes the directory. A service manager that asks all processes to
+    end at once does not move it.
+
+    Raises:
+        ConfigError: there is no room for one, or no shell.
     """
 
     def __init__(self, parent: Path | None = None):
         self.parent = parent
 
     def __enter__(self) -> Path:
-        base = tempfile.gettempdir()
-        if len(base) + 50 > MAX_UNIX_PATH:
-            base = "/tmp"
-        self.path = Path(tempfile.mkdtemp(prefix="mini-engine-", dir=self.parent or base))
-        script = 'read -r _; rm -rf -- "$0"'  # one process: `read` is the shell's own
-        self.janitor = subprocess.Popen(
-            ["/bin/sh", "-c", script, str(self.path)], stdin=subprocess.PIPE, start_new_session=True
-        )
+        base = self.parent or Path(os.environ.get("TMPDIR", "/tmp"))
+        try:
+            if self.parent is None:
+                base = Path(tempfile.gettempdir())
+                if len(str(base)) + 50 > MAX_UNIX_PATH:
+                    base = Path("/tmp")
+            self.path = Path(tempfile.mkdtemp(prefix="mini-engine-", dir=base))
+        except OSError as error:
+            raise ConfigError(
+                f"no room for a directory in {base} ({error.strerror}): set TMPDIR to where there is"
+            ) from None
+        script = 'trap "" TERM INT HUP; read -r _; rm -rf -- "$0"'  # one process: `read` is the shell's own
+        try:
+            self.janitor = subprocess.Popen(
+                ["/bin/sh", "-c", script, str(self.path)], stdin=subprocess.PIPE, start_new_session=True
+            )
+        except OSError as error:
+            self.path.rmdir()
+            raise ConfigError(
+                f"/bin/sh cannot be started, to remove {self.path} in the end: {error.strerror}"
+            ) from None
         return self.path
 
     def __exit__(self, *_: object) -> None:

@@ -2,15 +2,16 @@
 
 Every API server counts into files of its own in one directory (prometheus_client's multiprocess mode, on when the
 supervisor has set PROMETHEUS_MULTIPROC_DIR before the process starts), and whichever of them is asked sums over all.
-Without the variable, as in tests, the figures are this process's own. Label values are created at 0, so that a figure
-can be read before its first event. Knows nothing of HTTP.
+Without the variable, as in tests, or without room for the files, the figures are this process's own. Label values are
+created at 0, so that a figure can be read before its first event. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import get_args
+from pathlib import Path
+from typing import Literal, get_args
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -20,6 +21,7 @@ from prometheus_client import (
     Histogram,
     generate_latest,
     multiprocess,
+    values,
 )
 
 from mini_engine.messages import EngineCounters, EngineStats, FinishReason, TransportName
@@ -40,6 +42,15 @@ REJECTION_REASONS = ("queued_requests", "inflight_bodies", "inflight_media")
 
 NOTHING_HAPPENED = EngineCounters()
 
+# The files of a process by what prometheus_client calls them, with room for the figures of 64 engines.
+FILE_BYTES = {
+    "counter": 128 << 10,
+    "histogram": 64 << 10,
+    "gauge_livesum": 4 << 10,
+    "gauge_livemax": 64 << 10,
+    "gauge_livemostrecent": 128 << 10,
+}
+
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 _E2E_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2, 2.0, 3.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
@@ -48,13 +59,54 @@ _SIZES = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2
 _STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
 
+def make_files(directory: str) -> None:
+    """Make this process's files, each at once whole, as zeros, for which the disk has set room aside.
+
+    prometheus_client takes those that it finds. It would make empty ones itself, which nobody can read, and then sparse
+    ones: a page of these that the disk has no room for ends the process that touches it.
+
+    Raises:
+        OSError: there is no room, and no file is left.
+    """
+    names = {f"{kind}_{os.getpid()}": size for kind, size in FILE_BYTES.items()}
+    wanted = {Path(directory, name): size for name, size in names.items() if not Path(directory, f"{name}.db").exists()}
+    try:
+        for path, size in wanted.items():
+            with path.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+        for path in wanted:
+            path.rename(f"{path}.db")
+    except OSError:
+        for path in wanted:
+            path.unlink(missing_ok=True)
+        raise
+
+
+# Where all API servers count; None: this process counts for itself.
+_directory = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+# Why it does although they do not.
+obstacle: str | None = None
+if _directory is not None:
+    try:
+        make_files(_directory)
+    except OSError as error:
+        _directory, obstacle = None, f"no room in TMPDIR for the figures of an API server ({error.strerror})"
+        values.ValueClass = values.MutexValue
+
+
 def _counter(name: str, help: str, labels: Iterable[str] = ()) -> Counter:
     return Counter(f"mini_engine:{name}", help, labels, registry=REGISTRY)
 
 
-def _engine_gauge(name: str, help: str) -> Gauge:
+def _gauge(
+    name: str, help: str, mode: Literal["livesum", "livemax", "livemostrecent"], labels: Iterable[str] = ()
+) -> Gauge:
+    return Gauge(f"mini_engine:{name}", help, labels, multiprocess_mode=mode, registry=REGISTRY)
+
+
+def _engine_gauge(name: str, help: str, labels: Iterable[str] = ()) -> Gauge:
     """A figure of each engine that whichever API server heard last knows best."""
-    return Gauge(f"mini_engine:{name}", help, ["engine"], multiprocess_mode="livemostrecent", registry=REGISTRY)
+    return _gauge(name, help, "livemostrecent", ["engine", *labels])
 
 
 def _histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
@@ -70,36 +122,30 @@ ipc_bytes_total = _counter("ipc_bytes_total", "Bytes of media tensors sent, each
 ipc_fallbacks_total = _counter(
     "ipc_fallbacks_total", "Requests, or items, that could not go the chosen way.", ["reason"]
 )
-ipc_buffered_bytes = Gauge(
-    "mini_engine:ipc_buffered_bytes",
-    "Bytes of media tensors reserved or sent and not yet consumed by all ranks.",
-    multiprocess_mode="livesum",
-    registry=REGISTRY,
+ipc_buffered_bytes = _gauge(
+    "ipc_buffered_bytes", "Bytes of media tensors reserved or sent and not yet consumed by all ranks.", "livesum"
 )
-ipc_buffered_tensors = Gauge(
-    "mini_engine:ipc_buffered_tensors",
+ipc_buffered_tensors = _gauge(
+    "ipc_buffered_tensors",
     "Media tensors copied for, or sent to, the ranks and not yet consumed by all of them.",
-    multiprocess_mode="livesum",
-    registry=REGISTRY,
+    "livesum",
 )
-mm_tensor_ipc_info = Gauge(
-    "mini_engine:mm_tensor_ipc_info",
-    "1 for the transport in use towards an engine, and why it was chosen.",
-    ["engine", "transport", "reason"],
-    multiprocess_mode="livemax",
-    registry=REGISTRY,
-)
-engine_restarts = Gauge(
-    "mini_engine:engine_restarts", "How often the engines were started anew after one had died (--restart-engine).",
-    multiprocess_mode="livemax", registry=REGISTRY,
+mm_tensor_ipc_info = _gauge(
+    "mm_tensor_ipc_info", "1 for the transport in use towards an engine, and why it was chosen.",
+    "livemax", ["engine", "transport", "reason"],
 )  # fmt: skip
+engine_restarts = _gauge(
+    "engine_restarts", "How often the engines were started anew after one had died (--restart-engine).", "livemax"
+)
 num_requests_running = _engine_gauge("num_requests_running", "Requests being computed.")
 num_requests_waiting = _engine_gauge("num_requests_waiting", "Requests in the engine's line.")
 kv_cache_usage_perc = _engine_gauge(
     "kv_cache_usage_perc",
     "Share of the KV blocks that requests hold; 1 is all. Cached blocks that nobody holds are free.",
 )
-encoder_cache_tokens = _engine_gauge("encoder_cache_tokens", "Media tokens whose embeddings are kept.")
+encoder_cache_tokens = _engine_gauge(
+    "encoder_cache_tokens", "Media tokens whose embeddings are kept, or have room reserved."
+)
 prefix_cache_queries_total = _counter(
     "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", ["engine"]
 )
@@ -118,12 +164,10 @@ mm_cache_resends_total = _counter(
     "mm_cache_resends_total", "Requests sent again with tensors of media that the engine had dropped.", ["engine"]
 )
 mm_cache_evictions_total = _counter("mm_cache_evictions_total", "Cached media dropped to make room.", ["engine"])
-mm_store_bytes = Gauge(
-    "mini_engine:mm_store_bytes",
+mm_store_bytes = _engine_gauge(
+    "mm_store_bytes",
     "Bytes of cached media that the engine can read: all (used), those that requests refer to (pinned), room (free).",
-    ["engine", "state"],
-    multiprocess_mode="livemostrecent",
-    registry=REGISTRY,
+    ["state"],
 )
 mm_cache_references = _engine_gauge("mm_cache_references", "References of unfinished requests to cached media.")
 mm_cache_oldest_seconds = _engine_gauge(
@@ -168,11 +212,10 @@ media_decodes_total = _counter("media_decodes_total", "Images and videos decoded
 media_decodes_given_up_total = _counter(
     "media_decodes_given_up_total", "Images and videos whose decoder did not come back in time."
 )
-inflight_media_bytes = Gauge(
-    "mini_engine:inflight_media_bytes",
+inflight_media_bytes = _gauge(
+    "inflight_media_bytes",
     "Bytes of encoded images and videos reserved for requests, until an engine has taken these over.",
-    multiprocess_mode="livesum",
-    registry=REGISTRY,
+    "livesum",
 )
 requests_rejected_total = _counter(
     "requests_rejected_total", "Requests refused because the server had enough to do.", ["reason"]
@@ -239,19 +282,24 @@ class EngineFigures:
             self._store[state].set(nbytes)
         self._references.set(stats.media_references)
         self._oldest.set(stats.media_oldest_seconds)
-        if counters != NOTHING_HAPPENED:  # as after most steps
+        if counters != NOTHING_HAPPENED:  # spares a write to the file for each
             for name, counter in self._counters.items():
                 counter.inc(getattr(counters, name))
 
 
+def _everyone() -> CollectorRegistry:
+    """What collects the figures of all API servers."""
+    if _directory is None:
+        return REGISTRY
+    everyone = CollectorRegistry()
+    multiprocess.MultiProcessCollector(everyone, _directory)
+    return everyone
+
+
 def samples() -> dict[str, list[float]]:
     """The values of each figure over all API servers by its name without prefix: one for each of its labels' values."""
-    everyone = REGISTRY
-    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
-        everyone = CollectorRegistry()
-        multiprocess.MultiProcessCollector(everyone)
     found: dict[str, list[float]] = {}
-    for family in everyone.collect():
+    for family in _everyone().collect():
         for sample in family.samples:
             found.setdefault(sample.name.removeprefix("mini_engine:"), []).append(sample.value)
     return found
@@ -259,8 +307,4 @@ def samples() -> dict[str, list[float]]:
 
 def exposition() -> bytes:
     """All figures in Prometheus's text format, summed over the API servers."""
-    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
-        return generate_latest(REGISTRY)
-    everyone = CollectorRegistry()
-    multiprocess.MultiProcessCollector(everyone)
-    return generate_latest(everyone)
+    return generate_latest(_everyone())

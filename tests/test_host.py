@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from mini_engine.cli import settle
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
-from mini_engine.host import load_model_config, without_effect
+from mini_engine.host import load_model_config, runtime_directory, without_effect
 from mini_engine.messages import MediaCachePlan
+from tests.e2e.barriers import eventually
+from tests.e2e.running_server import ROOT, descendants
 
 SHM, OFF = MediaCachePlan("shm", 1 << 30, ""), MediaCachePlan("off", 0, "")
 
@@ -69,3 +77,34 @@ def test_a_length_beyond_the_models_own(tmp_path: Path) -> None:
         ConfigError, match="made for 1000 tokens, not 1001; lower it, or allow it with --allow-long-max"
     ):
         load_model_config(str(tmp_path), EngineConfig(max_model_len=1001))
+
+
+def test_no_room_for_a_directory_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    with pytest.raises(ConfigError, match="^no room for a directory in /proc .*: set TMPDIR"):
+        runtime_directory().__enter__()
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc", "/nowhere"])
+    with pytest.raises(ConfigError, match="no room for a directory in"):
+        runtime_directory().__enter__()
+
+
+def test_a_directory_outlives_neither_its_process_nor_a_signal_to_all(tmp_path: Path) -> None:
+    """As when a service manager stops its unit, and then kills what has not stopped."""
+    code = "import sys; from mini_engine.host import *; runtime_directory(Path(sys.argv[1])).__enter__(); input()"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+
+    def janitor() -> int:
+        (found,) = descendants(held.pid) or [0]
+        assert found and int(re.findall(r"SigIgn:\s+(\w+)", Path(f"/proc/{found}/status").read_text())[0], 16) & 1 << 14
+        return found
+
+    def check() -> None:
+        assert not list(tmp_path.iterdir())
+
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as held:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(eventually(janitor), number)
+        assert len(list(tmp_path.iterdir())) == 1
+        held.kill()
+    eventually(check)

@@ -99,7 +99,7 @@ def test_every_config_field_is_read_somewhere():
 
 def test_every_path_and_flag_in_the_documents_exists():
     flags = {flag for action in build_parser()._actions for flag in action.option_strings}
-    flags |= {"--gpus", "--memory", "--no-cache-dir", "--shm-size", "--stop-timeout", "--ulimit"}  # docker's and pip's
+    flags |= {"--gpus", "--memory", "--shm-size", "--stop-timeout", "--tmpfs", "--ulimit", "--no-cache-dir"}  # not ours
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = document.read_text()
         for path in re.findall(r"`((?:mini_engine|tests|docs)/[\w./-]+)`", text):

@@ -1,5 +1,5 @@
-"""A conversation's media references -> bytes and hashes -> processed items, in a few threads; those that wait for other
-servers are others.
+"""A conversation's media references -> bytes and hashes -> processed items, in a few threads. Those that wait for other
+servers are others, and so are those that read and hash: what an engine keeps need not wait for what must be decoded.
 
 Two steps, because an item that an engine keeps under its hash need not be decoded. Knows nothing of prompts, requests
 or engines. Decoding and processing release the interpreter for most of their time, so a few threads of one process use
@@ -81,8 +81,9 @@ class _Flight:
 
 
 class MediaLoader:
-    """Loads media with at most `threads` items at work at once; more queue in order. Besides, up to FETCH_THREADS items
-    are fetched from other servers: one that hangs holds up no item that is here.
+    """Loads media with at most `threads` items decoded and processed at once; more queue in order. Besides, as many are
+    read and hashed, and up to FETCH_THREADS are fetched from other servers: one that hangs holds up no item that is
+    here.
     """
 
     def __init__(self, processor: MediaProcessor, policy: MediaPolicy, rules: DecodeRules, threads: int):
@@ -91,6 +92,7 @@ class MediaLoader:
         self.rules = rules
         seconds = max(rules.image.media_decode_timeout, rules.video.media_decode_timeout)
         self._threads = MediaThreads(threads, seconds + GRACE_SECONDS)
+        self._reading = ThreadPoolExecutor(threads, thread_name_prefix="read")
         self._fetching = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="fetch")
         self._flights: dict[bytes, _Flight] = {}
 
@@ -130,7 +132,7 @@ class MediaLoader:
         """
         with _cancelling() as cancelled:
             return await _all(
-                self._threads.run(partial(self._fetch_and_hash, ref, keyed, downloads.get(ref.name), cancelled))
+                _in_thread(self._reading, partial(self._fetch_and_hash, ref, keyed, downloads.get(ref.name), cancelled))
                 for ref in refs
             )
 
@@ -159,7 +161,8 @@ class MediaLoader:
     def close(self) -> None:
         """Take no more work. What is at work ends by its own cancellation."""
         self._threads.close()
-        self._fetching.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._reading, self._fetching):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def _process(self, item: FetchedItem) -> _Worked:
         flight = self._flights.get(item.media_hash) or self._start(item)

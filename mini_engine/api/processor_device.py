@@ -1,17 +1,21 @@
-"""Where an API server makes patches of frames (`--mm-processor-device`), and how those on a device leave it."""
+"""Where an API server makes patches of frames (`--mm-processor-device`), how those on a device leave it, and what ends
+with the device.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable
 
-from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig
 from mini_engine.free_memory import processor_memory
 from mini_engine.messages import RankAddress
 from mini_engine.transport.base import TensorSender
 from mini_engine.transport.codec import Encoder
 
-SLOTS = 8  # messages on their way to an engine at once
 SLOT_ROOM = 64 << 10  # what a slot takes beside its message, and more
+CHECK_SECONDS = 1.0
 
 
 def processor_device(config: EngineConfig, index: int) -> str | None:
@@ -48,7 +52,7 @@ def cuda_sender(
     Its slots are this server's share of a quarter of `--mm-ipc-gpu-memory-gb` for the engine.
 
     Raises:
-        ConfigError: there is no device, or no room for a byte in each slot.
+        ConfigError: there is no device.
     """
     device = processor_device(config, index)
     if device is None:
@@ -58,15 +62,40 @@ def cuda_sender(
     from mini_engine.transport.cuda_memory import CudaStaging
     from mini_engine.transport.cuda_slots import CudaSender
 
-    nbytes = processor_memory(config).slots // (engines * SLOTS) - SLOT_ROOM
-    if nbytes < 1:
-        least = 4 * config.api_server_count * engines * SLOTS * SLOT_ROOM / (1 << 30)
-        raise ConfigError(
-            f"--mm-ipc-gpu-memory-gb: a quarter of it is too little for {SLOTS} slots of each of "
-            f"{config.api_server_count} API server(s) for each of {engines} engine(s); take {2 * least:.2g} or more"
-        )
+    nbytes = processor_memory(config).slots // (engines * STAGING_SLOTS) - SLOT_ROOM
 
     def make(ranks: list[RankAddress]) -> TensorSender:
-        return CudaSender(encoder, ranks, CudaStaging(torch.device(device)), SLOTS, nbytes)
+        return CudaSender(encoder, ranks, CudaStaging(torch.device(device)), STAGING_SLOTS, nbytes)
 
     return make
+
+
+async def watch_device(device: str) -> None:
+    """Runs until nothing can be done on `device` in this process any more, however often it is tried.
+
+    An illegal access, or memory that fails, spoils what CUDA keeps for a process: all its calls fail from then on, and
+    only a new process can use the device. An error that passes, such as a lack of memory, ends nothing.
+
+    Raises:
+        DeviceLost: then.
+    """
+    while True:
+        await asyncio.sleep(CHECK_SECONDS)
+        await asyncio.get_running_loop().run_in_executor(None, _check, device)
+
+
+class DeviceLost(Exception):
+    """The device cannot be used by this process any more."""
+
+
+def _check(device: str) -> None:
+    import torch
+
+    stream = torch.cuda.default_stream(device)
+    with contextlib.suppress(RuntimeError):  # it may be of what was done before: CUDA tells such an error once
+        stream.query()
+        return
+    try:
+        stream.query()
+    except RuntimeError as error:
+        raise DeviceLost(f"{device} cannot be used by this process any more: {error}") from error

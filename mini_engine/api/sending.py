@@ -132,8 +132,10 @@ class RequestSender:
         except _SendFailed as failed:
             if self._closed is not None:
                 raise self._closed from None
-            logger.warning(
-                "%s: its tensors go by way of the host (%s): %s", request.request_id, failed.reason, failed,
+            # That it found no slot is a matter of load.
+            level = logging.DEBUG if failed.reason == "no_memory" else logging.WARNING
+            logger.log(
+                level, "%s: its tensors go by way of the host (%s): %s", request.request_id, failed.reason, failed,
                 extra=about(request.request_id),
             )  # fmt: skip
             return False
@@ -144,7 +146,7 @@ class RequestSender:
     ) -> None:
         nbytes = sum(tensor.nbytes for tensor in tensors)
         with _failing_as("no_memory"):
-            outgoing = await sender.reserve(message, nbytes)
+            outgoing = await sender.reserve(message, nbytes, len(tensors))
         with _failing_as("copy_failed"):
             frame = await self._encode(request, outgoing, inline=sender.takes == "cpu" and nbytes <= INLINE_COPY_BYTES)
         # From here to the end nothing waits: the core must never hear of tensors that a cancellation kept from leaving.

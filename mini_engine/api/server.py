@@ -28,7 +28,7 @@ from mini_engine.api.http_server import HttpServer
 from mini_engine.api.media_loader import DecodeRules, MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.media_store import MediaStore
-from mini_engine.api.processor_device import cuda_sender, limit_memory, processor_device
+from mini_engine.api.processor_device import cuda_sender, limit_memory, processor_device, watch_device
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.stats_log import log_stats
 from mini_engine.api.vocabulary import Vocabulary
@@ -67,6 +67,7 @@ def run(child: Child) -> None:
     init = child.init()
     metrics.engine_restarts.set(init.restarts)
     try:
+        check_figures(init)
         front = load(init, int(child.index))
         # Half a million objects of torch and transformers that stay: no collection need look at them again.
         gc.collect()
@@ -80,6 +81,19 @@ def run(child: Child) -> None:
     # print what they leak below an error's one line.
     logging.shutdown()
     os._exit(status)
+
+
+def check_figures(init: Init) -> None:
+    """Say it where this process's figures do not go into those of all.
+
+    Raises:
+        ConfigError: they do not, and the server has not been running yet.
+    """
+    if metrics.obstacle is None:
+        return
+    if not init.late:
+        raise ConfigError(f"{metrics.obstacle}: make some, or set TMPDIR to where there is")
+    logger.error("/metrics is not the sum of all API servers, this one's figures stand alone: %s", metrics.obstacle)
 
 
 def load(init: Init, index: int) -> ModelFront:
@@ -190,6 +204,9 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
     child.ready(transports=[one.choice for one in usable])
     link = SupervisorLink(child, engines)
     background = [asyncio.create_task(link.run()), asyncio.create_task(engines.run())]
+    device = processor_device(init.config, int(child.index))
+    if device is not None:
+        background.append(asyncio.create_task(watch_device(device)))
     if child.index == "0" and not init.config.disable_log_stats:
         background.append(asyncio.create_task(log_stats(engines)))
     serving = asyncio.create_task(_serve(child, init.config, front, engines, link))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import struct
 import time
 from typing import TYPE_CHECKING
 
@@ -65,7 +64,6 @@ async def log_stats(engines: EngineClient) -> None:
                 stats = await asyncio.to_thread(Stats)
             elif (line := await asyncio.to_thread(stats.line)) is not None:
                 logger.info("%s", line)
-        except (OSError, ValueError, struct.error) as error:
-            # Another API server, which starts, has just made a file and not filled it: the next line counts it all.
+        except OSError as error:  # no descriptor is free: the next line counts it all
             logger.debug("the figures cannot be read now: %s", error)
         await asyncio.sleep(SECONDS)

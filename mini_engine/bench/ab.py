@@ -12,9 +12,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mini_engine.bench.report import Report, plain, table
+from mini_engine.bench.files import write
+from mini_engine.bench.parser import at_least
+from mini_engine.bench.redaction import config_of, without_secrets
+from mini_engine.bench.report import Report, table
 from mini_engine.bench.serving import flags
 from mini_engine.config import ConfigError
 
@@ -33,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("servers")
     group.add_argument("--a", required=True, metavar="FLAGS", help='Flags of the one server, such as "" for none.')
     group.add_argument("--b", required=True, metavar="FLAGS", help="Flags of the other.")
-    group.add_argument("--rounds", type=flags.at_least(1), default=2, help="Runs of each (default: 2).")
+    group.add_argument("--rounds", type=at_least(1), default=2, help="Runs of each (default: 2).")
     flags.add_arguments(parser)
 
 
@@ -61,8 +65,8 @@ def run(args: argparse.Namespace) -> Report:
                 print(f"{measured.text}\n", flush=True)
                 runs[side].append(measured)
                 failures += [f"{name}: {failure}" for failure in measured.failures]
-                if settings.output.save:
-                    results.save(mine, measured, plain(vars(args)), name)
+                if settings.output.save_result:
+                    failures += write([partial(results.save, mine, measured, config_of(args), name)])
     figures = compare(runs, settings)
     print(describe(figures, args, settings), flush=True)
     return Report(figures, failures)
@@ -121,22 +125,23 @@ def differing(runs: list[Measured]) -> int:
 def describe(figures: dict[str, Any], args: argparse.Namespace, settings: Settings) -> str:
     """The comparison for people, and its main figures as a line of a Markdown table."""
     columns = {"a": "A", "b": "B", "ratio": "B/A"}
+    a, b, both = (without_secrets(text or "") or "defaults" for text in (args.a, args.b, args.launch))
     measured = "One round; with more, the ratios have a spread:"
     if args.rounds > 1:
         columns |= {"least": "least", "greatest": "greatest"}
         measured = f"Means of {args.rounds} rounds, and the ratio with the least and greatest of a round:"
     rows = [[key, *(ratio[column] for column in columns)] for key, ratio in figures["ratios"].items()]
     answers = figures["answers"]
-    cells = [f"`{args.a or 'defaults'}`", f"`{args.b or 'defaults'}`", f"{settings.data.unique_ratio:g}"]
+    cells = [f"`{a}`", f"`{b}`", f"{settings.data.unique_ratio:g}"]
     for key in ROW:
         ratio = figures["ratios"].get(key)
         spread = f" ({ratio['least']:.2f}–{ratio['greatest']:.2f})" if ratio and args.rounds > 1 else ""
         cells.append(f"{ratio['ratio']:.2f}{spread}" if ratio else "-")
     return "\n".join(
         [
-            f"A: {args.a or 'defaults'}",
-            f"B: {args.b or 'defaults'}",
-            f"both: {args.launch or 'defaults'}",
+            f"A: {a}",
+            f"B: {b}",
+            f"both: {both}",
             measured,
             "",
             table(["", *columns.values()], rows),

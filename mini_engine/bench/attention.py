@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mini_engine.bench.parser import at_least
 from mini_engine.bench.report import BenchError, Report, table
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ DTYPES = ("float32", "bfloat16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
-    parser.add_argument("--sequences", type=int, default=8, help="Sequences in the step (default: 8).")
-    parser.add_argument("--repeats", type=int, default=50, help="Times; medians count (default: 50).")
+    parser.add_argument("--sequences", type=at_least(1), default=8, help="Sequences in the step (default: 8).")
+    parser.add_argument("--repeats", type=at_least(1), default=50, help="Times; medians count (default: 50).")
 
 
 def run(args: argparse.Namespace) -> Report:

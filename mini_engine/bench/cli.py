@@ -3,7 +3,8 @@
 Without the name of a regime it is `serve`, and a flag of vLLM's serving benchmark that is not here says so.
 
 A regime is a module with `HELP`, `add_arguments(parser)` and `run(args) -> Report`; nothing heavy is imported before
-`run`. What it prints is a text for people and, as the last line of stdout, one JSON object. Progress goes to stderr.
+`run`. What it prints is a text for people and, as the last line of stdout, one JSON object; files are written after it.
+Progress goes to stderr.
 This file knows nothing of servers or engines.
 """
 
@@ -14,12 +15,15 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from mini_engine.bench import ab, attention, core, gpu, serve, sweep, transport
+from mini_engine.bench.files import check_file, write
 from mini_engine.bench.parser import Parser
-from mini_engine.bench.report import BenchError, Report, as_json
+from mini_engine.bench.redaction import config_of
+from mini_engine.bench.report import BenchError, Report, as_json, say
 from mini_engine.bench.serving.vllm import REFUSED
 from mini_engine.config import ConfigError
 from mini_engine.config.sources import suggestion
@@ -54,7 +58,7 @@ REGIMES: dict[str, Regime] = {
     "gpu": gpu,
     "attention": attention,
 }
-FLAG_TEXTS = ("--serve", "--launch", "--a", "--b", "--flag")  # flags whose value is itself a text of flags
+FLAG_TEXTS = ("--launch", "--a", "--b", "--flag")  # flags whose value is itself a text of flags
 
 
 def build_parser() -> Parser:
@@ -77,7 +81,7 @@ def build_parser() -> Parser:
 
 def as_typed(argv: Sequence[str]) -> list[str]:
     """What argparse can read: the regime first, dashes for the underscores in a flag's name, and
-    `--serve --no-async-scheduling` as `--serve=--no-async-scheduling`, whose value it would take for a flag.
+    `--launch --no-async-scheduling` as `--launch=--no-async-scheduling`, whose value it would take for a flag.
     """
     named = argv and (argv[0] in REGIMES or argv[0] in ("-h", "--help"))
     read: list[str] = [] if named else [DEFAULT_REGIME]
@@ -110,27 +114,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
+        if args.output is not None:
+            check_file("--output", args.output)
         report = REGIMES[args.regime].run(args)
     except ConfigError as error:
-        print(f"bench.py: {error}", file=sys.stderr)
+        say(str(error))
         return 2
     except BenchError as error:
-        print(f"bench.py: {error}", file=sys.stderr)
+        say(str(error))
         return 1
     except ModuleNotFoundError as error:
         if error.name not in PACKAGES:
             raise
-        print(f"bench.py: the package {error.name} is missing: pip install 'mini-engine[bench]'", file=sys.stderr)
+        say(f"the package {error.name} is missing: pip install 'mini-engine[bench]'")
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    line = json.dumps(as_json(vars(args), report))
-    if args.output is not None:
-        args.output.write_text(line + "\n")
+    line = json.dumps(as_json(config_of(args), report))
     for failure in report.failures:
         print(f"failed: {failure}")
-    print(line)
-    return 1 if report.failures else 0
+    print(line, flush=True)
+    if args.output is not None:
+        report.files.insert(0, partial(_write_line, args.output, line))
+    unwritten = write(report.files)
+    for failure in unwritten:
+        say(failure)
+    return 1 if report.failures or unwritten else 0
+
+
+def _write_line(path: Path, line: str) -> list[Path]:
+    path.write_text(line + "\n")
+    return [path]
 
 
 def _terminate(number: int, _: object) -> None:

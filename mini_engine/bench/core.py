@@ -7,8 +7,8 @@ Part `step`: what does the engine add to the model's own time? See `engine_step.
 from __future__ import annotations
 
 import argparse
-import shlex
 
+from mini_engine.bench.parser import at_least, split_flags
 from mini_engine.bench.report import Report
 
 HELP = "text requests behind videos, and the engine's own share of a step"
@@ -18,11 +18,11 @@ PARTS = ("latency", "step")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of both parts."""
     parser.add_argument("--part", choices=PARTS, help="Run this part only.")
-    parser.add_argument("--serve", default="", metavar="FLAGS", help="Flags of serve.py for what is measured.")
+    parser.add_argument("--launch", default="", metavar="FLAGS", help="Flags of serve.py for what is measured.")
     latency = parser.add_argument_group("latency")
-    latency.add_argument("--clients", type=_at_least_one, default=8, help="Clients that send videos (default: 8).")
-    latency.add_argument("--videos", type=_at_least_one, default=64, help="Videos in all, no two alike (default: 64).")
-    latency.add_argument("--texts", type=_at_least_one, default=50, help="Text requests while idle (default: 50).")
+    latency.add_argument("--clients", type=at_least(1), default=8, help="Clients that send videos (default: 8).")
+    latency.add_argument("--videos", type=at_least(1), default=64, help="Videos in all, no two alike (default: 64).")
+    latency.add_argument("--texts", type=at_least(1), default=50, help="Text requests while idle (default: 50).")
     latency.add_argument(
         "--video-sizing", choices=("full", "model"), default="full",
         help="full: ten frames of 640x480, some 2,000 tokens; model: as the model's preprocessor says (default: full).",
@@ -32,16 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     step = parser.add_argument_group("step")
     step.add_argument(
-        "--batches", type=_at_least_one, nargs="+", default=[1, 8, 32, 64], help="Sequences (default: 1 8 32 64)."
+        "--batches", type=at_least(1), nargs="+", default=[1, 8, 32, 64], help="Sequences (default: 1 8 32 64)."
     )
-    step.add_argument("--steps", type=_at_least_one, default=200, help="Steps timed at a time (default: 200).")
-    step.add_argument("--repeats", type=_at_least_one, default=5, help="Times; medians count (default: 5).")
+    step.add_argument("--steps", type=at_least(1), default=200, help="Steps timed at a time (default: 200).")
+    step.add_argument("--repeats", type=at_least(1), default=5, help="Times; medians count (default: 5).")
 
 
 def run(args: argparse.Namespace) -> Report:
     """Run the parts that were asked for, one after the other; each prints its table when it is done."""
     report = Report({})
-    flags = shlex.split(args.serve)
+    flags = split_flags("--launch", args.launch)
     if args.part in (None, "latency"):
         from mini_engine.bench import text_under_video
 
@@ -54,10 +54,3 @@ def run(args: argparse.Namespace) -> Report:
         report.figures["step"] = engine_step.measure(flags, args.batches, args.steps, args.repeats)
         print(engine_step.describe(report.figures["step"]), flush=True)
     return report
-
-
-def _at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value

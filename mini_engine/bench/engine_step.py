@@ -4,13 +4,16 @@ The regime. Batches of 1, 8, 32 and 64 sequences decode on the bundled model, T 
     step      wall time of a step as the running engine achieves it: real core and worker processes (`engine_alone.py`)
               are sent text prompts of 16 tokens, and while all sequences decode, the time between two arrivals of
               tokens is divided by the tokens of one sequence between them. With --async-scheduling and without.
-    forward   the model for the same batch at the same lengths, by itself (`worker_alone.py`): embedding, layers,
-              attention over the paged cache, logits. One-core work without any message.
-    execute   the worker's whole part by itself: forward, the layout of the batch, sampling, tokens to Python.
+    forward   the model's part of those same steps: embedding, layers, attention over the paged cache, logits. A
+              stopwatch inside the engine's worker tells it (`timed_child.py`).
+    alone     the same batch at the same lengths in the benchmark's process, one-core work without any message
+              (`worker_alone.py`): the model's part, also called forward, and the worker's whole part, execute: that
+              and the layout of the batch, sampling, tokens to Python.
 Each is measured in turn, five times over, and the medians count; so drift of the machine hits all alike. Step minus
-forward is the engine's own share, of which execute minus forward is the worker's, and the rest messages, scheduling
-and waking up. CPU time of the core's and the worker's main threads, a step, comes from the kernel, and so does the
-time for which they were ready to run but had no core: where that is much, the machine was busy with something else.
+the forward inside the engine is the engine's own share. Alone, execute minus forward is how much of it is the
+worker's; the rest is messages, scheduling and waking up. CPU time of the core's and the worker's main threads, a step,
+comes from the kernel, and so does the time for which they were ready to run but had no core: where that is much, the
+machine was busy with something else.
 
 What it should cost. The bundled model reads 0.9 M weights a step (4 MB) and does 1.8 MFLOP a token: batch 1 is ruled by
 some 100 operators of 5 us each, 0.6 ms; batch 32 by 60 MFLOP plus attention, 1.5 to 2 ms. The worker's own part is a
@@ -26,13 +29,12 @@ import dataclasses
 import itertools
 import random
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from mini_engine import cli
 from mini_engine.bench.engine_alone import Arrival, EngineAlone
-from mini_engine.bench.report import BenchError, table
+from mini_engine.bench.report import BenchError, say, table
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.messages import NewRequest, SamplingParams
 from mini_engine.model.config import ModelConfig
@@ -68,7 +70,7 @@ def measure(flags: Sequence[str], batches: Sequence[int], steps: int, repeats: i
     config = engine_config(flags, max(batches))
     from mini_engine.bench.worker_alone import WorkerAlone  # imports torch
 
-    _say("starting the engines")
+    say("starting the engines", "core step")
     worker = WorkerAlone(config)
     samples = {batch: Samples() for batch in batches}
     with contextlib.ExitStack() as stack:
@@ -78,7 +80,7 @@ def measure(flags: Sequence[str], batches: Sequence[int], steps: int, repeats: i
         }
         requests = Requests(config)
         for repeat, batch in itertools.product(range(repeats), batches):
-            _say(f"repeat {repeat + 1} of {repeats}, batch {batch}")
+            say(f"repeat {repeat + 1} of {repeats}, batch {batch}", "core step")
             alone = worker.decode(requests.make(batch, steps), WARM_UP_STEPS, steps)
             for name, seconds in dataclasses.asdict(alone).items():
                 samples[batch].add(name, seconds)
@@ -103,7 +105,7 @@ def engine_config(flags: Sequence[str], largest: int) -> EngineConfig:
     if config.tensor_parallel_size != 1 or config.data_parallel_size != 1:
         raise ConfigError("core --part step measures one worker: leave out -tp and -dp")
     if config.max_num_seqs < largest:
-        raise ConfigError(f"--batches {largest} needs --serve '--max-num-seqs {largest}' or more")
+        raise ConfigError(f"--batches {largest} needs --launch '--max-num-seqs {largest}' or more")
     return config
 
 
@@ -221,7 +223,3 @@ def describe(figures: dict[str, Any]) -> str:
               for ratio in found),
         ]
     )  # fmt: skip
-
-
-def _say(text: str) -> None:
-    print(f"core step: {text}", file=sys.stderr, flush=True)

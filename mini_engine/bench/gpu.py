@@ -22,6 +22,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, get_args
 
+from mini_engine.bench.parser import at_least
 from mini_engine.bench.report import Report, table
 from mini_engine.config import AttentionBackendName, ConfigError
 
@@ -39,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS, help="Run these parts only.")
     parser.add_argument(
-        "--batches", type=int, nargs="+", default=[1, 8, 32, 64], help="Sequences (default: 1 8 32 64)."
+        "--batches", type=at_least(1), nargs="+", default=[1, 8, 32, 64], help="Sequences (default: 1 8 32 64)."
     )
     parser.add_argument(
-        "--contexts", type=int, nargs="+", default=[1024, 8192], help="Tokens before (default: 1024 8192)."
+        "--contexts", type=at_least(1), nargs="+", default=[1024, 8192], help="Tokens before (default: 1024 8192)."
     )
-    parser.add_argument("--steps", type=int, default=50, help="Decode steps timed at a time (default: 50).")
-    parser.add_argument("--repeats", type=int, default=5, help="Times; medians count (default: 5).")
+    parser.add_argument("--steps", type=at_least(1), default=50, help="Decode steps timed at a time (default: 50).")
+    parser.add_argument("--repeats", type=at_least(1), default=5, help="Times; medians count (default: 5).")
     parser.add_argument("--enforce-eager", action="store_true", help="Without CUDA graphs.")
     parser.add_argument(
         "--attention-backend", choices=get_args(AttentionBackendName), default="auto",

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from mini_engine.bench import gpu_work
+from mini_engine.bench.transport_rank import PAGE
+from mini_engine.bench.transport_transfer import Payload, Ranks, Way
 from mini_engine.bench.worker_alone import NoMedia
 from mini_engine.config import AttentionBackendName
 from mini_engine.messages import Chunk, NewSequence, SamplingParams, Step
@@ -22,6 +24,9 @@ from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import fill_randomly
+from mini_engine.transport.cuda_memory import CudaStaging
+from mini_engine.transport.cuda_slots import CudaSender
+from mini_engine.transport.packing import checksum
 from mini_engine.worker.attention import choose_backend, leave_out_cudnn, make_backend
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.launched import Launched
@@ -36,6 +41,10 @@ VIDEO_GRID = (8, 26, 46)
 SHORT_PROMPT = 50
 REPETITION_PENALTY = 1.05
 TRANSFER_MEGABYTES = (1, 11.2, 64)  # the second is that video's patches
+TRANSFER = Way(
+    "torch_shm", ("cold", "reused"),
+    lambda me, ranks, credit, _: CudaSender(me, ranks, CudaStaging(torch.device("cuda", 0)), 4, credit // 4),
+)  # fmt: skip
 
 
 class Model:
@@ -241,16 +250,29 @@ class Device:
             torch.cuda.synchronize(self._device)
 
 
+class CudaPayload(Payload):
+    """A payload whose tensor lies on the CUDA device."""
+
+    def __init__(self, nbytes: int):
+        super().__init__(nbytes)
+        self._host = self.tensor
+        self.tensor = self._host.cuda()
+
+    def renew(self) -> int:
+        self._host[::PAGE] += 1
+        self.tensor.copy_(self._host)
+        torch.cuda.synchronize()
+        return checksum(self._host)
+
+
 def transfers(repeats: int) -> list[dict[str, Any]]:
     """Rows on tensors handed to another process."""
-    from mini_engine.bench.transport_transfer import CUDA_WAY, CudaPayload, Ranks
-
     rows = []
     with Ranks(1, "cuda") as ranks:
         for megabytes in TRANSFER_MEGABYTES:
             payload = CudaPayload(int(megabytes * 1e6))
             # The second of each pair: what is set up at the first use of a slot is not to count.
-            seconds = statistics.median(list(ranks.transfers(CUDA_WAY, 1, payload))[-1].total for _ in range(repeats))
+            seconds = statistics.median(list(ranks.transfers(TRANSFER, 1, payload))[-1].total for _ in range(repeats))
             rows.append(
                 {
                     "megabytes": megabytes,

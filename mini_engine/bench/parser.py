@@ -1,4 +1,5 @@
-"""A command line whose errors are one line each: for a flag that is none, the nearest that is one.
+"""A command line whose errors are one line each: for a flag that is none, the nearest that is one; and values that
+several regimes read.
 
 Knows nothing of regimes; which flags of other programs are refused, and why, is given to it.
 """
@@ -6,7 +7,8 @@ Knows nothing of regimes; which flags of other programs are refused, and why, is
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from mini_engine.config import ConfigError
@@ -40,3 +42,26 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(
                 f"unknown flag {flag}{suggestion(flag, self.flags, '--') or f'; {self.prog} --help lists them'}"
             )
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Reads a whole number that is not below `least`."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is below {least}")
+        return int(text)
+
+    return number
+
+
+def split_flags(name: str, text: str) -> list[str]:
+    """The words of a text of flags, as a shell splits them.
+
+    Raises:
+        ConfigError: a quote is not closed; `name` is where the text stands.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: these flags cannot be read: {error}") from None

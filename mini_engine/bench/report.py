@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import importlib.metadata
-import math
 import os
 import platform
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
+GPUS = Path("/proc/driver/nvidia/gpus")
 PACKAGES = ("mini-engine", "torch", "transformers", "pyzmq", "msgspec", "av")
 
 
@@ -21,10 +24,14 @@ class BenchError(RuntimeError):
 
 @dataclasses.dataclass
 class Report:
-    """What a regime found. `figures` must be plain JSON data; `failures` are sentences, and make the exit status 1."""
+    """What a regime found. `figures` must be plain JSON data; `failures` are sentences, and make the exit status 1.
+    `files` write what else was asked for, and return where it is; they are called when the figures have been told.
+    """
 
     figures: dict[str, Any]
     failures: list[str] = dataclasses.field(default_factory=list)
+    files: list[Callable[[], Sequence[Path]]] = dataclasses.field(default_factory=list)
+    all_here: bool = True  # what was measured ran on this machine, with these packages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,25 +85,38 @@ def _cell(value: object) -> str:
 
 
 def as_json(config: dict[str, Any], report: Report) -> dict[str, Any]:
-    """The object of the last line: what was asked for, on what it ran, what came out."""
+    """The object of the last line: what was asked for, as JSON data; on what it ran; what came out."""
     return {
         "regime": config.get("regime"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "config": plain(config),
-        "versions": versions(),
-        "hardware": hardware(),
+        "config": config,
+        **surroundings(report.all_here),
         "figures": report.figures,
         "failures": report.failures,
     }
 
 
-def plain(values: dict[str, Any]) -> dict[str, Any]:
-    """As JSON can hold it: paths, infinity, and keys that are no texts, as texts."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        text = isinstance(value, Path) or value == math.inf
-        found[str(key)] = str(value) if text else plain(value) if isinstance(value, dict) else value
-    return found
+def surroundings(all_here: bool) -> dict[str, Any]:
+    """On what it ran. `surroundings_of` says whose these are: of `all` that was measured, or of the `client` alone,
+    whose server was there before it.
+    """
+    return {
+        "surroundings_of": "all" if all_here else "client",
+        "commit": commit(),
+        "versions": versions(),
+        "hardware": hardware(),
+    }
+
+
+def commit(root: Path = ROOT) -> str | None:
+    """The commit of this project, with `-dirty` if its files differ from it; None if it is no checkout of git."""
+    if not (root / ".git").exists():  # of a folder above it is another project's
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def versions() -> dict[str, str]:
@@ -118,11 +138,23 @@ def hardware() -> dict[str, Any]:
         "cpu": models[0] if models else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / (1 << 20), 1),
+        "gpus": gpus(),
         "load_average": [round(value, 2) for value in os.getloadavg()],
     }
 
 
-def _lines(path: str) -> list[str]:
+def gpus() -> list[str]:
+    """Names of the GPUs that NVIDIA's driver sees, by what it tells in /proc: torch may not be loaded here."""
+    lines = [line for card in sorted(GPUS.glob("*/information")) for line in _lines(card)]
+    return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+
+
+def say(text: str, who: str = "bench.py") -> None:
+    """A line on stderr."""
+    print(f"{who}: {text}", file=sys.stderr, flush=True)
+
+
+def _lines(path: str | Path) -> list[str]:
     try:
         return Path(path).read_text().splitlines()
     except OSError:

@@ -8,8 +8,10 @@ clock runs; answers are streamed, and greedy without --temperature. What each fi
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
-from mini_engine.bench.report import Report, plain
+from mini_engine.bench.redaction import config_of
+from mini_engine.bench.report import Report
 from mini_engine.bench.serving.flags import add_arguments
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -17,19 +19,24 @@ HELP = "requests to an OpenAI-compatible server, as its clients send them; the d
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Measure one server, print the table, write what was asked for."""
-    from mini_engine.bench.serving import plot, results
-    from mini_engine.bench.serving.measure import prepared, run_once, say
+    """Measure one server and print the table; files are written when the last line is out."""
+    from mini_engine.bench.serving import results
+    from mini_engine.bench.serving.measure import prepared, run_once
     from mini_engine.bench.serving.settings import settings_of
 
     settings = settings_of(args)
+    picture = settings.output.plot
+    if picture is not None:
+        from mini_engine.bench.serving import plot
+
+        plot.check(picture)
     with prepared(settings) as ready:
         measured = run_once(ready, "Serving Benchmark Result")
     print(measured.text, flush=True)
-    if settings.output.save:
-        for path in results.save(settings, measured, plain(vars(args))):
-            say(f"wrote {path}")
-    if settings.output.plot is not None:
-        plot.draw(measured, settings.output.plot)
-        say(f"wrote {settings.output.plot}")
-    return Report({"model": measured.model, **measured.figures}, measured.failures)
+    figures = {"model": measured.model, **measured.figures}
+    report = Report(figures, measured.failures, all_here=settings.launch is not None)
+    if settings.output.save_result:
+        report.files.append(partial(results.save, settings, measured, config_of(args)))
+    if picture is not None:
+        report.files.append(lambda: plot.draw(plot.of_run(measured), picture))
+    return report

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from mini_engine.bench.files import write
 from mini_engine.bench.parser import Parser
-from mini_engine.bench.report import Report, plain, table
+from mini_engine.bench.redaction import config_of
+from mini_engine.bench.report import Report, say, table
 from mini_engine.bench.serving import flags
 from mini_engine.config import ConfigError
 from mini_engine.config.sources import suggestion
@@ -39,29 +42,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     """Measure each value, then print the table and draw the plot."""
-    from mini_engine.bench.serving import plot, results
-    from mini_engine.bench.serving.measure import prepared, run_once, say
+    from mini_engine.bench.serving import results
+    from mini_engine.bench.serving.measure import prepared, run_once
 
     flag = "--" + args.flag.lstrip("-").replace("_", "-")
     values = [value.strip() for value in args.values.split(",")]
     points = [(value, settings_with(args, flag, value)) for value in values]
+    if args.plot is not None:
+        from mini_engine.bench.serving import plot
+
+        plot.check(args.plot)
     found: list[Measured] = []
+    failures: list[str] = []
     for value, settings in points:
         say(f"{flag} {value}")
         with prepared(settings) as ready:
             measured = run_once(ready, f"{flag} {value}")
         found.append(measured)
-        if settings.output.save:
-            results.save(settings, measured, plain(vars(args)), value.replace("/", "_"))
+        failures += [f"{flag} {value}: {failure}" for failure in measured.failures]
+        if settings.output.save_result:
+            failures += write([partial(results.save, settings, measured, config_of(args), value.replace("/", "_"))])
     figures = {"flag": flag, "values": values, "runs": [measured.figures for measured in found]}
     print(describe(figures), flush=True)
+    report = Report(figures, failures, all_here=points[0][1].launch is not None)
     if args.plot is not None:
-        plot.draw_sweep(figures, args.plot)
-        say(f"wrote {args.plot}")
-    failures = [
-        f"{flag} {value}: {failure}" for value, one in zip(values, found, strict=True) for failure in one.failures
-    ]
-    return Report(figures, failures)
+        report.files.append(lambda: plot.draw(plot.of_sweep(figures), args.plot))
+    return report
 
 
 def settings_with(args: argparse.Namespace, flag: str, value: str) -> Settings:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -28,9 +27,9 @@ from typing import Any
 
 from mini_engine.bench.blocking_client import Client, NoAnswer, Reply, chat_body
 from mini_engine.bench.datasets import synthetic
-from mini_engine.bench.report import Latencies, percentile, table
+from mini_engine.bench.report import Latencies, percentile, say, table
 from mini_engine.bench.served import Served
-from mini_engine.demo import questions, videos
+from mini_engine.demo import videos
 
 WIDTH, HEIGHT, SECONDS = 640, 480, 5
 PAUSE_SECONDS = 0.1
@@ -128,9 +127,9 @@ class Load:
 def measure(flags: Sequence[str], setting: Setting, failures: list[str]) -> dict[str, Any]:
     """Serve, measure, stop; returns the figures and adds to `failures` what went wrong."""
     pauses = random.Random(setting.seed)
-    _say(f"rendering {setting.videos} videos")
+    say(f"rendering {setting.videos} videos", "core latency")
     clips = render(setting.videos + 1, setting.seed)
-    _say("starting the server")
+    say("starting the server", "core latency")
     with Served([*SIZINGS[setting.sizing], *flags]) as server, Client(server.url) as client:
         name = client.model()
         warm_up, *asked = [Question(chat_body(name, text, data), answer) for data, text, answer in clips]
@@ -138,12 +137,12 @@ def measure(flags: Sequence[str], setting: Setting, failures: list[str]) -> dict
         text = (chat_body(name, f"Say a word about number {number}.", max_tokens=1) for number in range(10**9))
         for _ in range(WARM_UP_TEXTS):
             client.ask(next(text))
-        _say("text requests on the idle server")
+        say("text requests on the idle server", "core latency")
         idle = []
         for _ in range(setting.texts):
             time.sleep(pauses.uniform(0, PAUSE_SECONDS))
             idle.append(client.ask(next(text)))
-        _say("text requests beside videos")
+        say("text requests beside videos", "core latency")
         busy = []
         with Load(server.url, asked, setting.clients) as load:
             load.under_way.wait()
@@ -215,9 +214,5 @@ def render(count: int, seed: int) -> list[tuple[bytes, str, str]]:
 def _render_one(seed: int) -> tuple[bytes, str, str]:
     scene = videos.make_scene(seed, width=WIDTH, height=HEIGHT)
     shown = synthetic.show("video", seed, width=WIDTH, height=HEIGHT, num_frames=SECONDS * scene.fps)
-    question = questions.ask([shown], None, seed)
+    question = synthetic.question_about(shown, seed)
     return shown.medium.data, question.text, question.answer
-
-
-def _say(text: str) -> None:
-    print(f"core latency: {text}", file=sys.stderr, flush=True)

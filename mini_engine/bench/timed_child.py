@@ -1,7 +1,7 @@
-"""A child process as the supervisor starts it, but for stopwatches around the model of a worker.
+"""A child process as the supervisor starts it, but for a stopwatch around the model of a worker.
 
 The seconds go to a small file that the benchmark maps as well: so the model's time is that inside the running engine,
-with all that works beside it. What the stopwatches cost, about 2 us a step, counts as the engine's own.
+with all that works beside it. What the stopwatch costs, about 2 us a step, counts as the engine's own.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from mini_engine import child
+from mini_engine.bench.stopwatch import Stopwatch
 
 FILE_VARIABLE = "MINI_ENGINE_BENCH_MODEL_TIME"
 TOTALS = struct.Struct("dd")  # seconds on the clock, and of the thread on a CPU
@@ -32,28 +30,28 @@ def read(path: Path) -> tuple[float, float]:
 
 
 def run(process: child.Child) -> None:
-    """Main function of a worker process: the worker's own, its model under stopwatches."""
+    """Main function of a worker process: the worker's own, its model under a stopwatch."""
     from mini_engine.bench.worker_alone import MODEL_PARTS
     from mini_engine.model.vision_language import VisionLanguageModel
     from mini_engine.worker import worker
 
     with Path(os.environ[FILE_VARIABLE]).open("r+b") as file:
-        totals = mmap.mmap(file.fileno(), TOTALS.size)
+        stopwatch = _Shown(mmap.mmap(file.fileno(), TOTALS.size))
     for part in MODEL_PARTS:
-        setattr(VisionLanguageModel, part, _timed(getattr(VisionLanguageModel, part), totals))
+        setattr(VisionLanguageModel, part, stopwatch.wrap(getattr(VisionLanguageModel, part)))
     worker.run(process)
 
 
-def _timed(function: Callable[..., Any], totals: mmap.mmap) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        wall, cpu = time.perf_counter(), time.thread_time()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            before = TOTALS.unpack_from(totals)
-            TOTALS.pack_into(totals, 0, before[0] + time.perf_counter() - wall, before[1] + time.thread_time() - cpu)
+class _Shown(Stopwatch):
+    """One whose seconds stand in `totals` as well."""
 
-    return call
+    def __init__(self, totals: mmap.mmap):
+        super().__init__()
+        self._totals = totals
+
+    def add(self, wall: float, cpu: float) -> None:
+        super().add(wall, cpu)
+        TOTALS.pack_into(self._totals, 0, self.wall, self.cpu)
 
 
 if __name__ == "__main__":

@@ -32,10 +32,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-import sys
 from typing import Any
 
-from mini_engine.bench.report import Report, table
+from mini_engine.bench.parser import at_least
+from mini_engine.bench.report import Report, say, table
 
 HELP = "tensors from one process into all ranks, by each transport"
 MB = 1 << 20
@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--payloads", type=_positive, nargs="+", default=[1, 4, 16, 64, 256], metavar="MB",
         help="Sizes in MB of 2**20 bytes, fractions too (default: 1 4 16 64 256).",
     )  # fmt: skip
-    parser.add_argument("--ranks", type=_at_least_one, nargs="+", default=[1, 2], metavar="T", help="Default: 1 2.")
-    parser.add_argument("--repeats", type=_at_least_one, default=7, help="Times; medians count (default: 7).")
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2], metavar="T", help="Default: 1 2.")
+    parser.add_argument("--repeats", type=at_least(1), default=7, help="Times; medians count (default: 7).")
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -71,7 +71,7 @@ def measure(payloads: list[float], ranks: list[int], repeats: int) -> dict[str, 
     rows: list[dict[str, Any]] = []
     with Ranks(max(ranks)) as running:
         for megabytes in payloads:
-            print(f"transport: {megabytes:g} MB", file=sys.stderr, flush=True)
+            say(f"{megabytes:g} MB", "transport")
             payload = Payload(max(int(megabytes * MB), 1))
             payload.memcpy()
             memcpy: list[float] = []
@@ -165,11 +165,4 @@ def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value <= 1 << 20:
         raise argparse.ArgumentTypeError(f"{text} is no size in MB")
-    return value
-
-
-def _at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
     return value

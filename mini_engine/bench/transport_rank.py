@@ -11,14 +11,13 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 import zmq
 
+from mini_engine.bench.stopwatch import Stopwatch
 from mini_engine.messages import RankAddress, StoreHandle, TensorHandle
 from mini_engine.transport import tensor_ipc
 from mini_engine.transport.codec import Encoder
@@ -56,27 +55,7 @@ def core_endpoint(directory: str | Path) -> str:
     return f"ipc://{directory}/core"
 
 
-class Timed:
-    """The seconds spent in what it has wrapped."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, timed."""
-
-        @functools.wraps(function)
-        def timed(*args: Any) -> Any:
-            begun = time.perf_counter()
-            try:
-                return function(*args)
-            finally:
-                self.seconds += time.perf_counter() - begun
-
-        return timed
-
-
-def verify(tensor: torch.Tensor, mapping: Timed) -> Verified:
+def verify(tensor: torch.Tensor, mapping: Stopwatch) -> Verified:
     """Touch all of `tensor`, then sum it up; the times of `mapping` start anew. One on a device counts as touched when
     the device has it."""
     begun = time.perf_counter()
@@ -89,11 +68,12 @@ def verify(tensor: torch.Tensor, mapping: Timed) -> Verified:
     touched = time.perf_counter()
     found = checksum(content)
     ended = time.perf_counter()
-    map_seconds, mapping.seconds = mapping.seconds, 0.0
+    map_seconds = mapping.wall
+    mapping.reset()
     return Verified(found, map_seconds, touched - begun, ended - touched)
 
 
-def answer(media: MediaInputs, asked: Verify, mapping: Timed) -> Verified:
+def answer(media: MediaInputs, asked: Verify, mapping: Stopwatch) -> Verified:
     """Do what was asked; all is given back before the answer, after which the sender may write there again."""
     handle = asked.handle
     if isinstance(handle, TensorHandle):
@@ -108,7 +88,7 @@ def answer(media: MediaInputs, asked: Verify, mapping: Timed) -> Verified:
 
 def main(directory: str, rank: int, device: str) -> None:
     """Serve until stdin ends."""
-    mapping = Timed()
+    mapping = Stopwatch()
     tensor_ipc.map_for_reading = mapping.wrap(tensor_ipc.map_for_reading)
     MappedSegment.enter = mapping.wrap(MappedSegment.enter)  # type: ignore[method-assign]
     context = zmq.Context()

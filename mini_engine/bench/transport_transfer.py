@@ -29,8 +29,6 @@ from mini_engine.messages import MediaFailed, MediaReady, MessageId, RankAddress
 from mini_engine.transport import sockets
 from mini_engine.transport.base import TensorSender, TransportError
 from mini_engine.transport.codec import Encoder, decode
-from mini_engine.transport.cuda_memory import CudaStaging
-from mini_engine.transport.cuda_slots import CudaSender
 from mini_engine.transport.direct_rpc import DirectRpcSender
 from mini_engine.transport.packing import checksum
 from mini_engine.transport.segment import HEADER_BYTES
@@ -57,11 +55,6 @@ WAYS = (
     Way("torch_shm", ("cold", "reused"), lambda me, ranks, credit, _: TensorIpcSender(me, ranks, credit)),
     Way("shm_store", ("cold", "reused"), None),
 )
-
-CUDA_WAY = Way(
-    "torch_shm", ("cold", "reused"),
-    lambda me, ranks, credit, _: CudaSender(me, ranks, CudaStaging(torch.device("cuda", 0)), 4, credit // 4),
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,21 +94,6 @@ class Payload:
         begun = time.perf_counter()
         self._copy[:] = self.tensor.numpy()
         return time.perf_counter() - begun
-
-
-class CudaPayload(Payload):
-    """A payload whose tensor lies on the CUDA device."""
-
-    def __init__(self, nbytes: int):
-        super().__init__(nbytes)
-        self._host = self.tensor
-        self.tensor = self._host.cuda()
-
-    def renew(self) -> int:
-        self._host[::PAGE] += 1
-        self.tensor.copy_(self._host)
-        torch.cuda.synchronize()
-        return checksum(self._host)
 
 
 class Rank:

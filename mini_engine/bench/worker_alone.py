@@ -6,13 +6,12 @@ This file imports torch.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from mini_engine.bench.stopwatch import Stopwatch
 from mini_engine.config import EngineConfig
 from mini_engine.host import resolve_model
 from mini_engine.messages import (
@@ -45,20 +44,6 @@ class WorkerTime:
     execute_cpu: float
 
 
-class Stopwatch:
-    """Adds up the seconds spent inside `with`: on the clock, and of this thread on a CPU."""
-
-    def __init__(self) -> None:
-        self.wall = self.cpu = 0.0
-
-    def __enter__(self) -> None:
-        self._begun = time.perf_counter(), time.thread_time()
-
-    def __exit__(self, *_: object) -> None:
-        self.wall += time.perf_counter() - self._begun[0]
-        self.cpu += time.thread_time() - self._begun[1]
-
-
 class NoMedia:
     """For steps without media."""
 
@@ -68,8 +53,8 @@ class NoMedia:
     def stored(self, handle: StoreHandle) -> torch.Tensor:
         raise KeyError(handle)
 
-    def release(self, messages: list[MessageId]) -> None:
-        pass
+    def release(self, messages: list[MessageId]) -> list[MessageId]:
+        return messages
 
     def drop_sender(self, incarnation: int) -> None:
         pass
@@ -85,9 +70,9 @@ class WorkerAlone:
         torch.set_num_threads(1)
         model_dir, device, tp = resolve_model(config), choose_device(config, 0, 0), TensorParallel()
         model = load(model_dir, config, tp, device)
-        self._in_model = Stopwatch()
+        self._in_model = Stopwatch(torch.cuda.synchronize if device.type == "cuda" else lambda: None)
         for name in MODEL_PARTS:
-            setattr(model, name, self._timed(getattr(model, name)))
+            setattr(model, name, self._in_model.wrap(getattr(model, name)))
         normalise = Normalisation.from_dir(model_dir)
         backend = choose_backend(config.attention_backend, device)
 
@@ -97,7 +82,6 @@ class WorkerAlone:
         nothing_sent = MediaCachePlan("off", 0, "nothing is sent")
         use = profile(config, model_dir, nothing_sent, model.config, device, runner_with)
         self._runner = runner_with(choose_num_blocks(config, model, use))
-        self._synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
     def decode(self, requests: Sequence[NewRequest], warm_up: int, steps: int) -> WorkerTime:
         """Prefill the requests in one step and decode them together, one token each a step: `warm_up` steps unseen,
@@ -112,10 +96,12 @@ class WorkerAlone:
         held = -(-length // size)
         chunks = [Chunk(name, 0, length, list(table[:held]), True) for name, table in zip(names, tables, strict=True)]
         self._runner.execute(Step(0, started=started, chunks=chunks))
-        whole = Stopwatch()
+        model, whole = self._in_model, Stopwatch()
+        execute = whole.wrap(self._runner.execute)
         for number in range(warm_up + steps):
             if number == warm_up:
-                self._in_model, whole = Stopwatch(), Stopwatch()
+                model.reset()
+                whole.reset()
             start = length + number
             added = range(held, held + 1) if start == held * size else range(0)
             held += len(added)
@@ -123,18 +109,6 @@ class WorkerAlone:
                 Chunk(name, start, 1, [table[block] for block in added], True)
                 for name, table in zip(names, tables, strict=True)
             ]
-            with whole:
-                self._runner.execute(Step(number, chunks=chunks))
+            execute(Step(number, chunks=chunks))
         self._runner.execute(Step(0, finished=names))
-        model = self._in_model
         return WorkerTime(model.wall / steps, whole.wall / steps, model.cpu / steps, whole.cpu / steps)
-
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self._synchronise()
-            with self._in_model:
-                result = function(*args, **kwargs)
-                self._synchronise()
-            return result
-
-        return timed

@@ -7,17 +7,26 @@ values reach the processes inside `Init`. These files know nothing of models, so
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, get_type_hints
 
-from mini_engine.config.media import MediaCacheType, MediaOptions, TensorIpc
+from mini_engine.config.media import (
+    IPC_GPU_GIB,
+    LEAST_SLOT,
+    SLOTS_PART,
+    STAGING_SLOTS,
+    MediaCacheType,
+    MediaOptions,
+    TensorIpc,
+)
 from mini_engine.config.model import BUNDLED_MODEL, BUNDLED_NAME, AttentionBackendName, Device, Dtype, ModelOptions
 from mini_engine.config.option import ConfigError, Option, check_range, flag_of, parse_bytes
 from mini_engine.config.scheduling import DEFAULT_STEP_TOKENS, SchedulingOptions
 from mini_engine.config.server import LogLevel, ServerOptions
 
 __all__ = [
-    "BUNDLED_MODEL", "BUNDLED_NAME", "DEFAULT_STEP_TOKENS", "ENV_PREFIX", "AttentionBackendName", "ConfigError",
-    "Device", "Dtype", "EngineConfig", "LogLevel",
+    "BUNDLED_MODEL", "BUNDLED_NAME", "DEFAULT_STEP_TOKENS", "ENV_PREFIX", "IPC_GPU_GIB", "SLOTS_PART",
+    "STAGING_SLOTS", "AttentionBackendName", "ConfigError", "Device", "Dtype", "EngineConfig", "LogLevel",
     "MediaCacheType", "Option", "TensorIpc", "env_of", "field_types", "fields", "flag_of", "parse_bytes",
 ]  # fmt: skip
 
@@ -37,6 +46,14 @@ class EngineConfig(MediaOptions, SchedulingOptions, ServerOptions, ModelOptions)
             group.validate(self)
         if self.mm_processor_device == "cuda" and self.device == "cpu":
             raise ConfigError("--mm-processor-device: cuda needs workers on CUDA, not --device cpu; choose cpu")
+        slots = self.api_server_count * self.data_parallel_size * STAGING_SLOTS
+        least = SLOTS_PART * slots * LEAST_SLOT / (1 << 30)
+        if self.mm_processor_device == "cuda" and (self.mm_ipc_gpu_memory_gb or IPC_GPU_GIB) < least:
+            raise ConfigError(
+                f"--mm-ipc-gpu-memory-gb: {slots} staging slots, {STAGING_SLOTS} from each of {self.api_server_count} "
+                f"API server(s) to each of {self.data_parallel_size} engine(s), share a quarter of it; "
+                f"set {math.ceil(least * 100) / 100:g} at least"
+            )
 
 
 def fields() -> list[dataclasses.Field[Any]]:

@@ -11,7 +11,7 @@ from mini_engine.config.option import ConfigError, check_files, option, parse_co
 BUNDLED_NAME = "mini-engine-demo"  # what clients call it
 BUNDLED_MODEL = str(Path(__file__).parent.parent / "demo" / "weights")
 
-Backend = Literal["auto", "gloo", "nccl"]
+Backend = Literal["auto", "gloo", "nccl", "shm"]
 Device = Literal["auto", "cpu", "cuda"]
 AttentionBackendName = Literal["auto", "triton", "varlen", "sdpa"]
 Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
@@ -76,8 +76,9 @@ class ModelOptions:
         "keeps it whole on each of them and shares out the images and frames.", "Processes",
     )  # fmt: skip
     distributed_backend: Backend = option(
-        "auto", "What carries tensors between those workers: `nccl`, `gloo`, or `auto`: NCCL on CUDA and Gloo on the "
-        "CPU. With `gloo` asked for, workers may share CUDA devices, which is slow and meant for tests.", "Processes",
+        "auto", "What carries tensors between those workers: `nccl`; `shm`, memory that they share; `gloo`; or `auto`: "
+        "NCCL on CUDA and shared memory on the CPU. With `gloo` asked for, workers may share CUDA devices, which is "
+        "slow and meant for tests.", "Processes",
     )  # fmt: skip
     data_parallel_size: int = option(
         1, "Engines, each with its own copy of the model.", "Processes", short="-dp", minimum=1, maximum=64
@@ -113,7 +114,7 @@ class ModelOptions:
         """Raises ConfigError for a path that is not there, or a name that nobody can ask for."""
         check_files({"--chat-template": self.chat_template})
         if self.device == "cpu" and self.distributed_backend == "nccl":
-            raise ConfigError("--distributed-backend: nccl needs CUDA devices, not --device cpu; use gloo or auto")
+            raise ConfigError("--distributed-backend: nccl needs CUDA devices, not --device cpu; use shm or auto")
         if not all(self.served_model_name):
             raise ConfigError("--served-model-name: a name must not be empty; leave the flag out for the default")
 

@@ -1,8 +1,9 @@
 """Which tensor messages have reached which ranks, and which requests wait for them. It sees ids, never tensors.
 
-Every rank reports every message once, as ready or as failed, be it one that it was told to drop before it came. Since
-messages and requests take different roads, the report may come before the request, or after its end; so an entry
-is forgotten when both have happened: all ranks have reported, and the step that released it has retired.
+Every rank reports every message, as ready or as failed; one that it was told to drop before it came, with the result of
+the step that said so, for it may have been lost. Since messages and requests take different roads, the report may come
+before the request, or after its end; so an entry is forgotten when both have happened: all ranks have reported, and
+the step that released it has retired.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Arrivals:
         self._void: set[int] = set()  # dead incarnations
 
     def report(self, message: MessageId, rank: int, usable: bool) -> None:
-        """`rank` has received `message`; if not `usable`, it cannot make tensors of it."""
+        """`rank` has received `message`; if not `usable`, it cannot make tensors of it, or has dropped it unseen."""
         if message.incarnation not in self._void:
             entry = self._entries.setdefault(message, _Entry())
             (entry.ready if usable else entry.failed).add(rank)

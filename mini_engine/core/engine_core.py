@@ -120,6 +120,8 @@ class EngineCore:
     def _handle(self, envelope: Envelope) -> None:
         match envelope.body:
             case StepResult() as result:
+                for message in result.unreported:
+                    self.arrivals.report(message, result.rank, usable=False)
                 for flight in self.steps.report(result):
                     self._retire(flight)
             case NewRequest() as new:

@@ -82,6 +82,8 @@ class StepResult(Message, frozen=True):
 
     number: int
     tokens: list[SampledToken] = []
+    rank: int = 0
+    unreported: list[MessageId] = []  # released by this step; the rank has not reported them, nor will it
 
 
 class WorkerReady(Message, frozen=True):

@@ -145,3 +145,4 @@ class ProbeResult(Message, frozen=True):
 
     checksum: int
     error: str | None = None
+    unmapped: bool = False  # answers `DeviceSlots`: the rank could not map them

@@ -4,20 +4,48 @@
 the caller's business.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
+class Collectives(Protocol):
+    """What ranks do together. All call the same methods in the same order, with contiguous tensors of equal shape and
+    dtype. A rank that is alone needs none."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over the ranks, in place."""
+
+    def all_gather(self, gathered: Tensor, tensor: Tensor) -> None:
+        """Fill `gathered`, `[size, ...]`, with each rank's `tensor`, `[...]`."""
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite `tensor` with rank 0's."""
+
+
+class TorchCollectives:
+    """Those of torch's default process group."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor)
+
+    def all_gather(self, gathered: Tensor, tensor: Tensor) -> None:
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, 0)
+
+
 @dataclass(frozen=True)
 class TensorParallel:
-    """A rank's place in its group. `group` None with size > 1 means the default process group."""
+    """A rank's place in its group."""
 
     rank: int = 0
     size: int = 1
-    group: dist.ProcessGroup | None = None
+    collectives: Collectives = field(default_factory=TorchCollectives)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -26,7 +54,7 @@ class TensorParallel:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place where there is more than one; returns its argument."""
         if self.size > 1:
-            dist.all_reduce(tensor, group=self.group)
+            self.collectives.all_reduce(tensor)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -34,13 +62,13 @@ class TensorParallel:
         if self.size == 1:
             return tensor.unsqueeze(0)
         gathered = tensor.new_empty(self.size, *tensor.shape)
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor.contiguous(), group=self.group)
+        self.collectives.all_gather(gathered, tensor.contiguous())
         return gathered
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Overwrite `tensor` with that of the group's rank `source`, in place; returns its argument."""
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Overwrite `tensor` with rank 0's, in place; returns its argument."""
         if self.size > 1:
-            dist.broadcast(tensor, group=self.group, group_src=source)
+            self.collectives.broadcast(tensor)
         return tensor
 
     def part(self, total: int) -> slice:

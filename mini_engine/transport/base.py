@@ -2,7 +2,7 @@
 
 An API server holds, for each engine, one sender per usable transport. A request's tensors are sent like this:
 
-    outgoing = await sender.reserve(message_id, nbytes)      # waits, first come first served, for the byte credit
+    outgoing = await sender.reserve(message_id, nbytes, n)   # waits, first come first served, for the byte credit
     frame = encoder.encode(new_request, tensors=outgoing)    # copies each tensor into the message, leaves a handle
     outgoing.send()                                          # one head to each rank
     ...                                                      # later, when the core says Consumed([message_id]):
@@ -64,8 +64,9 @@ class TensorSender(Protocol):
             TransportError: with the reason, which rank among it.
         """
 
-    async def reserve(self, message: MessageId, nbytes: int) -> Outgoing:
-        """Wait for room for a message of `nbytes` (padding between tensors is the sender's matter).
+    async def reserve(self, message: MessageId, nbytes: int, tensors: int = 1) -> Outgoing:
+        """Wait for room for a message of so many tensors, of `nbytes` together: the gaps between them are the sender's
+        matter.
 
         Memory that takes long to make is made in a thread: the event loop goes on, and messages that come later do not
         wait for it. Cancelling the wait gives everything back; memory that is just being made counts until it is made.
@@ -73,7 +74,7 @@ class TensorSender(Protocol):
         that it cannot wait for good.
 
         Raises:
-            TransportError: there is no memory for it.
+            TransportError: there is no memory for it; for CUDA tensors none is waited for.
         """
 
     def consumed(self, messages: Iterable[MessageId]) -> None:

@@ -73,7 +73,7 @@ class CudaStaging:
             raise TransportError(f"a tensor on {tensor.device} cannot be copied to a slot on {self._device}")
         with _refusing():
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
+            with on_stream(self._stream):
                 content = tensor.detach().resolve_neg().contiguous().view(-1).view(torch.uint8)
                 memory.copy_(content, non_blocking=True)
                 self._filled[slot - 1].record(self._stream)
@@ -122,7 +122,7 @@ class CudaMapped:
     the sender is believed, as one of this engine's own processes.
 
     Raises:
-        TransportError: CUDA refuses.
+        TransportError: CUDA refuses; nothing is mapped then.
     """
 
     def __init__(self, device: torch.device, slots: DeviceSlots):
@@ -141,12 +141,16 @@ class CudaMapped:
                 handle = _MemoryHandle.from_buffer_copy(slots.memory)
                 _call("cudaIpcOpenMemHandle", ctypes.byref(address), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
                 self._address = address.value or 0
-                self._memory = _view(self._address, slots.nbytes * len(slots.filled), self._where)
+                try:
+                    self._memory = _view(self._address, slots.nbytes * len(slots.filled), self._where)
+                except BaseException:
+                    _call("cudaIpcCloseMemHandle", address)
+                    raise
 
     def fetch(self, slot: int, nbytes: int) -> CudaCopy:
         """See `cuda_slots.MappedSlots`."""
         start = (slot - 1) * self._nbytes
-        with _refusing(), torch.cuda.stream(self._stream):
+        with _refusing(), on_stream(self._stream):
             self._stream.wait_event(self._filled[slot - 1])
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._stream.device)
             memory.copy_(self._memory[start : start + nbytes], non_blocking=True)
@@ -169,6 +173,17 @@ class CudaMapped:
                     _call("cudaIpcCloseMemHandle", ctypes.c_void_p(self._address))
         except TransportError as error:
             log.warning("The staging slots of an API server that is gone stay mapped: %s", error)
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """What is begun inside runs on `stream`. For any thread, of whatever current device.
+
+    `torch.cuda.stream` alone would end by making the current device's own stream current again. A new thread's device
+    is the first one, which thereby gets a context of this process: hundreds of megabytes, for nothing.
+    """
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
 
 
 # --- the CUDA runtime ------------------------------------------------------------------------------------------------

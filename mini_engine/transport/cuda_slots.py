@@ -29,8 +29,8 @@ import torch
 from mini_engine.messages import DeviceSlots, MessageId, ProbeResult, RankAddress, TensorMessage, TransportName
 from mini_engine.transport.allocator import ALIGNMENT
 from mini_engine.transport.base import DeviceType, TransportError
-from mini_engine.transport.codec import Encoder
-from mini_engine.transport.packing import PADDING_ROOM, Copied, Received, dtype_name, probe_result, probe_tensor, unpack
+from mini_engine.transport.codec import Encoder, decode
+from mini_engine.transport.packing import Copied, Received, dtype_name, packed_bytes, probe_result, probe_tensor, unpack
 from mini_engine.transport.rank_stream import RankStream
 from mini_engine.transport.sender import PackedOutgoing, PackedSender, head_of
 
@@ -110,24 +110,36 @@ class SlotLink(RankStream):
         super().__init__(path)
         self._me = me
         self._announce = announce
+        self.mappings = 0  # of the slots, that the rank may have made, even if nothing was heard of them
 
     def send(self, outgoing: PackedOutgoing[StagingSlot], probe: bool) -> None:
         """See `sender.Link`."""
         slot = outgoing.buffer
         head = head_of(outgoing, probe, slot=slot.number, generation=slot.generation)
-        self.send_envelope(self._me.encode(self._announce(head) if probe else head))
+        envelope = self._me.encode(self._announce(head) if probe else head)
+        self.mappings += probe
+        self.send_envelope(envelope)
+
+    def answer(self, deadline: float) -> bytes:
+        """See `sender.Link`."""
+        envelope = super().answer(deadline)
+        result = decode(envelope).body
+        self.mappings -= isinstance(result, ProbeResult) and result.unmapped
+        return envelope
 
 
 class CudaSender(PackedSender[StagingSlot, SlotLink]):
     """`base.TensorSender` for CUDA tensors. Its memory is one allocation, made here, of `slots` slots.
 
-    A message takes a whole slot, and waits for one in line. Packing waits for the device, so it belongs into a thread;
-    what is sent is what that thread's current stream has made of the tensors by then.
+    A message takes a whole slot until it is consumed, so that the slots bound what a rank's copies take, too. One that
+    finds no slot idle does not wait: `reserve` refuses it, as it refuses one that is too large. Packing waits for the
+    device, so it belongs into a thread; what is sent is what that thread's current stream has made of the tensors by
+    then.
 
     Args:
         staging: where the memory comes from.
         slots: how many messages can be on their way, 256 at most.
-        nbytes: the largest message; a larger one is refused.
+        nbytes: the largest message of one tensor; a larger one is refused.
 
     Raises:
         TransportError: there is no such memory.
@@ -139,13 +151,12 @@ class CudaSender(PackedSender[StagingSlot, SlotLink]):
         if not 1 <= slots <= MAX_SLOTS or nbytes < 1:
             raise ValueError(f"{slots} slots of {nbytes} bytes; 1 to {MAX_SLOTS} of at least one byte can be had")
         self._staging = staging
-        self._slot_bytes = -(-(max(nbytes, probe_tensor().nbytes) + PADDING_ROOM) // ALIGNMENT) * ALIGNMENT
+        self._slot_bytes = -(-packed_bytes(max(nbytes, probe_tensor().nbytes), 1) // ALIGNMENT) * ALIGNMENT
         super().__init__(me, addresses, slots * self._slot_bytes)
         self.takes = staging.takes
         memory = staging.allocate(slots, self._slot_bytes)
         parts = memory.split(self._slot_bytes)
         self._idle = [StagingSlot(number, part) for number, part in enumerate(parts, start=1)]  # longest idle first
-        self._mapped = False  # by a rank
 
     def _link(self, address: RankAddress) -> SlotLink:
         return SlotLink(self._me, address.tensor_ipc, self._export)
@@ -155,13 +166,13 @@ class CudaSender(PackedSender[StagingSlot, SlotLink]):
         return DeviceSlots(export.device, self._slot_bytes, export.memory, export.filled, probe)
 
     def _cost(self, capacity: int) -> int:
+        if not self._idle:
+            raise TransportError("no staging slot is idle")
         if capacity > self._slot_bytes:
             raise TransportError(f"a message of {capacity} bytes is too large for a staging slot of {self._slot_bytes}")
         return self._slot_bytes
 
     def _take(self, capacity: int) -> StagingSlot:  # noqa: ARG002 - all are of one size
-        if not self._idle:
-            raise TransportError("no staging slot is idle")
         slot = self._idle.pop(0)
         slot.generation += 1
         return slot
@@ -175,12 +186,6 @@ class CudaSender(PackedSender[StagingSlot, SlotLink]):
     def _probe_payload(self, payload: torch.Tensor) -> torch.Tensor:
         return self._staging.local(payload)
 
-    def _probe_rank(
-        self, address: RankAddress, link: SlotLink, outgoing: PackedOutgoing[StagingSlot], deadline: float
-    ) -> None:
-        super()._probe_rank(address, link, outgoing, deadline)
-        self._mapped = True
-
     def close(self) -> None:
         """See `base.TensorSender`. Memory that a rank has mapped may not be freed before the rank lets go of it, which
         it does some time after the connection's end: such memory goes with this process."""
@@ -188,7 +193,7 @@ class CudaSender(PackedSender[StagingSlot, SlotLink]):
             return
         super().close()
         self._idle.clear()
-        if not self._mapped:
+        if not any(link.mappings for _, link in self._links):
             self._staging.free()
 
 
@@ -213,7 +218,7 @@ class RankSlots:
     """One sender's slots, and which generation of each has been seen.
 
     Raises:
-        TransportError: they cannot be mapped.
+        TransportError: they cannot be mapped; none of them is then.
     """
 
     def __init__(self, map_slots: MapSlots, slots: DeviceSlots):

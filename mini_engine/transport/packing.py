@@ -20,7 +20,6 @@ from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import decode
 
 MAX_DIMENSIONS = 8
-PADDING_ROOM = 16 << 10  # bytes to reserve beside the tensors' own: the gaps between 256 tensors
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -30,6 +29,11 @@ DTYPES = {
     )
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def packed_bytes(nbytes: int, tensors: int) -> int:
+    """Bytes of a buffer that takes so many tensors of `nbytes` together, with the gaps between them."""
+    return nbytes + tensors * (ALIGNMENT - 1)
 
 
 class Packer:

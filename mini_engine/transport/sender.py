@@ -20,7 +20,7 @@ from mini_engine.messages import MessageId, ProbeResult, RankAddress, TensorMess
 from mini_engine.transport.base import DeviceType, TransportError
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.credit import ByteCredit
-from mini_engine.transport.packing import PADDING_ROOM, Packer, checksum, probe_tensor
+from mini_engine.transport.packing import Packer, checksum, packed_bytes, probe_tensor
 
 
 class Buffer(Protocol):
@@ -131,7 +131,7 @@ class PackedSender(ABC, Generic[BufferT, LinkT]):
         deadline = time.monotonic() + timeout
         payload = probe_tensor()
         message = MessageId(self._me.incarnation, 0)
-        outgoing = self._outgoing(message, self._take(payload.nbytes + PADDING_ROOM), cost=0)
+        outgoing = self._outgoing(message, self._take(packed_bytes(payload.nbytes, 1)), cost=0)
         try:
             outgoing(self._probe_payload(payload))
             for address, link in self._links:
@@ -155,11 +155,11 @@ class PackedSender(ABC, Generic[BufferT, LinkT]):
             why = getattr(result, "error", None) or "the probe arrived with other bytes than were sent"
             raise TransportError(f"{self.name} to rank {address.rank} of engine {address.engine}: {why}")
 
-    async def reserve(self, message: MessageId, nbytes: int) -> PackedOutgoing[BufferT]:
+    async def reserve(self, message: MessageId, nbytes: int, tensors: int = 1) -> PackedOutgoing[BufferT]:
         """See `base.TensorSender`."""
         if message.incarnation != self._me.incarnation or message.number < 1 or nbytes < 0:
             raise ValueError(f"{message} with {nbytes} bytes is not a message of incarnation {self._me.incarnation}")
-        capacity = nbytes + PADDING_ROOM
+        capacity = packed_bytes(nbytes, tensors)
         cost = self._cost(capacity)
         await self._credit.acquire(cost)
         buffer = await self._obtain(capacity, cost)

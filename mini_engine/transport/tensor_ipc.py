@@ -252,12 +252,15 @@ class Connection:
         return buffer.memory
 
     def _take_slots(self, slots: DeviceSlots) -> ProbeResult:
+        if self._map_slots is None:
+            return ProbeResult(checksum=0, error="this rank has no CUDA device", unmapped=True)
+        if self._slots is not None:
+            return ProbeResult(checksum=0, error="its staging slots came a second time")
         try:
-            if self._map_slots is None:
-                raise TransportError("this rank has no CUDA device")
-            if self._slots is not None:
-                raise TransportError("its staging slots came a second time")
             self._slots = RankSlots(self._map_slots, slots)
+        except TransportError as error:
+            return ProbeResult(checksum=0, error=str(error), unmapped=True)
+        try:
             return self._slots.probe(slots.probe)
         except TransportError as error:
             return ProbeResult(checksum=0, error=str(error))

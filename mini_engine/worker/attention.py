@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -65,10 +67,17 @@ def choose_backend(wanted: AttentionBackendName, device: torch.device) -> Attent
     """What `--attention-backend` means on this device.
 
     Raises:
-        ConfigError: it cannot run here; the text says why.
+        ConfigError: it cannot run here, or the small operators, which are Triton's with any where Triton can run,
+            cannot; it says why.
     """
+    fused = device.type == "cuda" and triton_obstacle(device) is None
+    if fused and not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise ConfigError(
+            "Triton needs a C compiler at the first use of a kernel, and there is none: install gcc and libc6-dev, "
+            "or name one in CC"
+        )
     if wanted == "auto":
-        return "triton" if device.type == "cuda" and triton_obstacle(device) is None else "sdpa"
+        return "triton" if fused else "sdpa"
     obstacles: dict[str, Callable[[torch.device], str | None]] = {"triton": triton_obstacle, "varlen": varlen_obstacle}
     obstacle = obstacles[wanted](device) if wanted in obstacles else None
     if obstacle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import torch
 
 from mini_engine.messages import SampledToken, StepResult, TokenLogprob
@@ -50,10 +51,13 @@ class Sampling:
 
 
 class Launched:
-    """A step of which the host has done its part. `done`: when the device has; None where none is to wait for."""
+    """A step of which the host has done its part. `done`: when the device has; None where none is to wait for.
 
-    def __init__(self, number: int, sampling: Sampling | None, device: torch.device) -> None:
-        self._number, self._sampling = number, sampling
+    `result` lacks the tokens, which are those of `sampling`.
+    """
+
+    def __init__(self, result: StepResult, sampling: Sampling | None, device: torch.device) -> None:
+        self._result, self._sampling = result, sampling
         self.done: torch.cuda.Event | None = None
         if device.type == "cuda":
             self.done = torch.cuda.Event(blocking=True)
@@ -64,4 +68,4 @@ class Launched:
         tokens = self._sampling.result() if self._sampling is not None else []
         if self.done is not None:
             self.done.synchronize()
-        return StepResult(self._number, tokens)
+        return msgspec.structs.replace(self._result, tokens=tokens)

@@ -50,35 +50,37 @@ class _Sender:
     bounded: 16 k integers per sender. Were one forgotten too early all the same, its tensors would stay until
     `drop_sender`; nobody would read them.
 
-    A released message is reported when it arrives, if it was not before: the core keeps its entry until all ranks have.
+    The core keeps a released message's entry until it has heard of it from all ranks, and one that was lost on its way
+    never arrives. So a message that is released before it was reported is named by `release`, and not reported later.
     """
 
     def __init__(self) -> None:
         self.messages: dict[int, Received] = {}
         self.reported: set[int] = set()  # not released yet; those that failed too
-        self.void: OrderedDict[int, bool] = OrderedDict()  # released -> whether it was reported
+        self.void: OrderedDict[int, None] = OrderedDict()  # released
 
     def is_settled(self, number: int) -> bool:
         """Whether another arrival of it is of no use, not even to be reported."""
-        return number in self.messages or self.void.get(number, False)
+        return number in self.messages or number in self.void
 
-    def receive(self, number: int, received: Received | None) -> None:
-        """It is about to be reported; `received` is None if it failed."""
+    def receive(self, number: int, received: Received | None) -> bool:
+        """`received` is None if it failed. True: it is to be reported. False: it was released in the meantime."""
         if number in self.void:
-            self.void[number] = True
-            return
+            return False
         self.reported.add(number)
         if received is not None:
             self.messages[number] = received
+        return True
 
-    def release(self, number: int) -> Received | None:
-        received = self.messages.pop(number, None)
-        self.void[number] = number in self.reported or self.void.get(number, False)
-        self.void.move_to_end(number)
+    def release(self, number: int) -> tuple[Received | None, bool]:
+        """The message, if it is here; and whether it was reported."""
+        was_reported = number in self.reported
         self.reported.discard(number)
+        self.void[number] = None
+        self.void.move_to_end(number)
         if len(self.void) > REMEMBERED:
             self.void.popitem(last=False)
-        return received
+        return self.messages.pop(number, None), was_reported
 
 
 def stay(tensor: torch.Tensor) -> torch.Tensor:
@@ -197,20 +199,28 @@ class MediaInputs:
                 self._unmapped.add(incarnation)
                 self._segments.pop(incarnation, None)
 
-    def release(self, messages: Iterable[MessageId]) -> None:
-        """Drop these messages, received or yet to come.
+    def release(self, messages: Iterable[MessageId]) -> list[MessageId]:
+        """Drop these messages, received or yet to come; returns those that were not reported, nor ever will be.
 
         Their memory is the sender's again afterwards: a copy out of it that a device has not ended yet is waited for.
         """
         self._check()
-        dropped: list[Received | None] = []
+        dropped: list[Received] = []
+        unreported: list[MessageId] = []
         with self._lock:
             for message in messages:
-                if message.incarnation not in self._gone:
-                    dropped.append(self._senders.setdefault(message.incarnation, _Sender()).release(message.number))
+                if message.incarnation in self._gone:
+                    continue
+                sender = self._senders.setdefault(message.incarnation, _Sender())
+                received, was_reported = sender.release(message.number)
+                if received is not None:
+                    dropped.append(received)
+                if not was_reported:
+                    unreported.append(message)
         for received in dropped:
-            if received is not None and received.copied is not None:
+            if received.copied is not None:
                 received.copied.synchronize()
+        return unreported
 
     def drop_sender(self, incarnation: int) -> None:
         """Drop all messages of a sender that died, received or yet to come."""
@@ -298,17 +308,17 @@ class MediaInputs:
             sender = self._senders.get(message.incarnation)
             if message.incarnation in self._gone or (sender and sender.is_settled(message.number)):
                 return
-            released = sender is not None and message.number in sender.void
         if isinstance(arrival, Received):
             try:
-                tensors = [] if released else [self._to_device(tensor) for tensor in arrival.tensors]
+                tensors = [self._to_device(tensor) for tensor in arrival.tensors]
                 kept = Received(message, tensors, arrival.copied)
             except RuntimeError as error:
                 arrival = Failed(message, f"it cannot be brought to the device: {error}")
         with self._lock:
             if message.incarnation in self._gone:
                 return
-            self._senders.setdefault(message.incarnation, _Sender()).receive(message.number, kept)
+            if not self._senders.setdefault(message.incarnation, _Sender()).receive(message.number, kept):
+                return
         if isinstance(arrival, Received):
             self._report(MediaReady(self._rank, message))
         else:

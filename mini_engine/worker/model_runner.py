@@ -51,8 +51,8 @@ class Media(Protocol):
     def stored(self, handle: StoreHandle) -> Tensor:
         """The object of a store that `handle` stands for: uint8, on the CPU, valid until its owner frees it."""
 
-    def release(self, messages: list[MessageId]) -> None:
-        """Drop these messages, received or yet to come."""
+    def release(self, messages: list[MessageId]) -> list[MessageId]:
+        """Drop these messages, received or yet to come; returns those that were not reported, nor ever will be."""
 
     def drop_sender(self, incarnation: int) -> None:
         """Drop all messages of an incarnation, received or yet to come."""
@@ -153,8 +153,8 @@ class ModelRunner:
         self._begin(step.started)
         self._encode(step.encode)
         sampling = self._compute(step.chunks)
-        self._release(step)
-        return Launched(step.number, sampling, self._device)
+        result = StepResult(step.number, rank=self._tp.rank, unreported=self._release(step))
+        return Launched(result, sampling, self._device)
 
     @torch.inference_mode()
     def encode_patches(self, raw: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
@@ -276,13 +276,14 @@ class ModelRunner:
         self._sampling = Sampling(HostCopy(chosen), batch, self._decode, sampled.logprobs if reported else None)
         return self._sampling
 
-    def _release(self, step: Step) -> None:
-        if step.release:
-            self._media.release(step.release)
+    def _release(self, step: Step) -> list[MessageId]:
+        """Let go of what the step says; returns the messages that the core hears of by its result alone."""
+        unreported = self._media.release(step.release) if step.release else []
         for incarnation in step.drop_senders:
             self._media.drop_sender(incarnation)
         if step.drop_segments:
             self._media.drop_segments(step.drop_segments)
+        return unreported
 
 
 def _sampler_row(sequence: SequenceState, stop: int) -> sampler.Row:

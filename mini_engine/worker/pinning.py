@@ -15,6 +15,8 @@ from itertools import pairwise
 
 import torch
 
+from mini_engine.transport.cuda_memory import on_stream
+
 logger = logging.getLogger(__name__)
 
 _READ_ONLY = 8  # cudaHostRegisterReadOnly: the device will not write, so the mapping need not be writable
@@ -59,7 +61,7 @@ class PinnedMemory:
         main = torch.cuda.current_stream(self._device)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             moved = self._copy(tensor)
         # Or its memory would be another copy's as soon as nobody holds it, though the main stream still reads it.
         moved.record_stream(main)

@@ -27,7 +27,7 @@ from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
-from mini_engine.transport.cuda_memory import CudaMapped
+from mini_engine.transport.cuda_memory import CudaMapped, on_stream
 from mini_engine.worker.attention import AttentionBackend, choose_backend, leave_out_cudnn, make_backend
 from mini_engine.worker.device_memory import MemoryUse, longest_sequence
 from mini_engine.worker.kv_cache import KVCache, count_blocks
@@ -38,6 +38,7 @@ from mini_engine.worker.out_of_memory import room_for
 from mini_engine.worker.pinning import PinnedMemory
 from mini_engine.worker.profiling import GRAPHS_REMEDY, profile
 from mini_engine.worker.serving import Watch, serve, serve_ahead, wait_for_device
+from mini_engine.worker.shared_collectives import meet
 
 logger = logging.getLogger(__name__)
 
@@ -128,16 +129,19 @@ def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:
 
 
 def choose_collectives(config: EngineConfig, device: torch.device) -> str:
-    """What torch.distributed runs on: "nccl" or "gloo".
+    """What carries tensors between ranks: "shm", or torch.distributed with "nccl" or "gloo".
 
     Raises:
-        ConfigError: NCCL was asked for on a CPU.
+        ConfigError: what was asked for does not work on the device.
     """
-    if config.distributed_backend == "auto":
-        return "nccl" if device.type == "cuda" else "gloo"
-    if config.distributed_backend == "nccl" and device.type == "cpu":
-        raise ConfigError("--distributed-backend: nccl needs CUDA devices, and there is none here; use gloo or auto")
-    return config.distributed_backend
+    asked = config.distributed_backend
+    if asked == "auto":
+        return "nccl" if device.type == "cuda" else "shm"
+    if asked == "nccl" and device.type == "cpu":
+        raise ConfigError("--distributed-backend: nccl needs CUDA devices, and there is none here; use shm or auto")
+    if asked == "shm" and device.type == "cuda":
+        raise ConfigError("--distributed-backend: shm is for workers on the CPU; use nccl, gloo or auto")
+    return asked
 
 
 def join_group(init: Init, engine: int, rank: int, device: torch.device) -> TensorParallel:
@@ -145,15 +149,17 @@ def join_group(init: Init, engine: int, rank: int, device: torch.device) -> Tens
     size, backend = init.config.tensor_parallel_size, choose_collectives(init.config, device)
     if size == 1:
         return TensorParallel()
+    place, timeout = Path(init.runtime_dir) / f"ranks-{engine}", init.config.collective_timeout
+    if backend == "shm":
+        return TensorParallel(rank, size, meet(place, rank, size, timeout))
     # Gloo would otherwise listen on whatever address the host's name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(str(Path(init.runtime_dir) / f"ranks-{engine}"), size)
     dist.init_process_group(
         backend,
-        store=store,
+        store=dist.FileStore(str(place), size),
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=init.config.collective_timeout),
+        timeout=timedelta(seconds=timeout),
     )
     return TensorParallel(rank, size)
 
@@ -183,7 +189,7 @@ def fetch_beside(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tenso
     """`tensor` on the stream's device, whole, for the default stream to read; itself if it is there."""
     if tensor.is_cuda:
         return tensor
-    with torch.cuda.stream(stream):
+    with on_stream(stream):
         moved = tensor.to(stream.device, non_blocking=True)
     stream.synchronize()
     # Or its memory would be another's as soon as nobody holds it, though the default stream still reads it.

@@ -75,7 +75,7 @@ class MemoryTransport:
         if self.probe_error is not None:
             raise TransportError(self.probe_error)
 
-    async def reserve(self, message: MessageId, nbytes: int) -> MemoryOutgoing:
+    async def reserve(self, message: MessageId, nbytes: int, tensors: int = 1) -> MemoryOutgoing:
         while self.room is not None and len(self.held) >= self.room and not self.closed:
             self._freed.clear()
             await self._freed.wait()

@@ -89,6 +89,15 @@ def test_without_a_slot_they_go_by_the_host(stage) -> None:
     assert not device.held
 
 
+@pytest.mark.parametrize(("stage", "level"), [("reserve", "DEBUG"), ("send", "WARNING")])
+def test_that_no_slot_was_idle_is_no_warning(caplog, stage, level) -> None:
+    device = MemoryTransport(takes="cuda")
+    device.fail_at = stage
+    with caplog.at_level("DEBUG"):
+        asyncio.run(Sending(device, MemoryTransport()).submit(request(OnDevice(3))))
+    assert [record.levelname for record in caplog.records if "by way of the host" in record.message] == [level]
+
+
 def test_tensors_of_two_kinds_go_by_the_host() -> None:
     """One message has one buffer: a request is served rather than refused for it."""
     sending, before = Sending(MemoryTransport(takes="cuda"), MemoryTransport()), by_the_host()

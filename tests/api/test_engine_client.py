@@ -141,7 +141,7 @@ class SlowTransport(MemoryTransport):
         self.events: list[str] = []
         self.copier: threading.Thread | None = None
 
-    async def reserve(self, message: Any, nbytes: int) -> MemoryOutgoing:
+    async def reserve(self, message: Any, nbytes: int, tensors: int = 1) -> MemoryOutgoing:
         self.held[message] = SlowOutgoing(self, message, nbytes)
         return self.held[message]
 

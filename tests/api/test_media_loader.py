@@ -144,6 +144,24 @@ def test_no_more_items_at_work_than_threads(processor: MediaProcessor) -> None:
     asyncio.run(scenario())
 
 
+def test_what_is_kept_already_does_not_wait_for_what_is_decoded(processor: MediaProcessor) -> None:
+    """Whether it is kept is known by its hash, so hashing has threads of its own."""
+
+    async def scenario() -> None:
+        gated = Gated(processor)
+        one = loader(gated, threads=1)
+        loading = asyncio.create_task(load(one, [image_ref()]))
+        await eventually(lambda: gated.inside == 1)
+        async with asyncio.timeout(5):
+            assert len(await fetch(one, [image_ref(2, 70), image_ref(3, 84)])) == 2
+        assert gated.inside == 1
+        gated.door.set()
+        await loading
+        one.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_cancelled_load_does_not_start_what_was_in_line(processor: MediaProcessor) -> None:
     async def scenario() -> None:
         gated = Gated(processor)

@@ -1,5 +1,6 @@
 """Figures over several processes, as API servers count them."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -77,3 +78,55 @@ def test_the_figures_of_all_processes_are_summed(tmp_path: Path) -> None:
         "mini_engine:request_transport_time_seconds_count 2.0",
     ):
         assert line in lines
+
+
+# All figures are read whenever a file is opened for writing.
+SCRAPED = """
+import os
+from prometheus_client import CollectorRegistry, multiprocess
+real = os.fstat
+def scrape(fd):
+    os.fstat = real
+    list(multiprocess.MultiProcessCollector(CollectorRegistry()).collect())
+    os.fstat = scrape
+    return real(fd)
+os.fstat = scrape
+from mini_engine import metrics
+"""
+
+
+def test_figures_can_be_read_while_a_process_begins_to_count(tmp_path: Path) -> None:
+    run(SCRAPED, tmp_path)
+
+
+MANY = """
+from mini_engine import metrics
+for engine in range(64):
+    metrics.EngineFigures(engine, 1000)
+    metrics.mm_tensor_ipc_info.labels(str(engine), "torch_shm", "x" * 500).set(1)
+print(metrics.FILE_BYTES)
+"""
+
+
+def test_the_files_have_the_size_that_was_set_aside_however_many_engines_there_are(tmp_path: Path) -> None:
+    planned = ast.literal_eval(run(MANY, tmp_path))
+    assert {path.name.rpartition("_")[0]: path.stat().st_size for path in tmp_path.iterdir()} == planned
+    assert all(512 * path.stat().st_blocks >= path.stat().st_size for path in tmp_path.iterdir())
+    used = {path.name.rpartition("_")[0] for path in tmp_path.iterdir() if path.read_bytes()[:4] != bytes(4)}
+    assert used == planned.keys()
+
+
+SCARCE = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 10, 100 << 10))
+from mini_engine import metrics
+metrics.prompt_tokens_total.inc()
+assert metrics.samples()["prompt_tokens_total"] == [1.0]
+assert b"prompt_tokens_total 1.0" in metrics.exposition()
+print(metrics.obstacle)
+"""
+
+
+def test_a_process_without_room_for_files_counts_for_itself(tmp_path: Path) -> None:
+    assert run(SCARCE, tmp_path) == "no room in TMPDIR for the figures of an API server (File too large)\n"
+    assert not list(tmp_path.iterdir())

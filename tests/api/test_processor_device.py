@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import types
 
 import pytest
 import torch
 
-from mini_engine.api.processor_device import SLOTS, cuda_sender, limit_memory, processor_device
-from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.api.processor_device import DeviceLost, cuda_sender, limit_memory, processor_device, watch_device
+from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig
 from mini_engine.free_memory import CUDA_CONTEXT_BYTES, processor_bytes, processor_memory
 from mini_engine.host import plan_media_cache
+from mini_engine.messages import RankAddress
 from mini_engine.transport.codec import Encoder
 
 GIB = 1 << 30
@@ -25,12 +27,18 @@ no_device = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUD
         ({"mm_ipc_gpu_memory_gb": 2.0}, "is for --mm-processor-device cuda; leave it out"),
         ({**CUDA, "mm_processor_cache_type": "shm"}, "choose --mm-processor-cache-type lru or auto"),
         ({**CUDA, "mm_tensor_ipc": "direct_rpc"}, "choose --mm-tensor-ipc auto"),
+        (
+            {**CUDA, "mm_ipc_gpu_memory_gb": 0.01, "api_server_count": 8, "data_parallel_size": 4},
+            "--mm-ipc-gpu-memory-gb: 256 staging slots, 8 .* of 8 .* of 4 .*, share a quarter of it; set 1 at least$",
+        ),
+        ({**CUDA, "api_server_count": 64, "data_parallel_size": 3}, "--mm-ipc-gpu-memory-gb: .* set 6 at least$"),
     ],
 )
 def test_settings_that_do_not_go_together(given, remedy):
     with pytest.raises(ConfigError, match=remedy):
         EngineConfig(**given).validate()
     EngineConfig(**CUDA, mm_ipc_gpu_memory_gb=2.0).validate()
+    EngineConfig(**CUDA, mm_ipc_gpu_memory_gb=1.0, api_server_count=8, data_parallel_size=4).validate()
 
 
 @no_device
@@ -64,18 +72,37 @@ def test_torch_is_held_to_its_share(monkeypatch):
     assert seen == [(3 / 16, "cuda:0"), (1.0, "cuda:0")]
 
 
-def test_slots_without_room_are_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    config = EngineConfig(**CUDA, mm_ipc_gpu_memory_gb=0.01, api_server_count=4)
-    with pytest.raises(ConfigError, match="--mm-ipc-gpu-memory-gb: .* 8 slots of each of 4 .*; take 0.031 or more"):
-        cuda_sender(config, Encoder("api 0", 1), 0, 2)
-
-
 def test_api_servers_take_turns_with_the_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [processor_device(EngineConfig(**CUDA), index) for index in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+
+
+class Stream:
+    """Answers each query as it is told; then all is well."""
+
+    def __init__(self, *answers: bool):
+        self.answers = list(answers)
+
+    def query(self) -> bool:
+        if self.answers and not self.answers.pop(0):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return True
+
+
+def test_a_device_that_is_lost_ends_the_server_and_an_error_that_passes_does_not(monkeypatch):
+    stream = Stream(True, False, True, True, False, False)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream)
+    monkeypatch.setattr("mini_engine.api.processor_device.CHECK_SECONDS", 0.0)
+
+    async def serve() -> None:  # as `server.py` does
+        watch = asyncio.create_task(watch_device("cuda:1"))
+        (ended,), _ = await asyncio.wait([watch], timeout=10)
+        ended.result()
+
+    with pytest.raises(DeviceLost, match="cuda:1 cannot be used by this process any more: CUDA error: an illegal"):
+        asyncio.run(serve())
+    assert not stream.answers
 
 
 def test_patches_on_a_device_are_kept_there():
@@ -91,7 +118,7 @@ def test_the_slots_stay_within_their_memory():
     free, _ = torch.cuda.mem_get_info()
     make = cuda_sender(config, Encoder("api 0", 1), 0, 2)
     assert make is not None
-    sender = make([])
+    sender = make([RankAddress(1, rank, f"/nowhere/t{rank}", f"ipc:///nowhere/d{rank}") for rank in range(2)])
     taken = free - torch.cuda.mem_get_info()[0]
     sender.close()
-    assert SLOTS << 20 < taken <= (1 << 28) + (4 << 20)
+    assert STAGING_SLOTS << 20 < taken <= (1 << 28) + (4 << 20)

@@ -1,10 +1,17 @@
-"""One server of the bundled model for the tests that send it requests, and `bench.py` inside this process."""
+"""One server of the bundled model for the tests that send it requests; `bench.py` inside this process, and as one of
+its own that must leave nothing.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +19,7 @@ from typing import Any
 import pytest
 
 from mini_engine.bench import cli
-from tests.e2e.running_server import RunningServer
+from tests.e2e.running_server import ROOT, RunningServer, alive
 
 
 @dataclass
@@ -49,6 +56,39 @@ def bench(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ran]]:
 
     yield run
     signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def short_tmp() -> Iterator[Path]:
+    """Short, unlike pytest's: a server whose sockets' paths would be too long takes /tmp instead."""
+    with tempfile.TemporaryDirectory(prefix="me-test-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def start(short_tmp: Path) -> Callable[..., subprocess.Popen[str]]:
+    """`start("core", "--part", "step")` is `python bench.py core --part step`, with `short_tmp` for its files."""
+
+    def run(*flags: object) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "bench.py", *map(str, flags)], cwd=ROOT, env={**os.environ, "TMPDIR": str(short_tmp)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture
+def assert_nothing_left(short_tmp: Path) -> Callable[[Iterable[int]], None]:
+    """Given what `start` has started: none of these processes lives on, and nothing lies in `short_tmp`."""
+
+    def check(family: Iterable[int]) -> None:
+        deadline = time.monotonic() + 10
+        while left := [pid for pid in family if alive(pid)] + list(short_tmp.glob("mini-engine-*")):
+            assert time.monotonic() < deadline, f"left behind: {left}"
+            time.sleep(0.05)
+
+    return check
 
 
 @pytest.fixture(scope="session")

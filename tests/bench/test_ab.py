@@ -49,6 +49,14 @@ def test_ratios_by_hand():
     assert "Prompts not answered alike by all runs: 2 of 100; by the runs of A: 0, of B: 1" in text
 
 
+def test_no_key_of_a_server_is_told():
+    args = parsed("ab", "--a", "--api-key sesame", "--b", "--api-key=sesame", "--launch", "--api-key sesame -tp 2")
+    settings = settings_of(argparse.Namespace(**{**vars(args), "launch": ""}))
+    found = ab.compare({"A": [measured(figures(10.0, 4.0))], "B": [measured(figures(20.0, 4.0))]}, settings)
+    text = ab.describe(found, args, settings)
+    assert "sesame" not in text and "both: --api-key HIDDEN -tp 2" in text.splitlines()
+
+
 def test_one_round_has_no_spread():
     args = parsed("ab", "--a", "", "--b", "", "--rounds", "1")
     settings = settings_of(argparse.Namespace(**{**vars(args), "launch": ""}))
@@ -77,6 +85,15 @@ def test_a_sweep_of_a_server_that_runs(bench, root, tmp_path: Path):
         row = next(line.split() for line in ran.out.splitlines() if line.split()[:3] == [value, "6", "0"])
         assert float(row[3]) == pytest.approx(run["request_throughput"], abs=1e-3)
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_sweep_starts_a_server_for_each_value(bench):
+    ran = bench("sweep", "--flag", "max-num-seqs", "--values", "1,4", "--num-prompts", 4)
+    assert ran.status == 0, ran.err
+    assert ran.last["surroundings_of"] == "all" and ran.figures["flag"] == "--max-num-seqs"
+    assert [run["completed"] for run in ran.figures["runs"]] == [4, 4]
+    assert [line.split()[:3] for line in ran.out.splitlines()[1:3]] == [["1", "4", "0"], ["4", "4", "0"]]
 
 
 @pytest.mark.slow

@@ -8,7 +8,14 @@ import random
 import numpy as np
 import pytest
 
+from mini_engine.bench import cli
+from mini_engine.bench.serving import measure
 from mini_engine.bench.serving.arrivals import arrivals
+from mini_engine.bench.serving.client import Outcome, Request
+from mini_engine.bench.serving.load import ClientLoad, Run
+from mini_engine.bench.serving.settings import settings_of
+from mini_engine.bench.serving.target import Target
+from mini_engine.demo import videos
 
 COUNT = 4000
 CRITICAL = 1.63 / math.sqrt(COUNT)  # of the Kolmogorov-Smirnov statistic at 1 %
@@ -57,3 +64,29 @@ def test_an_infinite_rate_is_all_at_once_and_a_seed_fixes_the_rest():
     assert arrivals(3, math.inf, 1.0, random.Random(0)) == [0.0, 0.0, 0.0]
     assert (gaps(2.0, 1.0, seed=3) == gaps(2.0, 1.0, seed=3)).all()
     assert (gaps(2.0, 1.0, seed=3) != gaps(2.0, 1.0, seed=4)).all()
+
+
+def test_what_is_drawn_for_one_purpose_says_nothing_of_another(monkeypatch: pytest.MonkeyPatch):
+    """Large media come in bursts as well, and are cancelled as often as others."""
+    sent: list[tuple[Request, float]] = []
+
+    def drive(requests: list[Request], starts: list[float], *_: object) -> Run:
+        sent.extend(zip(requests, starts, strict=True))
+        return Run([Outcome(request.number, error="not sent") for request in requests], 0.0, 1.0, ClientLoad(0, 0, 0))
+
+    monkeypatch.setattr(measure, "drive", drive)
+    flags = ["--launch", "", "--dataset-name", "random-mm", "--random-mm-bucket-config", "{(16,16,1):.6,(32,32,1):.4}",
+             "--num-prompts", "400", "--num-warmups", "0", "--request-rate", "20", "--cancel-rate", "0.4",
+             "--input-len", "40", "--random-range-ratio", "0.5", "--disable-tqdm"]  # fmt: skip
+    with measure.prepared(settings_of(cli.parse(flags))) as ready:
+        measure.measure(ready, Target("http://nowhere", "model", False), "title")
+    samples = ready.prompts.samples
+    drawn = [
+        np.diff([start for _, start in sent], prepend=0.0),
+        [request.cancel_after is not None for request, _ in sent],
+        [videos.decode_image(sample.media[0].data).shape[0] for sample in samples],
+        [len(sample.messages[0].text.split()) for sample in samples],
+        [sample.output_tokens for sample in samples],
+    ]
+    found = np.corrcoef(np.array(drawn, float))
+    assert np.abs(found - np.eye(len(drawn))).max() < 0.2, f"four standard deviations: {found}"

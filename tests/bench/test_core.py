@@ -3,47 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.running_server import ROOT, alive, descendants
+from tests.e2e.running_server import ROOT, descendants
 
 SMALL = ["--clients", "2", "--videos", "6", "--texts", "3", "--video-sizing", "model"]
 SMALL += ["--batches", "1", "3", "--steps", "12", "--repeats", "1"]
 
 
-@pytest.fixture
-def short_tmp() -> Iterator[Path]:
-    """Short, unlike pytest's: a server whose sockets' paths would be too long takes /tmp instead."""
-    with tempfile.TemporaryDirectory(prefix="me-test-") as path:
-        yield Path(path)
-
-
-def start(short_tmp: Path, *flags: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "bench.py", "core", *SMALL, *flags], cwd=ROOT, env={**os.environ, "TMPDIR": str(short_tmp)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def assert_nothing_left(family: list[int], short_tmp: Path) -> None:
-    deadline = time.monotonic() + 5
-    while left := [pid for pid in family if alive(pid)] + [path.name for path in short_tmp.glob("mini-engine-*")]:
-        assert time.monotonic() < deadline, f"left behind: {left}"
-        time.sleep(0.05)
-
-
-def test_both_parts_and_the_last_line(short_tmp: Path):
+def test_both_parts_and_the_last_line(start, assert_nothing_left, short_tmp: Path):
     output = short_tmp / "result.json"
-    bench = start(short_tmp, "--serve", "--block-size 8", "--output", str(output))
+    bench = start("core", *SMALL, "--launch", "--block-size 8", "--output", str(output))
     family: set[int] = set()
     while bench.poll() is None:
         family.update(descendants(bench.pid))
@@ -51,12 +27,12 @@ def test_both_parts_and_the_last_line(short_tmp: Path):
     stdout, stderr = bench.communicate()
     assert bench.returncode == 0, stdout + stderr
     assert len(family) >= 6, "a server and two engines were to be seen"
-    assert_nothing_left(sorted(family), short_tmp)
+    assert_nothing_left(family)
 
     lines = stdout.splitlines()
     found = json.loads(lines[-1])
     assert found == json.loads(output.read_text())
-    assert found["config"]["serve"] == "--block-size 8" and found["failures"] == []
+    assert found["config"]["launch"] == "--block-size 8" and found["failures"] == []
     check_latency(found["figures"]["latency"], lines)
     check_step(found["figures"]["step"], lines)
 
@@ -88,22 +64,27 @@ def check_step(figures: dict, lines: list[str]) -> None:
 
 
 @pytest.mark.parametrize("part", ["latency", "step"])
-def test_a_killed_bench_leaves_nothing(short_tmp: Path, part: str):
-    bench = start(short_tmp, "--part", part, "--videos", "1", "--steps", "100000")
+def test_a_killed_bench_leaves_nothing(start, assert_nothing_left, short_tmp: Path, part: str):
+    bench = start("core", *SMALL, "--part", part, "--videos", "1", "--steps", "100000")
     deadline = time.monotonic() + 60
     while len(family := descendants(bench.pid)) < 3 or not list(short_tmp.glob("mini-engine-*")):
         assert bench.poll() is None and time.monotonic() < deadline, bench.communicate()
         time.sleep(0.05)
     bench.send_signal(signal.SIGKILL)
     bench.communicate()
-    assert_nothing_left(family, short_tmp)
+    assert_nothing_left(family)
 
 
 @pytest.mark.parametrize(
-    ("serve", "said"), [("-tp 2", "core --part step measures one worker"), ("--no-such-flag", "unknown flag --no-such")]
+    ("launch", "said"),
+    [
+        ("-tp 2", "core --part step measures one worker"),
+        ("--no-such-flag", "unknown flag --no-such"),
+        ("'", "--launch: these flags"),
+    ],
 )
-def test_a_bad_flag_is_one_line(serve: str, said: str):
-    command = [sys.executable, "bench.py", "core", "--part", "step", "--serve", serve]
+def test_a_bad_flag_is_one_line(launch: str, said: str):
+    command = [sys.executable, "bench.py", "core", "--part", "step", "--launch", launch]
     bench = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert bench.returncode == 2 and bench.stderr.startswith(f"bench.py: {said}")
     assert len(bench.stderr.splitlines()) == 1

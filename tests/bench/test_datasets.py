@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from transformers import AutoTokenizer
 
-from mini_engine.bench.datasets import MADE, READ
+from mini_engine.bench.datasets import MADE, READ, synthetic
 from mini_engine.bench.datasets.loading import MAKERS, load
 from mini_engine.bench.datasets.sample import DataSettings, Link, Medium, Sample, repeat_order
 from mini_engine.bench.report import BenchError
@@ -61,6 +61,18 @@ def test_synthetic_prompts_hold_their_answers_and_follow_the_seed():
         assert any(sample.messages[0].text in texts for texts in questions.PHRASINGS.values())
         assert sample.answer and len(sample.answer.split()) <= 6
     assert load(settings("synthetic-image", count=1)).samples[0].media[0].mime == "image/png"
+
+
+def test_what_is_asked_says_nothing_of_what_is_shown(monkeypatch: pytest.MonkeyPatch):
+    def show(kind: str, seed: int) -> synthetic.Shown:  # without the work of drawing it
+        scene = videos.make_scene(seed)
+        return synthetic.Shown(Medium(b"", "video/mp4"), scene.colour, scene.shape, scene.motion)
+
+    monkeypatch.setattr(synthetic, "show", show)
+    samples = load(settings("synthetic-video", count=300)).samples
+    for kind, answers in (("colour", videos.COLOURS), ("shape", videos.SHAPES), ("motion", videos.MOTIONS)):
+        told = Counter(one.answer for one in samples if one.messages[0].text in questions.PHRASINGS[kind])
+        assert len(told) == len(answers) and 40 < told.total() < 110, "each answer is right somewhere"
 
 
 def sizes(sample: Sample) -> tuple[int, ...]:

@@ -73,6 +73,13 @@ def test_goodput_counts_requests_that_keep_every_limit(limits: dict[str, float],
     assert figures_of(Run(by_hand(), 100.0, 1.0, IDLE), Measures(goodput=limits))["request_goodput"] == good
 
 
+def test_a_goodput_of_nothing_is_shown():
+    measures = Measures(goodput={"ttft": 1.0})
+    text = describe(figures_of(Run(by_hand(), 100.0, 1.0, IDLE), measures), measures, "none good")
+    assert f"{'Request goodput (req/s):':<40} 0.00" in text.splitlines()
+    assert "goodput" not in describe(figures_of(Run(by_hand(), 100.0, 1.0, IDLE), Measures()), Measures(), "no limits")
+
+
 def test_nothing_was_answered():
     measures = Measures()
     found = figures_of(Run([outcome(0, 1.0, [], 0, error="no")], 1.0, 0.5, IDLE), measures)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mini_engine.bench import report
 from mini_engine.bench.report import Latencies, Report, as_json, percentile, table
 
 
@@ -45,3 +49,32 @@ def test_the_object_says_on_what_it_ran():
     found = json.loads(json.dumps(as_json({"regime": "core"}, Report({"x": 1}, ["it broke"]))))
     assert found["regime"] == "core" and found["figures"] == {"x": 1} and found["failures"] == ["it broke"]
     assert found["versions"]["mini-engine"] and found["hardware"]["cores"] >= 1
+    assert found["surroundings_of"] == "all"
+    assert as_json({}, Report({}, all_here=False))["surroundings_of"] == "client"
+
+
+def test_the_gpus_that_the_driver_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(report, "GPUS", tmp_path)
+    assert report.hardware()["gpus"] == []
+    for bus in ("0000:0b:00.0", "0000:0a:00.0"):
+        (tmp_path / bus).mkdir()
+        (tmp_path / bus / "information").write_text(f"Model: \t\t NVIDIA Some {bus[6]}\nIRQ:   \t\t 16\n")
+    assert report.hardware()["gpus"] == ["NVIDIA Some a", "NVIDIA Some b"]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+def test_the_commit_of_a_checkout(tmp_path: Path):
+    def git(*words: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert report.commit(tmp_path) is None
+    git("init", "--quiet")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "--quiet", "--message", "one")
+    assert report.commit(tmp_path) == git("rev-parse", "HEAD")
+    (tmp_path / "file").write_text("2")
+    assert report.commit(tmp_path) == git("rev-parse", "HEAD") + "-dirty"
+    (tmp_path / "site-packages").mkdir()
+    assert report.commit(tmp_path / "site-packages") is None, "a checkout of another project"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shlex
 import subprocess
 import sys
@@ -14,6 +16,8 @@ import numpy as np
 import pytest
 
 from mini_engine.bench import cli
+from mini_engine.bench.datasets.sample import draws
+from mini_engine.bench.serving.arrivals import arrivals
 from mini_engine.bench.serving.settings import settings_of
 from mini_engine.bench.serving.vllm import REFUSED
 from mini_engine.demo import questions, videos
@@ -88,13 +92,15 @@ def test_table_files_and_counters_agree(bench, server, root, tmp_path: Path):
     gaps = [itl for line in lines for itl in line["itls"]]
     assert np.std(gaps) * 1000 == pytest.approx(figures["std_itl_ms"])
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert result["surroundings_of"] == ran.last["surroundings_of"] == "client", "the server was there before"
 
     # the stages of each request are its time, but for the way to the client
     for line in lines:
         assert 0 < sum(line["stages"].values()) <= line["e2el"]
     assert set(figures["stages_ms"]) == set(lines[0]["stages"])
     assert sum(stage["share"] for stage in figures["stages_ms"].values()) == pytest.approx(1, abs=1e-4)
-    assert "24/24" in ran.err and "0 failed" in ran.err
+    bar = re.search(r"requests: 100%.* 24/24 .* (\d+) tok/s, 0 failed", ran.err)
+    assert bar and int(bar[1]) == pytest.approx(figures["output_throughput"], rel=0.2, abs=2)
 
 
 def test_without_flags(bench, server, root):
@@ -119,6 +125,45 @@ def test_nobody_listens(bench):
     assert ran.status == 1 and ran.out == ""
     (line,) = ran.err.splitlines()
     assert "http://127.0.0.1:1" in line and "serve.py" in line and "--launch" in line
+
+
+PUBLISHED = {
+    "sharegpt": """--endpoint /v1/chat/completions --backend openai-chat --model MODEL --dataset-name sharegpt
+        --dataset-path FILE --save-result --save-detailed --disable-shuffle --num-warmups 20 --num-prompts 1000
+        --max-concurrency 400 --sharegpt-output-len 128""",
+    "hf": """--endpoint-type openai-chat --endpoint /v1/chat/completions --dataset-name hf --dataset-path PATH
+        --hf-split train --model MODEL --max-concurrency 4 --num-prompts 32 --hf-output-len 128""",
+}
+
+
+def test_published_command_lines_are_taken_as_they_stand():
+    sharegpt, hf = (settings_of(cli.parse(PUBLISHED[name].split())) for name in ("sharegpt", "hf"))
+    for settings in (sharegpt, hf):
+        assert (settings.backend, settings.endpoint, settings.model) == ("openai-chat", "/v1/chat/completions", "MODEL")
+        assert settings.root == "http://127.0.0.1:8000" and math.isinf(settings.request_rate)
+        assert settings.data.output_tokens == 128 and settings.launch is None
+    assert (sharegpt.data.name, sharegpt.data.path, sharegpt.data.shuffle) == ("sharegpt", "FILE", False)
+    assert (sharegpt.data.warm_ups, sharegpt.data.count, sharegpt.max_concurrency) == (20, 1000, 400)
+    assert sharegpt.output.save_result and sharegpt.output.save_detailed
+    assert (hf.data.name, hf.data.path, hf.data.split, hf.data.shuffle) == ("hf", "PATH", "train", True)
+    assert (hf.data.count, hf.max_concurrency, hf.output.save_result) == (32, 4, False)
+
+
+def test_requests_are_sent_as_they_arrive(bench, root, tmp_path: Path):
+    ran = bench("--base-url", root, "--dataset-name", "text", "--output-len", 1, "--num-prompts", 12, "--seed", 5,
+                "--num-warmups", 1, "--request-rate", 20, "--burstiness", 0.5, "--save-result", "--save-detailed",
+                "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
+    assert ran.status == 0, ran.err
+    sent = np.array(json.loads((tmp_path / "r.json").read_text())["start_times"])
+    late = sent - arrivals(12, 20, 0.5, draws(5, "arrivals"))
+    assert late.min() >= 0 and np.median(late) < 0.2
+
+
+def test_the_share_that_is_cancelled_of_short_answers(bench, root):
+    """An answer of the bundled model is of a token or two, of the 32 that it might have."""
+    ran = bench("--base-url", root, "--num-prompts", 20, "--num-warmups", 0, "--cancel-rate", 0.25)
+    assert (ran.status, ran.figures["cancelled"], ran.figures["completed"]) == (0, 5, 15)
+    assert "--cancel-rate" not in ran.err
 
 
 def clips(folder: Path, count: int) -> list[dict[str, str]]:
@@ -232,6 +277,7 @@ def test_a_server_of_its_own_and_media_by_http(tmp_path: Path):
     assert len(family) >= 5 and not [pid for pid in family if alive(pid)]
     found = json.loads(out.splitlines()[-1])
     assert found == json.loads((tmp_path / "last.json").read_text())
+    assert found["surroundings_of"] == "all"
     assert found["figures"]["completed"] == 6 and found["figures"]["stages_ms"]["fetch"]["mean"] > 0
 
 
@@ -279,6 +325,24 @@ def test_a_server_of_its_own_and_media_by_http(tmp_path: Path):
             "--ramp_up_strategy linear",
             "--ramp-up-strategy is a flag of vLLM's `bench serve` that is not here: the rate",
         ),
+        ("--plot out.jepg", "--plot: out.jepg has none of the endings ."),
+        ("sweep --flag max-concurrency --values 1,2 --plot out", "--plot: out has none of the endings"),
+        ("--plot /no/such/out.png", "--plot: /no/such is not a directory; make it first"),
+        ("--output /no/such/out.json", "--output: /no/such is not a directory; make it first"),
+        ("core --output /tmp", "--output: /tmp is a directory; name a file in it"),
+        ("--save-result --result-dir /dev/null/x", "--result-dir: /dev/null is not a directory; choose another place"),
+        ("--save-result --result-dir / --result-filename tmp", "--result-filename: /tmp is a directory"),
+        (
+            "--save-result --save-detailed --result-filename r.jsonl",
+            "--result-filename: r.jsonl is where --save-detailed writes its lines",
+        ),
+        ('--launch "\'"', "--launch: these flags cannot be read: No closing quotation"),
+        ("attention --repeats 0", "--repeats: 0 is below 1"),
+        ("attention --sequences 0", "--sequences: 0 is below 1"),
+        ("gpu --repeats 0", "--repeats: 0 is below 1"),
+        ("gpu --batches 1 0", "--batches: 0 is below 1"),
+        ("core --repeats 0", "--repeats: 0 is below 1"),
+        ("transport --ranks 0", "--ranks: 0 is below 1"),
         ("--label x", "--label: nothing is written without --save-result"),
         ("--launch '' --ready-check-timeout-sec 5", "a server of --launch is waited for as long as it starts"),
         ("--input-len 5", "--input-len cannot be used with --dataset-name synthetic-video"),

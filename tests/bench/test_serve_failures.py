@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from mini_engine.bench.serving import client
 from mini_engine.config import BUNDLED_MODEL
 from tests.bench.misbehaving import MisbehavingServer
 from tests.e2e.running_server import ROOT
@@ -88,6 +90,28 @@ def test_cancelled_streams_are_no_failures(bench, broken, prompts):
     assert sum(count < 100 for count in broken.sent) == 4, "the server saw four clients leave"
 
 
+def test_streams_that_end_before_they_are_cancelled_are_told(bench, broken, prompts):
+    """What was asked for is up to 8 chunks of 50 tokens, and each answer has three."""
+    ran = bench(*prompts(*["ok"] * 12), "--base-url", broken.url, "--cancel-rate", 1)
+    assert ran.status == 0 and ran.figures["completed"] > 0 and ran.figures["cancelled"] > 0
+    told = f"bench.py: --cancel-rate: {ran.figures['completed']} of 12 streams ended before they were to be closed"
+    assert told in ran.err
+
+
+def test_a_client_that_is_busy_says_so(bench, broken, prompts, monkeypatch):
+    take = client._take
+
+    def slow(*event):
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+        return take(*event)
+
+    monkeypatch.setattr(client, "_take", slow)
+    ran = bench(*prompts(*["ok"] * 12), "--base-url", broken.url)
+    assert ran.figures["client"]["bottleneck"] and "The client was a bottleneck" in ran.out
+
+
 def test_no_more_than_the_given_number_at_once(bench, broken, prompts):
     ran = bench(*prompts(*["ok"] * 12), "--base-url", broken.url, "--max-concurrency", 3)
     assert ran.status == 0 and broken.most_at_once == 3 == ran.figures["max_concurrent_requests"]
@@ -118,15 +142,16 @@ def test_what_is_sent(bench, broken, prompts, monkeypatch):
 def test_what_is_sent_with_the_flags_of_vllm(bench, broken, prompts, tmp_path):
     named = ["--base-url", broken.url, "--model", BUNDLED_MODEL, "--served-model-name", "other", "--disable-tqdm"]
     drawn = ["--temperature", 0.5, "--top-p", 0.9, "--top-k", 7, "--logprobs", 2]
-    flags = [*named, *drawn, "--header", "X-Team=a", "X-Day=b"]
+    flags = [*named, *drawn, "--header", "X-Team=a", "X-Day=b", "Authorization=Bearer sesame"]
     ran = bench(*prompts("bare"), *flags, "--save-result", "--result-dir", tmp_path, "--label", "mine")
     assert ran.status == 0 and ran.err.splitlines() == [f"bench.py: wrote {path}" for path in tmp_path.glob("*.json")]
     sent = {"model": "other", "temperature": 0.5, "top_p": 0.9, "top_k": 7, "logprobs": True, "top_logprobs": 2}
     assert sent.items() <= broken.bodies[0].items()
-    assert b"X-Team: a\r\nX-Day: b\r\n" in broken.headers[0]
+    assert b"X-Team: a\r\nX-Day: b\r\nAuthorization: Bearer sesame\r\n" in broken.headers[0]
+    assert "sesame" not in ran.out and ran.last["config"]["header"][0] == ["X-Team", "HIDDEN"]
     assert ran.figures["tokens_counted_by"] == ["tokenizer"], "by that of --model"
     (path,) = tmp_path.glob("mine-infqps-other-*.json")
-    assert json.loads(path.read_text())["label"] == "mine"
+    assert json.loads(path.read_text())["label"] == "mine" and "sesame" not in path.read_text()
     ran = bench(*prompts("ok"), *flags, "--backend", "vllm")
     assert ran.status == 0 and broken.headers[-1].startswith(b"POST /v1/completions")
     assert broken.bodies[-1]["logprobs"] == 2 and "top_logprobs" not in broken.bodies[-1]
@@ -154,11 +179,18 @@ def test_a_long_body_is_sent_whole(bench, broken, prompts):
     assert [len(body["messages"][0]["content"]) for body in broken.bodies].count(len(text)) == 1
 
 
-def test_a_missing_package_says_what_to_install():
-    code = "import sys; sys.modules['matplotlib'] = None; from mini_engine.bench.cli import main; sys.exit(main([]))"
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    said = "bench.py: the package matplotlib is missing: pip install 'mini-engine[bench]'\n"
-    assert (ran.returncode, ran.stderr) == (2, said)
+@pytest.mark.parametrize(
+    ("flags", "status", "said"),
+    [
+        ([], 1, "bench.py: no server answers at http://127.0.0.1:1 "),
+        (["--plot", "x.png"], 2, "bench.py: the package matplotlib is missing: pip install 'mini-engine[bench]'\n"),
+    ],
+)
+def test_a_missing_package_says_what_to_install_where_it_is_needed(flags: list[str], status: int, said: str):
+    code = "import sys; sys.modules['matplotlib'] = None; from mini_engine.bench.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "--port", "1", *flags]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == status and ran.stderr.startswith(said)
 
 
 def test_completions(bench, broken, prompts):

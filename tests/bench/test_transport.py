@@ -3,48 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from mini_engine.bench.stopwatch import Stopwatch
 from mini_engine.bench.transport import PARTS, goals
-from mini_engine.bench.transport_rank import Timed, verify
+from mini_engine.bench.transport_rank import verify
 from mini_engine.bench.transport_transfer import WAYS, Payload
 from mini_engine.transport.packing import checksum
-from tests.e2e.running_server import ROOT, alive, descendants
+from tests.e2e.running_server import ROOT, descendants
 
 
-@pytest.fixture
-def short_tmp() -> Iterator[Path]:
-    """Short, unlike pytest's, for the sockets in it."""
-    with tempfile.TemporaryDirectory(prefix="me-test-") as path:
-        yield Path(path)
-
-
-def start(short_tmp: Path, *flags: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "bench.py", "transport", *flags], cwd=ROOT, env={**os.environ, "TMPDIR": str(short_tmp)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def assert_nothing_left(family: list[int], short_tmp: Path) -> None:
-    deadline = time.monotonic() + 5
-    while left := [pid for pid in family if alive(pid)] + [path.name for path in short_tmp.glob("mini-engine-*")]:
-        assert time.monotonic() < deadline, f"left behind: {left}"
-        time.sleep(0.05)
-
-
-def test_tiny_payloads_and_the_last_line(short_tmp: Path):
-    bench = start(short_tmp, "--payloads", "0.01", "2", "--repeats", "2")
+def test_tiny_payloads_and_the_last_line(start, assert_nothing_left):
+    bench = start("transport", "--payloads", "0.01", "2", "--repeats", "2")
     family: set[int] = set()
     while bench.poll() is None:
         family.update(descendants(bench.pid))
@@ -52,7 +29,7 @@ def test_tiny_payloads_and_the_last_line(short_tmp: Path):
     stdout, stderr = bench.communicate()
     assert bench.returncode == 0, stdout + stderr
     assert len(family) >= 2, "two ranks were to be seen"
-    assert_nothing_left(sorted(family), short_tmp)
+    assert_nothing_left(family)
 
     lines = stdout.splitlines()
     found = json.loads(lines[-1])
@@ -72,15 +49,15 @@ def test_tiny_payloads_and_the_last_line(short_tmp: Path):
         assert float(shown[-3]) == pytest.approx(row["total_over_memcpy"], abs=1e-3)
 
 
-def test_a_killed_bench_leaves_nothing(short_tmp: Path):
-    bench = start(short_tmp, "--payloads", "1", "--repeats", "100000")
+def test_a_killed_bench_leaves_nothing(start, assert_nothing_left, short_tmp: Path):
+    bench = start("transport", "--payloads", "1", "--repeats", "100000")
     deadline = time.monotonic() + 60
     while len(family := descendants(bench.pid)) < 3 or not list(short_tmp.glob("mini-engine-*/core")):
         assert bench.poll() is None and time.monotonic() < deadline, bench.communicate()
         time.sleep(0.05)
     bench.send_signal(signal.SIGKILL)
     bench.communicate()
-    assert_nothing_left(family, short_tmp)
+    assert_nothing_left(family)
 
 
 @pytest.mark.parametrize("flags", [("--payloads", "0"), ("--ranks", "0"), ("--repeats", "-1")])
@@ -97,11 +74,11 @@ def test_what_an_earlier_transfer_left_cannot_pass():
 
 def test_a_rank_sums_up_all_of_a_tensor_of_any_dtype():
     tensor = torch.arange(5000, dtype=torch.int32).view(50, 100)
-    mapping = Timed()
+    mapping = Stopwatch()
     mapping.wrap(time.sleep)(0.01)
     found = verify(tensor, mapping)
     assert found.checksum == checksum(tensor.view(-1).view(torch.uint8))
-    assert found.map_seconds >= 0.01 and mapping.seconds == 0
+    assert found.map_seconds >= 0.01 and mapping.wall == 0
     verify(torch.empty(0), mapping)
 
 

@@ -67,6 +67,8 @@ class SimulatedLinks:
         self.num_encoded = 0  # items
         self.num_computed = 0
         self.released: list[MessageId] = []
+        self.reported: set[tuple[int, MessageId]] = set()  # by a rank; the report may still be on its way
+        self.unreported: set[tuple[int, MessageId]] = set()  # released before: the rank will not report them
         self.kept: set[bytes] = set()
         self.dropped_segments: list[int] = []
         self.read: Callable[[StoreHandle], bytes] = lambda handle: b""  # what the store holds there: the media's hash
@@ -86,10 +88,12 @@ class SimulatedLinks:
     def run_step(self) -> None:
         """All ranks run the oldest dispatched step and report it."""
         step = self.steps.popleft()
-        result = StepResult(step.number, self._execute(step))
+        tokens = self._execute(step)
         for rank in range(self.num_ranks):
-            tokens = result if rank == 0 else StepResult(step.number)
-            self.inbox.append(Envelope(f"worker 0.{rank}", 100 + rank, tokens))
+            unreported = [message for message in step.release if (rank, message) not in self.reported]
+            self.unreported |= {(rank, message) for message in unreported}
+            result = StepResult(step.number, [] if rank else tokens, rank, unreported)
+            self.inbox.append(Envelope(f"worker 0.{rank}", 100 + rank, result))
 
     def _execute(self, step: Step) -> list[SampledToken]:
         for request_id in step.finished:

@@ -113,17 +113,22 @@ def test_media_may_fail_before_their_request_comes():
     world.assert_at_rest()
 
 
-def test_media_that_never_come_are_to_be_sent_again(monkeypatch):
+@pytest.mark.parametrize("on_its_way", [True, False])
+def test_media_that_never_come_are_to_be_sent_again(monkeypatch, on_its_way):
     monkeypatch.setattr(engine_core, "MEDIA_TIMEOUT_SECONDS", 0.0)
     world = World()
     message = MessageId(API[1], 1)
+    if on_its_way:  # the rank's report, when the message is released
+        world.links.reported.add((0, message))
     world.request("video", media=[item(message, 1, media_hash=HASH)], siblings=[Sibling("video-1", 3)])
     world.run()
     assert world.misses == {"video": [HASH]} and not world.ends and not world.accepted
     assert world.links.released == [message]
     assert world.consumed == [message]
-    world.media_ready(message)  # late, after the end of its request
-    world.run()
+    if on_its_way:
+        assert len(world.core.arrivals) == 1
+        world.media_ready(message)
+        world.run()
     world.assert_at_rest()
 
 
@@ -134,8 +139,6 @@ def test_a_message_that_no_request_will_come_for_is_given_back():
     world.receive(Withdraw([message]))
     world.run()
     assert world.links.released == [message] == world.consumed
-    world.media_ready(message, rank=1)  # it did, after all
-    world.run()
     world.assert_at_rest()
 
 

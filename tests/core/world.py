@@ -17,6 +17,7 @@ from mini_engine.messages import (
     Envelope,
     Evicted,
     Figures,
+    MediaFailed,
     MediaItem,
     MediaMiss,
     MediaReady,
@@ -64,6 +65,11 @@ class World:
         self.told: list[object] = []  # everything else
 
     def receive(self, body, sender=API):
+        if isinstance(body, MediaReady | MediaFailed):
+            report = (body.rank, body.message)
+            if report in self.links.unreported:  # no rank reports what it has released unseen
+                return
+            self.links.reported.add(report)
         self.links.inbox.append(Envelope(*sender, body))
 
     def request(

@@ -206,6 +206,42 @@ def test_a_dev_shm_of_one_megabyte_is_not_used(cache):
         assert_nothing_held(server)
 
 
+MOUNTED = 'mount -t tmpfs -o size="$0" scarce "$TMPDIR" && exec "$@"'
+
+
+def in_a_tmpdir(size: str, *command: str) -> list[str]:
+    """The command, for which TMPDIR has so much room."""
+    if not can_mount_privately():
+        pytest.skip("this user may not mount a TMPDIR of its own")
+    return ["unshare", "-m", "sh", "-c", MOUNTED, size, *command]
+
+
+def test_an_api_server_that_starts_anew_serves_although_tmpdir_is_full():
+    one, another = ask_video(340), ask_video(341)
+    server = RunningServer()
+    server.command = in_a_tmpdir("1M", *server.command)
+    with server:
+        assert ask(server, one) == one.answer
+        with (
+            pytest.raises(OSError, match="No space"),
+            open(f"/proc/{server.process.pid}/root{server.tmpdir}/all", "wb") as all_,
+        ):
+            while True:
+                all_.write(bytes(1 << 12))
+                all_.flush()
+        os.kill(server.pids()["mini-engine: api 0"], signal.SIGKILL)
+        eventually(lambda: assert_in("serves in the place of", server.log), 60)
+        assert_in("this one's figures stand alone: no room in TMPDIR", server.log)
+        assert ask(server, another) == another.answer
+        assert server.total("request_success_total") == 1  # of its own
+
+
+def test_a_tmpdir_without_room_for_figures_is_refused_in_one_line():
+    with tempfile.TemporaryDirectory() as temporary:
+        log = refused(prefix=in_a_tmpdir("100k"), environ={"TMPDIR": temporary})
+    assert log.count("\n") == 1 and "no room in TMPDIR for the figures" in log and "set TMPDIR" in log, log
+
+
 def refused(*flags: str, prefix: Sequence[str] = (), environ: dict[str, str] | None = None) -> str:
     """What `serve.py` says when it ends instead of starting."""
     command = [*prefix, sys.executable, "serve.py", "--host", "127.0.0.1", "--port", "0", *flags]

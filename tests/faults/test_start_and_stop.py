@@ -67,6 +67,23 @@ def test_a_start_that_is_interrupted_leaves_nothing(phase, number):
         assert "Traceback" not in server.log
 
 
+def test_a_stop_does_not_wait_for_a_download(tmp_path):
+    """Not even for one that stands still; and a process 1, as in a container, has to handle a signal to get it."""
+    with socket.socket() as hub:
+        hub.bind(("127.0.0.1", 0))
+        hub.listen()
+        hub.settimeout(60)
+        environ = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HOME": str(tmp_path)}
+        environ.pop("HF_HUB_OFFLINE", None)
+        with subprocess.Popen(
+            [sys.executable, "serve.py", "some/model"], cwd=ROOT, env=environ, stderr=subprocess.PIPE
+        ) as process:
+            with hub.accept()[0]:
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(15) == 0
+            assert b"Traceback" not in process.stderr.read()
+
+
 @pytest.mark.parametrize(
     "role", ["core 0", *(pytest.param(role, marks=pytest.mark.slow) for role in ("api 0", "worker 0.0"))]
 )

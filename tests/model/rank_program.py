@@ -44,7 +44,7 @@ def serve(rank: int, size: int, directory: Path, parent: int) -> None:
     dist.init_process_group("gloo", init_method=job["init"], rank=rank, world_size=size, timeout=timedelta(seconds=60))
     tp = TensorParallel(rank, size)
     results: dict = {name: run(path, prompts, tp) for name, (path, prompts) in job["checkpoints"].items()}
-    results["broadcast"] = tp.broadcast(torch.tensor([float(rank)]), source=size - 1)
+    results["broadcast"] = tp.broadcast(torch.tensor([float(rank + 1)]))
     results["gathered"] = tp.all_gather(torch.tensor([rank, rank + 10]))
     torch.save(results, directory / f"rank{rank}.pt")
     dist.destroy_process_group()

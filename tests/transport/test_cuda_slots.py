@@ -129,13 +129,13 @@ class World:
         return tensor.cuda() if self.kind == "cuda" else tensor
 
     def send(self, sender: CudaSender, number: int, *tensors: torch.Tensor) -> list[TensorHandle]:
-        outgoing = self.reserve(sender, number, sum(tensor.nbytes for tensor in tensors))
+        outgoing = self.reserve(sender, number, sum(tensor.nbytes for tensor in tensors), len(tensors))
         handles = [outgoing(tensor) for tensor in tensors]
         assert outgoing.send() == len(tensors) * len(self.ranks)
         return handles
 
-    def reserve(self, sender: CudaSender, number: int, nbytes: int) -> Any:
-        return self.runner.run(sender.reserve(self.message(number), nbytes))
+    def reserve(self, sender: CudaSender, number: int, nbytes: int, tensors: int = 1) -> Any:
+        return self.runner.run(sender.reserve(self.message(number), nbytes, tensors))
 
     def reports(self, count: int) -> list[MediaReady | MediaFailed]:
         bodies = []
@@ -295,11 +295,16 @@ def test_a_rank_that_cannot_map_the_memory_says_why(world) -> None:
 
 
 def test_the_probe_compares_bytes_as_the_rank_has_them(world) -> None:
+    """And the memory, which the rank has mapped, is not given back."""
     staging = world.staging()
     fill = staging.fill
     staging.fill = lambda slot, memory, tensor: fill(slot, memory, tensor.flip(0))
     with pytest.raises(TransportError, match="other bytes than were sent"):
         world.sender(staging=staging)
+    freed: list[None] = []
+    staging.free = lambda: freed.append(None)
+    world.senders[0].close()
+    assert freed == []
 
 
 def test_a_message_is_of_one_kind_and_fits_a_slot(world) -> None:
@@ -311,6 +316,8 @@ def test_a_message_is_of_one_kind_and_fits_a_slot(world) -> None:
     outgoing.discard()
     with pytest.raises(TransportError, match="too large for a staging slot"):
         world.reserve(sender, 2, 2 * NBYTES)
+    with pytest.raises(TransportError, match="too large for a staging slot"):
+        world.reserve(sender, 2, NBYTES, 600)  # with the gaps between them
     (handle,) = world.send(sender, 3, tensor := pattern(3, world.kind))  # the slot is back
     world.reports(1)
     assert world.ranks[0]("read", handle) == found(tensor)

@@ -111,7 +111,8 @@ def test_a_bad_message_fails_alone(client, drain) -> None:
 def test_slots_that_cannot_be_are_refused_with_a_reason(client, drain, fields, why) -> None:
     client.send(msgspec.structs.replace(client.slots, **fields))
     assert drain(client.receiver, 0.05) == []
-    assert why in client.answer().error
+    answer = client.answer()
+    assert why in answer.error and answer.unmapped == ("probe" not in fields)
 
 
 def test_slots_that_come_twice_are_refused_and_the_first_stay(client, drain) -> None:
@@ -176,16 +177,16 @@ def make_sender(me, address) -> Iterator[Callable[..., CudaSender]]:
         sender._staging.close()
 
 
-def test_a_message_waits_in_line_for_a_slot(make_sender, message, run) -> None:
+def test_a_message_that_finds_no_slot_idle_is_refused(make_sender, message, run) -> None:
     sender = make_sender(2, NBYTES)
 
     async def scenario() -> None:
         first, second = [await sender.reserve(message(number), 10) for number in (1, 2)]
-        waiting = asyncio.create_task(sender.reserve(message(3), NBYTES))
-        await asyncio.sleep(0.01)
-        assert not waiting.done() and sender.buffered_bytes == 20
+        with pytest.raises(TransportError, match="no staging slot is idle"):
+            await asyncio.wait_for(sender.reserve(message(3), NBYTES), 5)
+        assert sender.buffered_bytes == 20
         second.discard()
-        third = await waiting
+        third = await sender.reserve(message(3), NBYTES)
         assert third.buffer.number == 2 and third.buffer.generation == 2
         first.discard()
         third.discard()
@@ -194,6 +195,26 @@ def test_a_message_waits_in_line_for_a_slot(make_sender, message, run) -> None:
 
     run(scenario())
     assert sender._credit.used == 0 and len(sender._idle) == 2 and sender.buffered_bytes == 0
+
+
+def test_memory_of_a_rank_that_has_not_answered_stays(make_sender, address) -> None:
+    """It may have mapped it all the same, and be late."""
+    sender = make_sender(2, NBYTES)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address(0).tensor_ipc)
+        listener.listen()
+        with pytest.raises(TransportError, match="no answer to the probe in time"):
+            sender.probe(0.1)
+    sender.close()
+    assert not sender._staging.freed
+
+
+def test_memory_that_no_rank_was_told_of_is_freed(make_sender) -> None:
+    sender = make_sender(2, NBYTES)
+    with pytest.raises(TransportError, match="cannot connect"):
+        sender.probe(0.01)
+    sender.close()
+    assert sender._staging.freed
 
 
 @pytest.mark.parametrize(("slots", "nbytes"), [(0, 1), (257, 1), (1, 0)])

@@ -63,7 +63,8 @@ def main() -> None:
     results["shared"] = script.run(runner, script.share_prefix(first, second, 1, COUNT, BLOCK_SIZE))
     results["transformers"] = "transformers" in sys.modules
     torch.save(results, folder / f"rank{rank}.pt")
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ class Core:
 
 
 def send(sender: TensorSender, number: int, *tensors: torch.Tensor) -> list[TensorHandle]:
-    outgoing = asyncio.run(sender.reserve(MessageId(API, number), sum(tensor.nbytes for tensor in tensors)))
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    outgoing = asyncio.run(sender.reserve(MessageId(API, number), nbytes, len(tensors)))
     handles = [outgoing(tensor) for tensor in tensors]
     outgoing.send()
     return handles

@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,6 +23,13 @@ from tests.e2e.running_server import ROOT
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
+@pytest.fixture(autouse=True)
+def forget_devices() -> Iterator[None]:
+    triton_obstacle.cache_clear()
+    yield
+    triton_obstacle.cache_clear()
+
+
 @pytest.mark.parametrize("wanted", ["auto", "sdpa"])
 def test_the_cpu_takes_torchs_own(wanted):
     assert choose_backend(wanted, CPU) == "sdpa"
@@ -31,6 +39,19 @@ def test_the_cpu_takes_torchs_own(wanted):
 def test_what_needs_cuda_is_refused_on_the_cpu(wanted):
     with pytest.raises(ConfigError, match=f"--attention-backend {wanted}: .*need.* CUDA.* runs on cpu; choose auto"):
         choose_backend(wanted, CPU)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "sdpa", "triton"])
+def test_cuda_without_a_c_compiler_is_refused(wanted, monkeypatch, tmp_path):
+    """With each backend, since the small operators are Triton's kernels on CUDA."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(ConfigError, match="needs a C compiler .* install gcc and libc6-dev, or name one in CC"):
+        choose_backend(wanted, CUDA)
+    assert choose_backend("auto", CPU) == "sdpa"
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert choose_backend("sdpa", CUDA) == "sdpa"
 
 
 def test_varlen_of_a_torch_that_takes_no_block_table(monkeypatch):
@@ -45,7 +66,6 @@ def test_varlen_of_this_torch(monkeypatch):
     from torch.nn.attention.varlen import varlen_attn
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-
     newer = {"block_table", "seqused_k", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
     assert (varlen_obstacle(CUDA) is None) == newer
 
@@ -77,12 +97,10 @@ def test_the_small_operators_go_where_attention_goes(lack, monkeypatch):
     if lack == "triton":
         monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    triton_obstacle.cache_clear()
-    try:
-        assert choose_backend("auto", CUDA) == "sdpa"
-        assert not ops.fused(types.SimpleNamespace(is_cuda=True, device=CUDA))
-    finally:
-        triton_obstacle.cache_clear()
+    monkeypatch.setenv("PATH", "/nowhere")  # nor need there be a compiler for any
+    monkeypatch.delenv("CC", raising=False)
+    assert choose_backend("auto", CUDA) == "sdpa"
+    assert not ops.fused(types.SimpleNamespace(is_cuda=True, device=CUDA))
 
 
 def test_cudnn_is_left_out():

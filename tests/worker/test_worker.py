@@ -128,11 +128,13 @@ def test_workers_share_devices_where_gloo_is_asked_for(backend, devices, monkeyp
 
 def test_backends():
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    names = {("auto", cpu): "gloo", ("auto", cuda): "nccl", ("gloo", cuda): "gloo", ("nccl", cuda): "nccl"}
+    names = {("auto", cpu): "shm", ("auto", cuda): "nccl", ("gloo", cuda): "gloo", ("gloo", cpu): "gloo"}
     for (asked, device), name in names.items():
         assert worker.choose_collectives(EngineConfig(distributed_backend=asked), device) == name
-    with pytest.raises(ConfigError, match="nccl needs CUDA devices, and there is none here; use gloo or auto"):
+    with pytest.raises(ConfigError, match="nccl needs CUDA devices, and there is none here; use shm or auto"):
         worker.choose_collectives(EngineConfig(distributed_backend="nccl"), cpu)
+    with pytest.raises(ConfigError, match="shm is for workers on the CPU; use nccl, gloo or auto"):
+        worker.choose_collectives(EngineConfig(distributed_backend="shm"), cuda)
 
 
 def test_dtype():

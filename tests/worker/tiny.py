@@ -59,9 +59,9 @@ class MemoryMedia:
     def tensor(self, handle: TensorHandle) -> Tensor:
         return self.tensors[handle.message]
 
-    def release(self, messages: Iterable[MessageId]) -> None:
-        for message in messages:
-            del self.tensors[message]
+    def release(self, messages: Iterable[MessageId]) -> list[MessageId]:
+        """A message that is not here was lost."""
+        return [message for message in messages if self.tensors.pop(message, None) is None]
 
     def drop_sender(self, incarnation: int) -> None:
         self.dropped.append(incarnation)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable
 from pathlib import Path
 
 from mini_engine.bench.datasets import synthetic
 from mini_engine.bench.datasets.records import Reader
-from mini_engine.bench.datasets.sample import DataSettings, Prompts, Sample, repeat_order
+from mini_engine.bench.datasets.sample import DataSettings, Prompts, Sample, draws, repeat_order
 from mini_engine.bench.datasets.sources import hf_records, read_json, shuffled
 
 MAKERS: dict[str, Callable[[DataSettings, list[int]], list[Sample]]] = {
@@ -29,7 +28,7 @@ def load(settings: DataSettings) -> Prompts:
         BenchError: the data are not to be had.
     """
     each = settings.items_per_prompt
-    order = repeat_order(settings.count * each, settings.unique_ratio, random.Random(settings.seed))
+    order = repeat_order(settings.count * each, settings.unique_ratio, draws(settings.seed, "repeats"))
     unique = max(order) + 1
     if settings.name in MAKERS:
         samples = MAKERS[settings.name](settings, [*order, *range(unique, unique + settings.warm_ups * each)])

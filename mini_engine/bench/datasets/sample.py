@@ -101,6 +101,13 @@ class Prompts:
     notes: list[str]
 
 
+def draws(seed: int, purpose: str) -> random.Random:
+    """The random numbers of one purpose, unrelated to those that the same seed gives for another: from one stream, the
+    times between requests would say which sizes of media they bring.
+    """
+    return random.Random(f"{seed} {purpose}")
+
+
 def repeat_order(count: int, unique_ratio: float, rng: random.Random) -> list[int]:
     """Which medium each of `count` places shows, as numbers from 0 in the order of their first use.
 

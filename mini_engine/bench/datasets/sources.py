@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mini_engine.bench.datasets.sample import draws
 from mini_engine.bench.report import BenchError
 from mini_engine.config import ConfigError
 
@@ -55,8 +56,8 @@ def shuffled(records: Iterable[dict[str, Any]], seed: int | None) -> Iterable[di
     if seed is None:
         return records
     if isinstance(records, list):
-        return random.Random(seed).sample(records, len(records))
-    return _drawn(records, random.Random(seed))
+        return draws(seed, "records").sample(records, len(records))
+    return _drawn(records, draws(seed, "records"))
 
 
 def _drawn(records: Iterable[dict[str, Any]], rng: random.Random) -> Iterator[dict[str, Any]]:

@@ -6,21 +6,22 @@ Everything follows from the seed. Media are drawn and encoded by threads, since 
 from __future__ import annotations
 
 import os
-import random
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 from tqdm import tqdm
 
-from mini_engine.bench.datasets.sample import DataSettings, Kind, Medium, Message, Sample
+from mini_engine.bench.datasets.sample import DataSettings, Kind, Medium, Message, Sample, draws
 from mini_engine.bench.datasets.tokenized import RandomTexts, drawn_length
 from mini_engine.demo import questions, videos
 
 FIRST_SEED = 2 * 10**9  # far from what the bundled model was trained on
 SEEDS_EACH = 10**6
+QUESTION_DRAWS = 3  # beside a seed, where those of a medium have 1 and 2
 ANSWER_TOKENS = 32  # the longest answer of the bundled model has fewer
 TEXT_TOKENS = 128
 Made = TypeVar("Made")
@@ -45,13 +46,20 @@ def show(kind: Kind, seed: int, **fixed: object) -> Shown:
     return Shown(Medium(videos.encode_image(picture), "image/png"), picture.colour, picture.shape, None)
 
 
+def question_about(shown: Shown, seed: int) -> questions.Question:
+    """A question with its answer, drawn apart from what is shown: `seed` may be the medium's own, whose first draw is
+    the colour, and by the same draw every red shape would be asked for its colour and no blue one ever.
+    """
+    return questions.ask([shown], None, np.random.default_rng([seed, QUESTION_DRAWS]))
+
+
 def questions_about(kind: Kind, settings: DataSettings, order: list[int]) -> list[Sample]:
     """A question about medium `order[i]` for each i, with its answer."""
     first = FIRST_SEED + settings.seed * SEEDS_EACH
     shown = make(lambda number: show(kind, first + number), max(order) + 1, settings.progress)
     samples = []
     for place, number in enumerate(order):
-        asked = questions.ask([shown[number]], None, first + place)
+        asked = question_about(shown[number], first + place)
         message = Message("user", (shown[number].medium, asked.text))
         samples.append(Sample((message,), asked.answer, settings.output_tokens or ANSWER_TOKENS))
     return samples
@@ -60,8 +68,8 @@ def questions_about(kind: Kind, settings: DataSettings, order: list[int]) -> lis
 def of_sizes(settings: DataSettings, order: list[int]) -> list[Sample]:
     """Prompts with `items_per_prompt` media each, whose sizes are drawn from the buckets; `order` has one per item."""
     assert settings.buckets is not None
-    rng = random.Random(settings.seed)
-    sizes = rng.choices(list(settings.buckets), list(settings.buckets.values()), k=max(order) + 1)
+    buckets, weights = list(settings.buckets), list(settings.buckets.values())
+    sizes = draws(settings.seed, "sizes").choices(buckets, weights, k=max(order) + 1)
     first = FIRST_SEED + settings.seed * SEEDS_EACH
 
     def one(number: int) -> Medium:
@@ -101,7 +109,7 @@ def written_texts(settings: DataSettings, short: list[str]) -> list[Written]:
     if settings.input_tokens is None:
         return [Written(text, tokens) for text in short]
     made = RandomTexts(settings.tokenizer, settings.prefix_tokens, settings.seed)
-    rng = random.Random(settings.seed)
+    rng = draws(settings.seed, "lengths")
     return [
         Written(made.text(drawn_length(settings.input_tokens, ratio, rng)), drawn_length(tokens, ratio, rng))
         for _ in short

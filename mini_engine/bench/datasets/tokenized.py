@@ -6,6 +6,7 @@ import math
 import random
 from typing import Any
 
+from mini_engine.bench.datasets.sample import draws
 from mini_engine.config import BUNDLED_MODEL, BUNDLED_NAME, ConfigError
 
 WORDS = 1_000
@@ -38,7 +39,7 @@ class RandomTexts:
 
     def __init__(self, tokenizer: str | None, prefix: int, seed: int):
         found = load_tokenizer(tokenizer, "for prompts of --input-len tokens", "or leave out --input-len")
-        self._rng = random.Random(seed)
+        self._rng = draws(seed, "texts")
         self._words = _words(found, self._rng)
         if len(self._words) < 2:
             raise ConfigError(f"--input-len: the tokenizer {tokenizer} has no words of one token: choose another one")

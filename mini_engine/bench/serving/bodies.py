@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from typing import Any
 
-from mini_engine.bench.datasets.sample import Link, Message, Part, Sample
+from mini_engine.bench.datasets.sample import Link, Message, Part, Sample, draws
 from mini_engine.bench.serving.client import Request
 from mini_engine.bench.serving.media import MediaPlace
 from mini_engine.bench.serving.settings import Settings
@@ -25,9 +24,9 @@ def requests_of(
     Raises:
         ConfigError: a sample holds what the backend cannot take.
     """
-    cancels = cancel_plan(
-        [sample.output_tokens for sample in samples], settings.cancel_rate if cancel else 0.0, settings.data.seed
-    )
+    # Where the answer is known it may be of one token, whatever the most is.
+    lengths = [1 if sample.answer and not settings.ignore_eos else sample.output_tokens for sample in samples]
+    cancels = cancel_plan(lengths, settings.cancel_rate if cancel else 0.0, settings.data.seed)
     common: dict[str, Any] = {
         "model": target.model,
         "stream": True,
@@ -52,10 +51,10 @@ def requests_of(
 def cancel_plan(lengths: Sequence[int], rate: float, seed: int) -> list[int | None]:
     """After how many chunks each stream is closed, None for those that are read to their end.
 
-    round(rate * number) of them are closed, drawn from `seed`, each after 1 to 8 chunks, or fewer if its answer has at
-    most so many tokens.
+    round(rate * number) of them are closed, drawn from `seed`, each after 1 to 8 chunks, or fewer if its length, as far
+    as it is known, is less.
     """
-    rng = random.Random(seed)
+    rng = draws(seed, "cancelled streams")
     closed = set(rng.sample(range(len(lengths)), round(rate * len(lengths))))
     return [
         rng.randint(1, min(MOST_CHUNKS_BEFORE_CANCEL, length)) if number in closed else None

@@ -16,8 +16,9 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
+from mini_engine.bench.blocking_client import KEEP_SECONDS
+
 ERROR_TEXT_LENGTH = 300
-KEEP_SECONDS = 2.0  # a connection idle for longer is opened anew: the server may be about to close it
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
-"""From the outcomes of a run to its figures, by the names and definitions of vLLM's serving benchmark.
+"""From the outcomes of a run to its figures, under the names of vLLM's serving benchmark, and latencies by its
+definitions:
 
     TTFT  from sending to the first chunk that has `choices`
     ITL   between two such chunks, all requests together
     E2EL  from sending to the last event
     TPOT  (E2EL - TTFT) / (tokens - 1), of requests with two tokens or more
 
-Only requests that were answered to the end count. Tokens are those of the server's `usage`: a prompt's include its
-media. Two figures are exact here where vLLM's client counts by whole seconds: the most requests at once, and the best
-second, which may begin at any moment.
+Only requests that were answered to the end count. Otherwise than there: a prompt's tokens are those of the server's
+`usage`, its media included; the most requests at once and the best second, which may begin at any moment, are exact
+and not counted by whole seconds; and what has no counterpart there (cancelled streams, answers, stages, the client's
+own load) has a name of its own.
 """
 
 from __future__ import annotations

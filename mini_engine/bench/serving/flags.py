@@ -6,11 +6,11 @@ import argparse
 import ast
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mini_engine.bench import datasets
+from mini_engine.bench.parser import at_least
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 BACKENDS = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}
@@ -99,7 +99,8 @@ def _add_traffic(group: argparse._ArgumentGroup) -> None:
     add("--logprobs", type=at_least(0), metavar="N", help="Ask for those of so many tokens at each place.")
     add("--ignore-eos", action="store_true", help="Have each answer as long as it may be.")
     add("--cancel-rate", type=share, default=0.0, metavar="SHARE",
-        help="Share of the streams that are closed after a few chunks (default: 0).")  # fmt: skip
+        help="Share of the streams that are closed after a few chunks, those of prompts with a known answer after one "
+        "unless --ignore-eos is given (default: 0).")  # fmt: skip
     add("--request-timeout", type=positive, default=600.0, metavar="SECONDS",
         help="A request that has not ended by then has failed (default: 600).")  # fmt: skip
     add("--extra-body", type=json_object, default={}, metavar="JSON", help="More fields of each request.")
@@ -122,17 +123,6 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
     add("--disable-tqdm", action="store_true", help="Show no progress.")
     add("--metadata", type=pair, nargs="+", default=[], metavar="KEY=VALUE", help="For the results.")
     add("--plot", type=Path, metavar="FILE", help="Draw latencies, throughput and stages, such as out.png.")
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Reads a whole number that is not below `least`."""
-
-    def number(text: str) -> int:
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text} is below {least}")
-        return int(text)
-
-    return number
 
 
 def positive(text: str) -> float:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from mini_engine.bench.datasets.loading import load
-from mini_engine.bench.datasets.sample import Prompts
+from mini_engine.bench.datasets.sample import Prompts, draws
 from mini_engine.bench.datasets.tokenized import load_tokenizer
+from mini_engine.bench.report import say
 from mini_engine.bench.serving import figures, table
 from mini_engine.bench.serving.arrivals import arrivals
 from mini_engine.bench.serving.bodies import requests_of
@@ -79,15 +78,20 @@ def measure(ready: Prepared, server: Target, title: str) -> Measured:
     settings, prompts = ready.settings, ready.prompts
     warm_ups = requests_of(prompts.warm_ups, settings, server, ready.place, cancel=False)
     requests = requests_of(prompts.samples, settings, server, ready.place)
-    rng = random.Random(settings.data.seed)
+    rng = draws(settings.data.seed, "arrivals")
     starts = arrivals(len(requests), settings.request_rate, settings.burstiness, rng)
-    traffic = Traffic(server.url, settings.headers, settings.max_concurrency, settings.timeout, settings.data.progress)
+    traffic = Traffic(
+        server.url, settings.headers, settings.max_concurrency, settings.request_timeout, settings.data.progress
+    )
     failures = []
     if warm_ups:
         before = drive(warm_ups, [0.0] * len(warm_ups), traffic, "warm-up")
         failures = [f"warm-up: {failure}" for failure in figures.failures(before.outcomes)]
     run = drive(requests, starts, traffic, "requests")
     _count_tokens(run, settings)
+    to_close = [request.number for request in requests if request.cancel_after is not None]
+    if ended := sum(run.outcomes[number].ok for number in to_close):
+        say(f"--cancel-rate: {ended} of {len(to_close)} streams ended before they were to be closed; see --ignore-eos")
     found = {
         "max_concurrency": settings.max_concurrency,
         "request_rate": "inf" if math.isinf(settings.request_rate) else settings.request_rate,
@@ -110,8 +114,3 @@ def _count_tokens(run: Run, settings: Settings) -> None:
     for outcome in uncounted:
         outcome.output_tokens = len(tokenizer.encode(outcome.text, add_special_tokens=False))
         outcome.counted_by = "tokenizer"
-
-
-def say(text: str) -> None:
-    """A line on stderr."""
-    print(f"bench.py: {text}", file=sys.stderr, flush=True)

@@ -97,6 +97,12 @@ def file_server(folder: Path, port: int) -> Iterator[str]:
             server.kill()
 
 
+class Server(http.server.ThreadingHTTPServer):
+    """Takes as many connections at once as all fetch threads of some API servers open."""
+
+    request_queue_size = 1024  # by default 5: one more waits a second until its first packet is sent again
+
+
 class _Files(http.server.SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -110,7 +116,7 @@ def main() -> int:
     die_with_parent(int(parent))
     handler = functools.partial(_Files, directory=folder)
     try:
-        server = http.server.ThreadingHTTPServer((HOST, int(port)), handler)
+        server = Server((HOST, int(port)), handler)
     except OSError:
         return 1
     print(server.server_port, flush=True)

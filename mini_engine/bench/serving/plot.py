@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,27 @@ from matplotlib.figure import Figure
 from mini_engine.bench.serving.figures import latencies, tokens_by_second, under_way
 from mini_engine.bench.serving.measure import Measured
 from mini_engine.bench.serving.table import TITLES
+from mini_engine.config import ConfigError
 
 COLUMN_INCHES, ROW_INCHES = 5.0, 3.6
 BINS = 40
 
 
-def draw(measured: Measured, path: Path) -> None:
-    """Write the picture; the ending of `path` says in which format."""
+def check(path: Path) -> None:
+    """Raises ConfigError if the ending of `path` names no format of pictures."""
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise ConfigError(f"--plot: {path.name} has none of the endings .{', .'.join(sorted(known))}")
+
+
+def draw(figure: Figure, path: Path) -> list[Path]:
+    """Write a picture; the ending of `path` says in which format. Returns the path."""
+    figure.savefig(path)
+    return [path]
+
+
+def of_run(measured: Measured) -> Figure:
+    """The picture of one run."""
     figure = Figure((3 * COLUMN_INCHES, 2 * ROW_INCHES), layout="constrained")
     axes = figure.subplots(2, 3)
     done = [outcome for outcome in measured.run.outcomes if outcome.ok]
@@ -31,17 +46,20 @@ def draw(measured: Measured, path: Path) -> None:
         _distribution(axis, TITLES[metric][1], [1000 * value for value in seconds])
     _throughput(axes.flat[4], measured)
     _stages(axes.flat[5], measured.figures["stages_ms"])
-    figure.savefig(path)
+    return figure
 
 
-def draw_sweep(figures: dict[str, Any], path: Path) -> None:
-    """Write the picture of a sweep: throughput and latencies over the flag's values."""
+def of_sweep(figures: dict[str, Any]) -> Figure:
+    """The picture of a sweep: throughput and latencies over the flag's values, each with a place of its own on the axis
+    if one of them is no finite number.
+    """
     figure = Figure((2 * COLUMN_INCHES, ROW_INCHES), layout="constrained")
     left, right = figure.subplots(1, 2)
     runs = figures["runs"]
     values: list[Any] = figures["values"]
     with contextlib.suppress(ValueError):  # which are names
-        values = [float(value) for value in values]
+        numbers = [float(value) for value in values]
+        values = numbers if all(map(math.isfinite, numbers)) else values
     left.plot(values, [run["request_throughput"] for run in runs], marker="o")
     left.set(title="Throughput", xlabel=figures["flag"], ylabel="requests / s")
     left.set_ylim(bottom=0)
@@ -51,7 +69,7 @@ def draw_sweep(figures: dict[str, Any], path: Path) -> None:
     right.set(title="Latencies", xlabel=figures["flag"], ylabel="ms")
     right.set_ylim(bottom=0)
     right.legend()
-    figure.savefig(path)
+    return figure
 
 
 def _distribution(axis: Axes, title: str, values: list[float]) -> None:

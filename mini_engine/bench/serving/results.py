@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mini_engine.bench.report import hardware, versions
+from mini_engine.bench.report import surroundings
 from mini_engine.bench.serving.client import Outcome
 from mini_engine.bench.serving.figures import tokens_by_second
 from mini_engine.bench.serving.load import Run
@@ -19,12 +19,12 @@ def save(settings: Settings, measured: Measured, config: dict[str, Any], part: s
     """Write the files that were asked for; returns them. `config` are the flags as given; `part` tells one of several
     runs from the others, in the files' names.
     """
-    path = settings.output.folder / (settings.output.filename or _filename(settings, measured.model))
+    path = settings.output.result_dir / (settings.output.result_filename or _filename(settings, measured.model))
     if part:
         path = path.with_stem(f"{path.stem}-{part}")
     path.parent.mkdir(parents=True, exist_ok=True)
     result = as_result(settings, measured, config)
-    if not settings.output.detailed:
+    if not settings.output.save_detailed:
         path.write_text(json.dumps(result) + "\n")
         return [path]
     path.write_text(json.dumps(result | details(measured.run)) + "\n")
@@ -47,8 +47,7 @@ def as_result(settings: Settings, measured: Measured, config: dict[str, Any]) ->
         "burstiness": settings.burstiness,
         **measured.figures,
         "config": config,
-        "versions": versions(),
-        "hardware": hardware(),
+        **surroundings(settings.launch is not None),
     }
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mini_engine.bench.datasets import READ
 from mini_engine.bench.datasets.sample import DataSettings
+from mini_engine.bench.files import check_file, check_folder
+from mini_engine.bench.parser import split_flags
 from mini_engine.bench.serving.figures import Measures
 from mini_engine.bench.serving.flags import BACKENDS, RANDOM_TOKENS
 from mini_engine.bench.serving.media import HOST, MediaTransport
@@ -24,12 +25,12 @@ SYNTHETIC_CONCURRENCY = 8
 
 @dataclass(frozen=True)
 class Output:
-    """Where results go beside stdout."""
+    """Where results go beside stdout; the fields are the flags of these names."""
 
-    save: bool
-    detailed: bool
-    folder: Path
-    filename: str | None
+    save_result: bool
+    save_detailed: bool
+    result_dir: Path
+    result_filename: str | None
     metadata: dict[str, str]
     plot: Path | None
     label: str | None
@@ -37,7 +38,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Settings:
-    """A benchmark, all of whose flags fit each other."""
+    """A benchmark, all of whose flags fit each other. A field that is not explained is the flag of its name."""
 
     data: DataSettings
     measures: Measures
@@ -46,14 +47,14 @@ class Settings:
     root: str  # URL without a slash at the end
     backend: str
     endpoint: str
-    model: str | None
+    model: str | None  # in requests
     tokenizer: str | None  # that was named, by itself or with the model
     request_rate: float
     burstiness: float
     max_concurrency: int | None
     cancel_rate: float
     ignore_eos: bool
-    timeout: float
+    request_timeout: float
     sampling: dict[str, float]  # fields of a request
     logprobs: int | None
     extra_body: Mapping[str, Any]
@@ -78,35 +79,38 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """
     _check_data(args)
     _check_rest(args)
+    _check_output(args)
     limited = args.dataset_name.startswith("synthetic") and math.isinf(args.request_rate)
     root = args.base_url or f"http://{args.host or '127.0.0.1'}:{args.port or 8000}"
-    return Settings(
+    return _by_name(
+        Settings,
+        args,
         data=_data(args),
         measures=Measures(args.percentile_metrics, args.metric_percentiles, dict(args.goodput)),
-        output=_output(args),
+        output=_by_name(Output, args, result_dir=args.result_dir or Path(), metadata=dict(args.metadata)),
         launch=None if args.launch is None else server_flags("--launch", args.launch),
         root=root.rstrip("/"),
-        backend=args.backend,
         endpoint=args.endpoint or BACKENDS[args.backend],
         model=args.served_model_name or args.model,
         tokenizer=args.tokenizer or args.model,
-        request_rate=args.request_rate,
         burstiness=args.burstiness or 1.0,
         max_concurrency=args.max_concurrency or (SYNTHETIC_CONCURRENCY if limited else None),
-        cancel_rate=args.cancel_rate,
-        ignore_eos=args.ignore_eos,
-        timeout=args.request_timeout,
         sampling={
             name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(args, name)) is not None
         },
-        logprobs=args.logprobs,
-        extra_body=args.extra_body,
         more_headers=dict(args.header),
         ready_seconds=args.ready_check_timeout_sec or 0.0,
-        media_transport=args.media_transport,
-        media_dir=args.media_dir,
         media_port=args.media_port or 0,
     )
+
+
+Made = TypeVar("Made", Output, Settings)
+
+
+def _by_name(kind: type[Made], args: argparse.Namespace, **values: Any) -> Made:
+    """A dataclass of these values; fields that are not among them are the flags of their names."""
+    flags = {field.name: getattr(args, field.name) for field in fields(kind) if field.name not in values}
+    return kind(**values, **flags)
 
 
 def server_flags(name: str, text: str) -> list[str]:
@@ -115,7 +119,7 @@ def server_flags(name: str, text: str) -> list[str]:
     Raises:
         ConfigError: serve.py would not take them; `name` is where they stand.
     """
-    flags = shlex.split(text)
+    flags = split_flags(name, text)
     try:
         config = parse(flags)
     except ConfigError as error:
@@ -145,18 +149,6 @@ def _data(args: argparse.Namespace) -> DataSettings:
         range_ratio=args.random_range_ratio or 0.0,
         tokenizer=args.tokenizer or args.model,
         progress=not args.disable_tqdm,
-    )
-
-
-def _output(args: argparse.Namespace) -> Output:
-    return Output(
-        args.save_result,
-        args.save_detailed,
-        args.result_dir or Path(),
-        args.result_filename,
-        dict(args.metadata),
-        args.plot,
-        args.label,
     )
 
 
@@ -217,12 +209,26 @@ def _check_rest(args: argparse.Namespace) -> None:
     if args.launch is None and args.media_transport == "http" and args.media_port is None:
         raise ConfigError("--media-transport http: the server must be allowed to fetch the files. Give --media-port "
                           f"PORT, and start the server with --allowed-media-domains {HOST}:PORT")  # fmt: skip
+
+
+def _check_output(args: argparse.Namespace) -> None:
+    """Before anything is measured, which may take long."""
     given = {"--save-detailed": args.save_detailed, "--result-dir": args.result_dir,
              "--result-filename": args.result_filename, "--metadata": args.metadata,
              "--label": args.label}  # fmt: skip
     for flag, value in given.items():
         if value and not args.save_result:
             raise ConfigError(f"{flag}: nothing is written without --save-result")
+    if args.save_detailed and Path(args.result_filename or "").suffix == ".jsonl":
+        raise ConfigError(f"--result-filename: {args.result_filename} is where --save-detailed writes its lines; "
+                          "give the file of the figures another ending, such as .json")  # fmt: skip
+    if args.save_result:
+        path = (args.result_dir or Path()) / (args.result_filename or "named by its time")
+        check_folder("--result-dir", path.parent)
+        if args.result_filename and path.parent.is_dir():
+            check_file("--result-filename", path)
+    if args.plot is not None:
+        check_file("--plot", args.plot)
 
 
 def _refuse(wrong: bool, name: str, why: str, **values: Any) -> None:

@@ -1,4 +1,6 @@
-"""The table that a run prints: vLLM's rows and order, then the answers, the server's stages, and the client itself."""
+"""The table that a run prints: vLLM's rows in its order and one for cancelled streams, then the answers, the server's
+stages, and the client itself.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,15 @@ COUNTS: list[tuple[str, str]] = [  # key of the figures -> what the row says
     ("max_concurrent_requests", "Peak concurrent requests:"),
     ("total_token_throughput", "Total Token throughput (tok/s):"),
 ]
-OPTIONAL = {"cancelled", "max_concurrency", "request_goodput"}  # rows only where there is something
+OPTIONAL = {"max_concurrency", "request_goodput"}  # rows only where there was such a flag
 
 
 def describe(figures: dict[str, Any], measures: Measures, title: str) -> str:
     """The table."""
     lines = [f" {title} ".center(WIDTH, "=")]
-    lines += [row(label, figures.get(key)) for key, label in COUNTS if key not in OPTIONAL or figures.get(key)]
+    lines += [
+        row(label, value) for key, label in COUNTS if (value := figures.get(key)) is not None or key not in OPTIONAL
+    ]
     for metric in measures.metrics:
         short, long = TITLES[metric]
         lines.append(long.center(WIDTH, "-"))

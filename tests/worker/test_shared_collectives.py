@@ -1,0 +1,117 @@
+"""Collectives through shared memory: what they give, that ranks never mix two exchanges, and how they fail."""
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from mini_engine.worker import shared_collectives
+from mini_engine.worker.shared_collectives import SLOT_BYTES, meet
+
+SIZES = (2, 3, 4)
+
+
+@pytest.fixture(params=SIZES)
+def size(request) -> int:
+    return request.param
+
+
+@pytest.fixture
+def ranks(size, tmp_path):
+    """One end for each rank, for threads of this process."""
+    with ThreadPoolExecutor(size) as pool:
+        yield (met := list(pool.map(lambda rank: meet(tmp_path / "ranks", rank, size, 5.0), range(size))))
+    for end in met:
+        end.close()
+
+
+def together(ranks, work):
+    """What `work(rank, end)` returns on each rank, all at once."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(work, range(len(ranks)), ranks))
+
+
+def of_rank(rank: int, shape, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+@pytest.mark.parametrize("shape", [(1,), (0, 4), (7, 33), (3, SLOT_BYTES // 8 + 5)])
+def test_all_reduce(ranks, shape, dtype):
+    def work(rank, end):
+        end.all_reduce(mine := of_rank(rank, shape, dtype))
+        return mine
+
+    sums = together(ranks, work)
+    assert all(torch.equal(one, sums[0]) for one in sums)
+    exact = torch.stack([of_rank(rank, shape, dtype) for rank in range(len(ranks))]).double().sum(0)
+    torch.testing.assert_close(sums[0], exact.to(dtype))
+
+
+@pytest.mark.parametrize("shape", [(2,), (0, 4), (5, SLOT_BYTES // 4 - 1)])
+def test_all_gather_and_broadcast(ranks, shape):
+    def work(rank, end):
+        end.all_gather(gathered := torch.empty(len(ranks), *shape), of_rank(rank, shape))
+        end.broadcast(mine := of_rank(rank, shape))
+        return gathered, mine
+
+    for gathered, mine in together(ranks, work):
+        assert torch.equal(gathered, torch.stack([of_rank(rank, shape) for rank in range(len(ranks))]))
+        assert torch.equal(mine, of_rank(0, shape))
+
+
+def test_a_rank_that_is_ahead_does_not_write_over_what_others_read(ranks, monkeypatch):
+    """Each rank in turn comes late; with one set of slots it would read what the others wrote for the next exchange."""
+
+    def work(rank, end):
+        seen = []
+        for number in range(60):
+            if number % len(ranks) == rank:
+                time.sleep(0.001)
+            end.all_reduce(value := torch.full((4096,), float(number * 10 + rank)))
+            seen.append(value)
+        return torch.stack(seen)
+
+    for seen in together(ranks, work):
+        expected = [sum(number * 10.0 + rank for rank in range(len(ranks))) for number in range(60)]
+        assert torch.equal(seen, torch.tensor(expected).unsqueeze(1).expand(60, 4096))
+
+
+@pytest.mark.parametrize("size", [3], indirect=True)
+def test_a_rank_that_ends_is_told_at_once(ranks):
+    ranks[1].close()
+    for rank in (0, 2):
+        with pytest.raises(RuntimeError, match="rank 1 has ended"):
+            ranks[rank].all_reduce(torch.zeros(4))
+
+
+def test_a_rank_that_does_not_come_is_waited_for_so_long(tmp_path):
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda rank: meet(tmp_path / "ranks", rank, 2, 0.2), range(2))
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 has not come to a collective within 0.2 s \(--collective-timeout\)"
+    ):
+        first.all_reduce(torch.zeros(4))
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize(("rank", "problem"), [(0, "1 ranks have not come within 0.2 s"), (1, "rank 0 has not come")])
+def test_ranks_that_never_meet(rank, problem, tmp_path):
+    with pytest.raises(RuntimeError, match=problem):
+        meet(tmp_path / "ranks", rank, 2, 0.2)
+
+
+def test_nothing_is_left(tmp_path):
+    before, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
+    with ThreadPoolExecutor(3) as pool:
+        ends = list(pool.map(lambda rank: meet(tmp_path / "ranks", rank, 3, 5.0), range(3)))
+    for end in ends:
+        end.close()
+    del end, ends  # and with them their mappings
+    assert set(os.listdir("/proc/self/fd")) <= before and threading.active_count() == threads
+    assert not list(tmp_path.iterdir())
+    assert shared_collectives.shared_bytes(3) == 2 * 3 * SLOT_BYTES
