@@ -18,7 +18,7 @@ import zmq
 
 from mini_engine import log
 from mini_engine.config import ConfigError
-from mini_engine.messages import EngineLimits, Hello, Init, Ready, Refused, Role, TransportChoice
+from mini_engine.messages import EngineLimits, Hello, Init, PeerGone, Ready, Refused, Role, TransportChoice
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 
@@ -65,7 +65,8 @@ class Child:
 
     def init(self) -> Init:
         """Block until the supervisor has answered the Hello."""
-        body = decode(self.supervisor.recv()).body
+        while isinstance(body := decode(self.supervisor.recv()).body, PeerGone):
+            pass  # one that this process has not met
         if not isinstance(body, Init):
             raise RuntimeError(f"expected Init from the supervisor, got {type(body).__name__}")
         return body

@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -17,6 +19,7 @@ from mini_engine.log import LogSettings, output
 from mini_engine.messages import Role
 
 TAIL_LINES = 20
+READ_BYTES = 64 << 10  # at a time, and of one line: a pipe holds no more
 
 
 class ChildProcess:
@@ -42,6 +45,8 @@ class ChildProcess:
         self.generation = 0  # which start of the engines it belongs to
         self.turns = 0  # of `launch/liveness.py` since it was started, or since it last answered
         self.verdict: str | None = None  # why the supervisor has killed it
+        self.killed_at: float | None = None  # when first, by `time.monotonic`
+        self.dismissed = False  # it has been told to end, for nobody needs it any more
         self._popen = popen
         self._tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
         self._partial = b""
@@ -55,6 +60,14 @@ class ChildProcess:
     def engine(self) -> str | None:
         """The number of the engine that a core or a worker belongs to."""
         return None if self.role == "api" else self.index.partition(".")[0]
+
+    @property
+    def state(self) -> str:
+        """The letter by which `ps` shows what it does; see proc(5)."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0]
+        except OSError:
+            return "?"
 
     @classmethod
     def start(
@@ -89,11 +102,18 @@ class ChildProcess:
             self.serving, self.turns = True, 0
 
     def forward_output(self) -> None:
-        """Pass on what the child has written, whole lines at a time, and remember the last lines."""
-        data = self.output.read()
-        if not data:
+        """Pass on some of what the child has written, whole lines at a time, and remember the last lines.
+
+        One that writes without pause keeps nobody here, nor does one that ends no line: too long a one is cut.
+        """
+        try:
+            data = os.read(self.output.fileno(), READ_BYTES)
+        except BlockingIOError:
             return
         *lines, self._partial = (self._partial + data).split(b"\n")
+        if len(self._partial) > READ_BYTES:
+            lines.append(self._partial)
+            self._partial = b""
         self._tail.extend(lines)
         if lines:
             output.write(b"".join(line + b"\n" for line in lines))
@@ -116,8 +136,11 @@ class ChildProcess:
 
     def terminate(self) -> None:
         """Ask an API server to end at once, answering its clients. One that is not that far yet ends by the signal."""
+        self.dismissed = True
         self._popen.send_signal(signal.SIGUSR1)  # not SIGTERM, which others may send to all processes of the group
 
     def kill(self) -> None:
-        """End it at once."""
+        """End it at once: it dies within moments, unless it is in the kernel and cannot be interrupted there."""
+        if self.killed_at is None:
+            self.killed_at = time.monotonic()
         self._popen.kill()

@@ -216,28 +216,13 @@ def bind_listeners(config: EngineConfig) -> list[socket.socket]:
         with socket.socket(family, kind) as plain:
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             plain.bind(address)
-        listeners: list[socket.socket] = []
-        for _ in range(config.api_server_count):
-            listeners.append(_bind_one(family, listeners[0].getsockname() if listeners else address))
+        with _bind_one(family, address) as first:  # port 0 is some port from here on
+            # All by number: a socket that shuts down, to leave those that share the port, would lose one chosen for it.
+            return [_bind_one(family, first.getsockname()) for _ in range(config.api_server_count)]
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {config.host} port {config.port}: {error.strerror}; choose another --host or --port"
         ) from None
-    return listeners
-
-
-def bind_again(listener: socket.socket) -> socket.socket:
-    """A new socket on the address of this one of several, which is closed: the kernel puts connections in line at the
-    others until the new one listens. A unix socket, which all share, is returned as it is.
-
-    Raises:
-        OSError: there can be none; the old one stays.
-    """
-    if listener.family == socket.AF_UNIX:
-        return listener
-    successor = _bind_one(listener.family, listener.getsockname())
-    listener.close()
-    return successor
 
 
 def _bind_one(family: int, address: Any) -> socket.socket:

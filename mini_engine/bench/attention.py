@@ -90,7 +90,7 @@ def make_forms(dtype: torch.dtype, sequences: int) -> dict[str, Callable[[], tor
     tables = np.split(generator.permutation(int(used.sum())), np.cumsum(used)[:-1])
     spans = sorted((Span(n - 1, 1, t) for n, t in zip(lengths.tolist(), tables, strict=True)), key=attention_order)
     cpu = torch.device("cpu")
-    cache = KVCache.allocate(AttentionShape(1, HEADS, KV_HEADS, DIM), int(used.sum()), BLOCK_SIZE, dtype, cpu)
+    cache = KVCache.allocate(AttentionShape(1, KV_HEADS, DIM), int(used.sum()), BLOCK_SIZE, dtype, cpu)
     cache.storage.normal_()
     q, k, v = torch.randn(sequences, HEADS + 2 * KV_HEADS, DIM, dtype=dtype).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
     slots = torch.tensor([int(s.blocks[s.start // BLOCK_SIZE]) * BLOCK_SIZE + s.start % BLOCK_SIZE for s in spans])

@@ -17,8 +17,6 @@ QWEN2_5_VL_7B: dict[str, Any] = {
     "dtype": "bfloat16",
     "image_token_id": 151655,
     "video_token_id": 151656,
-    "vision_start_token_id": 151652,
-    "vision_end_token_id": 151653,
     "tie_word_embeddings": False,
     "text_config": {
         "vocab_size": 152064,
@@ -31,7 +29,6 @@ QWEN2_5_VL_7B: dict[str, Any] = {
         "rope_theta": 1e6,
         "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
         "max_position_embeddings": 128000,
-        "eos_token_id": 151645,
     },
     "vision_config": {
         "depth": 32,

@@ -47,6 +47,9 @@ class WorkerTime:
 class NoMedia:
     """For steps without media."""
 
+    def check(self) -> None:
+        pass
+
     def tensor(self, handle: TensorHandle) -> torch.Tensor:
         raise KeyError(handle)
 

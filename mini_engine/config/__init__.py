@@ -21,13 +21,13 @@ from mini_engine.config.media import (
 )
 from mini_engine.config.model import BUNDLED_MODEL, BUNDLED_NAME, AttentionBackendName, Device, Dtype, ModelOptions
 from mini_engine.config.option import ConfigError, Option, check_range, flag_of, parse_bytes
-from mini_engine.config.scheduling import DEFAULT_STEP_TOKENS, SchedulingOptions
+from mini_engine.config.scheduling import SchedulingOptions
 from mini_engine.config.server import LogLevel, ServerOptions
 
 __all__ = [
-    "BUNDLED_MODEL", "BUNDLED_NAME", "DEFAULT_STEP_TOKENS", "ENV_PREFIX", "IPC_GPU_GIB", "SLOTS_PART",
-    "STAGING_SLOTS", "AttentionBackendName", "ConfigError", "Device", "Dtype", "EngineConfig", "LogLevel",
-    "MediaCacheType", "Option", "TensorIpc", "env_of", "field_types", "fields", "flag_of", "parse_bytes",
+    "BUNDLED_MODEL", "BUNDLED_NAME", "ENV_PREFIX", "IPC_GPU_GIB", "SLOTS_PART", "STAGING_SLOTS", "AttentionBackendName",
+    "ConfigError", "Device", "Dtype", "EngineConfig", "LogLevel", "MediaCacheType", "Option", "TensorIpc", "env_of",
+    "field_types", "fields", "flag_of", "parse_bytes",
 ]  # fmt: skip
 
 ENV_PREFIX = "MINI_ENGINE_"

@@ -123,3 +123,7 @@ class ModelOptions:
         """Names by which clients may ask for the model; the first is the one in responses."""
         default = BUNDLED_NAME if self.model == BUNDLED_MODEL else self.model
         return self.served_model_name or [default]
+
+    def sequence_tokens(self, made_for: int) -> int:
+        """Most tokens of prompt and output of a model that was made for `made_for`, unless the KV cache holds less."""
+        return self.max_model_len or made_for

@@ -6,9 +6,9 @@ import dataclasses
 
 from mini_engine.config.option import option, parse_bytes, parse_count
 
-# Tokens in a step where no flag says: so many that a step of a large model is neither wasted on its fixed cost nor much
-# longer than people want to wait for a token.
-DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+# Tokens in a step where no flag says, by kind of device: so many that a step of a large model is neither wasted on its
+# fixed cost nor much longer than people want to wait for a token.
+_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,3 +54,11 @@ class SchedulingOptions:
         65536, "Most media tokens whose embeddings the workers keep, for running requests and for those to come; "
         "also the most that one prompt may hold.", "Caches of the workers", minimum=1,
     )  # fmt: skip
+
+    def step_tokens(self, device: str) -> int:
+        """Most tokens computed in one step of workers on `device`, "cpu" or "cuda"."""
+        return self.max_num_batched_tokens or _STEP_TOKENS[device]
+
+    def step_media_tokens(self, device: str) -> int:
+        """Most media tokens encoded in one step of workers on `device`, "cpu" or "cuda"."""
+        return self.max_num_encoder_input_tokens or self.step_tokens(device)

@@ -91,7 +91,6 @@ class EngineCore:
         self.max_in_flight = 2 if config.async_scheduling else 1
         self.requests: dict[str, Request] = {}
         self.numbers = itertools.count()  # of requests, as they arrive
-        self.gone: set[int] = set()  # dead incarnations: what they sent and still send is void
         self.outbox = Outbox(links)  # for API servers, at the end of this turn
 
     def run(self) -> None:
@@ -114,7 +113,7 @@ class EngineCore:
         deadline = self.awaiting_media.deadline()
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         for envelope in self.links.receive(timeout):
-            if envelope.incarnation not in self.gone:
+            if envelope.incarnation not in self.links.gone:
                 self._handle(envelope)
 
     def _handle(self, envelope: Envelope) -> None:
@@ -228,14 +227,13 @@ class EngineCore:
 
     def _on_api_server_gone(self, sender: str, incarnation: int) -> None:
         """Its requests end without anybody to tell, and the ranks forget its tensors."""
-        self.gone.add(incarnation)
+        self.links.forget(incarnation)
         for request in [request for request in self.requests.values() if request.incarnation == incarnation]:
             self._remove(request)
         self.arrivals.drop_sender(incarnation)
         self.steps.release = [message for message in self.steps.release if message.incarnation != incarnation]
         self.steps.drop_senders.append(incarnation)
         self.media.drop_owner(incarnation)
-        self.links.identities.pop(incarnation, None)
         self.outbox.forget(sockets.identity(sender, incarnation))
 
     # --- schedule and dispatch ---------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from mini_engine.config import DEFAULT_STEP_TOKENS, ConfigError, EngineConfig
+from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.core.scheduler import Budgets
 from mini_engine.messages import EngineLimits
 from mini_engine.model.config import ModelConfig
@@ -14,12 +14,12 @@ logger = logging.getLogger(__name__)
 
 def budgets(config: EngineConfig, device: str) -> Budgets:
     """The bounds of a step on `device`, "cpu" or "cuda"."""
-    max_tokens = config.max_num_batched_tokens or DEFAULT_STEP_TOKENS[device]
+    max_tokens = config.step_tokens(device)
     long_prefill = config.long_prefill_token_threshold
     return Budgets(
         config.max_num_seqs,
         max_tokens,
-        config.max_num_encoder_input_tokens or max_tokens,
+        config.step_media_tokens(device),
         max(1, max_tokens // 2) if long_prefill is None else long_prefill,
     )
 
@@ -30,7 +30,7 @@ def engine_limits(config: EngineConfig, model: ModelConfig, num_blocks: int, dev
     Raises:
         ConfigError: the KV cache holds less than `--max-model-len` asks for.
     """
-    wanted = config.max_model_len or model.text.max_position_embeddings
+    wanted = config.sequence_tokens(model.text.max_position_embeddings)
     capacity = num_blocks * config.block_size
     if config.max_model_len is not None and capacity < wanted:
         raise ConfigError(

@@ -24,7 +24,8 @@ class Links:
         self.api = sockets.bind_router(child.context, api_endpoint)
         self.workers = sockets.bind_router(child.context, worker_endpoint)
         self.ranks = [b""] * num_ranks  # addresses on `workers`
-        self.identities: dict[int, bytes] = {}  # addresses on `api`, by incarnation
+        self.identities: dict[int, bytes] = {}  # addresses on `api` of those that live, by incarnation
+        self.gone: set[int] = set()  # dead incarnations: what they sent and still send is void
         self.supervisor = child.supervisor
         self.sockets = (child.supervisor, self.workers, self.api)
         self.poller = zmq.Poller()
@@ -43,11 +44,17 @@ class Links:
                     break
                 envelope = decode(frame)
                 if socket is self.api:
-                    self.identities[envelope.incarnation] = peer[0]
+                    if envelope.incarnation not in self.gone:
+                        self.identities[envelope.incarnation] = peer[0]
                 elif isinstance(envelope.body, WorkerReady):
                     self.ranks[envelope.body.rank] = peer[0]
                 envelopes.append(envelope)
         return envelopes
+
+    def forget(self, incarnation: int) -> None:
+        """An API server is dead."""
+        self.gone.add(incarnation)
+        self.identities.pop(incarnation, None)
 
     def wait_for_workers(self) -> list[WorkerReady]:
         """Block until every rank has loaded."""

@@ -96,6 +96,23 @@ def _write_cache(keys, values, k, v, slots, k_stride, v_stride, SIZE: tl.constex
     tl.store(values + place, tl.load(v + row * v_stride + column, mask=inside), mask=inside)
 
 
+@triton.jit
+def _penalise(scores, counts, rows, factors, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    at, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.load(rows + at)
+    inside = column < tl.where(row < 0, 0, SIZE)
+    held = tl.load(counts + row * SIZE + column, mask=inside, other=0)
+    # Few tokens of a vocabulary are in a sequence: the other scores are not even read.
+    seen = held > 0
+    old = tl.load(scores + at * SIZE + column, mask=seen, other=0.0)
+    repetition, presence = tl.load(factors + at * 3), tl.load(factors + at * 3 + 1)
+    frequency = tl.load(factors + at * 3 + 2)
+    times = held >> 1
+    loss = times.to(tl.float32) * frequency + tl.where(times > 0, presence, 0.0)
+    new = tl.where(old < 0, old * repetition, tl.div_rn(old, tl.zeros_like(old) + repetition)) - loss
+    tl.store(scores + at * SIZE + column, new, mask=seen)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     size = x.shape[-1]
@@ -167,6 +184,15 @@ def write_cache(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tenso
     if count:
         _write_cache[(count,)](
             keys, values, k, v, slots, k.stride(0), v.stride(0), SIZE=size, PADDED=padded(size), num_warps=_warps(size)
+        )
+
+
+def penalise(scores: Tensor, counts: Tensor, rows: Tensor, factors: Tensor) -> None:
+    count, size = scores.shape
+    assert all(tensor.is_contiguous() for tensor in (scores, counts, rows, factors))
+    if count:
+        _penalise[(count, triton.cdiv(size, COLUMNS))](
+            scores, counts, rows, factors, SIZE=size, COLUMNS=COLUMNS, num_warps=4
         )
 
 

@@ -120,6 +120,30 @@ def write_cache(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tenso
     values.index_copy_(0, slots, v)
 
 
+def penalise(scores: Tensor, counts: Tensor, rows: Tensor, factors: Tensor) -> None:
+    """Change, in place, the scores of tokens that a sequence holds already.
+
+    Those above zero are divided by the repetition penalty, those below multiplied by it (CTRL, Keskar et al. 2019);
+    then a token that the output holds c > 0 times loses c * frequency penalty + presence penalty (OpenAI's formula).
+
+    Args:
+        scores: float32 `[n, vocab_size]`, contiguous.
+        counts: int32 `[any, vocab_size]`, contiguous: twice how often the output holds a token, plus one if the prompt
+            has it.
+        rows: int64 `[n]`, which of `counts` are a row's; below 0: nothing changes.
+        factors: float32 `[n, 3]`, contiguous: repetition, presence and frequency penalty.
+    """
+    if fused(scores):
+        _kernels().penalise(scores, counts, rows, factors)
+        return
+    changed = rows >= 0
+    old, held = scores[changed], counts[rows[changed]]
+    repetition, presence, frequency = factors[changed].unsqueeze(-1).unbind(1)
+    times = held >> 1
+    new = torch.where(held > 0, torch.where(old < 0, old * repetition, old / repetition), old)
+    scores[changed] = new - (times * frequency + (times > 0) * presence)
+
+
 def _kernels() -> ModuleType:
     """Triton takes a second to import, and is not there at all beside a torch for CPUs alone."""
     from mini_engine.kernels import elementwise

@@ -11,6 +11,7 @@ import itertools
 import os
 import signal
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+DEATH_SECONDS = 30.0  # how long a process that was killed may take to die: it may have much memory to give back
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,24 @@ class Died:
 
 
 @dataclass(frozen=True)
+class Undying:
+    """A child was killed and lives on: the kernel holds it, for a device or a disk that does not answer.
+
+    It is no child any more; those that it worked with are told that it has gone.
+    """
+
+    child: ChildProcess
+    how: str  # in words
+
+
+@dataclass(frozen=True)
 class Asked:
     """This process was sent signals that end the server."""
 
     numbers: list[int]  # at least one
 
 
-Event = Said | Died | Asked
+Event = Said | Died | Undying | Asked
 
 
 class Signals:
@@ -119,9 +132,9 @@ class Family:
         return True
 
     def wait(self, seconds: float | None) -> list[Event]:
-        """What has happened, in this order: messages, signals, deaths. Waits for the first for so long at most.
+        """What has happened, in this order: messages, signals, deaths, and who should be dead.
 
-        What children have written is passed on.
+        Waits for the first for so long at most. What children have written is passed on.
         """
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
@@ -130,7 +143,9 @@ class Family:
         for child in children:
             poller.register(child.pidfd, zmq.POLLIN)
             poller.register(child.output, zmq.POLLIN)
-        ready = dict(poller.poll(None if seconds is None else max(0, int(seconds * 1000) + 1)))
+        waits = [DEATH_SECONDS - age for child in children if (age := _since_kill(child)) is not None]
+        waits += [] if seconds is None else [seconds]
+        ready = dict(poller.poll(max(0, int(min(waits) * 1000) + 1) if waits else None))
         events: list[Event] = self._receive() if self._router in ready else []
         if self._signals.fd in ready:
             events += self._signals.take()
@@ -138,7 +153,8 @@ class Family:
             if child.output.fileno() in ready:
                 child.forward_output()
         events += [self._bury(child) for child in children if child.pidfd in ready]
-        return events
+        overdue = [child for child in self.children if (_since_kill(child) or 0.0) > DEATH_SECONDS]
+        return events + [self._give_up(child) for child in overdue]
 
     def close(self) -> None:
         """Without children."""
@@ -163,8 +179,16 @@ class Family:
                     said.append(Said(child, envelope.body))
 
     def _bury(self, child: ChildProcess) -> Died:
-        self.children.remove(child)
         how = f"died: {child.reap()}"
+        self._remove(child)
+        return Died(child, how if child.verdict is None else f"was killed: {child.verdict}")
+
+    def _give_up(self, child: ChildProcess) -> Undying:
+        self._remove(child)
+        return Undying(child, f"does not die {DEATH_SECONDS:g} s after it was killed (state in proc(5): {child.state})")
+
+    def _remove(self, child: ChildProcess) -> None:
+        self.children.remove(child)
         # The live gauges of a dead process are forgotten; its counters stay in the totals.
         with contextlib.suppress(OSError):
             for path in (self._runtime_dir / "metrics").glob(f"gauge_live*_{child.pid}.db"):
@@ -172,4 +196,8 @@ class Family:
         for other in self.children:
             if other.generation == child.generation:
                 self.send(other, PeerGone(child.name, child.incarnation))
-        return Died(child, how if child.verdict is None else f"was killed: {child.verdict}")
+
+
+def _since_kill(child: ChildProcess) -> float | None:
+    """Seconds."""
+    return None if child.killed_at is None else time.monotonic() - child.killed_at

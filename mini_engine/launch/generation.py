@@ -76,6 +76,7 @@ class Generation:
         """Kill all of them but `spare`."""
         for child in self.children:
             if child not in spare:
+                child.dismissed = True
                 child.kill()
 
     def forget(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 
 from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
@@ -54,15 +53,7 @@ class Liveness:
     def _end(self, child: ChildProcess, why: str) -> None:
         """Kill it, and say in which state its engine's processes are: T is stopped, D is waiting for a device."""
         theirs = [other for other in self._family.children if other.engine is not None and other.engine == child.engine]
-        states = ", ".join(f"{other.name} {state(other.pid)}" for other in theirs or [child])
+        states = ", ".join(f"{other.name} {other.state}" for other in theirs or [child])
         logger.error("%s is killed: %s (state in proc(5): %s)", child.title, why, states)
         child.verdict = why
         child.kill()
-
-
-def state(pid: int) -> str:
-    """The letter by which `ps` shows what a process does; see proc(5)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-    except OSError:
-        return "?"

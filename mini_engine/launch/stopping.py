@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from mini_engine.launch.family import Asked, Died, Family
+from mini_engine.launch.family import Asked, Died, Event, Family, Undying
 from mini_engine.launch.liveness import Liveness
 from mini_engine.messages import Drain
 
@@ -21,10 +21,11 @@ class Stopping:
         self._family = family
         self._liveness = liveness
         self._interrupts = interrupts
+        self._undying: list[Undying] = []
 
-    def run(self, patience: float) -> None:
+    def run(self, patience: float) -> list[Undying]:
         """API servers may finish their requests, for `patience` seconds, and then what they are sending; the rest holds
-        nothing that outlives it. Returns when no child is left."""
+        nothing that outlives it. Returns when no child is left, with those that have not died."""
         if patience:
             for child in self._family.api_servers():
                 if child.serving:
@@ -38,7 +39,9 @@ class Stopping:
         for child in self._family.children:
             child.kill()
         while self._family.children:
-            self._family.wait(None)
+            for event in self._family.wait(None):
+                self._note(event)
+        return self._undying
 
     def _wait_for_api_servers(self, seconds: float, serving: bool = False) -> None:
         """Until all have ended, or all that are `serving`, the time is up, or another signal comes."""
@@ -48,8 +51,15 @@ class Stopping:
             if self._interrupts or left <= 0:
                 return
             for event in self._family.wait(min(left, self._liveness.seconds_left())):
-                if isinstance(event, Asked):
-                    self._interrupts += len(event.numbers)
-                elif isinstance(event, Died) and event.child.role != "api":
+                self._note(event)
+                if isinstance(event, Died) and event.child.role != "api":
                     logger.error("%s %s while requests were to end", event.child.title, event.how)
             self._liveness.turn()
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case Asked(numbers=numbers):
+                self._interrupts += len(numbers)
+            case Undying(child=child, how=how):
+                logger.error("%s %s", child.title, how)
+                self._undying.append(event)

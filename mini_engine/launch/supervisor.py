@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from typing import NoReturn
@@ -21,7 +22,6 @@ from mini_engine import log
 from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
 from mini_engine.host import (
-    bind_again,
     bind_listeners,
     check_model_files,
     check_tls,
@@ -34,7 +34,7 @@ from mini_engine.host import (
     without_effect,
 )
 from mini_engine.launch import addresses
-from mini_engine.launch.family import Asked, Died, Event, Family, Said, Signals
+from mini_engine.launch.family import Asked, Died, Event, Family, Said, Signals, Undying
 from mini_engine.launch.generation import Generation, Ground
 from mini_engine.launch.liveness import Liveness
 from mini_engine.launch.restarting import Restarts
@@ -103,8 +103,10 @@ class Supervisor:
         finally:
             for listener in self.listeners:  # so that the end of an API server ends its part of the port, too
                 listener.close()
-            Stopping(self.family, self.liveness, end.interrupts).run(end.patience)
+            undying = Stopping(self.family, self.liveness, end.interrupts).run(end.patience)
             self.family.close()
+        if undying and not end.status:
+            end = Stop(1, f"ended with status 1: {undying[0].child.title} {undying[0].how}")
         if end.last_words:
             logger.log(logging.ERROR if end.status else logging.INFO, "%s", end.last_words)
         return end.status
@@ -173,8 +175,13 @@ class Supervisor:
                 self._on_refusal(child, reason)
             case Said(child=child) if child.generation == self.generation.number:
                 self.generation.hear(event)
-            case Died(child=child) if child.generation == self.generation.number:
-                self._on_death(child, event.how)
+            case Undying(child=child, how=how) if child.role != "api":
+                raise Stop(1, f"ended with status 1: {child.title} {how}")
+            case Died(child=child, how=how) | Undying(child=child, how=how):
+                if child.generation == self.generation.number:
+                    self._on_death(child, how)
+                elif child.role == "api":
+                    self._on_late_death(child, how, expected=child.dismissed and isinstance(event, Died))
 
     def _on_refusal(self, child: ChildProcess, reason: str) -> None:
         if child.generation == self.generation.number and not self.generation.announced:
@@ -196,6 +203,12 @@ class Supervisor:
             raise Stop(1, f"ended with status 1: {in_short}, and so did the {API_RESTARTS_IN_A_ROW - 1} before it")
         self._vacate(child)
 
+    def _on_late_death(self, child: ChildProcess, how: str, expected: bool) -> None:
+        """Of an API server whose engines are dead, and that was to answer 503 until its successor serves."""
+        if not expected:
+            logger.error("%s %s; %s", child.title, how, child.last_lines())
+        self._leave_line(child)
+
     def _start_failed(self, text: str, in_short: str | None = None) -> NoReturn:
         """This generation will not serve. The first of all is not tried again: most often the settings are at fault."""
         logger.error("start failed: %s", text)
@@ -206,14 +219,22 @@ class Supervisor:
     # --- what follows from a death -----------------------------------------------------------------------------------
 
     def _vacate(self, dead: ChildProcess) -> None:
-        """Have its slot filled. While other API servers serve, the kernel is not to put connections in line there."""
-        slot = int(dead.index)
-        if dead.serving and any(child.serving for child in self.generation.children if child.role == "api"):
-            try:
-                self.listeners[slot] = bind_again(self.listeners[slot])
-            except OSError as error:
-                logger.warning("connections wait until the successor of %s serves: %s", dead.title, error)
-        self.generation.vacant.add(slot)
+        """Have its slot filled. Where it was the only one, connections wait in line for its successor."""
+        if any(child.serving for child in self.generation.children if child.role == "api"):
+            self._leave_line(dead)
+        self.generation.vacant.add(int(dead.index))
+
+    def _leave_line(self, dead: ChildProcess) -> None:
+        """The kernel is to put no more connections in line at its slot's socket; those that are there are reset.
+
+        The socket leaves those that share the port, whoever has it open, and joins them again when a successor, which
+        may have inherited it before, listens. For that it has to be bound by number: a port that the kernel chose goes.
+        """
+        listener = self.listeners[int(dead.index)]
+        accepting = [child for child in self.family.api_servers() if child.started and not child.dismissed]
+        if listener.family != socket.AF_UNIX and all(child.index != dead.index for child in accepting):
+            with contextlib.suppress(OSError):  # it does not listen
+                listener.shutdown(socket.SHUT_RDWR)
 
     def _fill_vacant(self) -> None:
         """Start API servers for the slots that lack one; where the host gives no process, later."""

@@ -7,6 +7,7 @@ that holds no tensors may ask whether a checkpoint is whole.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # An error that lists thousands of names hides its own message.
 MAX_LISTED = 8
-# What was read of a mapped file stays in this process's resident memory until it is unmapped.
+# What was read of a mapped file stays in this process's resident memory until it is unmapped: at most so much of it.
 MAPPED_BYTES = 64 << 20
 
 
@@ -88,13 +89,20 @@ class Reader:
 
     def read(self, stored: Stored, index: tuple[slice, ...]) -> Tensor:
         """The part `index` of the leading axes: a view of the mapped file, to be dropped before the next call."""
-        if stored.file != self._file or self._mapped > MAPPED_BYTES:
-            self.__exit__()
-            self._handle = safe_open(stored.file, framework="pt").__enter__()
-            self._file = stored.file
+        if stored.file != self._file:
+            self._open(stored.file)
         part: Tensor = self._handle.get_slice(stored.name)[index]
-        self._mapped += part.untyped_storage().nbytes()
+        # Of whole rows, since pages hold more than a few columns. None of it is in memory before it is used.
+        nbytes = len(part) * math.prod(stored.shape[1:]) * part.element_size()
+        if self._mapped + nbytes > MAPPED_BYTES and self._mapped:
+            self._open(stored.file)
+            part = self._handle.get_slice(stored.name)[index]
+        self._mapped += nbytes
         return part
+
+    def _open(self, file: Path) -> None:
+        self.__exit__()
+        self._file, self._handle = file, safe_open(file, framework="pt").__enter__()
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -116,9 +116,6 @@ class ModelConfig:
     vision: VisionConfig
     image_token_id: int
     video_token_id: int
-    vision_start_token_id: int
-    vision_end_token_id: int
-    eos_token_ids: tuple[int, ...]
     tie_word_embeddings: bool
     dtype: str
     video_time: VideoTime
@@ -143,7 +140,6 @@ class ModelConfig:
         vision = raw.get("vision_config")
         if vision is None:
             raise ValueError("config.json has no vision_config")
-        eos = text.get("eos_token_id", raw.get("eos_token_id"))
         try:
             return cls(
                 architecture=spec.architecture,
@@ -151,10 +147,9 @@ class ModelConfig:
                 vision=_vision_config(vision, spec),
                 image_token_id=raw["image_token_id"],
                 video_token_id=raw["video_token_id"],
-                vision_start_token_id=raw["vision_start_token_id"],
-                vision_end_token_id=raw["vision_end_token_id"],
-                eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-                tie_word_embeddings=bool(raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
+                tie_word_embeddings=bool(
+                    raw.get("tie_word_embeddings") or (spec.text_may_tie and text.get("tie_word_embeddings"))
+                ),
                 dtype=_dtype(raw, text),
                 video_time=spec.video_time,
             )
@@ -173,6 +168,9 @@ def _text_config(raw: Mapping[str, Any], spec: ModelSpec) -> TextConfig:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "mrope"):
         raise ValueError(f"rope type {kind!r} is not supported; supported: default, mrope")
+    # No default: families and sizes differ in both, and a wrong one gives wrong answers, not an error.
+    if not (theta := rope.get("rope_theta") or raw.get("rope_theta")):
+        raise KeyError("rope_theta")
     num_heads = raw["num_attention_heads"]
     return TextConfig(
         vocab_size=raw["vocab_size"],
@@ -183,8 +181,8 @@ def _text_config(raw: Mapping[str, Any], spec: ModelSpec) -> TextConfig:
         num_kv_heads=raw.get("num_key_value_heads") or num_heads,
         head_dim=raw.get("head_dim") or raw["hidden_size"] // num_heads,
         rms_norm_eps=raw["rms_norm_eps"],
-        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 1_000_000.0),
-        mrope_section=tuple(rope.get("mrope_section", (16, 24, 24))),
+        rope_theta=float(theta),
+        mrope_section=tuple(rope["mrope_section"]),
         mrope_interleaved=spec.mrope_interleaved,
         max_position_embeddings=raw["max_position_embeddings"],
         qkv_bias=spec.qkv_bias,

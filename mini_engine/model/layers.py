@@ -23,21 +23,25 @@ class Piece:
     shape: tuple[int, ...]  # of the whole checkpoint tensor
     index: tuple[slice, ...]  # this rank's part of it, leading axes
     target: Tensor  # a view of the parameter, shaped like the part
-    copies: int  # how many ranks of the layer's group hold this same part; 1 is sharded, their number is replicated
+    twin: str | None = None  # another tensor that is this one again: where it is stored at all, it must be the same
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows `part` of the `total` rows of the checkpoint tensor `source`, held by `copies` ranks."""
+    """Rows `part` of the `total` rows of the checkpoint tensor `source`; zeros follow them, up to `padded` rows."""
 
     source: str
     total: int
     part: slice
-    copies: int = 1
+    padded: int = 0
 
     @property
     def count(self) -> int:
         return self.part.stop - self.part.start
+
+    @property
+    def room(self) -> int:
+        return max(self.count, self.padded)
 
 
 class Layer(nn.Module):
@@ -60,19 +64,19 @@ class RMSNorm(Layer):
 
     def __init__(self, source: str, size: int, eps: float, at: Placement) -> None:
         super().__init__()
-        self.source, self.eps, self.copies = source, eps, at.tp.size
+        self.source, self.eps = source, eps
         self.weight = at.empty(size)
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
 
-    def after_add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Add `residual` to x, in place; the norm of the sum."""
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+    def after_add(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Add `residual`, if there is one, to x, in place; the norm of the sum."""
+        return self(x) if residual is None else ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def pieces(self) -> Iterator[Piece]:
         shape = tuple(self.weight.shape)
-        yield Piece(f"{self.source}.weight", shape, (slice(0, shape[0]),), self.weight, self.copies)
+        yield Piece(f"{self.source}.weight", shape, (slice(0, shape[0]),), self.weight)
 
 
 class LayerNorm(Layer):
@@ -80,20 +84,20 @@ class LayerNorm(Layer):
 
     def __init__(self, source: str, size: int, eps: float, at: Placement) -> None:
         super().__init__()
-        self.source, self.eps, self.copies = source, eps, at.tp.size
+        self.source, self.eps = source, eps
         self.weight, self.bias = at.empty(size), at.empty(size)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
     def after_add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """See `RMSNorm.after_add`."""
+        """Add `residual` to x, in place; the norm of the sum."""
         return self(x.add_(residual))
 
     def pieces(self) -> Iterator[Piece]:
         for name, target in (("weight", self.weight), ("bias", self.bias)):
             shape = tuple(target.shape)
-            yield Piece(f"{self.source}.{name}", shape, (slice(0, shape[0]),), target, self.copies)
+            yield Piece(f"{self.source}.{name}", shape, (slice(0, shape[0]),), target)
 
 
 class ColumnParallel(Layer):
@@ -107,9 +111,11 @@ class ColumnParallel(Layer):
     def __init__(self, inputs: int, rows: Sequence[Rows], bias: bool, at: Placement) -> None:
         super().__init__()
         self.rows = tuple(rows)
-        outputs = sum(r.count for r in self.rows)
+        outputs = sum(r.room for r in self.rows)
         self.weight = at.empty(outputs, inputs)
         self.bias = at.empty(outputs) if bias else None
+        if outputs > sum(r.count for r in self.rows):
+            _clear(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., inputs]` -> `[..., this rank's outputs]`."""
@@ -120,10 +126,10 @@ class ColumnParallel(Layer):
         for r in self.rows:
             here = slice(start, start + r.count)
             shape = (r.total, self.weight.shape[1])
-            yield Piece(f"{r.source}.weight", shape, (r.part,), self.weight[here], r.copies)
+            yield Piece(f"{r.source}.weight", shape, (r.part,), self.weight[here])
             if self.bias is not None:
-                yield Piece(f"{r.source}.bias", (r.total,), (r.part,), self.bias[here], r.copies)
-            start = here.stop
+                yield Piece(f"{r.source}.bias", (r.total,), (r.part,), self.bias[here])
+            start += r.room
 
 
 class RowParallel(Layer):
@@ -132,13 +138,19 @@ class RowParallel(Layer):
     Args:
         inputs: length of x's last axis over all ranks.
         part: the part of it that this rank's x holds.
+        padded: length of this rank's x, if that is more; the rest of it counts for nothing.
     """
 
-    def __init__(self, source: str, inputs: int, part: slice, outputs: int, bias: bool, at: Placement) -> None:
+    def __init__(
+        self, source: str, inputs: int, part: slice, outputs: int, bias: bool, at: Placement, padded: int = 0
+    ) -> None:
         super().__init__()
         self.source, self.inputs, self.part, self.tp = source, inputs, part, at.tp
-        self.weight = at.empty(outputs, part.stop - part.start)
+        self.held = part.stop - part.start
+        self.weight = at.empty(outputs, max(self.held, padded))
         self.bias = at.empty(outputs) if bias else None
+        if padded > self.held:
+            _clear(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., this rank's part]` -> `[..., outputs]`, the same on every rank."""
@@ -151,31 +163,43 @@ class RowParallel(Layer):
     def pieces(self) -> Iterator[Piece]:
         outputs = self.weight.shape[0]
         rows = slice(0, outputs)
-        yield Piece(f"{self.source}.weight", (outputs, self.inputs), (rows, self.part), self.weight, 1)
+        own = self.weight[:, : self.held]
+        yield Piece(f"{self.source}.weight", (outputs, self.inputs), (rows, self.part), own)
         if self.bias is not None:
-            yield Piece(f"{self.source}.bias", (outputs,), (rows,), self.bias, self.tp.size)
+            yield Piece(f"{self.source}.bias", (outputs,), (rows,), self.bias)
+
+
+def _clear(layer: nn.Module) -> None:
+    """All zeros: what of them is padding stays so."""
+    for parameter in layer.parameters():
+        parameter.zero_()
 
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate x) * up x)` (SwiGLU, Shazeer 2020), gate and up merged by column, down split by row."""
+    """`down(silu(gate x) * up x)` (SwiGLU, Shazeer 2020), gate and up merged by column, down split by row.
+
+    The rank's inner size is padded, see `Placement.padded`, with zeros, of which silu(0) * 0 makes zeros again.
+    """
 
     def __init__(self, source: str, size: int, inner: int, bias: bool, at: Placement) -> None:
         super().__init__()
         part = at.tp.part(inner)
-        rows = [Rows(f"{source}.{name}", inner, part) for name in ("gate_proj", "up_proj")]
+        padded = at.padded(part.stop - part.start)
+        rows = [Rows(f"{source}.{name}", inner, part, padded=padded) for name in ("gate_proj", "up_proj")]
         self.gate_up = ColumnParallel(size, rows, bias, at)
-        self.down = RowParallel(f"{source}.down_proj", inner, part, size, bias, at)
+        self.down = RowParallel(f"{source}.down_proj", inner, part, size, bias, at, padded)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(ops.silu_mul(self.gate_up(x)))
 
 
 class MLP(nn.Module):
-    """`down(activation(up x))` with biases, up split by column, down by row.
+    """`down(activation(up x))` with biases, up split by column, down by row. Padded as a `GatedMLP`.
 
     Args:
         up, down: checkpoint names.
         sizes: of x, in between, and of the result.
+        activation: 0 at 0.
     """
 
     def __init__(
@@ -185,19 +209,24 @@ class MLP(nn.Module):
         size, inner, outputs = sizes
         part = at.tp.part(inner)
         self.activation = activation
-        self.up = ColumnParallel(size, [Rows(up, inner, part)], bias=True, at=at)
-        self.down = RowParallel(down, inner, part, outputs, bias=True, at=at)
+        padded = at.padded(part.stop - part.start)
+        self.up = ColumnParallel(size, [Rows(up, inner, part, padded=padded)], bias=True, at=at)
+        self.down = RowParallel(down, inner, part, outputs, bias=True, at=at, padded=padded)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x)))
 
 
 class VocabParallelEmbedding(Layer):
-    """The token table with its rows split over the ranks; serves as the output head too where the two are tied."""
+    """A row for each token, split over the ranks: the token table, or the output head, or both where they are tied.
 
-    def __init__(self, source: str, vocab_size: int, size: int, at: Placement) -> None:
+    Args:
+        source, twin: checkpoint names; see `Piece`.
+    """
+
+    def __init__(self, source: str, vocab_size: int, size: int, at: Placement, twin: str | None = None) -> None:
         super().__init__()
-        self.source, self.vocab_size, self.tp = source, vocab_size, at.tp
+        self.source, self.twin, self.vocab_size, self.tp = source, twin, vocab_size, at.tp
         self.part = at.tp.part(vocab_size)
         self.weight = at.empty(self.part.stop - self.part.start, size)
 
@@ -227,4 +256,5 @@ class VocabParallelEmbedding(Layer):
 
     def pieces(self) -> Iterator[Piece]:
         shape = (self.vocab_size, self.weight.shape[1])
-        yield Piece(f"{self.source}.weight", shape, (self.part,), self.weight, 1)
+        twin = self.twin and f"{self.twin}.weight"
+        yield Piece(f"{self.source}.weight", shape, (self.part,), self.weight, twin)

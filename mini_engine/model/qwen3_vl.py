@@ -18,9 +18,9 @@ class Qwen3VisionTower(VisionTower):
     norm = LayerNorm
     patch_bias = True
 
-    def __init__(self, config: VisionConfig, at: Placement, source: str = "model.visual") -> None:
-        super().__init__(config, at, source)
-        self.positions = LearnedPositions(f"{source}.pos_embed", config, at)
+    def __init__(self, config: VisionConfig, at: Placement) -> None:
+        super().__init__(config, at)
+        self.positions = LearnedPositions("model.visual.pos_embed", config, at)
 
     def make_mlp(self, source: str, at: Placement) -> nn.Module:
         size, inner = self.config.hidden_size, self.config.intermediate_size
@@ -47,7 +47,7 @@ class LearnedPositions(Layer):
 
     def __init__(self, source: str, config: VisionConfig, at: Placement) -> None:
         super().__init__()
-        self.source, self.copies, self.side = source, at.tp.size, config.position_side
+        self.source, self.side = source, config.position_side
         self.weight = at.empty(self.side**2, config.hidden_size)
 
     def forward(self, where: Layout) -> Tensor:
@@ -65,4 +65,4 @@ class LearnedPositions(Layer):
 
     def pieces(self) -> Iterator[Piece]:
         shape = tuple(self.weight.shape)
-        yield Piece(f"{self.source}.weight", shape, (slice(0, shape[0]),), self.weight, self.copies)
+        yield Piece(f"{self.source}.weight", shape, (slice(0, shape[0]),), self.weight)

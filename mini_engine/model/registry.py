@@ -37,6 +37,7 @@ class ModelSpec:
     tower: module and class of its vision tower.
     vision_activation: of the tower's MLPs, by its name in config.json.
     read_vision: those fields of a `VisionConfig` that config.json has under other names, or no other family has.
+    text_may_tie: whether `tie_word_embeddings` counts inside of `text_config` too, as transformers has it.
     canonical_name: turns the name of a weight in its checkpoints into the one that the layers know.
     """
 
@@ -48,6 +49,7 @@ class ModelSpec:
     qkv_bias: bool
     qk_norm: bool
     mrope_interleaved: bool
+    text_may_tie: bool
     canonical_name: Callable[[str], str] = canonical_name
 
     def load_tower(self) -> type[VisionTower]:
@@ -100,6 +102,7 @@ _FAMILIES = (
         qkv_bias=True,
         qk_norm=False,
         mrope_interleaved=False,
+        text_may_tie=True,
     ),
     ModelSpec(
         "Qwen2_5_VLForConditionalGeneration",
@@ -110,6 +113,7 @@ _FAMILIES = (
         qkv_bias=True,
         qk_norm=False,
         mrope_interleaved=False,
+        text_may_tie=True,
     ),
     ModelSpec(
         "Qwen3VLForConditionalGeneration",
@@ -120,6 +124,7 @@ _FAMILIES = (
         qkv_bias=False,
         qk_norm=True,
         mrope_interleaved=True,
+        text_may_tie=False,
     ),
 )
 SPECS = {spec.architecture: spec for spec in _FAMILIES}

@@ -39,7 +39,7 @@ def mrope_positions(
     temporal patch, or by `tokens_per_second` x seconds per temporal patch, each product cut to an integer; its height
     and width axes count merged patches. Text goes on at the item's start plus its longer side. Where text tells the
     time, every temporal patch of a video is placed by itself, as an image is. The next position is one past the
-    prompt's last token, as in training and in `generate`: a token stands where it stands whether it was decoded or is
+    prompt's last token, as in transformers' `generate`: a token stands where it stands whether it was decoded or is
     part of a longer prompt. (`rope_deltas`, one past the largest position, would put it behind a long video's last
     frame.)
 

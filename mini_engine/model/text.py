@@ -47,11 +47,10 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = heads.stop - heads.start, kv_heads.stop - kv_heads.start
         part = slice(heads.start * dim, heads.stop * dim)
         kv_part = slice(kv_heads.start * dim, kv_heads.stop * dim)
-        copies = max(1, at.tp.size // config.num_kv_heads)
         rows = [
             Rows(f"{source}.q_proj", config.num_heads * dim, part),
-            Rows(f"{source}.k_proj", config.num_kv_heads * dim, kv_part, copies),
-            Rows(f"{source}.v_proj", config.num_kv_heads * dim, kv_part, copies),
+            Rows(f"{source}.k_proj", config.num_kv_heads * dim, kv_part),
+            Rows(f"{source}.v_proj", config.num_kv_heads * dim, kv_part),
         ]
         self.qkv = ColumnParallel(config.hidden_size, rows, bias=config.qkv_bias, at=at)
         self.q_norm = RMSNorm(f"{source}.q_norm", dim, config.rms_norm_eps, at) if config.qk_norm else None
@@ -70,6 +69,8 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    """One layer. Sums are left to the norm that reads them next, which on a device makes them in passing."""
+
     def __init__(self, source: str, layer: int, config: TextConfig, at: Placement) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -78,10 +79,11 @@ class DecoderLayer(nn.Module):
         self.norm2 = RMSNorm(f"{source}.post_attention_layernorm", size, eps, at)
         self.mlp = GatedMLP(f"{source}.mlp", size, config.intermediate_size, bias=False, at=at)
 
-    def forward(self, x: Tensor, turn: Rotation, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None, turn: Rotation, attend: Attend) -> tuple[Tensor, Tensor]:
+        """The layer's input is the sum of x and residual, its output that of the two results; x becomes the input."""
         # What a row-parallel layer returns is fresh memory, so the sums need none of their own.
-        attended = self.attention(self.norm1(x), turn, attend)
-        return self.mlp(self.norm2.after_add(attended, x)).add_(attended)
+        attended = self.attention(self.norm1.after_add(x, residual), turn, attend)
+        return self.mlp(self.norm2.after_add(attended, x)), attended
 
 
 class Decoder(nn.Module):
@@ -90,14 +92,14 @@ class Decoder(nn.Module):
     Raises ValueError at construction if the heads do not divide by the ranks.
     """
 
-    def __init__(self, config: TextConfig, at: Placement, source: str = "model.language_model") -> None:
+    def __init__(self, config: TextConfig, at: Placement) -> None:
         super().__init__()
         at.tp.check_heads("attention", config.num_heads, config.num_kv_heads)
         self.rope = MRope(config, at.device)
         self.layers = nn.ModuleList(
-            DecoderLayer(f"{source}.layers.{i}", i, config, at) for i in range(config.num_layers)
+            DecoderLayer(f"model.language_model.layers.{i}", i, config, at) for i in range(config.num_layers)
         )
-        self.norm = RMSNorm(f"{source}.norm", config.hidden_size, config.rms_norm_eps, at)
+        self.norm = RMSNorm("model.language_model.norm", config.hidden_size, config.rms_norm_eps, at)
 
     def forward(self, hidden: Tensor, positions: Tensor, attend: Attend, media: Sequence[MediaRows] = ()) -> Tensor:
         """`[n, hidden_size]` and int64 `[3, n]` -> `[n, hidden_size]`, after the final norm, the same on every rank.
@@ -105,9 +107,10 @@ class Decoder(nn.Module):
         `hidden` holds the first columns of `media` already.
         """
         turn, size = self.rope.tables(positions), hidden.shape[1]
+        residual: Tensor | None = None
         for i, layer in enumerate(self.layers, 1):
-            hidden = layer(hidden, turn, attend)
+            hidden, residual = layer(hidden, residual, turn, attend)
             for first, rows in media:
                 if rows.shape[1] > i * size:
                     hidden[first : first + len(rows)] += rows[:, i * size : (i + 1) * size]
-        return self.norm(hidden)
+        return self.norm.after_add(hidden, residual)

@@ -146,7 +146,7 @@ class PatchEmbed(Layer):
 
     def __init__(self, source: str, config: VisionConfig, bias: bool, at: Placement) -> None:
         super().__init__()
-        self.source, self.copies = source, at.tp.size
+        self.source = source
         p = config.patch_size
         self.kernel = (config.in_channels, config.temporal_patch_size, p, p)
         self.weight = at.empty(config.hidden_size, config.patch_dim)
@@ -158,9 +158,9 @@ class PatchEmbed(Layer):
     def pieces(self) -> Iterator[Piece]:
         rows = len(self.weight)
         target = self.weight.view(rows, *self.kernel)
-        yield Piece(f"{self.source}.weight", tuple(target.shape), (slice(0, rows),), target, self.copies)
+        yield Piece(f"{self.source}.weight", tuple(target.shape), (slice(0, rows),), target)
         if self.bias is not None:
-            yield Piece(f"{self.source}.bias", (rows,), (slice(0, rows),), self.bias, self.copies)
+            yield Piece(f"{self.source}.bias", (rows,), (slice(0, rows),), self.bias)
 
 
 class VisionAttention(nn.Module):
@@ -233,18 +233,18 @@ class VisionTower(nn.Module):
     norm: type[RMSNorm | LayerNorm]
     patch_bias = False
 
-    def __init__(self, config: VisionConfig, at: Placement, source: str = "model.visual") -> None:
+    def __init__(self, config: VisionConfig, at: Placement) -> None:
         super().__init__()
         at.tp.check_heads("vision attention", config.num_heads)
         self.config = config
         self.inv_freq = inverse_frequencies(config.rope_theta, config.head_dim // 2, at.device)
-        self.patch_embed = PatchEmbed(f"{source}.patch_embed.proj", config, self.patch_bias, at)
-        sources = [f"{source}.blocks.{i}" for i in range(config.depth)]
+        self.patch_embed = PatchEmbed("model.visual.patch_embed.proj", config, self.patch_bias, at)
+        sources = [f"model.visual.blocks.{i}" for i in range(config.depth)]
         self.blocks = nn.ModuleList(
             VisionBlock(block, config, self.norm, self.make_mlp(f"{block}.mlp", at), at) for block in sources
         )
-        self.merger = self.make_merger(f"{source}.merger", at)
-        deeper = [f"{source}.deepstack_merger_list.{n}" for n in range(len(config.deepstack_layers))]
+        self.merger = self.make_merger("model.visual.merger", at)
+        deeper = [f"model.visual.deepstack_merger_list.{n}" for n in range(len(config.deepstack_layers))]
         self.deepstack = nn.ModuleList(self.make_deepstack(each, at) for each in deeper)
 
     def make_mlp(self, source: str, at: Placement) -> nn.Module:

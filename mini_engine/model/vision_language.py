@@ -24,7 +24,6 @@ class AttentionShape:
     """What a rank's key-value cache must hold: per token and layer, one key and one value of `[kv_heads, head_dim]`."""
 
     layers: int
-    heads: int
     kv_heads: int
     head_dim: int
 
@@ -41,19 +40,14 @@ class VisionLanguageModel(nn.Module):
         self.config = config
         tower = find_spec([config.architecture]).load_tower()
         self.visual = SpreadTower(tower, config.vision, at) if at.spread_tower else tower(config.vision, at)
+        tied, rows = config.tie_word_embeddings, (text.vocab_size, text.hidden_size)
         self.embedding = VocabParallelEmbedding(
-            "model.language_model.embed_tokens", text.vocab_size, text.hidden_size, at
+            "model.language_model.embed_tokens", *rows, at, twin="lm_head" if tied else None
         )
         self.decoder = Decoder(text, at)
-        self.head = (
-            self.embedding
-            if config.tie_word_embeddings
-            else VocabParallelEmbedding("lm_head", text.vocab_size, text.hidden_size, at)
-        )
+        self.head = self.embedding if tied else VocabParallelEmbedding("lm_head", *rows, at)
         kv_heads = at.tp.kv_heads(text.num_kv_heads)
-        self.attention_shape = AttentionShape(
-            text.num_layers, text.num_heads // at.tp.size, kv_heads.stop - kv_heads.start, text.head_dim
-        )
+        self.attention_shape = AttentionShape(text.num_layers, kv_heads.stop - kv_heads.start, text.head_dim)
 
     def embed(self, token_ids: Tensor, media: Sequence[MediaRows] = ()) -> Tensor:
         """int `[n]` -> `[n, hidden_size]`, the rows of media in their placeholders' place."""

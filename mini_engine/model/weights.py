@@ -6,7 +6,6 @@ Which parts these are the layers say (`layers.Piece`); which names a family's ch
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -20,26 +19,12 @@ from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.registry import find_spec
 from mini_engine.model.vision_language import VisionLanguageModel
 
-HEAD = "lm_head.weight"
 FLOATS = ("F64", "F32", "F16", "BF16")
 DUMMY_SPREAD = 0.035  # of uniform values: their deviation is 0.02, as transformers starts these models
-DUMMY_ROWS_BYTES = 64 << 20
+# A tensor is read, or made, in runs of whole rows, so that what is held beside the parameters stays small.
+RUN_VALUES = 4 << 20
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-
-
-@dataclass
-class ParameterReport:
-    """Bytes of one rank's parameters.
-
-    sharded: bytes of those of which no other rank holds the same part.
-    sharded_total: what all ranks together hold of these tensors.
-    replicated: bytes of each tensor (checkpoint names) that other ranks hold as well.
-    """
-
-    sharded: int = 0
-    sharded_total: int = 0
-    replicated: dict[str, int] = field(default_factory=dict)
 
 
 def load_model(
@@ -75,25 +60,28 @@ def load_model(
     return model.eval()
 
 
-def load_weights(model: nn.Module, path: str | Path, canonical_name: Callable[[str], str]) -> int:
-    """Fill all parameters from a directory; returns the bytes read from its tensors.
+def load_weights(model: nn.Module, path: str | Path, canonical_name: Callable[[str], str]) -> None:
+    """Fill all parameters from a directory.
 
     `canonical_name` turns a checkpoint's name of a weight into the one by which the layers ask for it. All names and
-    shapes are checked before anything is read. Raises CheckpointError naming what is missing, unexpected or wrong.
+    shapes are checked before anything is read. Raises CheckpointError naming what is missing, unexpected or wrong, and
+    if a matrix that serves twice is stored twice with different values.
     """
     found = find_tensors(Path(path), canonical_name)
     pieces = list(pieces_of(model))
     _check(pieces, found, path)
     pieces.sort(key=lambda piece: found[piece.source].file)
-    read = 0
     with Reader() as files:
         for piece in pieces:
-            part = files.read(found[piece.source], piece.index)
-            # Converts dtype and moves to the device in one pass, slice by slice.
-            piece.target.copy_(part)
-            read += part.nbytes
-            del part
-    return read
+            for index, target in _in_runs(piece):
+                # Converts dtype and moves to the device in one pass, run by run.
+                target.copy_(files.read(found[piece.source], index))
+        for piece in pieces:
+            if piece.twin in found and not _is_same(piece, found[piece.twin], files):
+                raise CheckpointError(
+                    f"{piece.twin} in {path} differs from {piece.source}, which its config.json ties it to; set "
+                    f"tie_word_embeddings to false there to use both, or remove {piece.twin} from the files"
+                )
 
 
 def fill_randomly(model: nn.Module) -> None:
@@ -104,29 +92,14 @@ def fill_randomly(model: nn.Module) -> None:
     """
     for piece in pieces_of(model):
         is_norm = len(piece.shape) == 1 and piece.source.endswith(".weight")
-        for rows, target in _in_runs(piece):
-            target.copy_(_noise(piece, rows)).mul_(DUMMY_SPREAD / 2**15).add_(float(is_norm))
-
-
-def parameter_report(model: nn.Module) -> ParameterReport:
-    """What of a rank's parameters is its own and what is replicated, with names."""
-    report = ParameterReport()
-    for piece in pieces_of(model):
-        width = piece.target.element_size()
-        if piece.copies == 1:
-            report.sharded += piece.target.numel() * width
-        else:
-            held = report.replicated.get(piece.source, 0)
-            report.replicated[piece.source] = held + piece.target.numel() * width
-    whole = {p.source: p for p in pieces_of(model) if p.copies == 1}
-    report.sharded_total = sum(torch.Size(p.shape).numel() * p.target.element_size() for p in whole.values())
-    return report
+        for index, target in _in_runs(piece):
+            target.copy_(_noise(piece, index)).mul_(DUMMY_SPREAD / 2**15).add_(float(is_norm))
 
 
 def _check(pieces: list[Piece], found: dict[str, Stored], path: str | Path) -> None:
     wanted = {piece.source: piece.shape for piece in pieces}
-    # With tied embeddings some checkpoints store the head as well; it is the same matrix.
-    unexpected = [name for name in found if name not in wanted and name != HEAD and not name.endswith(".inv_freq")]
+    wanted |= {piece.twin: piece.shape for piece in pieces if piece.twin in found}
+    unexpected = [name for name in found if name not in wanted and not name.endswith(".inv_freq")]
     missing = [name for name in wanted if name not in found]
     there = {name: found[name] for name in wanted if name in found}
     misshaped = [f"{name} is {s.shape}, not {wanted[name]}" for name, s in there.items() if s.shape != wanted[name]]
@@ -148,17 +121,22 @@ def _check(pieces: list[Piece], found: dict[str, Stored], path: str | Path) -> N
         )
 
 
-def _in_runs(piece: Piece) -> Iterator[tuple[slice, Tensor]]:
-    """The piece in runs of rows, so that what is computed on the way stays small: rows of the checkpoint's tensor."""
-    first = piece.index[0].start
-    step = max(1, DUMMY_ROWS_BYTES // (4 * max(1, piece.target[0].numel())))
-    for start in range(0, len(piece.target), step):
-        target = piece.target[start : start + step]
-        yield slice(first + start, first + start + len(target)), target
+def _is_same(piece: Piece, stored: Stored, files: Reader) -> bool:
+    """Whether this rank's part of `stored`, in the dtype of the parameters, is what the piece was filled with."""
+    return all(torch.equal(files.read(stored, index).to(target), target) for index, target in _in_runs(piece))
 
 
-def _noise(piece: Piece, rows: slice) -> Tensor:
-    """Integers, uniform from -2**15 to 2**15, of these rows of the piece.
+def _in_runs(piece: Piece) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """The piece in runs of rows: the part of the checkpoint's tensor, and the view that it fills."""
+    rows, *others = piece.index
+    step = max(1, RUN_VALUES // max(1, torch.Size(piece.shape[1:]).numel()))
+    for start in range(rows.start, rows.stop, step):
+        run = slice(start, min(start + step, rows.stop))
+        yield (run, *others), piece.target[run.start - rows.start : run.stop - rows.start]
+
+
+def _noise(piece: Piece, index: tuple[slice, ...]) -> Tensor:
+    """Integers, uniform from -2**15 to 2**15, of this part of the piece's tensor.
 
     The high half of a product of two odd random numbers, one of the row and one of the column, modulo 2**32.
     """
@@ -170,6 +148,6 @@ def _noise(piece: Piece, rows: slice) -> Tensor:
 
     device, inner = piece.target.device, piece.shape[1:]
     of_row, of_column = odd(piece.shape[0]), odd(torch.Size(inner).numel())
-    of_row = of_row[rows].to(device).view(-1, *[1] * len(inner))
-    of_column = of_column.view(inner)[piece.index[1:]].to(device)
-    return (of_row * of_column) >> 16
+    of_row = of_row[index[0]].to(device).view(-1, *[1] * len(inner))
+    of_column = of_column.view(inner)[index[1:]].to(device)
+    return (of_row * of_column).bitwise_right_shift_(16)

@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from mini_engine.config import DEFAULT_STEP_TOKENS, EngineConfig
+from mini_engine.config import EngineConfig
 from mini_engine.messages import Chunk, MediaCachePlan, NewSequence, SamplingParams, Step
 from mini_engine.model.config import ModelConfig, VisionConfig
 from mini_engine.model.rope import Grid
+from mini_engine.worker.processor_files import Modality, settings_of
 
 # Every way of choosing a token that needs memory of the vocabulary's size. Without top_k: with it, top_p looks at the
 # likeliest alone, and without it sorts all.
@@ -69,12 +68,11 @@ def worst_grids(config: EngineConfig, vision: VisionConfig, model_dir: str | Pat
     if not modalities:
         return []
     merge = vision.spatial_merge_size
-    pixels = max(_most_pixels(config, Path(model_dir), modality) for modality in modalities)
+    pixels = max(_most_pixels(config, model_dir, modality) for modality in modalities)
     largest = max(1, min(pixels // (merge * vision.patch_size) ** 2, config.encoder_cache_tokens))
-    tokens = config.max_num_encoder_input_tokens or _step_tokens(config)
     rows = math.isqrt(largest)
     grid = (1, rows * merge, largest // rows * merge)
-    return [grid] * max(1, tokens // largest)
+    return [grid] * max(1, config.step_media_tokens("cuda") // largest)
 
 
 def worst_step(config: EngineConfig, longest: int) -> Step:
@@ -82,7 +80,7 @@ def worst_step(config: EngineConfig, longest: int) -> Step:
 
     All lie in block 0, whose contents mean nothing, so that a cache of one block is enough.
     """
-    left, started, chunks = _step_tokens(config), [], []
+    left, started, chunks = config.step_tokens("cuda"), [], []
     for number in range(config.max_num_seqs):
         after = min(config.max_num_seqs - number - 1, left - 1)  # a token for each of the others
         count = min(longest, left - after)
@@ -97,37 +95,18 @@ def worst_step(config: EngineConfig, longest: int) -> Step:
     return Step(0, started=started, chunks=chunks)
 
 
-def longest_sequence(config: EngineConfig, model: ModelConfig) -> int:
-    """Most tokens of a sequence, unless the KV cache holds less."""
-    return config.max_model_len or model.text.max_position_embeddings
+def _modalities(config: EngineConfig) -> list[Modality]:
+    every: tuple[Modality, ...] = ("image", "video")
+    return [each for each in every if config.limit_mm_per_prompt.get(each) != 0]
 
 
-def _step_tokens(config: EngineConfig) -> int:
-    return config.max_num_batched_tokens or DEFAULT_STEP_TOKENS["cuda"]
-
-
-def _modalities(config: EngineConfig) -> list[str]:
-    return [each for each in ("image", "video") if config.limit_mm_per_prompt.get(each) != 0]
-
-
-def _most_pixels(config: EngineConfig, model_dir: Path, modality: str) -> int:
+def _most_pixels(config: EngineConfig, model_dir: str | Path, modality: Modality) -> int:
     """Most pixels of an image, or of a video's frame, as it reaches the vision tower."""
     accepted = config.max_image_pixels if modality == "image" else config.max_frame_pixels
-    settings = _processor(model_dir, modality)
+    settings = settings_of(model_dir, modality)
     size = {**(settings.get("size") or {}), **config.mm_processor_kwargs.get("size", {})}
     bounds = {**settings, **config.mm_processor_kwargs}
     least = size.get("shortest_edge") or bounds.get("min_pixels") or 0
     most = size.get("longest_edge") or bounds.get("max_pixels") or accepted
     # The processor enlarges what is smaller than its own least.
     return min(most, max(least, accepted))
-
-
-def _processor(model_dir: Path, modality: str) -> dict[str, Any]:
-    """The settings of the modality's processor; videos fall back on those of images, as in transformers."""
-    own, joint = f"{modality}_processor", _read(model_dir / "processor_config.json")
-    video = _read(model_dir / "video_preprocessor_config.json") if modality == "video" else {}
-    return video or joint.get(own) or _read(model_dir / "preprocessor_config.json") or joint.get("image_processor", {})
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

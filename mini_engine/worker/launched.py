@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from mini_engine.messages import SampledToken, StepResult, TokenLogprob
+from mini_engine.messages import SampledToken, StepResult
 from mini_engine.worker.batch import FlatBatch
 from mini_engine.worker.decode_batch import DecodeBatch
+from mini_engine.worker.sampler import Sampled
 from mini_engine.worker.staging import HostCopy
 
 
@@ -17,17 +18,11 @@ class Sampling:
     Args:
         tokens: those of `batch.sampled`, in order.
         decode: what keeps the tokens; None: each goes into its sequence.
-        logprobs: by row, for those that ask; None on a rank that reports nothing.
+        sampled: what is said of them; None on a rank that reports nothing.
     """
 
-    def __init__(
-        self,
-        tokens: HostCopy,
-        batch: FlatBatch,
-        decode: DecodeBatch | None,
-        logprobs: dict[int, list[TokenLogprob]] | None,
-    ) -> None:
-        self._tokens, self._batch, self._decode, self._logprobs = tokens, batch, decode, logprobs
+    def __init__(self, tokens: HostCopy, batch: FlatBatch, decode: DecodeBatch | None, sampled: Sampled | None) -> None:
+        self._tokens, self._batch, self._decode, self._sampled = tokens, batch, decode, sampled
         self._result: list[SampledToken] | None = None
 
     def result(self) -> list[SampledToken]:
@@ -42,10 +37,10 @@ class Sampling:
         else:
             for sequence, stop, token in zip(self._batch.sampled, self._batch.stops.tolist(), tokens, strict=True):
                 sequence.tokens.put(stop, token)  # later ones, from before a restart, are gone
-        if self._logprobs is None:
+        if self._sampled is None:
             return []
         result = list(map(SampledToken, self._batch.names, tokens))
-        for i, report in self._logprobs.items():
+        for i, report in self._sampled.logprobs.items():
             result[i] = SampledToken(result[i].request_id, result[i].token_id, report)
         return result
 

@@ -142,6 +142,11 @@ class MediaInputs:
         """Start receiving."""
         self._thread.start()
 
+    def check(self) -> None:
+        """Raise a RuntimeError if the thread has died: nothing is received any more."""
+        if self._crash is not None:
+            raise RuntimeError("the media receiver thread has died") from self._crash
+
     def tensor(self, handle: TensorHandle) -> torch.Tensor:
         """The tensor that `handle` stands for, of its shape and dtype. On a device it is for the current stream.
 
@@ -149,7 +154,7 @@ class MediaInputs:
             MediaMissing: its message is not here.
             ValueError: the message that is here holds something else.
         """
-        self._check()
+        self.check()
         message = handle.message
         with self._lock:
             sender = self._senders.get(message.incarnation)
@@ -179,7 +184,7 @@ class MediaInputs:
             MediaMissing: the segment is not mapped here.
             ValueError: the object is not in the segment, or is not what the handle says.
         """
-        self._check()
+        self.check()
         incarnation = handle.object.incarnation
         with self._lock:
             segment = self._segments.get(incarnation)
@@ -193,7 +198,6 @@ class MediaInputs:
         The end of a store's connection, or `drop_sender`, leaves its segment here: requests that came by way of other
         API servers may still need the objects of a dead one.
         """
-        self._check()
         with self._lock:
             for incarnation in incarnations:
                 self._unmapped.add(incarnation)
@@ -204,7 +208,6 @@ class MediaInputs:
 
         Their memory is the sender's again afterwards: a copy out of it that a device has not ended yet is waited for.
         """
-        self._check()
         dropped: list[Received] = []
         unreported: list[MessageId] = []
         with self._lock:
@@ -224,7 +227,6 @@ class MediaInputs:
 
     def drop_sender(self, incarnation: int) -> None:
         """Drop all messages of a sender that died, received or yet to come."""
-        self._check()
         with self._lock:
             self._gone.add(incarnation)
             self._senders.pop(incarnation, None)
@@ -252,17 +254,13 @@ class MediaInputs:
             self._senders.clear()
             self._segments.clear()
 
-    def _check(self) -> None:
-        if self._crash is not None:
-            raise RuntimeError("the media receiver thread has died") from self._crash
-
     # --- receiver thread ---
 
     def _run(self) -> None:
         try:
             self._serve()
         except BaseException as error:
-            self._crash = error  # a rank that no longer receives must not look well: `_check` ends it
+            self._crash = error  # a rank that no longer receives must not look well: `check` ends it
             raise
         finally:
             self._close_sockets()

@@ -6,15 +6,14 @@ a model whose images and videos differ in these, so one set serves both.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mini_engine.model.normalise import normalise_patches
+from mini_engine.worker.processor_files import settings_of
 
 # The defaults of transformers' Qwen-VL processors: the means and deviations of CLIP (Radford et al. 2021).
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -31,17 +30,15 @@ class Normalisation:
 
     @classmethod
     def from_dir(cls, model_dir: str | Path) -> Normalisation:
-        """From `preprocessor_config.json`, or the joint file that newer versions of transformers write.
+        """From the settings of a model directory's image processor.
 
         Raises:
-            FileNotFoundError: the directory has neither.
+            FileNotFoundError: the directory has none.
         """
-        directory = Path(model_dir)
-        raw = _read(directory / "preprocessor_config.json")
-        raw = raw or _read(directory / "processor_config.json").get("image_processor", {})
+        raw = settings_of(model_dir, "image")
         if not raw:
             raise FileNotFoundError(
-                f"no preprocessor_config.json in {directory}, and no processor_config.json for images"
+                f"no preprocessor_config.json in {model_dir}, and no processor_config.json for images"
             )
         default = cls()
         mean, std = raw.get("image_mean", default.mean), raw.get("image_std", default.std)
@@ -50,7 +47,3 @@ class Normalisation:
     def __call__(self, patches: Tensor, dtype: torch.dtype) -> Tensor:
         """uint8 patches -> new floats of the same shape and device."""
         return normalise_patches(patches, self.mean, self.std, self.rescale, dtype)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -1,5 +1,6 @@
 """What changes a row's logits before its temperature, and so a greedy row's choice as well: logit bias, stop tokens
-that are barred, penalties. `sampler.py` says in which order, and why in that one."""
+that are barred, penalties. `sampler.py` says in which order, and why in that one; `token_counts.py` does all rows at
+once."""
 
 from __future__ import annotations
 
@@ -12,13 +13,12 @@ from mini_engine.messages import SamplingParams
 
 def adjusts(params: SamplingParams) -> bool:
     """Whether `adjust` could change anything."""
-    return bool(
-        params.logit_bias
-        or params.min_tokens
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-    )
+    return bool(params.logit_bias or params.min_tokens or penalises(params))
+
+
+def penalises(params: SamplingParams) -> bool:
+    """Whether the tokens so far matter."""
+    return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
 
 
 def adjust(scores: Tensor, params: SamplingParams, output_index: int, tokens: np.ndarray) -> None:

@@ -19,7 +19,7 @@ from mini_engine.free_memory import CUDA_CONTEXT_BYTES, processor_bytes
 from mini_engine.messages import MediaCachePlan, Step
 from mini_engine.model.config import ModelConfig, VisionConfig
 from mini_engine.model.rope import Grid
-from mini_engine.worker.device_memory import MemoryUse, longest_sequence, media_bytes, worst_grids, worst_step
+from mini_engine.worker.device_memory import MemoryUse, media_bytes, worst_grids, worst_step
 from mini_engine.worker.model_runner import DecodeSteps, ModelRunner
 from mini_engine.worker.out_of_memory import room_for
 
@@ -49,7 +49,8 @@ def profile(
     if device.type == "cpu" or flags != (None, None):
         return None
     runner = runner_with(1)
-    grids, step = worst_grids(config, model.vision, model_dir), worst_step(config, longest_sequence(config, model))
+    grids = worst_grids(config, model.vision, model_dir)
+    step = worst_step(config, config.sequence_tokens(model.text.max_position_embeddings))
     ranks = config.tensor_parallel_size * config.data_parallel_size
     devices = torch.cuda.device_count()
     workers = -(-ranks // devices)  # more than one only where they share devices

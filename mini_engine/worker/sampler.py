@@ -18,7 +18,7 @@ company, after a preemption, and on any number of ranks. Knows nothing of sequen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mini_engine.messages import SamplingParams, TokenLogprob
 from mini_engine.worker import filters, penalties
-from mini_engine.worker.staging import to_device
+from mini_engine.worker.staging import HostCopy, to_device
 
 # Below this the division by the temperature leaves nothing but the largest logit (vLLM's bound).
 GREEDY_TEMPERATURE = 1e-5
@@ -42,6 +42,7 @@ class Recipe(NamedTuple):
     params: SamplingParams
     greedy: bool
     adjusts: bool  # steps 2 to 4 may change something
+    penalises: bool  # step 4 may, and so the tokens so far matter
     stream: int  # of noise
 
     @property
@@ -53,51 +54,79 @@ class Recipe(NamedTuple):
     def of(cls, params: SamplingParams) -> Recipe:
         # The single best token has no alternatives, whatever the temperature.
         greedy = params.temperature < GREEDY_TEMPERATURE or params.top_k == 1
-        return cls(params, greedy, penalties.adjusts(params), _stream(params.seed))
+        return cls(params, greedy, penalties.adjusts(params), penalties.penalises(params), _stream(params.seed))
 
 
 class Row(NamedTuple):
     """What a row of logits is sampled with. `output_index`: number of the output token to be chosen, from 0;
-    `tokens`: int64, prompt and output so far, read only if `recipe.adjusts`."""
+    `tokens`: int64, prompt and output so far, read only if `recipe.adjusts`, and not where others adjust."""
 
     recipe: Recipe
     output_index: int
     tokens: np.ndarray
 
 
+class Report:
+    """Logarithms of probabilities on their way to the host.
+
+    Args:
+        rows: of the batch, which ask; the arguments that follow are theirs.
+        raw: logarithms `[rows, vocab_size]` of the probabilities; `chosen`: int64 `[rows]`, the tokens.
+        counts: how many of the likeliest tokens each wants to know.
+    """
+
+    def __init__(self, rows: Sequence[int], raw: Tensor, chosen: Tensor, counts: Sequence[int]) -> None:
+        self._rows = rows
+        self._chosen, self._own = HostCopy(chosen), HostCopy(raw.gather(1, chosen.unsqueeze(1))[:, 0])
+        self._best: list[tuple[list[int], HostCopy, HostCopy]] = []
+        # By count, and not the largest for all: which of two equals comes first may depend on how many are sought.
+        for count in set(counts) - {0}:
+            which = [i for i, wanted in enumerate(counts) if wanted == count]
+            some = raw if len(which) == len(raw) else raw[to_device(torch.tensor(which), raw.device)]
+            values, ids = some.topk(min(count, raw.shape[1]), dim=-1)
+            self._best.append((which, HostCopy(ids), HostCopy(values)))
+
+    def read(self) -> dict[int, list[TokenLogprob]]:
+        """By row: the token itself, then the likeliest. Waits for the device."""
+        reports = [[TokenLogprob(*pair)] for pair in zip(self._chosen.values(), self._own.values(), strict=True)]
+        for which, ids, values in self._best:
+            for i, row_ids, row_values in zip(which, ids.values(), values.values(), strict=True):
+                reports[i] += map(TokenLogprob, row_ids, row_values)
+        return dict(zip(self._rows, reports, strict=True))
+
+
 class Sampled(NamedTuple):
-    """`tokens`: int64 `[n]` on the logits' device. `logprobs`: by row, for those that ask: the token itself, then the
-    likeliest."""
+    """`tokens`: int64 `[n]` on the logits' device. `report`: on the rows that ask for one, if any does."""
 
     tokens: Tensor
-    logprobs: dict[int, list[TokenLogprob]]
+    report: Report | None = None
+
+    @property
+    def logprobs(self) -> dict[int, list[TokenLogprob]]:
+        """See `Report.read`."""
+        return {} if self.report is None else self.report.read()
 
 
-def sample(logits: Tensor, rows: Sequence[Row]) -> Sampled:
-    """The next token of each row.
+def sample(logits: Tensor, rows: Sequence[Row], adjust: Callable[[Tensor], Tensor] | None = None) -> Sampled:
+    """The next token of each row. On a device nothing is waited for, if `adjust` is given and waits for nothing.
 
     Args:
         logits: `[n, vocab_size]` of any float dtype; may be changed.
         rows: n.
+        adjust: steps 2 to 4 of all rows at once, in place or not; None: row by row, from their tokens.
     """
     asked = [i for i, row in enumerate(rows) if row.recipe.params.logprobs is not None]
-    raw = logits[torch.tensor(asked, device=logits.device)].float().log_softmax(dim=-1) if asked else None
-    adjusted = [i for i, row in enumerate(rows) if row.recipe.adjusts]
-    if adjusted:
-        logits = logits.float()
-        for i in adjusted:
-            penalties.adjust(logits[i], rows[i].recipe.params, rows[i].output_index, rows[i].tokens)
-    tokens = _choose(logits, rows)
+    where = to_device(torch.tensor(asked), logits.device) if asked else None
+    raw = None if where is None else logits[where].float().log_softmax(dim=-1)
+    tokens = _choose(_adjust(logits, rows) if adjust is None else adjust(logits), rows)
     if raw is None:
-        return Sampled(tokens, {})
-    counts = [rows[i].recipe.params.logprobs or 0 for i in asked]
-    chosen = tokens[torch.tensor(asked, device=tokens.device)]
-    return Sampled(tokens, dict(zip(asked, _report(raw, chosen, counts), strict=True)))
+        return Sampled(tokens)
+    return Sampled(tokens, Report(asked, raw, tokens[where], [rows[i].recipe.params.logprobs or 0 for i in asked]))
 
 
 def sample_plain(logits: Tensor) -> Sampled:
     """What `sample` gives where every row's recipe is plain; it need not be told the rows."""
-    return Sampled(_largest(logits), {})
+    return Sampled(_largest(logits))
 
 
 def uniform(seed: int, index: int) -> float:
@@ -122,6 +151,15 @@ def _mix(z: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
     return z ^ (z >> 31)
+
+
+def _adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    adjusted = [i for i, row in enumerate(rows) if row.recipe.adjusts]
+    if adjusted:
+        logits = logits.float()
+        for i in adjusted:
+            penalties.adjust(logits[i], rows[i].recipe.params, rows[i].output_index, rows[i].tokens)
+    return logits
 
 
 def _choose(logits: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -161,16 +199,3 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     # sums at all: such a row gets the last token, and the others theirs.
     drawn = torch.searchsorted(cumulative, thresholds, right=True).squeeze(1)
     return drawn.clamp_(max=logits.shape[1] - 1)
-
-
-def _report(raw: Tensor, chosen: Tensor, counts: Sequence[int]) -> list[list[TokenLogprob]]:
-    """For each row of log-probabilities the chosen token's, then those of its `counts` likeliest."""
-    own = raw.gather(1, chosen.unsqueeze(1))[:, 0].tolist()
-    reports = [[TokenLogprob(*pair)] for pair in zip(chosen.tolist(), own, strict=True)]
-    # By count, and not the largest count for all: which of two equals comes first may depend on how many are sought.
-    for count in set(counts) - {0}:
-        which = [i for i, wanted in enumerate(counts) if wanted == count]
-        values, ids = raw[torch.tensor(which, device=raw.device)].topk(min(count, raw.shape[1]), dim=-1)
-        for i, row_ids, row_values in zip(which, ids.tolist(), values.tolist(), strict=True):
-            reports[i] += map(TokenLogprob, row_ids, row_values)
-    return reports

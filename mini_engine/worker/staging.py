@@ -3,6 +3,10 @@ the device are the model's too (`kernels/staging.py`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,8 +15,16 @@ from mini_engine.kernels.staging import to_device
 __all__ = ["HostCopy", "to_device"]
 
 
+def all_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Arrays of 8-byte numbers on the device, by one copy."""
+    joined = torch.from_numpy(np.concatenate([array.ravel().view(np.int64) for array in arrays]))
+    parts = to_device(joined, device).split([array.size for array in arrays])
+    types = [torch.float64 if array.dtype == np.float64 else torch.int64 for array in arrays]
+    return [part.view(kind).view(array.shape) for part, kind, array in zip(parts, types, arrays, strict=True)]
+
+
 class HostCopy:
-    """Integers on their way to the host, from the moment this is made."""
+    """Numbers on their way to the host, from the moment this is made."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host, self._done = tensor, None
@@ -22,9 +34,9 @@ class HostCopy:
             self._done = torch.cuda.Event(blocking=True)
             self._done.record()
 
-    def values(self) -> list[int]:
-        """Waits for them."""
+    def values(self) -> list[Any]:
+        """Waits for them; nested as the tensor is."""
         if self._done is not None:
             self._done.synchronize()
-        values: list[int] = self._host.tolist()
+        values: list[Any] = self._host.tolist()
         return values

@@ -29,7 +29,7 @@ from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
 from mini_engine.transport.cuda_memory import CudaMapped, on_stream
 from mini_engine.worker.attention import AttentionBackend, choose_backend, leave_out_cudnn, make_backend
-from mini_engine.worker.device_memory import MemoryUse, longest_sequence
+from mini_engine.worker.device_memory import MemoryUse
 from mini_engine.worker.kv_cache import KVCache, count_blocks
 from mini_engine.worker.media_inputs import MediaInputs, stay
 from mini_engine.worker.model_runner import DecodeSteps, ModelRunner
@@ -197,9 +197,14 @@ def fetch_beside(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tenso
     return moved
 
 
+def longest_sequence(config: EngineConfig, model: VisionLanguageModel) -> int:
+    """Tokens of the longest sequence, unless the KV cache holds less."""
+    return config.sequence_tokens(model.config.text.max_position_embeddings)
+
+
 def choose_num_blocks(config: EngineConfig, model: VisionLanguageModel, use: MemoryUse | None) -> int:
     """Blocks of the rank's KV cache; `use` as for `count_blocks`."""
-    some, longest = next(model.parameters()), longest_sequence(config, model.config)
+    some, longest = next(model.parameters()), longest_sequence(config, model)
     num_blocks = count_blocks(config, model.attention_shape, some.dtype, longest, some.device, use)
     logger.info(
         "model loaded: %s on %s with %d thread(s), %d KV blocks of %d tokens",
@@ -221,7 +226,7 @@ def make_attention(
     what = f"a KV cache of {num_blocks} block(s) of {size} tokens"
     with room_for(what, "lower --block-size, --gpu-memory-utilization or --kv-cache-memory-bytes", some.device):
         cache = KVCache.allocate(model.attention_shape, num_blocks, size, some.dtype, some.device, spare)
-    return make_backend(backend, cache, longest_sequence(config, model.config))
+    return make_backend(backend, cache, longest_sequence(config, model))
 
 
 def has_graphs(config: EngineConfig, device: torch.device, backend: AttentionBackendName) -> bool:
@@ -238,7 +243,7 @@ def make_graphs(config: EngineConfig, model: VisionLanguageModel, attention: Att
     from mini_engine.worker.triton_attention import TritonBackend
 
     assert isinstance(attention, TritonBackend)
-    return DecodeGraphs(model, attention, config.max_num_seqs, longest_sequence(config, model.config))
+    return DecodeGraphs(model, attention, config.max_num_seqs, longest_sequence(config, model))
 
 
 def record_graphs(runner: ModelRunner) -> None:

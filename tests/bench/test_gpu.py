@@ -29,8 +29,7 @@ TINY["vision_config"] |= {
     "depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 4, "out_hidden_size": 48,
     "fullatt_block_indexes": [1],
 }  # fmt: skip
-for token, number in (("image_token_id", 396), ("video_token_id", 397), ("vision_start_token_id", 398)):
-    TINY[token] = number
+TINY |= {"image_token_id": 396, "video_token_id": 397}
 CONFIG = ModelConfig.from_dict(TINY)
 
 

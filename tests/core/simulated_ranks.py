@@ -58,6 +58,7 @@ class SimulatedLinks:
         self.inbox: list[Envelope] = []
         self.sent: list[tuple[bytes, object]] = []
         self.identities: dict[int, bytes] = {}
+        self.gone: set[int] = set()
         self.steps: deque[Step] = deque()
         self.slots: dict[int, int] = {}
         self.sequences: dict[str, Sequence] = {}
@@ -77,6 +78,10 @@ class SimulatedLinks:
     def receive(self, timeout):
         envelopes, self.inbox = self.inbox, []
         return envelopes
+
+    def forget(self, incarnation: int) -> None:
+        self.gone.add(incarnation)
+        self.identities.pop(incarnation, None)
 
     def send_step(self, step: Step) -> None:
         self.steps.append(step)

@@ -193,4 +193,4 @@ def test_a_dead_api_server_takes_its_requests_along_and_nothing_else():
     assert len(world.tokens["dead"]) == seen_before
     assert "late" not in world.tokens
     world.assert_at_rest()
-    assert alive[1] not in world.core.gone
+    assert alive[1] not in world.links.gone

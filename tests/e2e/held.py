@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -37,6 +38,13 @@ def processes(server: RunningServer) -> dict[str, int]:
 
 def descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def memory(pid: int, name: str) -> int:
+    """`VmRSS` is what a process has, `VmHWM` the most it ever had, `RssAnon` and `RssShmem` parts of the
+    former, in bytes."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)[1]) << 10
 
 
 def mappings(pid: int) -> int:

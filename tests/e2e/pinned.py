@@ -29,7 +29,11 @@ def connect(server: RunningServer, title: str, seconds: float = 60) -> http.clie
     patience = 0.25  # a busy server takes longer; in the line of one that has just died nobody accepts
     while time.monotonic() < deadline:
         connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
-        connection.connect()
+        try:
+            connection.connect()
+        except ConnectionRefusedError:  # nobody listens now
+            time.sleep(0.05)
+            continue
         inode = accepted_as(connection.sock, patience)
         if inode and has_socket(server.pids().get(title), inode):
             return connection

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mini_engine.config import BUNDLED_MODEL
+from mini_engine.model.registry import SPECS
 from tests.e2e.asked import ask_two, ask_video
 from tests.e2e.running_server import RunningServer
 from tests.e2e.test_scarcity import refused
@@ -82,6 +84,27 @@ def test_nccl_without_a_device_is_refused_in_one_line():
     said = refused("--distributed-backend", "nccl", "-tp", "2")
     (line,) = [line for line in said.splitlines() if "ERROR" in line]
     assert "start failed: --distributed-backend: nccl needs CUDA devices, and there is none here" in line
+    assert "Traceback" not in said
+
+
+def test_an_unknown_architecture_is_refused_with_those_that_are_known(model):
+    raw = json.loads((model / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    (model / "config.json").write_text(json.dumps(raw))
+    assert refused(str(model)) == (
+        f"serve.py: the model in {model} cannot be served: unsupported architecture: LlamaForCausalLM; supported: "
+        f"{', '.join(SPECS)}\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_tied_head_with_other_values_is_found_by_the_worker_that_holds_it(model):
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][0] += 1
+    save_file(tensors, model / "model.safetensors")
+    said = refused(str(model), "-tp", "2")
+    (line,) = [line for line in said.splitlines() if "ERROR" in line]
+    assert f"start failed: lm_head.weight in {model} differs from model.language_model.embed_tokens.weight" in line
     assert "Traceback" not in said
 
 

@@ -103,12 +103,15 @@ def test_a_small_cache_forgets_and_every_answer_stays_right(kind, asked):
 
 def test_the_copies_survive_the_api_server_that_made_them(asked):
     with RunningServer("--mm-processor-cache-type", "lru") as server:
-        some = asked[:8]
+        some, new = asked[:8], asked[8]
         assert ask_all(server, some) == [one.answer for one in some]
         kill_and_wait_for_successor(server)
         before = server.total("media_decodes_total")
         assert ask_all(server, some) == [one.answer for one in some]
         assert server.total("media_decodes_total") == before
+        for _ in range(2):  # the successor brings copies of its own
+            assert ask(server, new) == new.answer
+        assert server.total("media_decodes_total") == before + 1
 
 
 def test_what_a_dead_api_server_had_stored_is_forgotten_and_its_successor_stores_anew(asked):

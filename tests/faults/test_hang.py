@@ -9,14 +9,13 @@ import re
 import signal
 import socket
 import time
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from tests.e2e.asked import ask_small
 from tests.e2e.barriers import Inside, eventually
-from tests.e2e.held import GAUGES
+from tests.e2e.held import GAUGES, memory
 from tests.e2e.running_server import RunningServer, alive, message
 from tests.faults.ground import RECOVERY_SECONDS, stopped
 from tests.faults.load import ask
@@ -37,12 +36,6 @@ def server():
         ) as running,
     ):  # fmt: skip
         yield running
-
-
-def memory(pid: int, name: str) -> int:
-    """`VmRSS` is what a process has, `VmHWM` the most it ever had."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)[1]) << 10
 
 
 def assert_at_rest(server: RunningServer) -> None:

@@ -12,13 +12,16 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
 from tests.e2e.asked import Asked
+from tests.e2e.barriers import eventually
 from tests.e2e.pinned import Asking
-from tests.e2e.running_server import alive, descendants, message
+from tests.e2e.running_server import RunningServer, alive, descendants, message
 from tests.faults.ground import (
+    API_SERVERS,
     SILENCE_SECONDS,
     STARTUP_SECONDS,
     TOLD_WITHIN_SECONDS,
@@ -26,7 +29,7 @@ from tests.faults.ground import (
     a_ground,
     questions,
 )
-from tests.faults.load import Load, Outcome, assert_only_right_or_told
+from tests.faults.load import LEFT, TOLD, Load, ask, assert_only_right_or_told
 
 ROLES = ("api 0", "core 0", "worker 0.0", "worker 0.1", "supervisor")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
@@ -86,7 +89,11 @@ def generation(ground: Ground) -> Iterator[None]:
 STAGES: list[Callable[[Ground], contextlib.AbstractContextManager[None]]] = [
     idle, decoding, transport, prefill, generation,
 ]  # fmt: skip
-FAST = {("worker 0.1", signal.SIGKILL, generation, 2)}
+FAST = {  # on one server
+    ("worker 0.1", signal.SIGKILL, generation, 2),
+    ("api 0", signal.SIGKILL, generation, 2),
+    ("core 0", signal.SIGKILL, decoding, 2),
+}
 
 
 def cells(stages: list) -> Iterator[object]:
@@ -114,11 +121,15 @@ def grounds() -> Iterator[Callable[[int], Ground]]:
         yield ground
 
 
-def bound(role: str, number: int, silence: float) -> float:
+def bound(role: str, number: int) -> float:
     """Seconds until all who wait are told. The supervisor asks four times in the time-out; hence a fifth quarter."""
-    if role == "supervisor":
-        return STANDSTILL_SECONDS
-    return TOLD_WITHIN_SECONDS + (1.25 * silence if number == signal.SIGSTOP else 0)
+    hangs = number == signal.SIGSTOP and role != "supervisor"  # whom nobody watches
+    return TOLD_WITHIN_SECONDS + (1.25 * SILENCE_SECONDS if hangs else 0)
+
+
+def ways(role: str) -> tuple[str, ...]:
+    """How requests may end that have no answer, when this one has died."""
+    return LEFT if role.startswith(("api", "supervisor")) else TOLD
 
 
 @pytest.mark.parametrize(("ranks", "stage", "role", "number"), list(cells(STAGES)))
@@ -134,40 +145,63 @@ def test_everybody_is_answered_or_told(ranks, stage, role, number, grounds):
         with stage(ground):
             since = ground.hurt(role, number)
             if role == "supervisor":
-                assert_of_the_supervisor(ground, number, load, family)
+                assert_of_the_supervisor(ground, number, load, family, since)
         if (role, number) == ("supervisor", signal.SIGKILL):
             return
         if load is not None and number == signal.SIGSTOP and role != "supervisor":
-            time.sleep(bound(role, number, SILENCE_SECONDS) - TOLD_WITHIN_SECONDS)  # so that new ones come all along
+            time.sleep(bound(role, number) - TOLD_WITHIN_SECONDS)  # so that new ones come all along
+    told = load.outcomes if load else []
+    assert_only_right_or_told(told, since, bound(role, number), () if role == "supervisor" else ways(role))
     if role != "supervisor":
-        recover(ground, {victim}, asked, load.outcomes if load else [], since, bound(role, number, SILENCE_SECONDS))
+        recover(ground, {victim}, asked)
     ground.assert_whole()
     ground.assert_nothing_left_over()
 
 
-def recover(
-    ground: Ground, gone: set[int], asked: list[Asked], told: list[Outcome], since: float, within: float
-) -> None:
-    """The load has ended; the server becomes whole again and answers."""
-    assert_only_right_or_told(told, since, within)
+def recover(ground: Ground, gone: set[int], asked: list[Asked]) -> None:
+    """The server becomes whole again and answers."""
     ground.wait_until_whole(gone)
     with Load(ground.server, asked) as load:
         load.wait_for("right", 2 * len(asked))
     assert load.tally().keys() == {"right"}, load.tally()
 
 
-def assert_of_the_supervisor(ground: Ground, number: int, load: Load | None, family: list[int]) -> None:
+def assert_of_the_supervisor(
+    ground: Ground, number: int, load: Load | None, family: list[int], since: float
+) -> None:  # fmt: skip
     """With a dead one all end; without one that works all go on."""
     if number == signal.SIGKILL:
         ground.server.process.wait()
         ground.server.assert_nothing_left(family)
         if load is not None:
             load.stop()
-            assert not load.count("wrong") and not load.count("error"), load.tally()
+            assert_only_right_or_told(load.outcomes, since, TOLD_WITHIN_SECONDS, LEFT)
         return
     time.sleep(STANDSTILL_SECONDS)
     assert all(map(alive, family))
     ground.hurt("supervisor", signal.SIGCONT)
+
+
+def test_an_api_server_of_a_dead_engine_that_dies_itself_leaves_its_line_to_the_other(grounds):
+    """While the engine that is to replace the dead one loads. Without the other, connections are refused at once."""
+    ground = grounds(2)
+    (one,) = questions(next(seeds), 1)
+    with ground.inside.barrier("loading-worker") as barrier:
+        old = {f"api {slot}": ground.pid(f"api {slot}") for slot in range(API_SERVERS)}
+        ground.hurt("core 0", signal.SIGKILL)
+        barrier.wait_until_held(90)
+        for (name, pid), expected in zip(old.items(), ("error", "refused"), strict=True):
+            os.kill(pid, signal.SIGKILL)
+            eventually(partial(assert_in, f"{name} (pid {pid}) died: killed by SIGKILL", ground.server))
+            for outcome in [ask(ground.server, one) for _ in range(20)]:
+                assert outcome.kind == expected and outcome.ended - outcome.begun < TOLD_WITHIN_SECONDS, outcome
+    ground.wait_until_whole(set(old.values()))
+    ground.assert_whole()
+    ground.assert_nothing_left_over()
+
+
+def assert_in(text: str, server: RunningServer) -> None:
+    assert text in server.log, server.log
 
 
 # --- while it starts, and while it stops ------------------------------------------------------------------------------
@@ -231,6 +265,10 @@ def test_a_drain_that_is_hurt(ranks, role, number):
             status = server.process.wait(DRAIN_SECONDS + 30)
         assert not alive(victim)
         assert status == (-signal.SIGKILL if (role, number) == ("supervisor", signal.SIGKILL) else 0)
-        told = [outcome for outcome in load.outcomes if outcome.kind != "refused"]  # by a port that is closed
-        assert_only_right_or_told(told, asked_at, since - asked_at + DRAIN_SECONDS + TOLD_WITHIN_SECONDS)
+        # Who waits for one that stands still is told at the end; who comes late finds the port closed, or being closed.
+        patience = since - asked_at + TOLD_WITHIN_SECONDS + (DRAIN_SECONDS if number == signal.SIGSTOP else 0)
+        late = [outcome for outcome in load.outcomes if outcome.begun >= asked_at]
+        assert_only_right_or_told(late, asked_at, patience, {*TOLD, *LEFT})
+        in_time = [outcome for outcome in load.outcomes if outcome.begun < asked_at]
+        assert_only_right_or_told(in_time, asked_at, patience, {*TOLD, *ways(role)})
         server.assert_nothing_left(family)

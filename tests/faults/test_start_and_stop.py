@@ -23,7 +23,8 @@ from tests.faults.load import ask
 
 # In their order; each is in another process, or another part of its work.
 PHASES = (
-    "binding", "founding", "greeting", "loading-api", "loading-worker", "loading-core", "warming-up", "listening",
+    "resolving", "binding", "founding", "greeting", "loading-api", "loading-worker", "loading-core", "warming-up",
+    "listening",
 )  # fmt: skip
 FAST = {("founding", signal.SIGTERM), ("loading-worker", signal.SIGKILL), ("loading-api", signal.SIGINT)}
 
@@ -62,7 +63,24 @@ def test_a_start_that_is_interrupted_leaves_nothing(phase, number):
         if held == server.process.pid:
             barrier.let_go()
         status = server.process.wait(30)
-        assert status == (-number if number == signal.SIGKILL else 0), server.log
+        expected = {signal.SIGKILL: -number, signal.SIGTERM: 0, signal.SIGINT: 0}
+        if phase == "resolving":  # nothing has to be stopped yet: an interrupt has its usual effect
+            expected[signal.SIGINT] = 130
+        assert status == expected[number], server.log
+        server.assert_nothing_left(family)
+        assert "Traceback" not in server.log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_stop_in_the_pause_before_a_restart_leaves_nothing(number):
+    with Inside() as inside, RunningServer("--restart-engine", environ=inside.environ) as server:
+        with inside.barrier("backing-off") as barrier:
+            family = descendants(server.process.pid)
+            os.kill(server.pids()["mini-engine: core 0"], signal.SIGKILL)
+            barrier.wait_until_held()
+            server.process.send_signal(number)
+        assert server.process.wait(30) == (-number if number == signal.SIGKILL else 0), server.log
         server.assert_nothing_left(family)
         assert "Traceback" not in server.log
 

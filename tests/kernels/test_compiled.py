@@ -92,5 +92,7 @@ def test_small_operators(dtype: str):
          {"SIZE": 1176, "CHANNEL": 392, "COLUMNS": 1024}),
         (elementwise._write_cache, {"keys": one, "values": one, "k": one, "v": one, "slots": "*i64",
                                     "k_stride": "i32", "v_stride": "i32"}, {"SIZE": 512, "PADDED": 512}),
+        (elementwise._penalise, {"scores": wide, "counts": "*i32", "rows": "*i64", "factors": wide},
+         {"SIZE": 152064, "COLUMNS": 1024}),
     ):  # fmt: skip
         assert "st.global" in compile_for_hopper(kernel, types, fixed, shape).asm["ptx"]

@@ -120,6 +120,28 @@ def test_write_cache(dtype, device):
     assert not keys[others].any() and not values[others].any()
 
 
+def test_penalise(device):
+    """As `tests/worker/test_penalties.py` has it by the row; a row of another's counts, and one that has none."""
+    size = 1500
+    scores = 3 * torch.randn(4, size, device=device)
+    prompt, times = torch.rand(5, size, device=device) < 0.3, torch.randint(0, 4, (5, size), device=device)
+    counts, rows = (2 * times + prompt).int(), torch.tensor([2, -1, 4, 0], device=device)
+    factors = torch.tensor([[1.05, 0.0, 0.0], [2.0, 1.0, 1.0], [0.7, -0.5, 0.3], [1.0, 0.5, 1.5]], device=device)
+    wide = factors.double()[:, :, None]
+    old, c = scores.double(), times[rows]
+    seen = prompt[rows] | (c > 0)
+    new = torch.where(seen, torch.where(old < 0, old * wide[:, 0], old / wide[:, 0]), old)
+    new -= (c > 0) * wide[:, 1] + c * wide[:, 2]
+    new[1] = old[1]
+    kept = scores.clone()
+    ops.penalise(scores, counts, rows, factors)
+    close(scores, new)
+    assert torch.equal(scores[~seen], kept[~seen]) and torch.equal(scores[1], kept[1])
+    scores[0] = float("-inf")  # barred
+    ops.penalise(scores, counts, rows, factors)
+    assert scores[0].isneginf().all()
+
+
 def test_nothing_is_nothing(device):
     empty, weight = torch.empty(0, 16, device=device), torch.ones(16, device=device)
     assert ops.rms_norm(empty, weight, 1e-6).shape == (0, 16)

@@ -1,5 +1,6 @@
 """Loads one rank's part, as a program: `rank size directory format [mapped]`. Prints as JSON the bytes of its
-parameters and by how many its resident memory grew at most. `mapped` stands for `checkpoint.MAPPED_BYTES`."""
+parameters and by how many its resident memory grew at most. `mapped` stands for `checkpoint.MAPPED_BYTES`, and runs of
+rows are as much shorter."""
 
 import json
 import sys
@@ -7,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from mini_engine.model import checkpoint
+from mini_engine.model import checkpoint, weights
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.weights import load_model
 
 
 def status(field: str) -> int:
@@ -21,10 +21,11 @@ def main() -> None:
     rank, size, directory, load_format, *mapped = sys.argv[1:]
     torch.set_num_threads(1)
     if mapped:
+        weights.RUN_VALUES = weights.RUN_VALUES * int(mapped[0]) // checkpoint.MAPPED_BYTES
         checkpoint.MAPPED_BYTES = int(mapped[0])
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here: proc(5)
     before = status("VmRSS")
-    model = load_model(directory, TensorParallel(int(rank), int(size)), None, torch.device("cpu"), load_format)
+    model = weights.load_model(directory, TensorParallel(int(rank), int(size)), None, torch.device("cpu"), load_format)
     grown = status("VmHWM") - before
     print(json.dumps({"held": sum(p.nbytes for p in model.parameters()), "grown": grown}))
 

@@ -23,8 +23,7 @@ def write_config(folder: Path, hidden: int = 64, layers: int = 2, dtype: str = "
     config = {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "dtype": dtype,
-        "tie_word_embeddings": False,
-        "image_token_id": 190, "video_token_id": 191, "vision_start_token_id": 192, "vision_end_token_id": 193,
+        "image_token_id": 190, "video_token_id": 191,
         "text_config": {
             "vocab_size": 200, "hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers,
             "num_attention_heads": heads, "num_key_value_heads": heads // 2, "max_position_embeddings": 4096,
@@ -48,8 +47,9 @@ def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def write_weights(folder: Path) -> dict[str, Tensor]:
-    """The dummy weights of a directory's config as its `model.safetensors`."""
+def write_weights(folder: Path, with_head: bool = False) -> dict[str, Tensor]:
+    """The dummy weights of a directory's config, as its `model.safetensors`; `with_head`: that has a tied head too."""
     tensors = whole_tensors(load_model(folder, TensorParallel(), None, CPU, "dummy"))
-    save_file(tensors, folder / "model.safetensors")
+    table = tensors["model.language_model.embed_tokens.weight"]
+    save_file(tensors | ({"lm_head.weight": table.clone()} if with_head else {}), folder / "model.safetensors")
     return tensors

@@ -3,8 +3,9 @@
 They are forked from one process, which has loaded torch once for all, and die with it.
 
 `job` is a directory with `job.pt`, {"init": url, "checkpoints": {name: (path, {name: Prompt})}}. Writes `rank<r>.pt`
-there: per checkpoint the logits of every prompt alone, of all in one batch, and of that batch after the last rank's
-sharded weights were zeroed.
+there: per checkpoint the logits of every prompt alone, of all in one batch, of all in steps of a few tokens of each, of
+the batch after the last rank's part of the vision tower was zeroed, and after all of its part was; and those of the
+batch in bfloat16.
 """
 
 import multiprocessing
@@ -22,18 +23,27 @@ from mini_engine.model.layers import pieces_of
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.reference import reference_logits
 from mini_engine.model.weights import load_model
+from tests.model.chunks import chunked_logits, in_dtype
+
+CHUNK = 29  # tokens of a prompt in a step: ends inside of items
 
 
 @torch.inference_mode()
 def run(path: Path, prompts: dict, tp: TensorParallel) -> dict[str, list[Tensor]]:
+    batch = list(prompts.values())
     model = load_model(path, tp, None, torch.device("cpu"))
     results = {name: reference_logits(model, [prompt]) for name, prompt in prompts.items()}
-    results["batch"] = reference_logits(model, list(prompts.values()))
-    if tp.rank == tp.size - 1:
-        for piece in pieces_of(model):
-            if piece.copies == 1:
-                piece.target.zero_()
-    results["zeroed"] = reference_logits(model, list(prompts.values()))
+    results["batch"] = reference_logits(model, batch)
+    results["chunked"] = chunked_logits(model, batch, CHUNK)
+    for name, part in (("zeroed tower", model.visual), ("zeroed", model)):
+        if tp.rank == tp.size - 1:
+            for piece in pieces_of(part):
+                # What is whole on every rank is not its part.
+                if piece.target.shape != piece.shape:
+                    piece.target.zero_()
+        results[name] = reference_logits(model, batch)
+    narrow = load_model(path, tp, torch.bfloat16, torch.device("cpu"))
+    results["bfloat16"] = reference_logits(narrow, [in_dtype(prompt, torch.bfloat16) for prompt in batch])
     return results
 
 

@@ -1,5 +1,6 @@
 """The bundled model on rendered media: logits and greedy words equal to transformers'."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,13 +59,13 @@ def to_prompt(inputs: Any) -> Prompt:
     )
 
 
-def greedy(model: VisionLanguageModel, prompt: Prompt) -> list[int]:
-    """At most `DECODED` tokens, the end token included, one step each."""
+def greedy(model: VisionLanguageModel, prompt: Prompt, ends: Sequence[int]) -> list[int]:
+    """At most `DECODED` tokens, the one out of `ends` included, one step each."""
     grids = [[grid for _, grid in items] for items in (prompt.images, prompt.videos)]
     attend = ReferenceAttention()
     following = mrope_positions(prompt.token_ids, *grids, prompt.seconds, model.config).next_position
     tokens = [int(reference_logits(model, [prompt], attend)[0][-1].argmax())]
-    while tokens[-1] not in model.config.eos_token_ids and len(tokens) < DECODED:
+    while tokens[-1] not in ends and len(tokens) < DECODED:
         axes = torch.full((3, 1), following + len(tokens) - 1)
         hidden = model(model.embed(torch.tensor(tokens[-1:])), axes, attend.step([(0, 1)]))
         tokens.append(int(model.logits(hidden)[0].argmax()))
@@ -85,4 +86,4 @@ def test_the_bundled_model_equals_transformers(kind, bundled):
     assert difference <= 1e-5 * expected.abs().max()
     generated = bundled.theirs.generate(**inputs, max_new_tokens=DECODED, do_sample=False, top_k=None)
     words = generated[0, len(prompt.token_ids) :].tolist()
-    assert greedy(bundled.ours, prompt) == words
+    assert greedy(bundled.ours, prompt, bundled.theirs.generation_config.eos_token_id) == words

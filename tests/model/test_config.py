@@ -17,9 +17,6 @@ ROOT = Path(__file__).parents[2]
 # As the hub's Qwen2.5-VL-7B-Instruct has it, shortened to what is read.
 HUB_7B = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-    "eos_token_id": 151645,
-    "vision_start_token_id": 151652,
-    "vision_end_token_id": 151653,
     "image_token_id": 151655,
     "video_token_id": 151656,
     "hidden_act": "silu",
@@ -59,17 +56,13 @@ HUB_7B = {
 def test_the_flat_layout_of_the_hub():
     config = ModelConfig.from_dict(HUB_7B)
     assert (config.text.head_dim, config.text.num_kv_heads, config.text.mrope_section) == (128, 4, (16, 24, 24))
-    assert (config.text.rope_theta, config.dtype, config.eos_token_ids) == (1e6, "bfloat16", (151645,))
+    assert (config.text.rope_theta, config.dtype) == (1e6, "bfloat16")
     assert (config.vision.patch_dim, config.vision.merged_window, config.vision.head_dim) == (1176, 4, 80)
     assert config.vision.full_attention_layers == (7, 15, 23, 31)
 
 
 def test_both_layouts_read_the_same(layouts):
     assert len({ModelConfig.from_dir(path) for path in layouts.values()}) == 1
-
-
-def test_several_eos_tokens():
-    assert ModelConfig.from_dict(HUB_7B | {"eos_token_id": [3, 4]}).eos_token_ids == (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +76,8 @@ def test_several_eos_tokens():
         ({"vision_config": None}, "no vision_config"),
         ({"rope_scaling": {"type": "yarn"}}, "rope type 'yarn'"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}}, "half the head size, 64"),
+        ({"rope_scaling": {"type": "mrope"}}, "lacks the field 'mrope_section'"),
+        ({"rope_theta": None}, "lacks the field 'rope_theta'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "text activation 'gelu'"),
         ({"torch_dtype": "int8"}, "dtype 'int8'"),

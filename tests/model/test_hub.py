@@ -1,5 +1,6 @@
 """The dimensions of checkpoints on the hub: each name and shape that is looked for is one that transformers has."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,8 +15,6 @@ from mini_engine.model.vision_language import VisionLanguageModel
 from tests.model.test_config import HUB_7B
 
 TOKENS = {
-    "vision_start_token_id": 151652,
-    "vision_end_token_id": 151653,
     "image_token_id": 151655,
     "video_token_id": 151656,
 }
@@ -24,7 +23,6 @@ TOKENS = {
 QWEN2_2B = TOKENS | {
     "architectures": ["Qwen2VLForConditionalGeneration"],
     "model_type": "qwen2_vl",
-    "eos_token_id": 151645,
     "hidden_act": "silu",
     "hidden_size": 1536,
     "intermediate_size": 8960,
@@ -61,7 +59,6 @@ QWEN3_4B = TOKENS | {
     "text_config": {
         "attention_bias": False,
         "dtype": "bfloat16",
-        "eos_token_id": 151645,
         "head_dim": 128,
         "hidden_act": "silu",
         "hidden_size": 2560,
@@ -114,13 +111,26 @@ def test_names_and_shapes_are_transformers(raw: dict[str, Any], tmp_path):
     assert oracle.config.text_config.rms_norm_eps == model.config.text.rms_norm_eps
 
 
+@pytest.mark.parametrize("raw", [QWEN2_2B, HUB_7B | {"model_type": "qwen2_5_vl"}, QWEN3_4B])
+@pytest.mark.parametrize("tied", [None, False, True])
+@pytest.mark.parametrize("text_tied", [None, False, True])
+def test_what_is_tied_is_what_transformers_ties(tied: bool | None, text_tied: bool | None, raw: dict[str, Any]):
+    nested = {key: raw[key] for key in ("vision_config", "model_type", "architectures", *TOKENS)}
+    nested["text_config"] = {k: v for k, v in raw.get("text_config", raw).items() if k not in nested}
+    for part, value in ((nested, tied), (nested["text_config"], text_tied)):
+        part.pop("tie_word_embeddings", None)
+        part |= {} if value is None else {"tie_word_embeddings": value}
+    ours = ModelConfig.from_dict(copy.deepcopy(nested))
+    assert ours.tie_word_embeddings == AutoConfig.for_model(**nested).tie_word_embeddings
+
+
 def test_what_a_third_generation_checkpoint_says():
     config = ModelConfig.from_dict(QWEN3_4B)
     assert (config.vision.position_side, config.vision.deepstack_layers) == (48, (5, 11, 17))
     assert config.vision.row_size == 4 * 2560
     assert (config.vision.patch_dim, config.vision.merged_window) == (1536, None)
     assert (config.text.qk_norm, config.text.qkv_bias, config.text.mrope_interleaved) == (True, False, True)
-    assert (config.dtype, config.eos_token_ids, config.video_time) == ("bfloat16", (151645,), "text")
+    assert (config.dtype, config.video_time) == ("bfloat16", "text")
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,26 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from mini_engine.kernels import ops
 from mini_engine.model import reference
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.reference import Prompt, ReferenceAttention, media_at, reference_logits
+from mini_engine.model.reference import Prompt, ReferenceAttention, reference_logits
 from mini_engine.model.rope import MRope, PromptPositions, mrope_positions
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
+from tests.model.chunks import chunked_logits, in_dtype, place
 from tests.model.families import IMAGE, VIDEO
 
 NAMES = ["text", "image", "video", "two videos", "video then images", "image then video"]
 EVERY_FAMILY = True
 CPU = torch.device("cpu")
+BFLOAT16_BOUND = 0.05  # of the largest logit
+BOUNDS = {torch.bfloat16: BFLOAT16_BOUND, torch.float16: BFLOAT16_BOUND / 8}  # three more bits of fraction
 
 
 def load(path: Path, dtype: torch.dtype | None = None) -> VisionLanguageModel:
@@ -52,6 +57,20 @@ def test_a_mixed_flat_batch_equals_each_prompt_alone(model, checkpoint, oracle, 
         torch.testing.assert_close(ours, oracle(checkpoint.oracle, prompt), atol=1e-5, rtol=0)
 
 
+def test_every_sum_is_made_by_the_norm_that_reads_it(monkeypatch, model, prompts):
+    """Two in each layer: elsewhere than in `add_rms_norm` each would be a kernel of its own."""
+    fused, sums = ops.add_rms_norm, []
+
+    def add_rms_norm(*args: Any) -> torch.Tensor:
+        sums.append(args)
+        return fused(*args)
+
+    monkeypatch.setattr(ops, "add_rms_norm", add_rms_norm)
+    with torch.inference_mode():
+        reference_logits(model, [prompts["text"]])
+    assert len(sums) == 2 * len(model.decoder.layers)
+
+
 @pytest.mark.parametrize("layout", ["saved", "old", "new", "sharded"])
 def test_every_checkpoint_layout_gives_the_same(layout, layouts, checkpoint, oracle, prompts):
     model = load(layouts[layout])
@@ -63,28 +82,21 @@ def test_untied_head_and_a_single_kv_head(untied, oracle, prompts):
     assert difference(load(untied.path), oracle, untied, prompts["video then images"]) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["two videos", "video then images", "image then video"])
 @torch.inference_mode()
-def test_chunked_prefill_and_decode_equal_one_pass(model, checkpoint, oracle, prompts):
+def test_chunked_prefill_and_decode_equal_one_pass(name, model, checkpoint, oracle, prompts):
     """Three tokens decoded at `next_position + i`, after a prefill cut in the middle of an item.
 
     The first video outlasts the text behind it; what is decoded stands where it would as part of the prompt.
     """
-    prompt, tail = prompts["two videos"], [21, 22, 23]
+    prompt, tail, attend = prompts[name], [21, 22, 23], ReferenceAttention()
     whole = oracle(checkpoint.oracle, replace(prompt, token_ids=[*prompt.token_ids, *tail]))
-    ids = torch.tensor(prompt.token_ids)
-    patches = torch.cat([patches for patches, _ in prompt.videos])
-    grids = [grid for _, grid in prompt.videos]
-    rows = torch.cat(model.encode_vision(patches, grids))
-    positions, following = mrope_positions(prompt.token_ids, [], grids, prompt.seconds, model.config)
-    attend, outputs = ReferenceAttention(), []
-    for tokens, axes in zip(ids.split(29), positions.split(29, dim=1), strict=True):
-        places = torch.nonzero(tokens == model.config.video_token_id).flatten()
-        media, rows = media_at(places, rows[: len(places)]), rows[len(places) :]
-        outputs.append(model(model.embed(tokens, media), axes, attend.step([(0, len(tokens))]), media))
+    outputs = chunked_logits(model, [prompt], 29, attend)
+    following = place(model, prompt).next_position
     for i, token in enumerate(tail):
         axes = torch.full((3, 1), following + i)
-        outputs.append(model(model.embed(torch.tensor([token])), axes, attend.step([(0, 1)])))
-    torch.testing.assert_close(model.logits(torch.cat(outputs)), whole, atol=1e-5, rtol=0)
+        outputs.append(model.logits(model(model.embed(torch.tensor([token])), axes, attend.step([(0, 1)]))))
+    torch.testing.assert_close(torch.cat(outputs), whole, atol=1e-5, rtol=0)
 
 
 def test_zeroed_mrope_is_noticed(monkeypatch, model, checkpoint, oracle, prompts):
@@ -145,15 +157,36 @@ def test_a_tower_without_what_sets_it_apart_is_noticed(family, monkeypatch, mode
 
 
 @torch.inference_mode()
-def test_bfloat16_stays_near_and_keeps_its_frequencies(checkpoint, oracle, prompts):
-    model = load(checkpoint.path, torch.bfloat16)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+def relative_errors(model: VisionLanguageModel, oracle, checkpoint, prompts) -> dict[str, float]:
+    """By name of the prompt, the largest error of a logit, as a share of the largest logit."""
+    dtype, errors = model.embedding.weight.dtype, {}
+    for name, prompt in prompts.items():
+        exact = oracle(checkpoint.oracle, prompt)
+        ours = reference_logits(model, [in_dtype(prompt, dtype)])[0].float()
+        errors[name] = ((ours - exact).abs().max() / exact.abs().max()).item()
+    return errors
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_narrow_dtypes_stay_near(dtype, checkpoint, oracle, prompts):
+    model = load(checkpoint.path, dtype)
+    assert {p.dtype for p in model.parameters()} == {dtype}
     assert model.decoder.rope.inv_freq.dtype == model.visual.inv_freq.dtype == torch.float32
-    prompt = prompts["image"]
-    narrow = replace(prompt, images=[(patches.bfloat16(), grid) for patches, grid in prompt.images])
-    exact = oracle(checkpoint.oracle, prompt)
-    error = (reference_logits(model, [narrow])[0].float() - exact).abs().max()
-    assert error < 0.05 * exact.abs().max()
+    errors = relative_errors(model, oracle, checkpoint, prompts)
+    assert max(errors.values()) < BOUNDS[dtype], errors
+
+
+def test_a_wrong_model_is_further_off_than_a_narrow_dtype_may_be(monkeypatch, checkpoint, oracle, prompts):
+    """Other windows in the tower, and another base of the rotary frequencies: small mistakes."""
+    model = load(checkpoint.path, torch.bfloat16)
+    vision, text = model.config.vision, model.config.text
+    other = None if vision.window_size else 4 * vision.patch_size
+    monkeypatch.setattr(model.visual, "config", replace(vision, window_size=other))
+    errors = relative_errors(model, oracle, checkpoint, prompts)
+    assert min(error for name, error in errors.items() if name != "text") > BFLOAT16_BOUND, errors
+    assert errors["text"] < BFLOAT16_BOUND
+    monkeypatch.setattr(model.decoder, "rope", MRope(replace(text, rope_theta=5 * text.rope_theta), CPU))
+    assert relative_errors(model, oracle, checkpoint, prompts)["text"] > BFLOAT16_BOUND
 
 
 def test_patches_that_do_not_fill_the_grids_are_refused(model):

@@ -9,6 +9,7 @@ import torch
 
 from tests.model.conftest import make_prompts
 from tests.model.families import FAMILIES
+from tests.model.test_logits import BFLOAT16_BOUND
 
 SIZES = (2, 4)
 
@@ -41,6 +42,9 @@ def test_logits_equal_transformers(name, ranks, oracle, checkpoints):
         for results in ranks:
             torch.testing.assert_close(results[name][case][0], expected, atol=1e-5, rtol=0)
             torch.testing.assert_close(results[name]["batch"][i], expected, atol=1e-5, rtol=0)
+            torch.testing.assert_close(results[name]["chunked"][i], expected, atol=1e-5, rtol=0)
+            error = (results[name]["bfloat16"][i].float() - expected).abs().max()
+            assert error < BFLOAT16_BOUND * expected.abs().max(), case
 
 
 def test_every_rank_gets_the_same(name, ranks):
@@ -51,9 +55,21 @@ def test_every_rank_gets_the_same(name, ranks):
 
 def test_zeroing_one_ranks_shard_changes_the_logits(name, ranks):
     for whole, zeroed in zip(ranks[0][name]["batch"], ranks[0][name]["zeroed"], strict=True):
-        # The first half of the vocabulary is other ranks': it changes only if the hidden states did.
-        half = whole.shape[1] // 2
-        assert (whole - zeroed)[:, :half].abs().max() > 1e-2
+        assert of_other_ranks(whole - zeroed).abs().max() > 1e-2
+
+
+def test_zeroing_one_ranks_shard_of_the_tower_changes_the_logits_of_media(name, ranks):
+    """And of nothing else: the tower's parts are compared by themselves."""
+    text, *media = (
+        of_other_ranks(whole - zeroed).abs().max()
+        for whole, zeroed in zip(ranks[0][name]["batch"], ranks[0][name]["zeroed tower"], strict=True)
+    )
+    assert text == 0 and min(media) > 1e-2
+
+
+def of_other_ranks(logits: torch.Tensor) -> torch.Tensor:
+    """Those of the first half of the vocabulary, which the last rank changes only if it changes the hidden states."""
+    return logits[:, : logits.shape[1] // 2]
 
 
 def test_broadcast_and_gather(ranks):

@@ -1,21 +1,24 @@
 """Loading: what does not fit is named before anything is read; a rank reads its part."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from mini_engine.model import weights
-from mini_engine.model.checkpoint import CheckpointError
+from mini_engine.model.checkpoint import CheckpointError, Reader
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.parallel import Placement, TensorParallel
+from mini_engine.model.reference import reference_logits
 from mini_engine.model.registry import canonical_name
 from mini_engine.model.vision_language import VisionLanguageModel
-from mini_engine.model.weights import load_model, load_weights, parameter_report
+from mini_engine.model.weights import load_model, load_weights
 from tests.model.families import FAMILIES
 from tests.model.made import whole_tensors, write_config
 
@@ -61,8 +64,38 @@ def test_a_long_list_is_cut(copy):
 def test_a_stored_copy_of_a_tied_head_and_stored_frequencies_are_no_surprise(copy):
     rewrite(copy, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     rewrite(copy, lambda t: t.update({"visual.rotary_pos_emb.inv_freq": torch.zeros(2)}))
-    model = load(copy)
-    assert model.head is model.embedding
+    for rank in range(2):
+        model = load_model(copy, TensorParallel(rank, 2), torch.bfloat16, CPU)
+        assert model.head is model.embedding
+
+
+@pytest.mark.parametrize("row", [0, 150])
+def test_a_tied_head_that_is_stored_with_other_values_is_refused_with_the_remedy(row, copy, oracle, prompts):
+    """transformers does not tie then, whatever the config says. The rank that holds the row finds out."""
+
+    def change(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["lm_head.weight"][row] += 0.1
+
+    rewrite(copy, change)
+    theirs = AutoModelForImageTextToText.from_pretrained(copy, dtype=torch.float32).eval()
+    assert not torch.equal(theirs.lm_head.weight, theirs.get_input_embeddings().weight)
+    said = "lm_head.weight in .* differs from model.language_model.embed_tokens.weight, which its config.json ties it "
+    with pytest.raises(CheckpointError, match=said + "to; set tie_word_embeddings to false there to use both"):
+        load(copy)
+    with pytest.raises(CheckpointError, match=said):
+        load_model(copy, TensorParallel(row // 100, 2), None, CPU)
+    raw = json.loads((copy / "config.json").read_text())
+    raw["tie_word_embeddings"] = raw["text_config"]["tie_word_embeddings"] = False
+    (copy / "config.json").write_text(json.dumps(raw))
+    ours = reference_logits(load(copy), [prompts["text"]])[0]
+    torch.testing.assert_close(ours, oracle(theirs, prompts["text"]), atol=1e-5, rtol=0)
+
+
+def test_a_tied_head_of_another_shape_is_named(copy):
+    rewrite(copy, lambda t: t.update({"lm_head.weight": torch.zeros(10, 64)}))
+    with pytest.raises(CheckpointError, match=r"wrong shape: lm_head.weight is \(10, 64\), not \(200, 64\)"):
+        load(copy)
 
 
 def test_an_untied_head_must_be_there(untied, tmp_path):
@@ -103,33 +136,51 @@ def test_names_of_both_layouts():
     assert canonical_name("lm_head.weight") == "lm_head.weight"
 
 
+# What every rank holds whole, beside norms, and biases of sums over the ranks.
+WHOLE = {"model.visual.patch_embed.proj.weight", "model.visual.pos_embed.weight"}
+SPLIT_BIAS = re.compile(r"(q_proj|k_proj|v_proj|qkv|gate_proj|up_proj|fc1|merger\.mlp\.0)\.bias$")
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", [family + which for family in FAMILIES for which in ("", " untied")])
-def test_ranks_hold_every_weight_once_and_list_the_rest(name, size, checkpoints):
-    """No process group: the parts of all ranks, put back together, are the checkpoint; each rank read only its own."""
+def test_ranks_hold_every_weight_once(name, size, checkpoints):
+    """No process group: the parts of all ranks, put back together, are the checkpoint, and all but the little that each
+    rank needs is on one rank alone, or on as many as share a key-value head."""
     path = checkpoints[name].path
-    config = ModelConfig.from_dir(path)
     stored = {canonical_name(key): value for key, value in load_file(path / FILE).items()}
-    ranks, reads = [], []
+    holders = {key: torch.zeros(value.shape, dtype=torch.int64) for key, value in stored.items()}
+    config = ModelConfig.from_dir(path)
     for rank in range(size):
         model = VisionLanguageModel(config, Placement(TensorParallel(rank, size), torch.float32, CPU))
-        reads.append(load_weights(model, path, canonical_name))
-        ranks.append(model)
-    reports = [parameter_report(model) for model in ranks]
-    assert sum(report.sharded for report in reports) == reports[0].sharded_total
-    for model, report, read in zip(ranks, reports, reads, strict=True):
-        held = sum(p.numel() * p.element_size() for p in model.parameters())
-        assert held == read == report.sharded + sum(report.replicated.values())
-        # Where the vocabulary does not divide, a rank holds at most one row more than its share, of table and of head.
-        spare = 2 * config.text.hidden_size * 4 * bool(config.text.vocab_size % size)
-        assert report.sharded <= report.sharded_total / size + spare
-        kv = [n for n in report.replicated if "k_proj" in n or "v_proj" in n]
-        assert bool(kv) == (size > config.text.num_kv_heads)
-        norms_and_biases = {n for n in set(report.replicated) - set(kv) if stored[n].ndim == 1}
-        assert set(report.replicated) - set(kv) - norms_and_biases <= {
-            "model.visual.patch_embed.proj.weight",
-            "model.visual.pos_embed.weight",
-        }
+        load_weights(model, path, canonical_name)
+        for piece in pieces_of(model):
+            holders[piece.source][piece.index] += 1
+            assert torch.equal(piece.target, stored[piece.source][piece.index])
+        # Nothing is held beside: the pieces are all that the parameters are.
+        assert sum(piece.target.numel() for piece in pieces_of(model)) == sum(p.numel() for p in model.parameters())
+    for key, counts in holders.items():
+        is_whole = key in WHOLE or (counts.ndim == 1 and not SPLIT_BIAS.search(key))
+        is_kv = "k_proj" in key or "v_proj" in key
+        once = max(1, size // config.text.num_kv_heads) if is_kv else 1
+        assert counts.unique().tolist() == [size if is_whole else once], key
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_reads_what_it_holds(size, untied, monkeypatch):
+    """A rank that reads tensors whole, to keep a part of each, is noticed here."""
+    read, parts = Reader.read, []
+
+    def count(self, stored, index):
+        part = read(self, stored, index)
+        parts.append(part.nbytes)
+        return part
+
+    monkeypatch.setattr(Reader, "read", count)
+    whole = sum(tensor.nbytes for tensor in load_file(untied.path / FILE).values())
+    for rank in range(size):
+        parts.clear()
+        model = load_model(untied.path, TensorParallel(rank, size), None, CPU)
+        assert sum(parts) == sum(p.nbytes for p in model.parameters()) < 0.8 * whole
 
 
 def test_heads_that_do_not_divide_are_refused(checkpoint, untied):
@@ -185,9 +236,14 @@ def test_random_weights_are_random(dtype, tmp_path):
             assert len(tensor.unique()) > 8
 
 
-def test_a_tensor_of_many_rows_is_filled_in_runs(tmp_path, monkeypatch):
+def test_a_tensor_of_many_rows_is_made_and_read_in_runs(tmp_path, monkeypatch):
     write_config(tmp_path)
     whole = whole_tensors(load_model(tmp_path, TensorParallel(), None, CPU, "dummy"))
-    monkeypatch.setattr(weights, "DUMMY_ROWS_BYTES", 1000)
-    for name, tensor in whole_tensors(load_model(tmp_path, TensorParallel(), None, CPU, "dummy")).items():
-        assert torch.equal(tensor, whole[name])
+    save_file(whole, tmp_path / FILE)
+    monkeypatch.setattr(weights, "RUN_VALUES", 250)
+    for load_format in ("dummy", "auto"):
+        for name, tensor in whole_tensors(load_model(tmp_path, TensorParallel(), None, CPU, load_format)).items():
+            assert torch.equal(tensor, whole[name])
+    for rank in range(2):
+        for piece in pieces_of(load_model(tmp_path, TensorParallel(rank, 2), None, CPU)):
+            assert torch.equal(piece.target, whole[piece.source][piece.index])

@@ -15,6 +15,7 @@ from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.paged_attention import SdpaBackend
+from mini_engine.worker.token_counts import TokenCounts
 from mini_engine.worker.worker import choose_device, join_group
 from tests.worker import script, tiny
 
@@ -58,9 +59,11 @@ def main() -> None:
     runner = ModelRunner(whole, SdpaBackend(cache), media, Normalisation.from_dir(checkpoint), tp)
     steps = script.write_steps(tiny.mixed_requests(media), COUNT, 64, BLOCK_SIZE, NUM_BLOCKS)
     results["whole tower"] = script.run(runner, steps)
-    runner = ModelRunner(model, SdpaBackend(cache), media, Normalisation.from_dir(checkpoint), tp)
+    normalise, counts = Normalisation.from_dir(checkpoint), TokenCounts(device)
+    runner = ModelRunner(model, SdpaBackend(cache), media, normalise, tp, counts=counts)
     first, second = requests_that_share(media)
     results["shared"] = script.run(runner, script.share_prefix(first, second, 1, COUNT, BLOCK_SIZE))
+    results["counted"] = counts.nbytes
     results["transformers"] = "transformers" in sys.modules
     torch.save(results, folder / f"rank{rank}.pt")
     if torch.distributed.is_initialized():

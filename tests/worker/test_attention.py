@@ -80,14 +80,14 @@ def test_varlen_of_this_torch(monkeypatch):
     ],
 )
 def test_a_cache_that_varlen_cannot_read(size, dtype, dim, why):
-    cache = KVCache.allocate(AttentionShape(1, 4, 2, dim), 1, size, dtype, CPU)
+    cache = KVCache.allocate(AttentionShape(1, 2, dim), 1, size, dtype, CPU)
     with pytest.raises(ConfigError, match=f"^--attention-backend varlen: FlashAttention .*{why}$"):
         make_backend("varlen", cache, 100)
     assert make_backend("sdpa", cache, 100).name == "sdpa"
 
 
 def test_a_cache_that_varlen_can_read():
-    cache = KVCache.allocate(AttentionShape(1, 4, 2, 80), 1, 512, torch.bfloat16, CPU)
+    cache = KVCache.allocate(AttentionShape(1, 2, 80), 1, 512, torch.bfloat16, CPU)
     assert make_backend("varlen", cache, 100).name == "varlen"
 
 

@@ -25,7 +25,7 @@ from tests.worker.conftest import NUM_BLOCKS
 
 SIZE, CPU = 4, torch.device("cpu")
 NAMES = "abcdef"
-CACHE = KVCache.allocate(AttentionShape(1, 2, 1, 8), 1, SIZE, torch.float32, CPU)
+CACHE = KVCache.allocate(AttentionShape(1, 1, 8), 1, SIZE, torch.float32, CPU)
 BACKEND = SdpaBackend(CACHE)
 
 # What happens to one sequence in one step. "decode" is the most likely, so that batches are carried on for a while.

@@ -13,6 +13,7 @@ import torch
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.weights import load_model
 from mini_engine.worker.attention import AttentionBackend, make_backend
+from mini_engine.worker.device_memory import HUNGRY_SAMPLING
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
@@ -24,6 +25,7 @@ pytest.importorskip("triton")
 from mini_engine.worker.decode_graphs import DecodeGraphs, DecodeStep, sizes  # noqa: E402
 
 BLOCKS = 64
+HUNGRY = {name: getattr(HUNGRY_SAMPLING, name) for name in ("repetition_penalty", "presence_penalty", "logprobs")}
 
 
 class World:
@@ -139,7 +141,14 @@ def test_the_largest_size_is_recorded_first_and_all_into_one_pool(checkpoint, mo
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.parametrize(
-    "sampling", [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01}, {"temperature": 1.0, "top_p": 0.5}]
+    "sampling",
+    [
+        {},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 1.0, "top_p": 0.5},
+        {"repetition_penalty": 1.05},
+        {**HUNGRY, "temperature": 0.8, "logit_bias": {5: 1.0}, "min_tokens": 20, "stop_token_ids": [7, 8]},
+    ],
 )
 def test_a_step_that_goes_on_waits_for_nothing(sampling, checkpoint):
     """Torch raises where it would wait for the device."""

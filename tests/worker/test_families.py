@@ -1,5 +1,9 @@
 """Every family through the runner: 64 tokens of a batch of mixed requests are those of transformers' `generate`."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,7 @@ from tests.model.families import FAMILIES
 from tests.worker import script, tiny
 
 COUNT, NUM_BLOCKS, BLOCK_SIZE = 64, 256, 16
+ALONE = TensorParallel()
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -27,7 +32,7 @@ def folder(request, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder) -> VisionLanguageModel:
-    return load_model(folder, TensorParallel(), None, torch.device("cpu"))
+    return load_model(folder, ALONE, None, torch.device("cpu"))
 
 
 def family_of(folder: Path) -> str:
@@ -41,10 +46,13 @@ def expected(folder) -> dict[str, list[int]]:
     return {new.request_id: tiny.generate(folder, media, new, COUNT) for new in requests}
 
 
-def run(model: VisionLanguageModel, folder: Path, requests: list[NewSequence], media, budget: int, preempt_at=()):
+def run(
+    model: VisionLanguageModel, folder: Path, requests: list[NewSequence], media, budget: int, preempt_at=(),
+    tp: TensorParallel = ALONE,
+):  # fmt: skip
     cache = KVCache.allocate(model.attention_shape, NUM_BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     cache.storage.fill_(float("nan"))
-    runner = ModelRunner(model, SdpaBackend(cache), media, Normalisation.from_dir(folder), TensorParallel())
+    runner = ModelRunner(model, SdpaBackend(cache), media, Normalisation.from_dir(folder), tp)
     return script.run(runner, script.write_steps(requests, COUNT, budget, BLOCK_SIZE, NUM_BLOCKS, preempt_at))
 
 
@@ -56,6 +64,16 @@ def test_tokens_are_those_of_transformers(budget, preempt_at, model, folder, exp
     assert run(model, folder, requests, media, budget, preempt_at) == expected
 
 
+def test_tokens_of_two_ranks_are_those_of_transformers(folder, expected, tmp_path):
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.worker.family_program", str(folder), family_of(folder)]
+    ended = subprocess.run(
+        [*command, str(tmp_path / "tokens"), "40"], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads((tmp_path / "tokens").read_text()) == expected
+
+
 def test_the_requests_differ(expected):
     """Were all continuations alike, the test above could not see a swap."""
     assert len({tuple(tokens) for tokens in expected.values()}) == len(expected)
@@ -64,7 +82,7 @@ def test_the_requests_differ(expected):
 @pytest.mark.parametrize("folder", ["qwen3_vl"], indirect=True)
 def test_rows_that_stop_at_the_first_columns_are_noticed(folder, monkeypatch, expected):
     """Of a family whose rows have more: then the deeper features are lost."""
-    model = load_model(folder, TensorParallel(), None, torch.device("cpu"))
+    model = load_model(folder, ALONE, None, torch.device("cpu"))
     size = model.config.text.hidden_size
     assert model.config.vision.row_size == 3 * size
     encode = model.encode_vision

@@ -7,7 +7,7 @@ from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker.device_memory import MemoryUse
 from mini_engine.worker.kv_cache import KVCache, count_blocks
 
-SHAPE = AttentionShape(layers=3, heads=4, kv_heads=2, head_dim=8)
+SHAPE = AttentionShape(layers=3, kv_heads=2, head_dim=8)
 CPU = torch.device("cpu")
 BLOCK_BYTES = 3 * 2 * 16 * 2 * 8 * 4
 

@@ -14,6 +14,7 @@ from mini_engine.messages import (
     MediaFailed,
     MediaReady,
     MessageId,
+    Step,
     TensorHandle,
     TensorLayout,
     TensorMessage,
@@ -167,14 +168,14 @@ def test_an_idle_receiver_costs_nothing(inputs, runtime, connect) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_dead_thread_shows(inputs, core, runtime, connect, monkeypatch) -> None:
+def test_a_dead_thread_ends_the_next_step_even_an_empty_one(inputs, runtime, connect, make_runner, monkeypatch):
     sender = connect("torch_shm", [rank_address(runtime)])
     monkeypatch.setattr(inputs, "_handle", lambda arrival: 1 / 0)
     send(sender, 1, torch.ones(3))
     inputs._thread.join(10)
-    for call in (lambda: inputs.release([]), lambda: inputs.drop_sender(5)):
-        with pytest.raises(RuntimeError, match="thread has died"):
-            call()
+    with pytest.raises(RuntimeError, match="thread has died") as caught:
+        make_runner(inputs).execute(Step(1))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 def test_a_message_that_is_released_on_its_way_to_the_device_is_not_reported(context, runtime, core) -> None:

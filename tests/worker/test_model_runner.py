@@ -172,4 +172,5 @@ def test_two_ranks_give_the_tokens_of_one(device, backend, checkpoint, make_runn
     assert ranks[0]["shared"]["two"] == expected["two"]
     assert ranks[1]["greedy"] == ranks[1]["sampled"] == ranks[1]["shared"] == {}
     assert ranks[0]["kept"] == ranks[1]["kept"]
+    assert ranks[0]["counted"] and not ranks[1]["counted"], "only the rank that samples counts"
     assert not ranks[0]["transformers"], "a worker imports transformers: seconds and hundreds of megabytes"

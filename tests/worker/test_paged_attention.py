@@ -27,7 +27,7 @@ def compute(spans: list[Span], block_size: int, heads: int, kv_heads: int, dtype
     """(what PagedAttention gives, what it should give)."""
     torch.manual_seed(len(spans))
     num_blocks = 1 + max(int(span.blocks.max()) for span in spans)
-    cache = KVCache.allocate(AttentionShape(2, heads, kv_heads, DIM), num_blocks, block_size, dtype, CPU)
+    cache = KVCache.allocate(AttentionShape(2, kv_heads, DIM), num_blocks, block_size, dtype, CPU)
     cache.storage.normal_()
     total = sum(span.length for span in spans)
     q, k, v = torch.randn(total, heads + 2 * kv_heads, DIM, dtype=dtype).split((heads, kv_heads, kv_heads), dim=1)
@@ -83,7 +83,7 @@ def test_any_cut_into_groups_gives_the_same(pad_bytes, group_bytes, monkeypatch)
 
 
 def test_groups_keep_both_bounds(monkeypatch):
-    cache = KVCache.allocate(AttentionShape(1, 4, 2, DIM), 1, 4, torch.float32, CPU)
+    cache = KVCache.allocate(AttentionShape(1, 2, DIM), 1, 4, torch.float32, CPU)
     spans = random_spans(np.random.default_rng(7), [(n, 1) for n in (3, 7, 8, 40, 41, 42, 120, 121)], 4)
     monkeypatch.setattr(paged_attention, "PAD_BYTES", 2 * cache.block_bytes)
     monkeypatch.setattr(paged_attention, "GROUP_BYTES", 33 * cache.block_bytes)
@@ -96,7 +96,7 @@ def test_groups_keep_both_bounds(monkeypatch):
 def test_a_sequence_reads_no_block_of_another():
     """Whatever the others left, NaN included, is neither computed with nor masked: it is not gathered."""
     size = 4
-    cache = KVCache.allocate(AttentionShape(1, 2, 1, DIM), 20, size, torch.float32, CPU)
+    cache = KVCache.allocate(AttentionShape(1, 1, DIM), 20, size, torch.float32, CPU)
     cache.storage.fill_(float("nan"))
     spans = [Span(20, 1, np.arange(1, 7)), Span(9, 1, np.arange(10, 13)), Span(2, 5, np.arange(15, 17))]
     for span in spans:

@@ -17,6 +17,7 @@ from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.out_of_memory import room_for
 from mini_engine.worker.profiling import measure, measure_graphs, profile, run_worst
+from mini_engine.worker.token_counts import TokenCounts
 from tests.worker import tiny
 
 OFF = MediaCachePlan("off", 0, "")
@@ -25,7 +26,8 @@ CPU = torch.device("cpu")
 
 def test_the_worst_step_runs_in_a_cache_of_one_block(make_runner):
     config = EngineConfig(max_num_batched_tokens=100, max_num_seqs=4, max_num_encoder_input_tokens=40)
-    runner = make_runner(tiny.MemoryMedia())
+    counts = TokenCounts(torch.device("cpu"))
+    runner = make_runner(tiny.MemoryMedia(), counts=counts)
     runner._cache = KVCache(runner._cache.storage[:, :, :1].contiguous().zero_())
     seen: list[int] = []
     watched = [
@@ -37,6 +39,7 @@ def test_the_worst_step_runs_in_a_cache_of_one_block(make_runner):
     for hook in watched:
         hook.remove()
     assert seen == [160, 100]
+    assert counts.nbytes >= 4 * 4 * runner._model.config.text.vocab_size, "of every sequence, for the penalties"
     assert not runner._sequences and not runner._encoded
 
 

@@ -36,7 +36,7 @@ def compare(attend, cache: KVCache, spans: list[Span], device: torch.device) -> 
 def test_steps_of_single_tokens_and_chunks_and_those_that_follow(device):
     """Blocks are NaN until they are written: nothing else may be read. Block borders are crossed on the way."""
     torch.manual_seed(0)
-    cache = KVCache.allocate(AttentionShape(2, HEADS, KV_HEADS, DIM), 60, SIZE, torch.float32, device)
+    cache = KVCache.allocate(AttentionShape(2, KV_HEADS, DIM), 60, SIZE, torch.float32, device)
     cache.storage.fill_(float("nan"))
     backend = make_backend("triton", cache, 400)
     blocks = np.random.default_rng(0).permutation(60)
@@ -65,7 +65,7 @@ def test_a_long_context_in_half_precision(dtype):
     """8,192 tokens on the device, heads as in a model of 7 B."""
     device = torch.device("cuda", 0)
     torch.manual_seed(0)
-    cache = KVCache.allocate(AttentionShape(2, 28, 4, 128), 600, SIZE, dtype, device)
+    cache = KVCache.allocate(AttentionShape(2, 4, 128), 600, SIZE, dtype, device)
     cache.storage.fill_(float("nan"))
     backend = make_backend("triton", cache, 8192)
     span = Span(0, 8191, np.random.default_rng(0).permutation(600)[:512])

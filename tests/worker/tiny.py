@@ -43,6 +43,9 @@ class MemoryMedia:
         self.dropped: list[int] = []
         self.unmapped: list[int] = []
 
+    def check(self) -> None:
+        pass
+
     def store(self, patches: Tensor) -> StoreHandle:
         number = len(self.objects) + 1
         self.objects[StoreObject(7, number)] = patches
@@ -121,8 +124,8 @@ def mixed_requests(media: MemoryMedia, family: str = "qwen2_5_vl", **sampling: A
     return [make_request(media, name, pieces, family, **sampling) for name, pieces in shapes.items()]
 
 
-def generate(folder: Path, media: MemoryMedia, request: NewSequence, count: int) -> list[int]:
-    """The greedy continuation by transformers' own `generate`."""
+def generate(folder: Path, media: MemoryMedia, request: NewSequence, count: int, **more: Any) -> list[int]:
+    """The greedy continuation by transformers' own `generate`, which is told `more`."""
     # Here: the ranks that share this file need no transformers, which takes seconds to import.
     from transformers import AutoModelForImageTextToText
 
@@ -147,5 +150,6 @@ def generate(folder: Path, media: MemoryMedia, request: NewSequence, count: int)
         do_sample=False,
         pad_token_id=0,
         **inputs,
+        **more,
     )
     return output[0, ids.shape[1] :].tolist()

@@ -130,7 +130,12 @@ CONSTANTS: dict[str, dict[str, Any]] = {
 # module -> the functions that have a barrier, or are changed, and how
 BARRIERS: dict[str, dict[str, Wrap]] = {
     # The phases of a start, in their order.
-    "mini_engine.launch.supervisor": {"bind_listeners": behind("binding"), "Family": behind("founding")},
+    "mini_engine.launch.supervisor": {
+        "resolve_model": behind("resolving"),
+        "bind_listeners": behind("binding"),
+        "Family": behind("founding"),
+    },
+    "mini_engine.launch.restarting": {"Restarts.next_pause": behind("backing-off")},
     "mini_engine.log": {"setup": behind("greeting", lambda process, _: process != "supervisor")},
     "mini_engine.api.server": {"load": behind("loading-api"), "HttpServer.startup": behind("listening")},
     "mini_engine.worker.worker": {"load_model": behind("loading-worker"), "warm_up": behind("warming-up")},

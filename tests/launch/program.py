@@ -1,0 +1,27 @@
+"""A child process of tests: it does what the index in its spec says, and shakes no hands."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import msgspec
+
+from mini_engine.child import ChildSpec, die_with_parent
+
+CHUNK = b"x" * 1000
+
+
+def main() -> None:
+    spec = msgspec.json.decode(sys.argv[1], type=ChildSpec)
+    die_with_parent(spec.parent_pid)
+    while spec.index == "lines":
+        os.write(1, CHUNK + b"\n")
+    while spec.index == "no-line":
+        os.write(1, CHUNK)
+    if spec.index == "sleeps":
+        time.sleep(600)
+
+
+main()

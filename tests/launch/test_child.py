@@ -1,0 +1,40 @@
+"""The first words between the supervisor and a child."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mini_engine.child import Child, ChildSpec
+from mini_engine.config import EngineConfig
+from mini_engine.log import LogSettings
+from mini_engine.messages import Init, MediaCachePlan, PeerGone, Ping
+from mini_engine.transport import sockets
+from mini_engine.transport.codec import Encoder
+
+INIT = Init(EngineConfig(), "", "", [], [], [], MediaCachePlan("off", 0, ""), late=False, restarts=0)
+
+
+@pytest.fixture
+def child(runtime, context):
+    """And what sends to it as the supervisor does."""
+    router = sockets.bind_router(context, f"ipc://{runtime}/supervisor")
+    made = Child(ChildSpec("core", "0", 5, os.getpid(), f"ipc://{runtime}/supervisor", LogSettings("info")))
+    peer, _hello = router.recv_multipart()
+    yield made, lambda body: router.send_multipart([peer, Encoder("supervisor", 0).encode(body)])
+    made.context.destroy(linger=0)
+
+
+def test_a_death_before_the_child_is_told_who_it_is_does_not_concern_it(child):
+    one, send = child
+    send(PeerGone("api 0", 3))
+    send(INIT)
+    assert one.init() == INIT
+
+
+def test_anything_else_is_an_error(child):
+    one, send = child
+    send(Ping(1))
+    with pytest.raises(RuntimeError, match="expected Init"):
+        one.init()

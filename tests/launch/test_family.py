@@ -1,0 +1,78 @@
+"""Children that die, and those that do not."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from mini_engine.config import EngineConfig
+from mini_engine.launch import family as family_module
+from mini_engine.launch.family import Died, Family, Undying
+from mini_engine.launch.generation import Generation, Ground
+from mini_engine.launch.liveness import Liveness
+from mini_engine.launch.stopping import Stopping
+from mini_engine.launch.supervisor import Supervisor
+from mini_engine.messages import MediaCachePlan
+from tests.launch.conftest import make_unkillable
+
+DEATH_SECONDS = 1.0
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch) -> None:
+    monkeypatch.setattr(family_module, "DEATH_SECONDS", DEATH_SECONDS)
+
+
+def events(family: Family, number: int) -> list:
+    seen: list = []
+    while len(seen) < number:
+        seen += family.wait(60)
+    return seen
+
+
+def test_who_is_killed_and_does_not_die_is_given_up(family):
+    mortal, undying = family.start("worker", "sleeps", 1), make_unkillable(family.start("core", "sleeps", 1))
+    begun = time.monotonic()
+    for child in (mortal, undying):
+        child.kill()
+    assert events(family, 2) == [
+        Died(mortal, "died: killed by SIGKILL"),
+        Undying(undying, "does not die 1 s after it was killed (state in proc(5): S)"),
+    ]
+    assert time.monotonic() - begun >= DEATH_SECONDS
+    assert not family.children
+
+
+def test_a_stop_waits_for_nobody_who_does_not_die(family, caplog):
+    config = EngineConfig()
+    children = [family.start(role, "sleeps", 1) for role in ("core", "worker")]
+    make_unkillable(children[1])
+    undying = Stopping(family, Liveness(config, family), 0).run(0.0)
+    assert [event.child for event in undying] == [children[1]] and not family.children
+    assert "does not die" in caplog.text
+
+
+def supervisor(family, runtime) -> Supervisor:
+    """In its second generation, so that one start that fails is followed by another."""
+    made = Supervisor(EngineConfig(restart_engine=5))
+    made.listeners, made.family, made.liveness = [], family, Liveness(made.config, family)
+    made.ground = Ground(made.config, "", MediaCachePlan("off", 0, ""), runtime, [], family)
+    made.generation = Generation(2, made.ground)
+    return made
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_server_ends_if_a_dead_engine_has_a_process_that_does_not_die(number, family, runtime, monkeypatch, caplog):
+    def start(self: Generation) -> None:
+        family.start("core", "ends", self.number)
+        make_unkillable(family.start("worker", "sleeps", self.number))
+
+    monkeypatch.setattr(Generation, "start", start)
+    one = supervisor(family, runtime)
+    one.generation = Generation(number, one.ground)
+    begun = time.monotonic()
+    assert one._serve_until_stopped() == 1
+    assert time.monotonic() - begun < 10 * DEATH_SECONDS  # most of it the start of interpreters
+    last = caplog.records[-1].getMessage()
+    assert "worker sleeps" in last and "does not die" in last

@@ -1,0 +1,83 @@
+"""Inner sizes that are made longer with zeros, as on CUDA: the same model."""
+
+import pytest
+import torch
+
+from mini_engine.model import parallel
+from mini_engine.model.layers import MLP, GatedMLP, pieces_of
+from mini_engine.model.parallel import Placement, TensorParallel
+from mini_engine.model.reference import reference_logits
+from mini_engine.model.registry import canonical_name
+from mini_engine.model.vision_language import VisionLanguageModel
+from mini_engine.model.weights import fill_randomly, load_weights
+
+EVERY_FAMILY = True
+CPU = torch.device("cpu")
+GRANULE = 36  # the families' inner sizes of 96 and 48 are no multiples of it, nor their halves and quarters
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody sets is no zero by chance."""
+    make = Placement.empty
+    monkeypatch.setattr(Placement, "empty", lambda *args: make(*args).fill_(float("nan")))
+
+
+@pytest.fixture
+def padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(parallel.GRANULES, "cpu", GRANULE)
+
+
+def build(checkpoint, rank: int = 0, size: int = 1) -> VisionLanguageModel:
+    return VisionLanguageModel(checkpoint.config, Placement(TensorParallel(rank, size), torch.float32, CPU))
+
+
+def load(checkpoint, rank: int = 0, size: int = 1) -> VisionLanguageModel:
+    model = build(checkpoint, rank, size)
+    load_weights(model, checkpoint.path, canonical_name)
+    return model
+
+
+def check_padding(model: VisionLanguageModel) -> None:
+    """There is some, in every MLP, and it is zero. Unsets the model."""
+    for mlp in model.modules():
+        if isinstance(mlp, GatedMLP | MLP):
+            up = mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up
+            assert mlp.down.weight.shape[1] % GRANULE == 0
+            assert up.weight.shape[0] == mlp.down.weight.shape[1] * len(up.rows)
+    for piece in pieces_of(model):
+        piece.target.zero_()
+    assert sum(p.numel() for p in model.parameters()) > sum(piece.target.numel() for piece in pieces_of(model))
+    assert not any(parameter.any() for parameter in model.parameters())
+
+
+def test_logits_equal_transformers(padded, checkpoint, oracle, prompts):
+    model = load(checkpoint)
+    for name in ("text", "image then video"):
+        with torch.inference_mode():
+            (ours,) = reference_logits(model, [prompts[name]])
+        torch.testing.assert_close(ours, oracle(checkpoint.oracle, prompts[name]), atol=1e-5, rtol=0)
+    check_padding(model)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("random", [False, True])
+def test_each_rank_holds_the_same_as_without(size, random, checkpoint, monkeypatch):
+    for rank in range(size):
+        plain, padded = [], []
+        for granule, pieces in ((1, plain), (GRANULE, padded)):
+            monkeypatch.setitem(parallel.GRANULES, "cpu", granule)
+            model = build(checkpoint, rank, size) if random else load(checkpoint, rank, size)
+            if random:
+                fill_randomly(model)
+            pieces += pieces_of(model)
+        for one, other in zip(plain, padded, strict=True):
+            assert (one.source, one.shape, one.index) == (other.source, other.shape, other.index)
+            assert torch.equal(one.target, other.target)
+        check_padding(model)
+
+
+def test_what_is_a_multiple_already_stays_as_it_is():
+    at = Placement(TensorParallel(), torch.bfloat16, torch.device("cuda"))
+    assert [at.padded(size) for size in (3420, 3420 // 4, 3456, 64, 18944)] == [3456, 896, 3456, 64, 18944]
+    assert Placement(TensorParallel(), torch.bfloat16, CPU).padded(3420) == 3420
