@@ -2,7 +2,8 @@
 what is set aside of CUDA devices for API servers, which they and the workers must agree on.
 
 Shared memory that is anonymous is bounded by nothing else: an allocation beyond the machine's memory does not fail, it
-ends in the kernel's OOM killer. So who takes much asks here first. Nothing is reserved by asking.
+ends in the kernel's OOM killer. So who takes much asks here first. Nothing is reserved by asking. And, of CUDA devices,
+how much the settings set aside for patches (`ipc_gpu_bytes`).
 """
 
 from __future__ import annotations

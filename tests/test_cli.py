@@ -12,8 +12,9 @@ import pytest
 from mini_engine import config
 from mini_engine.cli import parse, settle
 from mini_engine.cli_help import build_parser
-from mini_engine.config import ConfigError, EngineConfig, parse_bytes
+from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.config.elsewhere import ELSEWHERE
+from mini_engine.config.option import parse_bytes
 
 ROOT = Path(__file__).parent.parent
 
@@ -114,7 +115,7 @@ def test_the_tensor_transport_switch(argv, environ, expected):
         (["--port", "70000"], {}, "65535"),
         (["--max-num-seqs", "0"], {}, "--max-num-seqs"),
         (["--dtype", "int3"], {}, "--dtype: 'int3' is not one of auto, float32"),
-        (["--device", "cpu", "--distributed-backend", "nccl"], {}, "nccl needs CUDA devices, not --device cpu; use gl"),
+        (["--device", "cpu", "--distributed-backend", "nccl"], {}, "nccl needs CUDA devices, not --device cpu; use sh"),
         (["--seed", "9" * 400], {}, "9 is not a whole number"),
         (["--ssl-cert-reqs", "3"], {}, "--ssl-cert-reqs: 3 is not a whole number from 0 to 2"),
         (["--gpu-memory-utilization", "some"], {}, "'some' is not a number from 0.05 to 1.0"),

@@ -113,6 +113,12 @@ def test_every_path_and_flag_in_the_documents_exists():
             assert known, f"{document.name} names {flag}"
 
 
+def test_the_road_of_a_request_is_an_afternoons_reading():
+    section = (ROOT / "docs" / "request-path.md").read_text().partition("## In an afternoon\n")[2].partition("\n## ")[0]
+    paths = re.findall(r"`(mini_engine/[\w/]+\.py)`", section)
+    assert len(paths) == 13 and sum(len((ROOT / path).read_text().splitlines()) for path in paths) < 3600
+
+
 def test_ruff():
     subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "."], cwd=ROOT, check=True)
     subprocess.run([sys.executable, "-m", "ruff", "format", "--no-cache", "--check", "."], cwd=ROOT, check=True)

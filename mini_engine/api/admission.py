@@ -118,12 +118,7 @@ class MediaAdmission:
         self.admitted = 0  # items
         self.inflight_bytes = 0
         self.unknown_bytes = 0  # of these, for items of unknown size
-        self._waiting: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()
-
-    @property
-    def waiting(self) -> int:
-        """Requests in line."""
-        return len(self._waiting)
+        self.waiting: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()  # in line, with items
 
     @contextlib.asynccontextmanager
     async def in_line(self, num_items: int) -> AsyncIterator[None]:
@@ -192,7 +187,7 @@ class MediaAdmission:
     async def _enter(self, room: int) -> None:
         turn = asyncio.get_running_loop().create_future()
         entry = (room, turn)
-        self._waiting.append(entry)
+        self.waiting.append(entry)
         self._let_in()
         try:
             await turn
@@ -200,16 +195,16 @@ class MediaAdmission:
             if turn.done() and not turn.cancelled():
                 self.admitted -= room  # let in and cancelled at the same moment
             else:
-                self._waiting.remove(entry)
+                self.waiting.remove(entry)
             self._let_in()
             raise
 
     def _let_in(self) -> None:
-        while self._waiting and self.admitted + self._waiting[0][0] <= self.limit:
-            room, turn = self._waiting[0]
+        while self.waiting and self.admitted + self.waiting[0][0] <= self.limit:
+            room, turn = self.waiting[0]
             if turn.cancelled():
                 return  # who waited there is about to leave the line, and calls again
-            self._waiting.popleft()
+            self.waiting.popleft()
             self.admitted += room
             turn.set_result(None)
 

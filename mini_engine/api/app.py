@@ -6,7 +6,6 @@ knows nothing of sockets or processes.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.metadata
 import logging
@@ -29,7 +28,7 @@ from mini_engine.api.body import check_model, parse_body
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.completion_protocol import CompletionRequest
 from mini_engine.api.connection import BodyLimits, read_body
-from mini_engine.api.delivery import Delivery, deliver
+from mini_engine.api.delivery import Delivery, deliver, worked
 from mini_engine.api.detokenizer import Detokenizer
 from mini_engine.api.door import Door, Work
 from mini_engine.api.engine_client import EngineClient
@@ -42,7 +41,7 @@ from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, plac
 from mini_engine.api.protocol import ChatRequest, GenerationRequest
 from mini_engine.api.refusal import error_response, explain
 from mini_engine.api.request_log import RequestLog
-from mini_engine.api.sampling import SamplingResolver, siblings
+from mini_engine.api.sampling import SamplingResolver
 from mini_engine.api.timings import RequestClock
 from mini_engine.api.tokens import DetokenizeRequest, TokenizeRequest
 from mini_engine.api.vocabulary import Vocabulary
@@ -51,8 +50,6 @@ from mini_engine.log import about
 from mini_engine.messages import CachedMedia, EngineLimits, NewRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-RENDER_INLINE_CHARACTERS = 16_384  # shorter texts are tokenised faster than a thread would take to answer
 
 
 @dataclass(frozen=True)
@@ -86,19 +83,21 @@ class Frontend:
         return await read_body(request, self.body_limits)
 
     async def answer(self, chat: ChatRequest, request_id: str, clock: RequestClock) -> Answer:
-        """Steps 1 to 6 of a request's road; the answer's tokens are on their way when this returns.
+        """Rows 2 to 8 of docs/request-path.md; the answer's tokens are on their way when this returns.
 
         The prompt is rendered before any media are loaded: a conversation that cannot be rendered costs no decoding.
 
         Raises:
             ApiError, ChatError, MediaError, EngineError: see `errors.as_api_error`.
         """
+        # Row 2: what is asked for, and the prompt with a place for each item.
         self.sampling.check(chat)
         keyed = self.media_settings.resolve(chat)
         messages = chat.plain_messages()
         refs = self.renderer.collect(messages, self.item_limits)
-        token_ids = await self._render(messages)
+        token_ids = await worked(partial(self.renderer.render, messages), sum(map(_text_length, messages)))
         async with contextlib.AsyncExitStack() as held:
+            # Row 3: room for the bytes, those that other servers have, a place in line.
             reservation = held.enter_context(self.admission.reserve(self.media.sizes(refs)))
             clock.enter("fetch")
             downloads = await self.media.download(refs)
@@ -108,32 +107,26 @@ class Frontend:
                 "%s admitted: %d tokens, and %d media of up to %d bytes",
                 request_id, len(token_ids), len(refs), reservation.nbytes, extra=about(request_id),
             )  # fmt: skip
+            # Row 4: the other bytes, and the hashes of all.
             clock.enter("fetch")
             fetched = await self.media.fetch(refs, keyed, downloads)
             reservation.correct(sum(len(item.data) for item in fetched))
             clock.enter("other")
             hashes = {item.media_hash for item in fetched}
-            with self.engines.choose(hashes, chat.num_choices) as engine:
+            with self.engines.choose(hashes, chat.num_choices) as engine:  # row 5
+                # Row 6: decode and process what its ranks cannot read.
                 items = await self._prepare(fetched, engine.media.look_up(hashes), clock)
                 logger.debug(
                     "%s has its media: %d of %d are kept by engine %d",
                     request_id, sum(item.patches is None for item in items), len(items), engine.number,
                     extra=about(request_id),
                 )  # fmt: skip
+                # Row 7: the placeholders at their length, and the sampling.
                 check_budget(items, self.limits)
                 prompt = self.renderer.expand(token_ids, placeholders(items))
-                sampling = self.sampling.resolve(chat, len(prompt.token_ids))
-                request = NewRequest(
-                    request_id,
-                    prompt.token_ids,
-                    sampling,
-                    place(prompt, items),
-                    priority=chat.priority or 0,
-                    cache_salt=chat.cache_salt or "",
-                    siblings=siblings(request_id, sampling.seed, chat.num_choices),
-                )
-                samples = [self.sample_text(chat, sampling) for _ in range(chat.num_choices)]
-            # The fetched bytes stay until the engine has accepted the request: it may have dropped media meanwhile.
+                request = self.sampling.new_request(chat, request_id, prompt.token_ids, place(prompt, items))
+                samples = self.sample_texts(chat, request.sampling)
+            # Row 8. The fetched bytes stay until the engine has the request: it may have dropped media meanwhile.
             clock.enter("transport")
             generation = await engine.submit(request, partial(self._refill, fetched, clock))
             clock.enter("other")
@@ -153,20 +146,19 @@ class Frontend:
         lacking = (item for item in fetched if item.media_hash in missing)
         return fill_in(request, await self.media.process(lacking, clock))
 
-    def sample_text(self, asked: GenerationRequest, sampling: SamplingParams) -> SampleText:
-        """What makes the text of one sample of the answer to `asked`, which was resolved to `sampling`."""
+    def sample_texts(self, asked: GenerationRequest, sampling: SamplingParams) -> list[SampleText]:
+        """What makes the text of each sample of the answer to `asked`, which was resolved to `sampling`."""
         include_stop = bool(asked.include_stop_str_in_output)
         skip_special = asked.skip_special_tokens is not False
-        detokenizer = Detokenizer(
-            self.tokenizer, asked.stop_strings, include_stop, skip_special, min_tokens=sampling.min_tokens
-        )
-        logprobs = None if sampling.logprobs is None else LogprobList(self.vocabulary, skip_special)
-        return SampleText(detokenizer, logprobs, () if include_stop else sampling.stop_token_ids)
 
-    async def _render(self, messages: list[dict[str, Any]]) -> list[int]:
-        if sum(map(_text_length, messages)) <= RENDER_INLINE_CHARACTERS:
-            return self.renderer.render(messages)
-        return await asyncio.to_thread(self.renderer.render, messages)
+        def sample_text() -> SampleText:
+            detokenizer = Detokenizer(
+                self.tokenizer, asked.stop_strings, include_stop, skip_special, min_tokens=sampling.min_tokens
+            )
+            logprobs = None if sampling.logprobs is None else LogprobList(self.vocabulary, skip_special)
+            return SampleText(detokenizer, logprobs, () if include_stop else sampling.stop_token_ids)
+
+        return [sample_text() for _ in range(asked.num_choices)]
 
     async def complete(self, chat: ChatRequest, request_id: str, clock: RequestClock) -> bytes:
         """The whole answer as a response's body."""
@@ -239,6 +231,8 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
     frontend = _frontend(request)
 
+    # `deliver` calls it with the body, runs what it returns to the end, or to the first event, and ends it when the
+    # client goes.
     def begin(body: bytes, request_id: str, clock: RequestClock) -> Delivery:
         chat = parse_body(body, ChatRequest, frontend.model_names)
         return (frontend.stream if chat.stream else frontend.complete)(chat, request_id, clock)

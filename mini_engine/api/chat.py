@@ -8,9 +8,10 @@ fetched or processed. All methods may run in several threads at once.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-Modality = Literal["image", "video"]
+from mini_engine.messages import Modality
+
 Message = Mapping[str, Any]
 
 _EVERY_PART = ("type", "uuid")
@@ -51,7 +52,6 @@ class Placeholder(NamedTuple):
 class PlacedItem:
     """Where an item's placeholders lie among a prompt's tokens."""
 
-    modality: Modality
     offset: int
     length: int
     more_offsets: list[int] = field(default_factory=list)  # of further runs of them, all equally long
@@ -185,7 +185,7 @@ class ChatRenderer:
                     expanded.extend([token] * (item.num_tokens // runs))
                 else:
                     expanded.append(each)
-            placed.append(PlacedItem(modality, offsets[0], item.num_tokens, offsets[1:]))
+            placed.append(PlacedItem(offsets[0], item.num_tokens, offsets[1:]))
         if len(placed) != len(items):
             raise ValueError(f"{len(items)} items for {len(placed)} placeholders")
         return ExpandedPrompt(expanded, placed)

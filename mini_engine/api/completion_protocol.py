@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import Field
 
-from mini_engine.api.protocol import MAX_CHOICES, MAX_LOGPROBS, GenerationRequest, StreamOptions, TokenId
+from mini_engine.api.protocol import MAX_CHOICES, MAX_LOGPROBS, TEXT_NEUTRAL, GenerationRequest, StreamOptions, TokenId
 from mini_engine.api.responses import FinishedBy, ListedToken, Usage
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -25,31 +25,11 @@ class CompletionRequest(GenerationRequest):
     """The supported fields of a completion request."""
 
     ignored = frozenset({"user"})
-    neutral = {
-        # OpenAI's
-        "echo": (False,),
-        "best_of": (1,),
-        "suffix": ("",),
-        # vLLM's
-        "length_penalty": (1,),
-        "use_beam_search": (False,),
-        "bad_words": ([],),
-        "prompt_logprobs": (),
-        "prompt_embeds": (),
-        "truncate_prompt_tokens": (),
+    neutral = TEXT_NEUTRAL | {
+        "suffix": ("",),  # OpenAI's
+        "prompt_embeds": (),  # vLLM's
         "allowed_token_ids": (),
-        "spaces_between_special_tokens": (True,),
-        "response_format": ({"type": "text"},),
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "structured_outputs": (),
-        "request_id": (),
-        "return_token_ids": (False,),
-        "return_tokens_as_token_ids": (False,),
-        # ours, of chat requests
-        "return_timings": (False,),
+        "return_timings": (False,),  # ours, of chat requests
     }
     inner = frozenset(StreamOptions.model_fields)
     prompt_field = "prompt"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
@@ -18,19 +19,16 @@ from mini_engine.api.answer import Answer, Piece
 from mini_engine.api.body import parse_body
 from mini_engine.api.chat import ChatError
 from mini_engine.api.completion_protocol import Choice, CompletionRequest, CompletionWriter, LogprobWriter, too_many
-from mini_engine.api.delivery import Delivery, deliver
+from mini_engine.api.delivery import Delivery, deliver, worked
 from mini_engine.api.errors import bad_request
 from mini_engine.api.openapi import FOR_TEXT, takes
 from mini_engine.api.protocol import MAX_CHOICES
 from mini_engine.api.refusal import explain
-from mini_engine.api.sampling import siblings
 from mini_engine.api.timings import RequestClock
 from mini_engine.messages import NewRequest
 
 if TYPE_CHECKING:
     from mini_engine.api.app import Frontend
-
-ENCODE_INLINE_CHARACTERS = 16_384  # shorter texts are tokenised faster than a thread would take to answer
 
 router = APIRouter()
 
@@ -117,27 +115,14 @@ class Completing:
         requests = []
         for number, prompt in enumerate(asked.prompts):
             token_ids = await self._encode(prompt) if isinstance(prompt, str) else self._checked(prompt)
-            params = sampling.resolve(asked, len(token_ids))
             request_id = f"{self._id}-prompt{number}" if number else self._id
-            requests.append(
-                NewRequest(
-                    request_id,
-                    token_ids,
-                    params,
-                    priority=asked.priority or 0,
-                    cache_salt=asked.cache_salt or "",
-                    siblings=siblings(request_id, params.seed, asked.num_choices),
-                )
-            )
+            requests.append(sampling.new_request(asked, request_id, token_ids, []))
         return requests
 
     async def _encode(self, prompt: str) -> list[int]:
         renderer, special = self._frontend.renderer, self._asked.add_special_tokens is not False
         try:
-            if len(prompt) <= ENCODE_INLINE_CHARACTERS:
-                token_ids = renderer.encode(prompt, special)
-            else:
-                token_ids = await asyncio.to_thread(renderer.encode, prompt, special)
+            token_ids = await worked(partial(renderer.encode, prompt, special), len(prompt))
         except ChatError as error:
             raise bad_request(str(error), "prompt") from None
         if not token_ids:
@@ -145,16 +130,8 @@ class Completing:
         return token_ids
 
     def _checked(self, token_ids: list[int]) -> list[int]:
-        frontend = self._frontend
-        unknown = max(token_ids)
-        if unknown >= frontend.sampling.vocab_size:
-            raise bad_request(
-                f"Invalid 'prompt': the model has no token {unknown}; its token ids are at least 0 and at most "
-                f"{frontend.sampling.vocab_size - 1}.",
-                "prompt",
-                "invalid_value",
-            )
-        media = frontend.renderer.placeholders.intersection(token_ids)
+        self._frontend.sampling.check_tokens("prompt", token_ids)
+        media = self._frontend.renderer.placeholders.intersection(token_ids)
         if media:
             text = f"Invalid 'prompt': token {min(media)} stands for media, which a completion cannot have."
             raise bad_request(text, "prompt", "invalid_value")
@@ -162,7 +139,7 @@ class Completing:
 
     async def _submit(self, request: NewRequest, clock: RequestClock) -> Answer:
         frontend = self._frontend
-        samples = [frontend.sample_text(self._asked, request.sampling) for _ in range(self._asked.num_choices)]
+        samples = frontend.sample_texts(self._asked, request.sampling)
         clock.enter("transport")
         with frontend.engines.choose((), self._asked.num_choices) as engine:
             generation = await engine.submit(request, _no_media)

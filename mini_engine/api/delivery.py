@@ -5,9 +5,10 @@ Knows nothing of what is asked for.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -17,6 +18,9 @@ from mini_engine.api.errors import ClientGone
 from mini_engine.api.refusal import error_response, explain
 from mini_engine.api.timings import RequestClock
 
+T = TypeVar("T")
+
+INLINE_SIZE = 16_384  # shorter texts and bodies are worked on faster than a thread would take to answer
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for the log's sake: nobody reads this response
 
 # The body of a response to come, or the events of one.
@@ -54,6 +58,11 @@ async def deliver(
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     except Exception as error:  # noqa: BLE001 - explain() logs what it does not know
         return error_response(explain(error, request_id, clock), request_id)
+
+
+async def worked(work: Callable[[], T], size: int) -> T:
+    """What `work` returns, done in a thread if it is about a text or a body of more than INLINE_SIZE."""
+    return work() if size <= INLINE_SIZE else await asyncio.to_thread(work)
 
 
 async def _next(events: AsyncGenerator[bytes, None]) -> bytes:

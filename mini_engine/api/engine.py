@@ -139,19 +139,20 @@ class Engine:
         try:
             while True:
                 missing = await self._submit_once(request, generation, lost)
-                if missing is None:
+                if missing is None:  # the engine has it all, or has ended it
                     logger.debug(
                         "%s is at engine %d, which has its %d media", request.request_id, self.number,
                         len(request.media), extra=about(request.request_id),
                     )  # fmt: skip
                     return generation
+                # It has not, and lacks media that this server only named: they are made again.
                 named = {item.media_hash for item in request.media if item.patches is None}.intersection(missing)
                 if named:
                     self._figures.resends.inc()
                     request = await refill(request, named)
                 elif lost:
                     raise EngineError(MEDIA_NOT_SENT)
-                else:
+                else:  # or tensors that were sent: once more, by another transport
                     logger.warning(
                         "%s: its tensors have not reached engine %d", request.request_id, self.number,
                         extra=about(request.request_id),

@@ -21,6 +21,7 @@ from mini_engine.transport.codec import Encoder
 # How many samples more than the least loaded engine one may have to be preferred because it keeps a prompt's media: a
 # few more in a batch cost a request some milliseconds, while decoding a video again costs hundreds.
 LOAD_MARGIN = 4
+FIGURES_SECONDS = 1.0  # for the engines to say how they are; Prometheus gives a whole scrape ten
 
 StoreMaker = Callable[[int, Callable[[int, AnyMessage], None]], MediaStore]
 
@@ -92,10 +93,10 @@ class EngineClient:
         finally:
             engine.preparing -= samples
 
-    async def refresh_figures(self, seconds: float) -> None:
+    async def refresh_figures(self) -> None:
         """Bring the engines' metrics up to date; those of an engine that does not answer in time stay as they are."""
         asking = [asyncio.create_task(engine.refresh_figures()) for engine in self.engines]
-        await asyncio.wait(asking, timeout=seconds)
+        await asyncio.wait(asking, timeout=FIGURES_SECONDS)
         for task in asking:
             task.cancel()
 

@@ -85,8 +85,7 @@ class Sample:
 
 
 class Generation:
-    """One request at its engine: an iterator over its samples' new tokens, and a context that aborts it when left
-    early.
+    """One request at its engine: an iterator over its samples' new tokens. Who has it aborts it when leaving early.
 
     `samples` go by index: the first has the request's own id, the others their siblings'. Tokens of a sample that
     come faster than they are taken are handed over together; no sample is taken twice while another waits.
@@ -147,12 +146,6 @@ class Generation:
             self.abort()  # the samples that did not fail
             raise self._error
         return self._waiting.popleft().take()
-
-    def __enter__(self) -> Generation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.abort()
 
     def stop(self, index: int) -> None:
         """End a sample at its engine unless it has ended: its text is complete. No more tokens of it come."""

@@ -174,7 +174,7 @@ class MediaLoader:
                 raise
             # The one who started the work calls the item by another name.
             problem = str(error).removeprefix(f"{error.item}: ")
-            raise MediaError(item.name, problem, limit=error.limit) from error
+            raise MediaError(item.name, problem) from error
         finally:
             flight.waiters -= 1
             if not flight.waiters:

@@ -7,14 +7,14 @@
 
 Only the owner frees, and only with every engine's vote, so a segment has one writer and no locks. The order of eviction
 is by last use, here and, as engines tell, by other API servers. Nothing waits for room: an item that finds none travels
-by itself. This file knows nothing of sockets or of how the segment is made; it belongs to the event loop's thread.
+by itself. This file knows nothing of sockets or of how the segment is made; it belongs to the event loop's thread. Not
+`worker/media_store.py`, which keeps copies in a rank.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 from bisect import bisect_left
 from collections import OrderedDict
@@ -40,8 +40,6 @@ from mini_engine.messages import (
     StoreObject,
     Unwanted,
 )
-
-logger = logging.getLogger(__name__)
 
 INLINE_COPY_BYTES = 4 << 20  # copies up to this size cost less than the way into a thread and back
 HEADROOM = 8  # the part of a segment that is kept free for what comes next: one in so many

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 ENGINE_GONE = "An engine has stopped."
 RESET_SECONDS = 30.0  # for the engines to answer; a step of theirs may run first
-FIGURES_SECONDS = 1.0  # for the engines to say how they are; Prometheus gives a whole scrape ten
 
 router = APIRouter()
 
@@ -57,7 +56,7 @@ async def live() -> Response:
 
 @router.post("/reset_caches", responses=refuses(401, 503, 504))
 async def reset_caches(request: Request) -> Response:
-    """Empty the prefix and encoder caches of every engine, but for what running requests use.
+    """Empty the prefix, encoder and media caches of every engine, but for what running requests use.
 
     200 when all have done so; 503 when an engine is gone; 504 when one does not answer in time.
     """
@@ -75,7 +74,7 @@ async def reset_caches(request: Request) -> Response:
 @router.get("/metrics", responses=refuses(401))
 async def show_metrics(request: Request) -> Response:
     """Figures of all API servers, and of the engines at this moment, in Prometheus's text format."""
-    await _engines(request).refresh_figures(FIGURES_SECONDS)
+    await _engines(request).refresh_figures()
     return Response(await asyncio.to_thread(metrics.exposition), headers={"content-type": metrics.CONTENT_TYPE})
 
 

@@ -1,7 +1,7 @@
 """The body of a chat request: which fields there are, and what they may hold.
 
 Each field of a request is either supported (a field of `ChatRequest`), ignored (`IGNORED`), known but unsupported and
-so accepted only at the value that changes nothing (`NEUTRAL`), or refused as unknown. What it shares with other
+so accepted only at the value that changes nothing (`neutral`), or refused as unknown. What it shares with other
 requests is in `GenerationRequest`; how bodies are read, in `body.py`. Knows nothing of defaults that depend on the
 model (`sampling.py`), nor of what the messages say (`chat.py`).
 """
@@ -34,36 +34,26 @@ IGNORED = frozenset(
 )  # fmt: skip
 
 # Not supported in this version. Absent, null or one of these values asks for what happens anyway.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # OpenAI's
+Neutral = dict[str, tuple[Any, ...]]
+TEMPLATE_NEUTRAL: Neutral = {  # of what becomes a prompt by a chat template
     "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+}
+TEXT_NEUTRAL: Neutral = {  # of every request for text
+    # OpenAI's
     "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "moderation": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
+    "echo": (False,),
+    "best_of": (1,),
     # vLLM's
     "length_penalty": (1,),
     "use_beam_search": (False,),
-    "best_of": (1,),
     "bad_words": ([],),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "add_special_tokens": (False,),
-    "echo": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -72,6 +62,23 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "request_id": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
+}
+CHAT_NEUTRAL: Neutral = {
+    # OpenAI's
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "moderation": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    # vLLM's
+    "add_special_tokens": (False,),
+    "documents": ([],),
 }
 
 
@@ -248,7 +255,7 @@ class ChatRequest(GenerationRequest):
     """The supported fields of a chat request."""
 
     ignored = IGNORED
-    neutral = NEUTRAL
+    neutral = TEXT_NEUTRAL | TEMPLATE_NEUTRAL | CHAT_NEUTRAL
     inner = INNER_FIELDS
     prompt_field = "messages"
 

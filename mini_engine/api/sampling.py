@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ from msgspec import Meta
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import GenerationRequest
 from mini_engine.config import ConfigError
-from mini_engine.messages import SamplingParams, Sibling
+from mini_engine.messages import MediaItem, NewRequest, SamplingParams, Sibling
 
 GREEDY_BELOW = 1e-5  # temperatures below it are greedy, as in vLLM: dividing logits by less would overflow
 GENERATION_CONFIG = "generation_config.json"
@@ -78,7 +79,7 @@ class SamplingDefaults:
 
 
 class SamplingResolver:
-    """Makes each request's `SamplingParams`; draws the seeds of requests that give none."""
+    """Makes what an engine gets of each request; draws the seeds of requests that give none."""
 
     def __init__(self, defaults: SamplingDefaults, max_model_len: int, vocab_size: int, seed: int, incarnation: int):
         self.defaults = defaults
@@ -93,15 +94,15 @@ class SamplingResolver:
         Raises:
             ApiError: 400; a token id that the model does not have.
         """
-        for name, token_ids in (("stop_token_ids", request.stop_token_ids), ("logit_bias", request.token_biases)):
-            unknown = next((token_id for token_id in token_ids or () if token_id >= self.vocab_size), None)
-            if unknown is not None:
-                raise bad_request(
-                    f"Invalid '{name}': the model has no token {unknown}; its token ids are at least 0 and at most "
-                    f"{self.vocab_size - 1}.",
-                    name,
-                    "invalid_value",
-                )
+        self.check_tokens("stop_token_ids", request.stop_token_ids or ())
+        self.check_tokens("logit_bias", request.token_biases)
+
+    def check_tokens(self, name: str, token_ids: Iterable[int]) -> None:
+        """Raises ApiError, a 400, unless the model has all tokens of the field `name`."""
+        greatest, last = max(token_ids, default=0), self.vocab_size - 1
+        if greatest > last:
+            problem = f"the model has no token {greatest}; its token ids are at least 0 and at most {last}"
+            raise bad_request(f"Invalid '{name}': {problem}.", name, "invalid_value")
 
     def resolve(self, request: GenerationRequest, prompt_tokens: int) -> SamplingParams:
         """The parameters of `request`, whose expanded prompt has `prompt_tokens` tokens.
@@ -134,6 +135,21 @@ class SamplingResolver:
             min_tokens=_first(request.min_tokens, 0),
             logprobs=request.asked_logprobs,
             stop_token_ids=sorted({*ends, *(request.stop_token_ids or ())}),
+        )
+
+    def new_request(
+        self, asked: GenerationRequest, request_id: str, token_ids: list[int], media: list[MediaItem]
+    ) -> NewRequest:
+        """What an engine gets of `asked`, with its expanded prompt. Raises ApiError: see `resolve`."""
+        sampling = self.resolve(asked, len(token_ids))
+        return NewRequest(
+            request_id,
+            token_ids,
+            sampling,
+            media,
+            priority=asked.priority or 0,
+            cache_salt=asked.cache_salt or "",
+            siblings=siblings(request_id, sampling.seed, asked.num_choices),
         )
 
     def _max_tokens(self, request: GenerationRequest, prompt_tokens: int) -> int:

@@ -163,7 +163,8 @@ class RequestSender:
         metrics.ipc_bytes_total.labels(sender.name).inc(nbytes * sent // len(tensors))
 
     async def _encode(self, request: NewRequest, outgoing: Outgoing, inline: bool) -> bytes:
-        """`request` as a frame, its tensors copied into `outgoing`, which is discarded if this fails."""
+        """`request` as a frame, its tensors copied into `outgoing` (the codec calls it for each: `Packer.__call__`),
+        which is discarded if this fails."""
         encode = partial(self._encoder.encode, request, outgoing)
         if inline:
             try:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SECONDS = 10.0
-FIGURES_SECONDS = 1.0  # for the engines to say how they are
 
 
 class Stats:
@@ -58,7 +57,7 @@ async def log_stats(engines: EngineClient) -> None:
     """Log the lines until cancelled."""
     stats: Stats | None = None
     while True:
-        await engines.refresh_figures(FIGURES_SECONDS)
+        await engines.refresh_figures()
         try:
             if stats is None:
                 stats = await asyncio.to_thread(Stats)

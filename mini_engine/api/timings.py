@@ -1,10 +1,10 @@
 """Where a request's time goes. Each moment of it belongs to one stage, so that the stages add up to the whole:
 
-    arrival ► admission ► fetch ► media_decode ► process ► transport ► queue ► encode ► prefill ► generation ► end
+    arrival ► fetch ► admission ► media_decode ► process ► transport ► queue ► encode ► prefill ► generation ► end
 
-and what lies between and beside them is `other`: reading the body, the chat template, text. The API server's part is
-measured as it happens; the engine tells its part by moments of the clock that all processes of a host share. Knows
-nothing of HTTP or media.
+(what no other server has is fetched after `admission`), and what lies between and beside them is `other`: reading the
+body, the chat template, text. The API server's part is measured as it happens; the engine tells its part by moments of
+the clock that all processes of a host share. Knows nothing of HTTP or media.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -15,16 +15,14 @@ from starlette.responses import Response
 from mini_engine.api.body import Body, BodyT, parse_body
 from mini_engine.api.chat import ChatError
 from mini_engine.api.connection import read_body
-from mini_engine.api.delivery import CLIENT_CLOSED_REQUEST
+from mini_engine.api.delivery import CLIENT_CLOSED_REQUEST, worked
 from mini_engine.api.errors import ApiError, bad_request
 from mini_engine.api.openapi import refuses, takes
-from mini_engine.api.protocol import INNER_FIELDS, Messages, TokenId, plain
+from mini_engine.api.protocol import INNER_FIELDS, TEMPLATE_NEUTRAL, Messages, TokenId, plain
 from mini_engine.api.refusal import error_response
 
 if TYPE_CHECKING:
     from mini_engine.api.app import Frontend
-
-INLINE_BYTES = 16_384  # a shorter body is worked on faster than a thread would take to answer
 
 REFUSALS = refuses(400, 401, 404, 408, 413, 415, 503)
 
@@ -34,14 +32,7 @@ router = APIRouter()
 class TokenizeRequest(Body):
     """The supported fields of a tokenize request: a text, or a conversation."""
 
-    neutral = {
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
-        "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "mm_processor_kwargs": ({},),
-        "tools": ([],),
-    }
+    neutral = TEMPLATE_NEUTRAL | {"mm_processor_kwargs": ({},)}
     inner = INNER_FIELDS
 
     prompt: str | None = None
@@ -98,9 +89,7 @@ async def detokenize(request: Request) -> Response:
     frontend: Frontend = request.app.state.frontend
 
     def work(asked: DetokenizeRequest) -> Text:
-        unknown = max(asked.tokens, default=0)
-        if unknown >= frontend.sampling.vocab_size:
-            raise bad_request(f"Invalid 'tokens': the model has no token {unknown}.", "tokens", "invalid_value")
+        frontend.sampling.check_tokens("tokens", asked.tokens)
         return Text(frontend.tokenizer.backend_tokenizer.decode(asked.tokens, skip_special_tokens=False))
 
     return await _respond(request, DetokenizeRequest, work)
@@ -123,7 +112,7 @@ async def _respond(request: Request, kind: type[BodyT], work: Callable[[BodyT], 
     try:
         body = await read_body(request, frontend.body_limits)
         asked = parse_body(body, kind, frontend.model_names)
-        answer = work(asked) if len(body) <= INLINE_BYTES else await asyncio.to_thread(work, asked)
+        answer = await worked(partial(work, asked), len(body))
     except ApiError as error:
         return error_response(error)
     except ClientDisconnect:

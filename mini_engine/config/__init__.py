@@ -10,24 +10,15 @@ import dataclasses
 import math
 from typing import Any, get_type_hints
 
-from mini_engine.config.media import (
-    IPC_GPU_GIB,
-    LEAST_SLOT,
-    SLOTS_PART,
-    STAGING_SLOTS,
-    MediaCacheType,
-    MediaOptions,
-    TensorIpc,
-)
-from mini_engine.config.model import BUNDLED_MODEL, BUNDLED_NAME, AttentionBackendName, Device, Dtype, ModelOptions
-from mini_engine.config.option import ConfigError, Option, check_range, flag_of, parse_bytes
+from mini_engine.config.media import IPC_GPU_GIB, LEAST_SLOT, SLOTS_PART, STAGING_SLOTS, MediaOptions, TensorIpc
+from mini_engine.config.model import BUNDLED_MODEL, BUNDLED_NAME, AttentionBackendName, ModelOptions
+from mini_engine.config.option import ConfigError, Option, check_range, flag_of
 from mini_engine.config.scheduling import SchedulingOptions
-from mini_engine.config.server import LogLevel, ServerOptions
+from mini_engine.config.server import ServerOptions
 
 __all__ = [
     "BUNDLED_MODEL", "BUNDLED_NAME", "ENV_PREFIX", "IPC_GPU_GIB", "SLOTS_PART", "STAGING_SLOTS", "AttentionBackendName",
-    "ConfigError", "Device", "Dtype", "EngineConfig", "LogLevel", "MediaCacheType", "Option", "TensorIpc", "env_of",
-    "field_types", "fields", "flag_of", "parse_bytes",
+    "ConfigError", "EngineConfig", "Option", "TensorIpc", "env_of", "field_types", "fields", "flag_of",
 ]  # fmt: skip
 
 ENV_PREFIX = "MINI_ENGINE_"
@@ -35,7 +26,7 @@ ENV_PREFIX = "MINI_ENGINE_"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig(MediaOptions, SchedulingOptions, ServerOptions, ModelOptions):  # the last one's fields come first
-    """All settings of a server. `validate` has passed for every instance that leaves `cli.parse`."""
+    """All settings of a server. `validate` has passed for every instance that leaves `cli.settle`."""
 
     def validate(self) -> None:
         """Raises ConfigError for the first value that is out of range or does not fit the others."""

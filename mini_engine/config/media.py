@@ -82,8 +82,8 @@ class MediaOptions:
     )  # fmt: skip
 
     maximum_concurrent_videos: int = option(
-        64, "Most videos per API server admitted to decoding and processing at once; more wait in line.", "Admission",
-        minimum=1,
+        64, "Most images and videos per API server admitted to decoding and processing at once; more wait in line.",
+        "Admission", minimum=1,
     )  # fmt: skip
     max_num_queued_reqs: int = option(
         4096, "Most requests per API server that are not finished yet, whatever they wait for; "

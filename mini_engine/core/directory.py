@@ -32,13 +32,12 @@ class Entry:
 
 
 class Directory(ABC, Generic[KeyT]):
-    """Cached items by key: a hash (lru) or an object in a store (shm). `capacity` is the most they may take, in bytes.
+    """Cached items by key: a hash (lru) or an object in a store (shm).
 
     The lists collect what others have yet to be told; who tells them empties the lists.
     """
 
-    def __init__(self, capacity: int):
-        self.capacity = capacity
+    def __init__(self) -> None:
         self.num_bytes = 0
         self.num_bytes_pinned = 0  # of those, the part that is referred to
         self.num_references = 0

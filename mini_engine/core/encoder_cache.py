@@ -1,7 +1,8 @@
 """Which media items have their embeddings in the ranks' encoder cache, by media hash, within a budget in tokens.
 
 It knows hashes and token counts. A request reserves room for all of its items at once, when it is admitted, and keeps
-it until it ends: so requests that wait for room hold none, and a preempted one need not be sent its media again.
+it until it ends: so requests that wait for room hold none, and a preempted one need not be sent its media again. Not
+`worker/encoder_cache.py`, which holds the embeddings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine core's process: receive -> schedule -> dispatch -> retire -> send.
+"""The engine core's process: receive, and retire what has run -> schedule -> dispatch -> tell.
 
 It sees requests as tokens, block ids and handles. It has no tensor, no tokenizer, no CUDA and no torch, and it sleeps
 in one poller until a message comes or a deadline passes.
@@ -142,7 +142,7 @@ class EngineCore:
                 self._handle_other(body, sockets.identity(envelope.sender, envelope.incarnation), envelope)
 
     def _handle_other(self, body: AnyMessage, peer: bytes, envelope: Envelope) -> None:
-        """What API servers say beside their requests."""
+        """What API servers say beside their requests, and the supervisor's ping."""
         match body:
             case Attach():
                 self.links.send(peer, Cached(self.media.all_listed()))
@@ -253,6 +253,7 @@ class EngineCore:
                 self._release(request)
 
     def _release(self, request: Request) -> None:
+        """Give its tensors and references back, once: when the next step, which is the last to read them, retires."""
         if not request.released:
             request.released = True
             self.steps.release += request.messages
@@ -378,9 +379,7 @@ def run(child: Child) -> None:
     workers = links.wait_for_workers()
     limits = engine_limits(config, model, min(ready.num_blocks for ready in workers), workers[0].device)
     plan = init.media_cache
-    media: Directory[Any] = KeptMedia(plan.nbytes)
-    if plan.kind == "shm":
-        media = StoredObjects(plan.nbytes * config.api_server_count)
+    media: Directory[Any] = StoredObjects() if plan.kind == "shm" else KeptMedia(plan.nbytes)
     core = EngineCore(config, model, limits, budgets(config, workers[0].device), media, links)
     child.ready(limits=limits)
     core.run()

@@ -13,7 +13,12 @@ from mini_engine.messages import CachedMedia, KeepMedia, MediaItem, NewRequest, 
 
 
 class KeptMedia(Directory[bytes]):
-    """Items that nobody refers to make room, the one unused for longest first. A capacity of 0 keeps nothing."""
+    """Items that nobody refers to make room, the one unused for longest first."""
+
+    def __init__(self, capacity: int):
+        """`capacity`: most bytes that they may take; 0 keeps nothing."""
+        super().__init__()
+        self.capacity = capacity
 
     def missing(self, media: Iterable[MediaItem]) -> list[bytes]:
         """See `Directory`."""

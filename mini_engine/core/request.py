@@ -45,7 +45,7 @@ class Request:
     announced: bool = False  # the ranks know the sequence
     holds_media: bool = False  # its items are reserved in the encoder cache
     references: list[Any] = dataclasses.field(default_factory=list)  # keys of the cached media that it refers to
-    released: bool = False  # its tensor messages and references were given back, or are about to be
+    released: bool = False  # its tensor messages and references were given back, or are about to be; or it has none
     num_cached: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
     accepted_at: float = 0.0  # when all ranks had its media, by `time.monotonic()`
     scheduled_at: float = 0.0  # when a step first began to work on it
@@ -140,7 +140,6 @@ def family(new: NewRequest, sender: str, incarnation: int, arrivals: Iterator[in
 
     Their blocks are shared with all requests of the same cache salt, or among themselves if prefixes are not shared.
     """
-    new = _with_identities(new)
     salt = os.urandom(HASH_BYTES) if new.siblings else None
     if share_prefixes:
         salt = hashlib.blake2b(new.cache_salt.encode(), digest_size=HASH_BYTES, person=b"cache salt").digest()
@@ -151,12 +150,3 @@ def family(new: NewRequest, sender: str, incarnation: int, arrivals: Iterator[in
         lead.siblings.append(request)
     lead.released = not new.media
     return lead
-
-
-def _with_identities(new: NewRequest) -> NewRequest:
-    """`new`, an item without a hash given one that no other item has."""
-    if all(item.media_hash for item in new.media):
-        return new
-    replace = msgspec.structs.replace
-    media = [item if item.media_hash else replace(item, media_hash=os.urandom(HASH_BYTES)) for item in new.media]
-    return msgspec.structs.replace(new, media=media)

@@ -225,7 +225,8 @@ class Scheduler:
     # --- a chunk -----------------------------------------------------------------------------------------------------
 
     def _prepare_chunk(self, request: Request, plan: Plan) -> int:
-        """Tokens the request may have in this step, the media that they need encoded by it as far as its budget goes.
+        """Tokens the request may have in this step. What is to be encoded for them goes into the plan here, as far as
+        its budget reaches, and stays there whether the chunk is added or not.
 
         0 when it has to wait: for the step's budgets, or for an item that another request's step encodes.
         """

@@ -53,11 +53,14 @@ class Steps:
 
     @property
     def heavy_in_flight(self) -> bool:
-        """Whether a step with media or prefills is on its way."""
+        """Whether a step that takes long is on its way: see `Plan.heavy`."""
         return any(flight.heavy for flight in self.in_flight)
 
     def dispatch(self, plan: Plan) -> bool:
-        """Send the next step to every rank; False when there is nothing to do, to tell or to ask."""
+        """Send the next step to every rank; False when there is nothing to do, to tell or to ask.
+
+        Takes along, and empties, the lists of this object, of the directory and of the encoder cache.
+        """
         directory, encoder = self._directory, self._encoder
         if not (plan.requests or self.finished):  # the ranks have never heard of the requests that referred to these
             directory.release(self.unreferenced)

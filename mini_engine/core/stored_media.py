@@ -26,10 +26,10 @@ from mini_engine.messages import (
 
 
 class StoredObjects(Directory[StoreObject]):
-    """`capacity` is that of all segments together."""
+    """The items that all owners have offered. How much memory they take is the owners' matter."""
 
-    def __init__(self, capacity: int):
-        super().__init__(capacity)
+    def __init__(self) -> None:
+        super().__init__()
         self._handles: dict[StoreObject, StoreHandle] = {}
         self._by_hash: dict[bytes, StoreObject] = {}  # those that are listed
         self._dead: dict[int, int] = {}  # incarnation -> objects of it that are still referred to

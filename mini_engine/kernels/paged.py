@@ -138,7 +138,7 @@ def _prefill(
     GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries and one key-value head. `tiles`: see `TILE_FIELDS`."""
+    """One tile of queries and one key-value head. `tiles`: see `prefill`."""
     tile, kv_head = tiles + tl.program_id(0) * 4, tl.program_id(1)
     first_row, position, count = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     table = tables + tl.load(tile + 3).to(tl.int64) * table_stride
@@ -164,9 +164,6 @@ def _prefill(
     )  # fmt: skip
     place = ((first_row + token) * heads + head) * DIM
     tl.store(out + place[:, None] + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
-
-
-TILE_FIELDS = ("first row in the batch", "position of its token", "tokens", "row of the block tables")
 
 
 @dataclass(frozen=True)
@@ -240,7 +237,8 @@ def prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor
     holds already; written to `out`. Arguments as for `decode`; rows that no tile names are left alone.
 
     Args:
-        tiles: int32 `[tiles, 4]`, `TILE_FIELDS` of each; at most `tile_tokens` tokens in one.
+        tiles: int32 `[tiles, 4]`, of each its first row in the batch, the position of that row's token, the number of
+            its tokens (at most `tile_tokens`), and its row of the block tables.
     """
     (heads, dim), (block_size, kv_heads) = q.shape[1:], keys.shape[1:3]
     shape = prefill_shape(heads // kv_heads, q.element_size())

@@ -8,14 +8,12 @@ class MediaError(ValueError):
     """A media item that cannot be used, through no fault of the server.
 
     The text names the item, what is wrong and the remedy. It never holds a path, an address or bytes of the item.
-    `limit` is the name of the limit that was exceeded, as a field of `MediaPolicy`, `DecodeLimits` or `ImageLimits`;
-    the flag that sets it has the same name.
+    Of a limit that was exceeded it names the flag.
     """
 
-    def __init__(self, item: str, problem: str, *, limit: str | None = None) -> None:
+    def __init__(self, item: str, problem: str) -> None:
         super().__init__(f"{item}: {problem}")
         self.item = item
-        self.limit = limit
 
 
 class DecodeCancelled(Exception):

@@ -24,7 +24,8 @@ def settings_key(
     processor_kwargs: Mapping[str, Any],
     model: tuple[str, str | None],
 ) -> bytes:
-    """Everything that a hash covers but the bytes, as a key for `media_hash`. Made once, at start.
+    """Everything that a hash covers but the bytes, as a key for `media_hash`. Made at start, and for each request
+    with settings of its own.
 
     Args:
         sampling: how videos are sampled; None for images.

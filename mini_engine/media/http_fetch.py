@@ -40,10 +40,6 @@ _URL_CHARACTERS = "/%:@!$&'()*+,;=~-._?[]"  # what `quote` leaves alone
 class _Refused(Exception):
     """Why nothing was fetched, for the client. No ValueError, since http.client catches some of those."""
 
-    def __init__(self, problem: str, limit: str | None = None):
-        super().__init__(problem)
-        self.limit = limit
-
 
 @dataclass(frozen=True)
 class _HttpUrl:
@@ -73,10 +69,7 @@ class _Clock:
             raise FetchCancelled
         left = self._deadline - monotonic()
         if left <= 0:
-            raise _Refused(
-                f"not fetched within {self._seconds:g} seconds, the limit of --media-fetch-timeout",
-                limit="media_fetch_timeout",
-            )
+            raise _Refused(f"not fetched within {self._seconds:g} seconds, the limit of --media-fetch-timeout")
         return min(left, most)
 
 
@@ -140,7 +133,7 @@ def fetch_http(url: str, policy: MediaPolicy, item: str, cancelled: threading.Ev
             here = _next(here, location, policy)
         raise _Refused(f"more than {_MOST_REDIRECTS} redirects")
     except _Refused as refused:
-        raise MediaError(item, f"{step}{refused}", limit=refused.limit) from refused
+        raise MediaError(item, f"{step}{refused}") from refused
     except (OSError, HTTPException) as error:
         raise MediaError(item, f"{step}its server broke off, or does not speak HTTP") from error
 

@@ -79,4 +79,4 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 def _too_large(item: str, what: str, limits: ImageLimits) -> MediaError:
     problem = f"{what} more than {limits.max_image_pixels} pixels, the limit of {flag_of('max_image_pixels')}"
-    return MediaError(item, f"{problem}; send a smaller image", limit="max_image_pixels")
+    return MediaError(item, f"{problem}; send a smaller image")

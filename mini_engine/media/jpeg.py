@@ -14,14 +14,14 @@ _START_OF_SCAN, _END_OF_IMAGE = 0xDA, 0xD9
 _WITHOUT_CONTENT = (0x01, 0xD8)
 
 
-def count_scans(data: bytes, tick: Callable[[], None], most: int = MOST_SCANS + 1) -> int:
-    """Returns the number of scans before the end of the image, at most `most`; 0 for what is no JPEG.
+def count_scans(data: bytes, tick: Callable[[], None]) -> int:
+    """Returns the number of scans before the end of the image, at most one above MOST_SCANS; 0 for what is no JPEG.
 
     Goes from marker to marker (ITU-T T.81, annex B) as decoders do; thumbnails within segments do not count. Calls
     `tick` for each, which may raise: a file can be made of nothing but markers.
     """
     scans = place = 0
-    while scans < most and data.startswith(b"\xff\xd8") and (marker := _MARKER.search(data, place)):
+    while scans <= MOST_SCANS and data.startswith(b"\xff\xd8") and (marker := _MARKER.search(data, place)):
         tick()
         kind, place = marker[1][0], marker.end()
         if kind == _END_OF_IMAGE:

@@ -37,7 +37,7 @@ class ImageLimits:
 def decode_overdue(item: str, seconds: float, remedy: str) -> MediaError:
     """The error of an item whose decoding takes more than `seconds`."""
     problem = f"decoding takes more than {seconds:g} s, the limit of {flag_of('media_decode_timeout')}"
-    return MediaError(item, f"{problem}; send {remedy}", limit="media_decode_timeout")
+    return MediaError(item, f"{problem}; send {remedy}")
 
 
 def check_aspect_ratio(width: int, height: int, item: str) -> None:
@@ -118,7 +118,7 @@ class Guard:
             self._exceeded("max_video_pixels_kept", problem, "fewer or smaller frames")
 
     def _exceeded(self, limit: str, problem: str, remedy: str) -> NoReturn:
-        raise MediaError(self.item, f"{problem}, the limit of {flag_of(limit)}; send {remedy}", limit=limit)
+        raise MediaError(self.item, f"{problem}, the limit of {flag_of(limit)}; send {remedy}")
 
 
 @dataclass

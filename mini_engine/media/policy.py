@@ -83,8 +83,5 @@ def gather(blocks: Iterable[bytes], policy: MediaPolicy, item: str, cancelled: t
 
 def too_large(policy: MediaPolicy, item: str) -> MediaError:
     """The error of an item above the limit on bytes."""
-    return MediaError(
-        item,
-        f"larger than {policy.max_media_bytes} bytes, the limit of --max-media-bytes; send a smaller file",
-        limit="max_media_bytes",
-    )
+    problem = f"larger than {policy.max_media_bytes} bytes, the limit of --max-media-bytes; send a smaller file"
+    return MediaError(item, problem)

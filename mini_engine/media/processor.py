@@ -1,7 +1,7 @@
 """Decoded frames -> uint8 patches, by the model's own Hugging Face processor, one item at a time.
 
-Rescale and normalise are left to the worker's device (`image_mean`, `image_std`, `rescale_factor` say how), so that a
-quarter of float32's bytes travel. Knows nothing of prompts: `num_tokens` tells their writer how long an item is.
+Rescale and normalise are left to the worker, which reads the files that say how by itself (`worker/normalisation.py`):
+a quarter of float32's bytes travel. Knows nothing of prompts: `num_tokens` tells their writer how long an item is.
 Loads transformers and torch when a `MediaProcessor` is made, not when this file is imported: they cost seconds.
 """
 
@@ -65,7 +65,6 @@ class MediaProcessor:
     def __init__(
         self,
         model_dir: str | Path,
-        revision: str | None = None,
         trust_remote_code: bool = False,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         device: str | None = None,
@@ -77,8 +76,7 @@ class MediaProcessor:
         """
         from transformers import AutoProcessor
 
-        options: dict[str, Any] = {} if revision is None else {"revision": revision}
-        hf: Any = AutoProcessor.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code, **options)
+        hf: Any = AutoProcessor.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code)
         missing = [part for part in ("image_processor", "video_processor", "tokenizer") if not hasattr(hf, part)]
         if missing:
             raise ValueError(f"the model's processor has no {', '.join(missing)}: not a model for images and videos")
@@ -87,16 +85,8 @@ class MediaProcessor:
         for name in ("image_mean", "image_std", "rescale_factor", "patch_size", "temporal_patch_size", "merge_size"):
             if getattr(image, name) != getattr(video, name):
                 raise ValueError(f"the model's image and video processors differ in {name}, which is not supported")
-        self.image_mean: tuple[float, ...] = tuple(image.image_mean)
-        self.image_std: tuple[float, ...] = tuple(image.image_std)
-        self.rescale_factor = float(image.rescale_factor)
-        self.patch_size = int(image.patch_size)
-        self.temporal_patch_size = int(image.temporal_patch_size)
-        self.merge_size = int(image.merge_size)
-        self.image_token: str = hf.image_token
-        self.image_token_id = int(hf.image_token_id)
-        self.video_token: str = hf.video_token
-        self.video_token_id = int(hf.video_token_id)
+        self._temporal_patch_size = int(image.temporal_patch_size)
+        self._merge_size = int(image.merge_size)
         self._has_second_per_grid = "second_per_grid_ts" in hf.model_input_names
 
         kwargs = dict(mm_processor_kwargs or {})
@@ -206,12 +196,12 @@ class MediaProcessor:
         )
         # Channels first, but in the memory order of the frames: torch resizes that without a copy.
         pixels = torch.from_numpy(video.frames).permute(0, 3, 1, 2)
-        if len(pixels) < self.temporal_patch_size:
+        if len(pixels) < self._temporal_patch_size:
             # What processors do with a patch that frames do not fill; some refuse a video that has no full one.
-            pixels = pixels[[*range(len(pixels)), *[-1] * (self.temporal_patch_size - len(pixels))]]
+            pixels = pixels[[*range(len(pixels)), *[-1] * (self._temporal_patch_size - len(pixels))]]
         out = self.hf_processor.video_processor([pixels], video_metadata=[metadata], **call)
         # As Qwen2_5_VLProcessor computes it: from the mean rate of the frames that were kept.
-        seconds = self.temporal_patch_size / out["video_metadata"][0].sampled_fps
+        seconds = self._temporal_patch_size / out["video_metadata"][0].sampled_fps
         if not self._has_second_per_grid:
             seconds = None
         processed = self._item("video", out["pixel_values_videos"], out["video_grid_thw"], seconds)
@@ -226,15 +216,13 @@ class MediaProcessor:
         seconds: float | None,
     ) -> ProcessedItem:
         frames, height, width = grid[0].tolist()
-        tokens = frames * height * width // self.merge_size**2
+        tokens = frames * height * width // self._merge_size**2
         return ProcessedItem(modality, patches.contiguous(), (frames, height, width), tokens, seconds)
 
     def _written(self, out: Any, num_tokens: int) -> str | None:
         """What the processor writes in the place of a video's placeholder: see `ProcessedItem.placeholder`."""
-        text = self.hf_processor.replace_video_token(out, 0)
-        if text == self.video_token * num_tokens:
-            return None
-        return re.sub(f"(?:{re.escape(self.video_token)})+", self.video_token, text)
+        text, token = self.hf_processor.replace_video_token(out, 0), self.hf_processor.video_token
+        return None if text == token * num_tokens else re.sub(f"(?:{re.escape(token)})+", token, text)
 
     def _try_out(self, kwargs: Mapping[str, Any]) -> None:
         """Processes a grey image and video: finds settings that do not work, and does transformers' late imports."""

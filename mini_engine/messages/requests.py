@@ -1,4 +1,4 @@
-"""Between an API server and an engine core."""
+"""Between an API server and an engine core; `Ping` and `Pong` between the supervisor and both, too."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Finish(Message, frozen=True):
 
 
 class ResetCaches(Message, frozen=True):
-    """API server -> core: forget every prefix and every encoded item that no running request uses."""
+    """API server -> core: forget every prefix, encoded item and cached item that no running request uses."""
 
     number: int  # comes back in `CachesReset`
 
@@ -231,7 +231,7 @@ class EngineCounters(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outputs(Message, frozen=True):
-    """Core -> API server: what one retired step brought for its requests."""
+    """Core -> API server: what one turn of the core's loop brought for its requests."""
 
     outputs: list[RequestOutput]
 

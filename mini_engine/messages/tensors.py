@@ -62,8 +62,8 @@ class MediaItem(msgspec.Struct, frozen=True):
     # it under its hash.
     patches: Tensor | StoreHandle | None
     # 16 bytes over the media's own bytes, the sampling, the processor's settings and the model: equal hashes, equal
-    # patches. Empty: the item is like no other.
-    media_hash: bytes = b""
+    # patches.
+    media_hash: bytes
     # The first of each further run of placeholders, where other tokens stand between them. All runs are equally long.
     more_offsets: list[int] = []
     placeholder: str | None = None  # see `CachedMedia`

@@ -1,6 +1,8 @@
 """What every transport for tensors offers to an API server. Torch-free.
 
-An API server holds, for each engine, one sender per usable transport. A request's tensors are sent like this:
+`TensorIpcSender` (`tensor_ipc.py`), `DirectRpcSender` (`direct_rpc.py`) and `CudaSender` (`cuda_slots.py`) do, by way
+of `PackedSender` (`sender.py`); the store of `shm_store.py` is no transport. An API server holds, for each engine, one
+sender per usable transport. A request's tensors are sent like this:
 
     outgoing = await sender.reserve(message_id, nbytes, n)   # waits, first come first served, for the byte credit
     frame = encoder.encode(new_request, tensors=outgoing)    # copies each tensor into the message, leaves a handle

@@ -30,14 +30,7 @@ def create_sealed(nbytes: int) -> int:
     Raises:
         OSError: no memory, or no descriptor, for it.
     """
-    fd = os.memfd_create("mini-engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
+    return _create(lambda fd: os.posix_fallocate(fd, 0, nbytes))
 
 
 def create_sparse(nbytes: int) -> int:
@@ -49,9 +42,13 @@ def create_sparse(nbytes: int) -> int:
     Raises:
         OSError: no descriptor for it, or larger than this process may make a file.
     """
+    return _create(lambda fd: os.ftruncate(fd, nbytes))
+
+
+def _create(give_size: Callable[[int], None]) -> int:
     fd = os.memfd_create("mini-engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, nbytes)
+        give_size(fd)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except OSError:
         os.close(fd)
@@ -87,7 +84,7 @@ def map_for_writing(fd: int, nbytes: int) -> mmap.mmap:
     Raises:
         OSError: no room in the address space.
     """
-    mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    mapping = map_sparse(fd, nbytes)
     _advise(_pages(mapping), _MADV_POPULATE_WRITE)
     return mapping
 

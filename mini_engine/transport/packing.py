@@ -6,15 +6,25 @@ sockets, pools or where the buffer comes from.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import zlib
-from typing import Protocol
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
-from mini_engine.messages import Envelope, MessageId, ProbeResult, TensorHandle, TensorLayout, TensorMessage
+from mini_engine.messages import (
+    Envelope,
+    MessageId,
+    ProbeResult,
+    RankAddress,
+    TensorHandle,
+    TensorLayout,
+    TensorMessage,
+)
 from mini_engine.transport.allocator import ALIGNMENT
 from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import decode
@@ -213,3 +223,18 @@ def probe_result(head: TensorMessage, memory: torch.Tensor) -> ProbeResult:
     except TransportError as error:
         return ProbeResult(checksum=0, error=str(error))
     return ProbeResult(checksum=checksum(memory[: head.nbytes]))
+
+
+def check_probe(answer: Any) -> None:
+    """Raises TransportError unless `answer` is the one to a probe that came as it was sent."""
+    if not isinstance(answer, ProbeResult) or answer.error or answer.checksum != checksum(probe_tensor()):
+        raise TransportError(getattr(answer, "error", None) or "the probe arrived with other bytes than were sent")
+
+
+@contextlib.contextmanager
+def probing(what: str, address: RankAddress) -> Iterator[None]:
+    """Makes what fails in the block a TransportError that names the rank."""
+    try:
+        yield
+    except (TransportError, msgspec.MsgspecError) as error:
+        raise TransportError(f"{what} to rank {address.rank} of engine {address.engine}: {error}") from error

@@ -1,4 +1,4 @@
-"""What both tensor senders share: credit, messages in flight, the probe. A transport adds its buffers and its links.
+"""What all tensor senders share: credit, messages in flight, the probe. A transport adds its buffers and its links.
 
 Life of a message's memory: reserved (credit taken, buffer taken) -> packed -> sent -> consumed (buffer and credit
 back). This file knows nothing of sockets, and nothing of what the tensors are for.
@@ -13,14 +13,13 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-import msgspec
 import torch
 
-from mini_engine.messages import MessageId, ProbeResult, RankAddress, TensorMessage, TransportName
+from mini_engine.messages import MessageId, RankAddress, TensorMessage, TransportName
 from mini_engine.transport.base import DeviceType, TransportError
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.credit import ByteCredit
-from mini_engine.transport.packing import Packer, checksum, packed_bytes, probe_tensor
+from mini_engine.transport.packing import Packer, check_probe, packed_bytes, probe_tensor, probing
 
 
 class Buffer(Protocol):
@@ -51,7 +50,7 @@ class Link(Protocol[BufferT]):
 
 
 class PackedOutgoing(Packer, Generic[BufferT]):
-    """The `base.Outgoing` of both transports."""
+    """The `base.Outgoing` of all transports."""
 
     def __init__(self, sender: PackedSender[BufferT, Any], message: MessageId, buffer: BufferT, cost: int):
         super().__init__(message, buffer.tensor)
@@ -135,25 +134,15 @@ class PackedSender(ABC, Generic[BufferT, LinkT]):
         try:
             outgoing(self._probe_payload(payload))
             for address, link in self._links:
-                self._probe_rank(address, link, outgoing, deadline)
+                with probing(self.name, address):
+                    link.connect(deadline)
+                    link.send(outgoing, probe=True)
+                    check_probe(decode(link.answer(deadline)).body)
         except TransportError:
             self._disconnect()
             raise
         finally:
             self._give(outgoing.detach())
-
-    def _probe_rank(
-        self, address: RankAddress, link: LinkT, outgoing: PackedOutgoing[BufferT], deadline: float
-    ) -> None:
-        try:
-            link.connect(deadline)
-            link.send(outgoing, probe=True)
-            result = decode(link.answer(deadline)).body
-        except (TransportError, msgspec.MsgspecError) as error:
-            raise TransportError(f"{self.name} to rank {address.rank} of engine {address.engine}: {error}") from error
-        if not isinstance(result, ProbeResult) or result.error or result.checksum != checksum(probe_tensor()):
-            why = getattr(result, "error", None) or "the probe arrived with other bytes than were sent"
-            raise TransportError(f"{self.name} to rank {address.rank} of engine {address.engine}: {why}")
 
     async def reserve(self, message: MessageId, nbytes: int, tensors: int = 1) -> PackedOutgoing[BufferT]:
         """See `base.TensorSender`."""

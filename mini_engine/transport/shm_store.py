@@ -19,9 +19,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 import torch
 
 from mini_engine.free_memory import available_memory, memory_reserve
@@ -31,7 +30,7 @@ from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.frames import Frame
 from mini_engine.transport.memory import PAGE
-from mini_engine.transport.packing import checksum, probe_tensor
+from mini_engine.transport.packing import check_probe, checksum, probe_tensor, probing
 from mini_engine.transport.rank_stream import RankStream
 from mini_engine.transport.segment import HEADER_BYTES, MappedSegment, OwnedSegment, Pin, Slot
 
@@ -104,11 +103,6 @@ class ShmStoreWriter:
         return self._allocator.capacity
 
     @property
-    def used_bytes(self) -> int:
-        """Objects, their headers among them."""
-        return self._allocator.used_bytes
-
-    @property
     def free_bytes(self) -> int:
         """Of `allocated_bytes`, in all holes together."""
         return self._allocator.free_bytes
@@ -125,13 +119,13 @@ class ShmStoreWriter:
             if probe is None:
                 raise TransportError(f"the store's {self.capacity} bytes cannot hold the probe")
             for address, stream in self._streams:
-                with _naming(address):
+                with probing("the store", address):
                     stream.connect(deadline)
                     segment = Segment(self.capacity, self.allocated_bytes, probe)
                     stream.send_envelope(self._me.encode(segment), [self._segment.fd])
             for address, stream in self._streams:
-                with _naming(address):
-                    _check(decode(stream.answer(deadline)).body)
+                with probing("the store", address):
+                    check_probe(decode(stream.answer(deadline)).body)
         except TransportError:
             self._segment.discard()  # ranks that have mapped it keep the mapping
             self.close()
@@ -249,20 +243,6 @@ class ShmStoreWriter:
         for _, stream in self._streams:
             with contextlib.suppress(TransportError):  # the rank's pages are then mapped when it first reads them
                 stream.send_envelope(told)
-
-
-@contextlib.contextmanager
-def _naming(address: RankAddress) -> Iterator[None]:
-    try:
-        yield
-    except (TransportError, msgspec.MsgspecError) as error:
-        raise TransportError(f"the store to rank {address.rank} of engine {address.engine}: {error}") from error
-
-
-def _check(result: Any) -> None:
-    if not isinstance(result, ProbeResult) or result.error or result.checksum != checksum(probe_tensor()):
-        why = getattr(result, "error", None) or "the probe was read with other bytes than were written"
-        raise TransportError(why)
 
 
 # --- reader ----------------------------------------------------------------------------------------------------------

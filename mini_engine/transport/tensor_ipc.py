@@ -96,7 +96,7 @@ class RankLink(RankStream):
 
 
 class TensorIpcSender(PackedSender[PooledBuffer, RankLink]):
-    """`base.TensorSender` over shared memory. Its buffers live until `close`, in which every rank's mapping ends."""
+    """`base.TensorSender` over shared memory, in the buffers of a pool; `close` ends every rank's mappings of them."""
 
     name: TransportName = "torch_shm"
 

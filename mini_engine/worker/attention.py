@@ -47,7 +47,6 @@ class StepAttention(Protocol):
 class AttentionBackend(Protocol):
     """Makes the attention of each step over one cache."""
 
-    name: AttentionBackendName
     reads_masked: bool  # keys and values past a context are read, so a new block must hold finite numbers
 
     @property

@@ -1,7 +1,7 @@
 """What the vision tower made of each media item, kept by the item's hash for every sequence that has the item.
 
 The engine core decides what is encoded and what goes, and keeps the budget; all ranks do the same in the same step.
-This file knows nothing of sequences.
+This file knows nothing of sequences. Not `core/encoder_cache.py`, which keeps that budget.
 """
 
 from __future__ import annotations

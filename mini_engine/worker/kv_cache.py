@@ -60,11 +60,11 @@ class KVCache:
         return 2 * self.storage[0, 0, 0].numel() * self.storage.element_size()
 
     def keys(self, layer: int) -> Tensor:
-        """View `[num_blocks, block_size, kv_heads, head_dim]`."""
+        """View `[num_blocks + spare, block_size, kv_heads, head_dim]`."""
         return self.storage[layer, 0]
 
     def values(self, layer: int) -> Tensor:
-        """View `[num_blocks, block_size, kv_heads, head_dim]`."""
+        """View `[num_blocks + spare, block_size, kv_heads, head_dim]`."""
         return self.storage[layer, 1]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -42,12 +42,12 @@ class _Sender:
 
     A released message may still arrive: an aborted request's tensors can be on their way, and a message that one
     transport delivered to some ranks only is sent again by the other, so that it can arrive twice. Within a
-    connection messages keep their order, but a sender has two connections, with no order between them: that a later
-    message has arrived by one says nothing of what the other may still bring. Hence no arrival ends a tombstone;
-    instead the last REMEMBERED released numbers are void. That is safe: a message that is still to come is among those
-    in flight, and the credit lets a sender have MAX_BUFFERS and MAX_MESSAGES of them, a quarter of REMEMBERED; the
-    thread serves its connections in turn, so that none is left behind while thousands of others pass. And it is
-    bounded: 16 k integers per sender. Were one forgotten too early all the same, its tensors would stay until
+    connection messages keep their order, but a sender has two connections, three with CUDA slots, and no order between
+    them: that a later message has arrived by one says nothing of what the others may still bring. Hence no arrival ends
+    a tombstone; instead the last REMEMBERED released numbers are void. That is safe: a message that is still to come is
+    among those in flight, and the credit lets a sender have MAX_BUFFERS and MAX_MESSAGES of them, a quarter of
+    REMEMBERED; the thread serves its connections in turn, so that none is left behind while thousands of others pass.
+    And it is bounded: 16 k integers per sender. Were one forgotten too early all the same, its tensors would stay until
     `drop_sender`; nobody would read them.
 
     The core keeps a released message's entry until it has heard of it from all ranks, and one that was lost on its way
@@ -230,13 +230,6 @@ class MediaInputs:
         with self._lock:
             self._gone.add(incarnation)
             self._senders.pop(incarnation, None)
-
-    def buffered(self) -> tuple[int, int]:
-        """Number and bytes of the tensors in the table."""
-        with self._lock:
-            messages = [message for sender in self._senders.values() for message in sender.messages.values()]
-        tensors = [tensor for message in messages for tensor in message.tensors]
-        return len(tensors), sum(tensor.nbytes for tensor in tensors)
 
     def close(self) -> None:
         """Stop the thread, close all connections and drop the table. Without effect when closed."""

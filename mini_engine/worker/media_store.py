@@ -1,7 +1,7 @@
 """Where a rank finds an item's patches: received, in an API server's store, or kept for requests to come.
 
 What it keeps are its own copies, by media hash, on its own device. What to keep and what to drop is decided by the
-engine core; all ranks of an engine keep the same.
+engine core; all ranks of an engine keep the same. Not `api/media_store.py`, the API server's end of the shared memory.
 """
 
 from __future__ import annotations

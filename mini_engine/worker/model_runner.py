@@ -152,7 +152,9 @@ class ModelRunner:
     def launch(self, step: Step) -> Launched:
         """Do what the step says, field by field, but for what the device has still to do when all is said to it.
 
-        A step that goes on with the decoding of the one before does not wait for it; any other does.
+        A step that goes on with the decoding of the one before does not wait for it; any other does. A sampled token is
+        the next decoding's input on the device (`DecodeBatch.feed`); it enters its sequence in `Sampling.result`, or,
+        where all chunks decode, in `DecodeBatch.settle`.
         """
         self._media.check()  # in an empty step, too: a rank that receives nothing answers no ping
         self._forget(step.finished)

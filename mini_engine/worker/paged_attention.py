@@ -27,7 +27,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mini_engine.config import AttentionBackendName
 from mini_engine.worker.kv_cache import KVCache
 
 PAD_BYTES = 128 << 10
@@ -145,7 +144,6 @@ class _Prefill:
     """One chunk of several tokens. `blocks` is int64, None where the chunk has nothing before it."""
 
     rows: slice
-    start: int
     blocks: Tensor | None
     masks: list[Tensor]
 
@@ -172,7 +170,6 @@ class _Prefill:
 class SdpaBackend:
     """See `attention.AttentionBackend`."""
 
-    name: AttentionBackendName = "sdpa"
     reads_masked = True
 
     def __init__(self, cache: KVCache) -> None:
@@ -245,4 +242,4 @@ def _prefill(cache: KVCache, span: Span, first: int, causal: CausalMask) -> _Pre
     used = -(-span.context // cache.block_size)
     blocks = None if span.start == 0 else torch.from_numpy(span.blocks[:used].copy()).to(cache.storage.device)
     masks = [causal.view(span.start + i, min(TILE, span.length - i)) for i in range(0, span.length, TILE)]
-    return _Prefill(slice(first, first + span.length), span.start, blocks, masks)
+    return _Prefill(slice(first, first + span.length), blocks, masks)

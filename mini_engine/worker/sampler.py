@@ -29,9 +29,6 @@ from mini_engine.messages import SamplingParams, TokenLogprob
 from mini_engine.worker import filters, penalties
 from mini_engine.worker.staging import HostCopy, to_device
 
-# Below this the division by the temperature leaves nothing but the largest logit (vLLM's bound).
-GREEDY_TEMPERATURE = 1e-5
-
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -53,8 +50,8 @@ class Recipe(NamedTuple):
     @classmethod
     def of(cls, params: SamplingParams) -> Recipe:
         # The single best token has no alternatives, whatever the temperature.
-        greedy = params.temperature < GREEDY_TEMPERATURE or params.top_k == 1
-        return cls(params, greedy, penalties.adjusts(params), penalties.penalises(params), _stream(params.seed))
+        greedy = params.temperature == 0 or params.top_k == 1
+        return cls(params, greedy, penalties.adjusts(params), penalties.penalises(params), stream_of(params.seed))
 
 
 class Row(NamedTuple):
@@ -129,20 +126,16 @@ def sample_plain(logits: Tensor) -> Sampled:
     return Sampled(_largest(logits))
 
 
-def uniform(seed: int, index: int) -> float:
-    """The `index`-th number in [0, 1) of the stream `seed`, by SplitMix64 (Steele, Lea and Flood 2014).
-
-    The seed is mixed first, so that streams of neighbouring seeds do not overlap. 52 bits: with 53, the product with a
-    sum of probabilities could round up to the sum.
-    """
-    return _noise(_stream(seed), index)
-
-
-def _stream(seed: int) -> int:
+def stream_of(seed: int) -> int:
+    """The stream of noise of a seed, which is mixed so that the streams of neighbouring seeds do not overlap."""
     return _mix(seed & _MASK64)
 
 
-def _noise(stream: int, index: int) -> float:
+def noise(stream: int, index: int) -> float:
+    """The `index`-th number in [0, 1) of a stream, by SplitMix64 (Steele, Lea and Flood 2014).
+
+    52 bits: with 53, the product with a sum of probabilities could round up to the sum.
+    """
     return (_mix(stream + (index + 1) * _GOLDEN) >> 12) * 2.0**-52
 
 
@@ -193,9 +186,8 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     filters.keep_top_p(probabilities, [p.top_p for p in params], [p.top_k for p in params])
     # float64: over a large vocabulary the rounding of a float32 sum exceeds the smaller probabilities.
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    noise = torch.tensor([_noise(row.recipe.stream, row.output_index) for row in rows], dtype=torch.float64)
-    thresholds = cumulative[:, -1:] * to_device(noise, logits.device).unsqueeze(1)
+    drawn = torch.tensor([noise(row.recipe.stream, row.output_index) for row in rows], dtype=torch.float64)
+    thresholds = cumulative[:, -1:] * to_device(drawn, logits.device).unsqueeze(1)
     # The first token whose sum exceeds the threshold has a probability above zero. Logits that are not finite make no
     # sums at all: such a row gets the last token, and the others theirs.
-    drawn = torch.searchsorted(cumulative, thresholds, right=True).squeeze(1)
-    return drawn.clamp_(max=logits.shape[1] - 1)
+    return torch.searchsorted(cumulative, thresholds, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)

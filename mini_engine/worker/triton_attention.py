@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_engine.config import AttentionBackendName
 from mini_engine.kernels import paged
 from mini_engine.worker.block_tables import BlockTables
 from mini_engine.worker.kv_cache import KVCache
@@ -32,7 +31,6 @@ class Tables(Protocol):
 class TritonBackend:
     """See `attention.AttentionBackend`. `longest`: most tokens of a sequence."""
 
-    name: AttentionBackendName = "triton"
     reads_masked = False
 
     def __init__(self, cache: KVCache, longest: int) -> None:
@@ -90,7 +88,7 @@ class _Prefill:
 
 
 def tile(spans: Sequence[Span], first: int, tokens: int) -> np.ndarray:
-    """The chunks cut into tiles of at most `tokens`, int32 `[tiles, 4]` in the form of `paged.TILE_FIELDS`; those with
+    """The chunks cut into tiles of at most `tokens`, int32 `[tiles, 4]` as `paged.prefill` takes them; those with
     the most keys first, since what starts last should end soon."""
     tiles = []
     for number, span in enumerate(spans):

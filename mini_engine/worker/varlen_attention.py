@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_engine.config import AttentionBackendName
 from mini_engine.worker.block_tables import BlockTables
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.paged_attention import Span
@@ -20,7 +19,6 @@ from mini_engine.worker.staging import to_device
 class VarlenBackend:
     """See `attention.AttentionBackend`."""
 
-    name: AttentionBackendName = "varlen"
     reads_masked = True
 
     def __init__(self, cache: KVCache) -> None:

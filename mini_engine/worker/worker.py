@@ -1,7 +1,7 @@
 """A worker's process: one rank of one engine, from its start to the loop of `serving.py`.
 
-The receiver thread of `media_inputs.py` is the only other thread with work of its own. An exception ends the process:
-the supervisor sees it and ends the engine.
+Beside the main thread there are the receiver of `media_inputs.py` and, on CUDA, the `Watch` of `serving.py`. An
+exception ends the process: the supervisor sees it and ends the engine.
 """
 
 from __future__ import annotations

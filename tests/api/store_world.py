@@ -172,10 +172,13 @@ class ApiServer:
             )
             tokens += [MODEL.video_token_id] * count
         request = NewRequest(request_id, [*tokens, 21, 22], SamplingParams(max_tokens=3, seed=1), media)
-        with await engine.submit(request, self._refill) as generation:
+        generation = await engine.submit(request, self._refill)
+        try:
             async for new in generation:
                 if new.finish_reason:
                     return new.finish_reason
+        finally:
+            generation.abort()
         raise AssertionError("no end")
 
     async def _refill(self, request: NewRequest, hashes: Any) -> NewRequest:
@@ -199,7 +202,7 @@ class Everything:
         self.incarnations = iter(range(7, 1000))
         self.capacity = capacity
         self.worlds = [
-            World(media=StoredObjects(1 << 30), encoder_cache_tokens=encoder_tokens, max_tokens=12) for _ in range(2)
+            World(media=StoredObjects(), encoder_cache_tokens=encoder_tokens, max_tokens=12) for _ in range(2)
         ]
         self.segments: dict[int, SegmentInMemory] = {}
         for world in self.worlds:

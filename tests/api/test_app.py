@@ -125,7 +125,7 @@ def test_an_image_goes_past_the_core(processor: MediaProcessor, tmp_path: Path) 
             (request,) = served.core.requests
             for item in request.media:
                 stretch = request.prompt_token_ids[item.offset : item.offset + item.num_tokens]
-                assert stretch == [processor.image_token_id] * item.num_tokens
+                assert stretch == [processor.hf_processor.image_token_id] * item.num_tokens
             assert [item.grid_thw for item in request.media] == [(1, 4, 4), (1, 8, 8)]
             assert [item.patches.index for item in request.media] == [0, 1]
             assert [message.incarnation for message in served.transports[0].sent] == [7]
@@ -193,9 +193,9 @@ def test_a_client_that_leaves_in_line_for_decoding(processor: MediaProcessor, tm
             admission = served.frontend.admission
             async with admission.in_line(admission.limit):
                 _, writer = await served.connect(content=[image()], stream=stream)
-                await eventually(lambda: admission.waiting == 1)
+                await eventually(lambda: len(admission.waiting) == 1)
                 await hang_up(writer)
-                await eventually(lambda: admission.waiting == 0)
+                await eventually(lambda: len(admission.waiting) == 0)
             assert (await served.ask()).choices[0].message.content == "".join(ANSWER)
             assert len(served.core.requests) == 1
 

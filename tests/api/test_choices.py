@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from mini_engine.api import operation
+from mini_engine.api import engine_client, operation
 from mini_engine.api.errors import ServerStopping
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import EngineCounters, NewRequest, SamplingParams
@@ -210,7 +210,7 @@ def test_the_engines_figures_are_asked_for_when_the_metrics_are_read(processor: 
 def test_the_metrics_can_be_read_though_an_engine_is_silent_or_gone(
     processor: MediaProcessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operation, "FIGURES_SECONDS", 0.2)
+    monkeypatch.setattr(engine_client, "FIGURES_SECONDS", 0.2)
 
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor, "a red")) as served:

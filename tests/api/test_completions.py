@@ -178,7 +178,7 @@ def test_errors_of_the_client(processor: MediaProcessor, tmp_path: Path, stream:
                 error = response.json()["error"]
                 assert (response.status_code, error["param"]) == (status, param), response.text
                 assert says in error["message"]
-            placeholder = [processor.image_token_id]
+            placeholder = [processor.hf_processor.image_token_id]
             with pytest.raises(openai.BadRequestError, match="stands for media"):
                 await complete(served, placeholder)
             assert not served.core.requests

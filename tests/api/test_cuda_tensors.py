@@ -53,7 +53,7 @@ class Sending:
 
 
 def request(*patches: Any) -> NewRequest:
-    media = [MediaItem("image", 0, 1, (1, 2, 2), None, each) for each in patches]
+    media = [MediaItem("image", 0, 1, (1, 2, 2), None, each, b"%d" % n) for n, each in enumerate(patches)]
     return NewRequest("r", [5], SamplingParams(max_tokens=8, seed=1), media)
 
 

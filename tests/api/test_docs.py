@@ -33,8 +33,8 @@ def rows_below(heading: str) -> list[tuple[str, str, str]]:
 
 
 ROWS: dict[type[Body], list[tuple[str, str, str]]] = {
-    ChatRequest: rows_below("Fields of a chat request"),
-    CompletionRequest: rows_below("Fields of a completion request"),
+    ChatRequest: rows_below("Fields of every request for text") + rows_below("Fields of a chat request"),
+    CompletionRequest: rows_below("Fields of every request for text") + rows_below("Fields of a completion request"),
     TokenizeRequest: rows_below("Fields of a tokenize request"),
     DetokenizeRequest: rows_below("Fields of a detokenize request"),
 }

@@ -48,7 +48,7 @@ async def connected(
 def request(name: str, media_bytes: int = 0) -> NewRequest:
     media = []
     if media_bytes:
-        media = [MediaItem("image", 0, 1, (1, 2, 2), None, torch.zeros((1, media_bytes), dtype=torch.uint8))]
+        media = [MediaItem("image", 0, 1, (1, 2, 2), None, torch.zeros((1, media_bytes), dtype=torch.uint8), b"h")]
     return NewRequest(name, [5], SamplingParams(max_tokens=8, seed=1), media)
 
 
@@ -64,11 +64,12 @@ async def submit(client: EngineClient, request: NewRequest) -> Generation:
 def test_tokens_that_pile_up_come_together(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with connected(tmp_path, [MemoryTransport()]) as (client, (core,)):
-            with await submit(client, request("a")) as generation:
-                await core.until(lambda: bool(core.requests))
-                await core.end(core.requests[0], "length")
-                await eventually(lambda: not client.engines[0].requests)
-                assert [tokens async for tokens in generation] == [NewTokens(0, [1, 2, 3], "length", [])]
+            generation = await submit(client, request("a"))
+            await core.until(lambda: bool(core.requests))
+            await core.end(core.requests[0], "length")
+            await eventually(lambda: not client.engines[0].requests)
+            assert [tokens async for tokens in generation] == [NewTokens(0, [1, 2, 3], "length", [])]
+            generation.abort()
             assert core.finishes == []  # it had ended
 
     asyncio.run(scenario())
@@ -195,11 +196,12 @@ def test_siblings_are_taken_in_turns_and_aborted_together(tmp_path: Path) -> Non
     async def scenario() -> None:
         async with connected(tmp_path, [MemoryTransport()]) as (client, (core,)):
             asked = NewRequest("a", [5], SamplingParams(8, 1), siblings=[Sibling("a-1", 2), Sibling("a-2", 3)])
-            with await submit(client, asked) as generation:
-                assert list(client.engines[0].requests) == ["a", "a-1", "a-2"]
-                assert sorted([(await anext(generation)).index for _ in range(3)]) == [0, 1, 2]
-                generation.stop(1)
-                generation.stop(1)
+            generation = await submit(client, asked)
+            assert list(client.engines[0].requests) == ["a", "a-1", "a-2"]
+            assert sorted([(await anext(generation)).index for _ in range(3)]) == [0, 1, 2]
+            generation.stop(1)
+            generation.stop(1)
+            generation.abort()
             await eventually(lambda: not client.engines[0].requests)
             assert [(one.request_id, one.reason) for one in core.finishes] == [
                 ("a-1", "stop"), ("a", "abort"), ("a-2", "abort"),

@@ -46,7 +46,7 @@ async def baseline(served: Served) -> None:
     await eventually(
         lambda: not (engine.requests or engine.preparing or served.transports[0].held or served.frontend.media._flights)
     )
-    assert served.frontend.admission.admitted == served.frontend.admission.waiting == 0
+    assert served.frontend.admission.admitted == len(served.frontend.admission.waiting) == 0
     assert served.frontend.admission.inflight_bytes == 0
 
 

@@ -284,9 +284,8 @@ def test_an_item_whose_decoder_does_not_come_back_loses_its_place(
             hint = (
                 r"^image 1: decoding takes more than 0\.1 s, the limit of --media-decode-timeout; send a smaller image$"
             )
-            with pytest.raises(MediaError, match=hint) as caught:
+            with pytest.raises(MediaError, match=hint):
                 await hanging
-            assert caught.value.limit == "media_decode_timeout"
         else:
             hanging.cancel()
         await eventually(lambda: gated.inside == 1)

@@ -187,8 +187,7 @@ def test_a_request_that_is_refused_after_its_media_were_stored_leaves_them_cache
         while not refused.done():
             await everything.tick(1.0)
         with pytest.raises(EngineError):
-            with refused.result() as generation:
-                await anext(generation)
+            await anext(refused.result())
         await everything.settle()
         everything.assert_at_rest()
         await stored(everything, 1, 1)

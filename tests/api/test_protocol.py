@@ -9,7 +9,7 @@ import pytest
 from mini_engine.api.body import MAX_JSON_VALUES, MEASURED_BYTES, Body, parse_body
 from mini_engine.api.completion_protocol import CompletionRequest
 from mini_engine.api.errors import ApiError
-from mini_engine.api.protocol import IGNORED, MAX_MESSAGES, MAX_PARTS, NEUTRAL, ChatRequest
+from mini_engine.api.protocol import IGNORED, MAX_MESSAGES, MAX_PARTS, ChatRequest
 from mini_engine.api.tokens import DetokenizeRequest, TokenizeRequest
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -62,9 +62,9 @@ def test_fields_that_change_nothing_are_ignored() -> None:
     assert parse(**dict.fromkeys(IGNORED, "anything")) == parse()
 
 
-@pytest.mark.parametrize("name", sorted(NEUTRAL))
+@pytest.mark.parametrize("name", sorted(ChatRequest.neutral))
 def test_an_unsupported_field_is_taken_at_its_neutral_value_only(name: str) -> None:
-    for neutral in (None, *NEUTRAL[name]):
+    for neutral in (None, *ChatRequest.neutral[name]):
         assert parse(**{name: neutral}) == parse()
     error = refusal(**{name: {"some": "thing"}})
     assert error.status == 400

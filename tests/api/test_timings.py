@@ -182,7 +182,7 @@ def test_each_pause_falls_to_its_stage(processor: MediaProcessor, tmp_path: Path
             core.hold, core.accepts = True, False
             async with served.frontend.admission.in_line(4):
                 asking = asyncio.create_task(asked(served, content=[image()], n=2))
-                await eventually(lambda: served.frontend.admission.waiting == 1)
+                await eventually(lambda: len(served.frontend.admission.waiting) == 1)
                 await asyncio.sleep(PAUSE)
             await core.until(lambda: bool(core.requests))
             (request,) = core.requests

@@ -44,7 +44,7 @@ def test_a_conversation_as_the_engine_gets_it(processor: MediaProcessor, tmp_pat
                 expanded = [
                     token
                     for one in body["tokens"]
-                    for token in [one] * (next(counted) if one == processor.image_token_id else 1)
+                    for token in [one] * (next(counted) if one == processor.hf_processor.image_token_id else 1)
                 ]
                 assert expanded == engines.prompt_token_ids
                 assert body["token_strs"] is None

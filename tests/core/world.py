@@ -153,8 +153,9 @@ class World:
         assert len(self.core.arrivals) == 0
 
 
-def item(message, offset, num_tokens=2, index=0, media_hash=b"", grids=1, gap=0):
-    """A video of so many temporal grids, with `gap` tokens of text between each two."""
+def item(message, offset, num_tokens=2, index=0, media_hash=None, grids=1, gap=0):
+    """A video of so many temporal grids, with `gap` tokens of text between each two; like no other without a hash."""
+    media_hash = media_hash or b"%d %d" % (message.number, index)
     patches = TensorHandle(message, index, (4 * num_tokens, MODEL.vision.patch_dim), "uint8")
     grid = (grids, 2, 2 * num_tokens // grids)
     later = [offset + number * (num_tokens // grids + gap) for number in range(1, grids)] if gap else []

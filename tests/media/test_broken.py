@@ -30,12 +30,11 @@ def a_good_file_is_read_right_afterwards():
     np.testing.assert_array_equal(decode_video(data, ALL).frames, clips.decode_all(data))
 
 
-def refused(data: bytes, hint: str = "", limits: DecodeLimits | None = None) -> MediaError:
+def refused(data: bytes, hint: str = "", limits: DecodeLimits | None = None) -> None:
     started = time.monotonic()
-    with pytest.raises(MediaError, match=f"^video 1: .*{hint}") as caught:
+    with pytest.raises(MediaError, match=f"^video 1: .*{hint}"):
         decode_video(data, EIGHT, limits, item="video 1")
     assert time.monotonic() - started < 10
-    return caught.value
 
 
 def places_to_cut(data: bytes) -> list[int]:
@@ -136,8 +135,7 @@ def test_flipped_bytes(codec: str, container: str) -> None:
 def test_an_index_that_claims_more_than_there_is() -> None:
     plain, live = clips.cached("mpeg4", "mp4"), clips.encode_live(21, "mpeg4")
     for count in (2 << 20, 1 << 30, 2**32 - 1):
-        error = refused(broken.with_samples(plain, count, 1), f"claims {count} frames .* limit of --max-video-frames;")
-        assert error.limit == "max_video_frames"
+        refused(broken.with_samples(plain, count, 1), f"claims {count} frames .* limit of --max-video-frames;")
         refused(broken.run_of_fragments(live, count), "limit of --max-video-frames;")
     refused(broken.with_samples(plain, 100, 1000), "of 100 frames are there|incomplete")
     refused(broken.with_samples(plain, 60_000, 0))
@@ -160,10 +158,7 @@ def test_frames_that_share_their_bytes() -> None:
 
 
 def test_gigantic_dimensions() -> None:
-    error = refused(
-        broken.gif(3, side=65535), "65535x65535 is more than 16777216 pixels per frame, .*--max-frame-pixels"
-    )
-    assert error.limit == "max_frame_pixels"
+    refused(broken.gif(3, side=65535), "65535x65535 is more than 16777216 pixels per frame, .*--max-frame-pixels")
     vp8 = clips.cached("libvpx", "webm")
     refused(broken.vp8_of_size(vp8, 16383, 16383))
     small = DecodeLimits(max_frame_pixels=64 * 48)
@@ -179,10 +174,9 @@ def test_a_strip_is_refused_before_it_is_decoded() -> None:
 def test_a_decode_past_its_time_ends_and_the_next_one_is_not_affected() -> None:
     data = clips.encode(400, 640, 480, options={"preset": "ultrafast", "tune": "zerolatency"})
     started = time.monotonic()
-    with pytest.raises(MediaError, match=r"more than 0\.05 s, the limit of --media-decode-timeout; send") as caught:
+    with pytest.raises(MediaError, match=r"more than 0\.05 s, the limit of --media-decode-timeout; send"):
         decode_video(data, VideoSampling(num_frames=300), DecodeLimits(media_decode_timeout=0.05))
     assert time.monotonic() - started < 1.0
-    assert caught.value.limit == "media_decode_timeout"
 
 
 @pytest.mark.parametrize(("codec", "container"), WHOLE)
@@ -201,7 +195,7 @@ def test_time_may_run_out_anywhere(codec: str, container: str, monkeypatch: pyte
     assert looks > 40
     for count in range(looks):
         left[0] = count
-        assert refused(data).limit == "media_decode_timeout"
+        refused(data, "--media-decode-timeout")
     left[0] = 10**9  # for the good file
 
 

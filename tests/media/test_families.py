@@ -33,7 +33,7 @@ def test_video_equals_the_processors_own(processor, frames, height, width):
     assert item.patches.dtype == torch.uint8
     assert item.grid_thw == tuple(expected["video_grid_thw"][0].tolist())
     assert item.second_per_grid is None
-    assert item.num_tokens == (expected["input_ids"] == processor.video_token_id).sum()
+    assert item.num_tokens == (expected["input_ids"] == processor.hf_processor.video_token_id).sum()
     torch.testing.assert_close(normalised(processor, item), expected["pixel_values_videos"].double(), atol=1e-6, rtol=0)
 
 
@@ -79,7 +79,7 @@ def test_prompts_equal_those_of_the_processors_full_call(processor):
     )
     assert ours.token_ids == list(theirs["input_ids"][0])
     for placed, item in zip(ours.items, items, strict=True):
-        token = processor.image_token_id if item.modality == "image" else processor.video_token_id
+        token = hf.image_token_id if item.modality == "image" else hf.video_token_id
         runs = [placed.offset, *placed.more_offsets]
         assert len(runs) == (1 if item.placeholder is None else item.grid_thw[0])
         length = item.num_tokens // len(runs)

@@ -188,9 +188,8 @@ def test_declared_size(root: Path, policy: MediaPolicy) -> None:
 @pytest.mark.parametrize("form", ["base64", "percent"])
 def test_too_large_data_url(data: bytes, form: str, policy: MediaPolicy) -> None:
     url = "data:;base64," + b64(data) if form == "base64" else "data:," + quote(data)
-    with pytest.raises(MediaError, match="--max-media-bytes") as caught:
+    with pytest.raises(MediaError, match="--max-media-bytes"):
         fetch(url, policy)
-    assert caught.value.limit == "max_media_bytes"
 
 
 def test_a_data_url_of_just_the_limit(policy: MediaPolicy) -> None:

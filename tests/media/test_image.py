@@ -85,9 +85,8 @@ def test_too_many_pixels() -> None:
     data = saved(Image.new("L", (200, 100)), "PNG")
     assert decode_image(data, ImageLimits(max_image_pixels=20_000)).shape == (100, 200, 3)
     hint = "^image 2: 200x100 is more than 19999 pixels, the limit of --max-image-pixels; send"
-    with pytest.raises(MediaError, match=hint) as caught:
+    with pytest.raises(MediaError, match=hint):
         decode_image(data, ImageLimits(max_image_pixels=19_999), item="image 2")
-    assert caught.value.limit == "max_image_pixels"
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
@@ -101,9 +100,8 @@ def test_a_decode_past_its_time_ends_and_the_next_one_is_not_affected(
     with monkeypatch.context() as patch:
         patch.setattr("mini_engine.media.image.time.monotonic", lambda: next(clock))
         hint = r"^image 1: decoding takes more than 0\.3 s, the limit of --media-decode-timeout"
-        with pytest.raises(MediaError, match=hint) as caught:
+        with pytest.raises(MediaError, match=hint):
             decode_image(data, ImageLimits(media_decode_timeout=0.3), item="image 1")
-    assert caught.value.limit == "media_decode_timeout"
     np.testing.assert_array_equal(decode_image(data, ImageLimits(media_decode_timeout=30)), whole)
 
 

@@ -28,14 +28,15 @@ def decoded(frames: int, height: int, width: int, fps: float = 10.0, total: int 
 def normalised(processor: MediaProcessor, item: ProcessedItem) -> torch.Tensor:
     """What the worker does to the patches: channel by channel, `(x * rescale_factor - mean) / std`."""
     patches = item.patches.double().view(len(item.patches), 3, -1)
-    mean = torch.tensor(processor.image_mean).double().view(1, 3, 1)
-    std = torch.tensor(processor.image_std).double().view(1, 3, 1)
-    return ((patches * processor.rescale_factor - mean) / std).view(len(item.patches), -1)
+    half = processor.hf_processor.image_processor
+    mean = torch.tensor(half.image_mean).double().view(1, 3, 1)
+    std = torch.tensor(half.image_std).double().view(1, 3, 1)
+    return ((patches * half.rescale_factor - mean) / std).view(len(item.patches), -1)
 
 
 def full_call(processor: MediaProcessor, video: DecodedVideo | None = None, image: np.ndarray | None = None, **kwargs):
     """The model's own processor, called as its documentation says."""
-    text = processor.image_token if image is not None else processor.video_token
+    text = processor.hf_processor.image_token if image is not None else processor.hf_processor.video_token
     if video is not None:
         kwargs |= {
             "videos": [video.frames],
@@ -64,7 +65,7 @@ def test_video_equals_the_processors_own(processor: MediaProcessor, frames: int,
     assert item.patches.is_contiguous()
     assert item.grid_thw == tuple(expected["video_grid_thw"][0].tolist())
     assert torch.tensor(item.second_per_grid) == expected["second_per_grid_ts"][0]
-    assert item.num_tokens == (expected["input_ids"] == processor.video_token_id).sum()
+    assert item.num_tokens == (expected["input_ids"] == processor.hf_processor.video_token_id).sum()
     torch.testing.assert_close(normalised(processor, item), expected["pixel_values_videos"].double(), atol=1e-6, rtol=0)
 
 
@@ -77,7 +78,7 @@ def test_image_equals_the_processors_own(processor: MediaProcessor, height: int,
     assert item.patches.is_contiguous()
     assert item.grid_thw == tuple(expected["image_grid_thw"][0].tolist())
     assert item.second_per_grid is None
-    assert item.num_tokens == (expected["input_ids"] == processor.image_token_id).sum()
+    assert item.num_tokens == (expected["input_ids"] == processor.hf_processor.image_token_id).sum()
     torch.testing.assert_close(normalised(processor, item), expected["pixel_values"].double(), atol=1e-6, rtol=0)
 
 
@@ -252,16 +253,6 @@ def test_seconds_per_grid_of_a_part(processor: MediaProcessor) -> None:
     for window in ({}, {"start": 1.0, "end": 4.0}, {"start": 4.0}):
         item = processor.process_video(decode_video(data, VideoSampling(fps=2, **window)))
         assert item.second_per_grid == pytest.approx(1.0)
-
-
-def test_what_the_worker_and_the_prompt_need(processor: MediaProcessor) -> None:
-    hf = processor.hf_processor
-    assert processor.image_mean == tuple(hf.image_processor.image_mean)
-    assert processor.image_std == tuple(hf.video_processor.image_std)
-    assert processor.rescale_factor == pytest.approx(1 / 255)
-    assert (processor.patch_size, processor.temporal_patch_size, processor.merge_size) == (14, 2, 2)
-    assert hf.tokenizer.convert_tokens_to_ids(processor.image_token) == processor.image_token_id
-    assert hf.tokenizer.convert_tokens_to_ids(processor.video_token) == processor.video_token_id
 
 
 def test_a_ribbon_is_refused(processor: MediaProcessor) -> None:

@@ -98,9 +98,8 @@ def test_cancel() -> None:
     ],
 )
 def test_limits(limits: DecodeLimits, name: str) -> None:
-    with pytest.raises(MediaError, match=rf"^video 3: .*, the limit of {flag_of(name)}; send") as caught:
+    with pytest.raises(MediaError, match=rf"^video 3: .*, the limit of {flag_of(name)}; send"):
         decode_video(clips.encode(20), EIGHT, limits, item="video 3")
-    assert caught.value.limit == name
 
 
 def test_just_within_the_limits() -> None:

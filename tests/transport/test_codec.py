@@ -12,7 +12,7 @@ from mini_engine.transport.packing import Packer
 
 
 def request(*tensors: object) -> NewRequest:
-    media = [MediaItem("image", 0, 1, (1, 2, 2), None, tensor) for tensor in tensors]
+    media = [MediaItem("image", 0, 1, (1, 2, 2), None, tensor, b"") for tensor in tensors]
     return NewRequest("r", [1, 2], SamplingParams(4, 1), media)
 
 

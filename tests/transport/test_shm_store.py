@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from mini_engine.free_memory import memory_reserve
 from mini_engine.messages import Segment, SegmentGrown, StoreHandle, StoreObject
-from mini_engine.transport import memory, shm_store
+from mini_engine.transport import codec, memory, packing, shm_store
 from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.frames import HEADER, send_frame
-from mini_engine.transport.packing import checksum, probe_tensor
+from mini_engine.transport.packing import check_probe, probe_tensor
 from mini_engine.transport.segment import HEADER_BYTES
 from mini_engine.transport.shm_store import ShmStoreWriter
 from mini_engine.transport.tensor_ipc import TensorIpcSender
@@ -66,14 +66,14 @@ def test_every_rank_of_every_engine_reads_what_was_written(make, start, address,
     ranks = [start(rank) for rank in range(3)]
     writer = make([address(rank) for rank in range(3)])
     writer.connect(10)
-    assert writer.used_bytes == 0, "the probe is gone again"
+    assert writer.free_bytes == writer.allocated_bytes, "the probe is gone again"
     tensor = torch.randint(0, 256, (300, 1176), dtype=torch.uint8)
     handle = writer.write(tensor)
     assert handle.object == StoreObject(writer._me.incarnation, 2) and handle.shape == (300, 1176)
     for rank in ranks:
         assert torch.equal(rank.view(handle), tensor)
-    assert writer.used_bytes == -(-tensor.nbytes // 64) * 64 + HEADER_BYTES
-    assert writer.free_bytes == writer.allocated_bytes - writer.used_bytes and writer.capacity == 4 * MIB
+    assert writer.allocated_bytes - writer.free_bytes == -(-tensor.nbytes // 64) * 64 + HEADER_BYTES
+    assert writer.capacity == 4 * MIB
     assert held.in_dev_shm() == []
 
 
@@ -99,7 +99,7 @@ def test_a_failed_write_leaves_no_object(make) -> None:
     writer = make([])
     with pytest.raises(TransportError, match="cannot be sent"):
         writer.write(torch.zeros(3, dtype=torch.complex64))
-    assert writer.used_bytes == 0
+    assert writer.free_bytes == writer.allocated_bytes
 
 
 # --- growth ---
@@ -250,9 +250,8 @@ def test_a_rank_that_refuses_says_why(make, start, address) -> None:
 
 def test_a_rank_that_reads_other_bytes(make, start, address, monkeypatch) -> None:
     start()
-    sums = {threading.current_thread(): 5}
-    monkeypatch.setattr(shm_store, "checksum", lambda tensor: sums.get(threading.current_thread()) or checksum(tensor))
-    with pytest.raises(TransportError, match="other bytes than were written"):
+    monkeypatch.setattr(packing, "probe_tensor", lambda: torch.zeros(9, dtype=torch.uint8))
+    with pytest.raises(TransportError, match="other bytes than were sent"):
         make([address(0)]).connect(5)
 
 
@@ -278,7 +277,7 @@ def test_no_descriptor_left_in_the_rank(make, start, address, me, held) -> None:
                 full.append(os.dup(0))
         rank.paused = False
         with pytest.raises(TransportError, match="too many open files"):
-            shm_store._check(shm_store.decode(stream.answer(time.monotonic() + 5)).body)
+            check_probe(codec.decode(stream.answer(time.monotonic() + 5)).body)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for fd in full:
@@ -355,7 +354,7 @@ def test_a_connection_attaches_one_segment(make, start, address) -> None:
     again = Segment(writer.capacity, writer.allocated_bytes, writer.write(probe_tensor()))
     stream.send_envelope(writer._me.encode(again), [writer._segment.fd])
     with pytest.raises(TransportError, match="the second one"):
-        shm_store._check(shm_store.decode(stream.answer(time.monotonic() + 5)).body)
+        check_probe(codec.decode(stream.answer(time.monotonic() + 5)).body)
     assert eventually(lambda: rank.connections() == 0)
     assert torch.equal(rank.view(again.probe), probe_tensor()), "the first one stays"
 

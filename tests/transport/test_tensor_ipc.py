@@ -79,7 +79,7 @@ def known_buffers(receiver: TensorIpcReceiver) -> int:
 def test_a_request_with_tensors_reaches_every_rank(make_pair, me, message, drain, run, held) -> None:
     pair = make_pair(ranks=2)
     patches = [torch.randint(0, 256, (16 * n, 48), dtype=torch.uint8) for n in (1, 40)]
-    media = [MediaItem("video", 0, 4, (1, 4, 4), 1.0, tensor) for tensor in patches]
+    media = [MediaItem("video", 0, 4, (1, 4, 4), 1.0, tensor, b"") for tensor in patches]
     outgoing = run(pair.sender.reserve(message(1), sum(tensor.nbytes for tensor in patches)))
     frame = me.encode(NewRequest("r", [1], SamplingParams(1, 0), media), tensors=outgoing)
     assert outgoing.send() == 4
@@ -264,7 +264,7 @@ def test_probe_says_why(me, address, runtime) -> None:
 
 
 def test_probe_compares_the_bytes(make_pair, monkeypatch) -> None:
-    monkeypatch.setattr("mini_engine.transport.packing.checksum", lambda tensor: 5)
+    monkeypatch.setattr("mini_engine.transport.packing.probe_tensor", lambda: torch.zeros(9, dtype=torch.uint8))
     with pytest.raises(TransportError, match="other bytes"):
         make_pair()
 

@@ -19,6 +19,7 @@ from mini_engine.messages import (
 from mini_engine.transport.base import TensorSender
 from mini_engine.transport.codec import decode
 from mini_engine.transport.sockets import bind_router
+from mini_engine.worker.media_inputs import MediaInputs
 
 API = 41  # incarnation of the sender
 MIB = 1 << 20
@@ -53,6 +54,13 @@ def send(sender: TensorSender, number: int, *tensors: torch.Tensor) -> list[Tens
     handles = [outgoing(tensor) for tensor in tensors]
     outgoing.send()
     return handles
+
+
+def in_table(inputs: MediaInputs) -> tuple[int, int]:
+    """Number and bytes of the tensors in the table."""
+    messages = [message for sender in inputs._senders.values() for message in sender.messages.values()]
+    tensors = [tensor for message in messages for tensor in message.tensors]
+    return len(tensors), sum(tensor.nbytes for tensor in tensors)
 
 
 def ready(number: int, incarnation: int = API) -> MediaReady:

@@ -24,7 +24,7 @@ from mini_engine.transport.packing import Failed, Received
 from mini_engine.transport.sockets import connect_dealer
 from mini_engine.worker import media_inputs
 from mini_engine.worker.media_inputs import MediaInputs, MediaMissing
-from tests.worker.receiving import API, rank_address, ready, send
+from tests.worker.receiving import API, in_table, rank_address, ready, send
 
 
 @pytest.mark.parametrize("transport", ["torch_shm", "direct_rpc"])
@@ -35,9 +35,9 @@ def test_life_of_a_message(inputs, core, runtime, connect, transport) -> None:
     assert core.reports(1) == [ready(1)]
     for handle, tensor in zip(handles, tensors, strict=True):
         assert torch.equal(inputs.tensor(handle), tensor)
-    assert inputs.buffered() == (2, sum(tensor.nbytes for tensor in tensors))
+    assert in_table(inputs) == (2, sum(tensor.nbytes for tensor in tensors))
     assert inputs.release([MessageId(API, 1)]) == []
-    assert inputs.buffered() == (0, 0)
+    assert in_table(inputs) == (0, 0)
     with pytest.raises(MediaMissing):
         inputs.tensor(handles[0])
     sender.consumed([MessageId(API, 1)])
@@ -77,7 +77,7 @@ def test_a_second_copy_by_the_other_transport_is_ignored(inputs, core, runtime, 
     send(queue, 2, torch.zeros(3))  # its first copy has come and gone
     send(queue, 3, torch.zeros(3))
     assert core.reports(1) == [ready(3)]
-    assert inputs.buffered()[0] == 2
+    assert in_table(inputs)[0] == 2
 
 
 def test_a_tombstone_outlives_later_messages_of_the_other_connection(inputs, core, runtime, connect) -> None:
@@ -88,7 +88,7 @@ def test_a_tombstone_outlives_later_messages_of_the_other_connection(inputs, cor
     send(direct, 1, torch.zeros(3))
     send(direct, 3, torch.zeros(3))
     assert core.reports(1) == [ready(3)]
-    assert inputs.buffered()[0] == 2
+    assert in_table(inputs)[0] == 2
     send(queue, 1, torch.zeros(3))
     send(queue, 4, torch.zeros(3))
     assert core.reports(1) == [ready(4)]
@@ -107,7 +107,7 @@ def test_a_dropped_sender_is_void_for_good(inputs, core, runtime, connect) -> No
     inputs.drop_sender(API)
     send(sender, 2, torch.ones(3))
     inputs.release([MessageId(API, 3)])
-    assert core.reports(1, seconds=0.1) == [] and inputs.buffered() == (0, 0) and inputs._senders == {}
+    assert core.reports(1, seconds=0.1) == [] and in_table(inputs) == (0, 0) and inputs._senders == {}
     with pytest.raises(MediaMissing):
         inputs.tensor(handle)
 
@@ -191,7 +191,7 @@ def test_a_message_that_is_released_on_its_way_to_the_device_is_not_reported(con
     for message in (first, second):
         inputs._handle(Received(message, [torch.ones(2)]))
     assert said == [first] and core.reports(1) == [ready(2)]
-    assert inputs.buffered()[0] == 1
+    assert in_table(inputs)[0] == 1
     inputs.close()
 
 
@@ -230,7 +230,7 @@ def test_any_order_of_arrivals_and_releases(runtime, context, core, events: list
             inputs.drop_sender(incarnation)
             gone.add(incarnation)
             table = {each for each in table if each.incarnation != incarnation}
-    assert reports == expected and inputs.buffered() == (len(table), 8 * len(table))
+    assert reports == expected and in_table(inputs) == (len(table), 8 * len(table))
     for message in table:
         assert inputs.tensor(TensorHandle(message, 0, (2,), "float32")).tolist() == [1, 1]
     inputs.close()

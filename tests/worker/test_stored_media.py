@@ -19,6 +19,7 @@ from mini_engine.transport.codec import Encoder
 from mini_engine.transport.shm_store import ShmStoreWriter
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from mini_engine.worker.media_inputs import MediaInputs, MediaMissing
+from tests.worker.receiving import in_table
 
 MIB = 1 << 20
 API = 41
@@ -86,7 +87,7 @@ def test_an_object_is_viewed_where_it_lies(inputs, connect) -> None:
     handle = writer.write(tensor)
     view = inputs.stored(handle)
     assert torch.equal(view, tensor) and inputs.stored(handle).data_ptr() == view.data_ptr()
-    assert inputs.buffered() == (0, 0), "it is no message"
+    assert in_table(inputs) == (0, 0), "it is no message"
     with pytest.raises(MediaMissing):
         inputs.stored(msgspec.structs.replace(handle, object=StoreObject(API + 1, handle.object.number)))
     with pytest.raises(ValueError, match="its handle says"):

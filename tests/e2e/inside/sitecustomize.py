@@ -191,9 +191,11 @@ def of_store(store: Any) -> Figures:
 
 
 def of_inputs(inputs: Any) -> Figures:
-    number, nbytes = inputs.buffered()
+    with inputs._lock:
+        messages = [message for sender in inputs._senders.values() for message in sender.messages.values()]
+    tensors = [tensor for message in messages for tensor in message.tensors]
     kept = {"senders": len(inputs._senders), "segments": len(inputs._segments)}
-    return {"tensors": number, "tensor bytes": nbytes}, kept
+    return {"tensors": len(tensors), "tensor bytes": sum(tensor.nbytes for tensor in tensors)}, kept
 
 
 def of_runner(runner: Any) -> Figures:
@@ -207,7 +209,11 @@ def of_runner(runner: Any) -> Figures:
 FIGURES: dict[str, dict[str, Callable[[Any], Figures]]] = {
     "mini_engine.api.admission": {
         "MediaAdmission": lambda admission: (
-            {"admitted": admission.admitted, "in line": admission.waiting, "media bytes": admission.inflight_bytes},
+            {
+                "admitted": admission.admitted,
+                "in line": len(admission.waiting),
+                "media bytes": admission.inflight_bytes,
+            },
             {},
         ),
         "RequestAdmission": lambda requests: ({"unfinished": requests.unfinished}, {}),
@@ -223,7 +229,7 @@ FIGURES: dict[str, dict[str, Callable[[Any], Figures]]] = {
     },
     "mini_engine.api.media_store": {"MediaStore": of_store},
     "mini_engine.transport.shm_store": {
-        "ShmStoreWriter": lambda store: ({}, {"store bytes": store.used_bytes, "slots": len(store._slots)}),
+        "ShmStoreWriter": lambda store: ({}, {"store bytes": store._allocator.used_bytes, "slots": len(store._slots)}),
     },
     "mini_engine.transport.tensor_ipc": {"TensorIpcSender": of_tensor_queue},
     "mini_engine.transport.direct_rpc": {
