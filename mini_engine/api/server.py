@@ -28,7 +28,7 @@ from mini_engine.api.http_server import HttpServer
 from mini_engine.api.media_loader import DecodeRules, MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.media_store import MediaStore
-from mini_engine.api.processor_device import cuda_sender, processor_device, watch_device
+from mini_engine.api.processor_device import cuda_sender, limit_memory, processor_device, watch_device
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.stats_log import log_stats
 from mini_engine.api.vocabulary import Vocabulary
@@ -110,6 +110,8 @@ def load(init: Init, index: int) -> ModelFront:
     torch.set_num_threads(1)
     config = init.config
     device = processor_device(config, index)
+    if device is not None:
+        limit_memory(config, device)
     try:
         processor = MediaProcessor(
             init.model_dir,
