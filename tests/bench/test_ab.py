@@ -49,6 +49,14 @@ def test_ratios_by_hand():
     assert "Prompts not answered alike by all runs: 2 of 100; by the runs of A: 0, of B: 1" in text
 
 
+def test_rounds_that_were_disturbed_are_named():
+    args = parsed("ab", "--a", "", "--b", "")
+    settings = settings_of(argparse.Namespace(**{**vars(args), "launch": ""}))
+    late = figures(10.0, 4.0) | {"client": {"host_busy": True, "bottleneck": False}}
+    found = ab.compare({"A": [measured(late), measured(figures(1.0, 4.0))], "B": [measured(late)] * 2}, settings)
+    assert "\nIn A 1, B 1, B 2 the host was busy: " in ab.describe(found, args, settings)
+
+
 def test_no_key_of_a_server_is_told():
     args = parsed("ab", "--a", "--api-key sesame", "--b", "--api-key=sesame", "--launch", "--api-key sesame -tp 2")
     settings = settings_of(argparse.Namespace(**{**vars(args), "launch": ""}))
