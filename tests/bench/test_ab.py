@@ -88,6 +88,7 @@ def test_a_sweep_of_a_server_that_runs(bench, root, tmp_path: Path):
     ran = bench("sweep", "--flag", "--max_concurrency", "--values", "1,3", "--base-url", root, "--num-prompts", 6,
                 "--num-warmups", 0, "--dataset-name", "synthetic-image", "--plot", tmp_path / "sweep.png")  # fmt: skip
     assert ran.status == 0, ran.err
+    assert ran.err.count("all but the first find its caches filled. Leave out --base-url") == 1
     assert [run["max_concurrent_requests"] for run in ran.figures["runs"]] == [1, 3]
     for value, run in zip("13", ran.figures["runs"], strict=True):
         row = next(line.split() for line in ran.out.splitlines() if line.split()[:3] == [value, "6", "0"])
