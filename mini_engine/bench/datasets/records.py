@@ -10,6 +10,7 @@ before the text of the first question. The prompt ends before the first answer. 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import mimetypes
@@ -80,8 +81,11 @@ class Reader:
     def _length(self, record: Record, answer: str | None) -> int:
         if self.output_tokens is not None:
             return self.output_tokens
-        if record.get("output_tokens") is not None:
-            return int(record["output_tokens"])
+        if (asked := record.get("output_tokens")) is not None:
+            with contextlib.suppress(TypeError, ValueError):
+                if (tokens := int(asked)) > 0:
+                    return tokens
+            raise ConfigError(f"a record's output_tokens is {asked!r}: use a whole number above 0, or {self.flag}")
         return max(1, len(self._tokenizer.encode(answer))) if answer is not None else DEFAULT_TOKENS
 
     @functools.cached_property
@@ -145,15 +149,25 @@ def _parts(content: Any) -> tuple[Part, ...]:
         return (text,) if text else ()
     parts: list[Part] = []
     for part in content if isinstance(content, (list, tuple)) else ():
-        if part.get("type") == "text":
+        if not isinstance(part, dict):
+            raise ConfigError(f"a record's content is a list with a {type(part).__name__}: its parts are objects")
+        kind = part.get("type")
+        if kind == "text":
             parts += _parts(part.get("text"))
-        elif part.get("type") in PARTS:
-            kind = PARTS[part["type"]]
-            parts.append(Link(part[part["type"]]["url"], kind))
+        elif kind in PARTS:
+            parts.append(Link(_url(part.get(kind), kind), PARTS[kind]))
         else:
             known = ", ".join(["text", *PARTS])
-            raise ConfigError(f"a record has a part of the type {part.get('type')!r}: the types are {known}")
+            raise ConfigError(f"a record has a part of the type {kind!r}: the types are {known}")
     return tuple(parts)
+
+
+def _url(value: Any, kind: str) -> str:
+    """Of an object with `url`, or bare, as some files have it."""
+    url = value.get("url") if isinstance(value, dict) else value
+    if not isinstance(url, str):
+        raise ConfigError(f'a record has a part of the type {kind!r} without its URL: use "{kind}": {{"url": "..."}}')
+    return url
 
 
 def _mime(path: str, kind: Kind) -> str:

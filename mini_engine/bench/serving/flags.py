@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_engine.bench import datasets
-from mini_engine.bench.parser import at_least
+from mini_engine.bench.parser import at_least, real, whole
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 BACKENDS = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}
@@ -33,7 +33,7 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
         help="API of the server (default: openai-chat; openai, also as vllm: texts without a chat).")  # fmt: skip
     add("--base-url", metavar="URL", help="Root of the server, instead of --host and --port.")
     add("--host", help="Default: 127.0.0.1.")
-    add("--port", type=int, help="Default: 8000.")
+    add("--port", type=whole, help="Default: 8000.")
     add("--endpoint", metavar="PATH", help="Default: that of the backend, such as /v1/chat/completions.")
     add("--model", help="Name of the model in requests; default: the first that the server names.")
     add("--served-model-name", metavar="NAME", help="That name, where --model is for the tokenizer.")
@@ -69,7 +69,7 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
         help="By which share the lengths of texts and answers are less or more, drawn (default: 0).")  # fmt: skip
     add("--no-oversample", action="store_true", help="Send fewer prompts where a file has too few, none again.")
     add("--disable-shuffle", action="store_true", help="Take the records of a file in their order.")
-    add("--seed", type=int, default=0, help="Of all that is drawn (default: 0).")
+    add("--seed", type=whole, default=0, help="Of all that is drawn (default: 0).")
     add("--unique-ratio", type=share, metavar="SHARE",
         help="Share of the prompts whose media no earlier prompt had; the others repeat one of these. Of files, whole "
         "prompts are repeated (default: 1).")  # fmt: skip
@@ -81,7 +81,7 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
         help="Media inside the request, as files for the server, or from a file server (default: data). URLs in a data "
         "set stay as they are.")  # fmt: skip
     add("--media-dir", type=Path, metavar="DIR", help="Where the folder of files is made.")
-    add("--media-port", type=int, metavar="PORT", help="Port of the file server; default: a free one.")
+    add("--media-port", type=whole, metavar="PORT", help="Port of the file server; default: a free one.")
 
 
 def _add_traffic(group: argparse._ArgumentGroup) -> None:
@@ -127,16 +127,16 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
 
 def positive(text: str) -> float:
     """A number above 0; `inf` is one."""
-    if not float(text) > 0:
+    if not real(text) > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return float(text)
+    return real(text)
 
 
 def not_negative(text: str) -> float:
     """A finite number that is not below 0."""
-    if not 0 <= float(text) < math.inf:
+    if not 0 <= real(text) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
-    return float(text)
+    return real(text)
 
 
 def backend(text: str) -> str:
@@ -146,9 +146,9 @@ def backend(text: str) -> str:
 
 def share(text: str) -> float:
     """A number from 0 to 1."""
-    if not 0 <= float(text) <= 1:
+    if not 0 <= real(text) <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
-    return float(text)
+    return real(text)
 
 
 def metrics(text: str) -> tuple[str, ...]:
@@ -161,7 +161,7 @@ def metrics(text: str) -> tuple[str, ...]:
 
 def percentiles(text: str) -> list[float]:
     """Numbers from 0 to 100 between commas."""
-    values = [float(value) for value in text.split(",")]
+    values = [real(value) for value in text.split(",")]
     if not all(0 <= value <= 100 for value in values):
         raise argparse.ArgumentTypeError(f"{text}: percentiles are from 0 to 100")
     return values
@@ -170,9 +170,9 @@ def percentiles(text: str) -> list[float]:
 def goodput(text: str) -> tuple[str, float]:
     """A metric of one request and its limit in milliseconds."""
     name, colon, limit = text.partition(":")
-    if name not in ("ttft", "tpot", "e2el") or not colon or float(limit) < 0:
+    if name not in ("ttft", "tpot", "e2el") or not colon or not real(limit) >= 0:
         raise argparse.ArgumentTypeError(f"{text} is not ttft, tpot or e2el with a limit, such as ttft:500")
-    return name, float(limit)
+    return name, real(limit)
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -185,9 +185,12 @@ def pair(text: str) -> tuple[str, str]:
 
 def json_object(text: str) -> dict[str, Any]:
     """A JSON object."""
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
+        raise argparse.ArgumentTypeError(f'{text} is not a JSON object, such as {{"min_p": 0.1}}')
     return value
 
 
