@@ -142,7 +142,8 @@ class Family:
         children = list(self.children)
         for child in children:
             poller.register(child.pidfd, zmq.POLLIN)
-            poller.register(child.output, zmq.POLLIN)
+            if not child.output_ended:
+                poller.register(child.output, zmq.POLLIN)
         waits = [DEATH_SECONDS - age for child in children if (age := _since_kill(child)) is not None]
         waits += [] if seconds is None else [seconds]
         ready = dict(poller.poll(max(0, int(min(waits) * 1000) + 1) if waits else None))
