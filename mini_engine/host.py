@@ -367,6 +367,5 @@ class runtime_directory:  # noqa: N801 - used as a function
 
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        assert self.janitor.stdin is not None
-        self.janitor.stdin.close()
-        self.janitor.wait()
+        self.janitor.kill()  # it has nothing left to do; one that was stopped would not see the end of the pipe
+        self.janitor.communicate()
