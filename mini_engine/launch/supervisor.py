@@ -184,7 +184,7 @@ class Supervisor:
             case Died(child=child, how=how) | Undying(child=child, how=how):
                 if child.generation == self.generation.number:
                     self._on_death(child, how)
-                elif child.role == "api":
+                else:
                     self._on_late_death(child, how, expected=child.dismissed and isinstance(event, Died))
 
     def _on_refusal(self, child: ChildProcess, reason: str) -> None:
@@ -208,10 +208,12 @@ class Supervisor:
         self._vacate(child)
 
     def _on_late_death(self, child: ChildProcess, how: str, expected: bool) -> None:
-        """Of an API server whose engines are dead, and that was to answer 503 until its successor serves."""
+        """Of an API server whose engines are dead, and that was to answer 503 until its successor serves; or of a
+        process of these engines, found with the death that has ended them."""
         if not expected:
             logger.error("%s %s; %s", child.title, how, child.last_lines())
-        self._leave_line(int(child.index))
+        if child.role == "api":
+            self._leave_line(int(child.index))
 
     def _start_failed(self, text: str, in_short: str | None = None) -> NoReturn:
         """This generation will not serve. The first of all is not tried again: most often the settings are at fault."""

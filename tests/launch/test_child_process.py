@@ -52,4 +52,4 @@ def test_who_closes_its_output_and_lives_is_still_waited_for_without_spinning(fa
     begun = time.monotonic()
     assert family.wait(0.5) == [] and time.monotonic() - begun >= 0.5
     child.kill()
-    assert family.wait(60) == [Died(child, "died: killed by SIGKILL")]
+    assert family.wait(60) == [Died(child, "died: killed by SIGKILL", True)]

@@ -40,7 +40,7 @@ def test_who_is_killed_and_does_not_die_is_given_up(family):
     for child in (mortal, undying):
         child.kill()
     assert events(family, 2) == [
-        Died(mortal, "died: killed by SIGKILL"),
+        Died(mortal, "died: killed by SIGKILL", True),
         Undying(undying, "does not die 1 s after it was killed (state in proc(5): S)"),
     ]
     assert time.monotonic() - begun >= DEATH_SECONDS
@@ -123,3 +123,14 @@ def test_who_does_not_die_ends_the_server_though_another_death_is_found_at_once(
     with pytest.raises(Stop) as stop:
         one._end_generation("its engine has died")
     assert "does not die" in stop.value.last_words
+
+
+def test_who_was_killed_is_named_before_who_ended_for_want_of_him(family, runtime, caplog):
+    one = supervisor(family, runtime)
+    follower, killed = family.start("worker", "fails", 1), family.start("worker", "sleeps", 1)
+    killed.kill()
+    dead_together(one, [follower, killed])
+    with pytest.raises(GenerationOver, match=r"worker sleeps .* killed by SIGKILL"):
+        one._poll(60)
+    one._end_generation("its engine has died")
+    assert "worker fails" in caplog.text and "exit status 1" in caplog.text
