@@ -8,6 +8,7 @@ import mmap
 import os
 import resource
 import shutil
+import signal
 import socket
 import ssl
 import stat
@@ -367,5 +368,7 @@ class runtime_directory:  # noqa: N801 - used as a function
 
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        self.janitor.kill()  # it has nothing left to do; one that was stopped would not see the end of the pipe
-        self.janitor.communicate()
+        assert self.janitor.stdin is not None
+        self.janitor.stdin.close()
+        self.janitor.send_signal(signal.SIGCONT)  # one that was stopped would be waited for in vain
+        self.janitor.wait()
