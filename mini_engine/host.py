@@ -8,6 +8,7 @@ import mmap
 import os
 import resource
 import shutil
+import signal
 import socket
 import ssl
 import stat
@@ -369,4 +370,5 @@ class runtime_directory:  # noqa: N801 - used as a function
         shutil.rmtree(self.path, ignore_errors=True)
         assert self.janitor.stdin is not None
         self.janitor.stdin.close()
+        self.janitor.send_signal(signal.SIGCONT)  # one that was stopped would be waited for in vain
         self.janitor.wait()
