@@ -211,8 +211,9 @@ def _vision_config(raw: Fields, spec: ModelSpec) -> VisionConfig:
     own = spec.read_vision(raw)
     names = ("hidden_size", "intermediate_size", "num_heads", "out_hidden_size", "patch_size", "spatial_merge_size")
     rope = raw.inner("rope_parameters") or Fields({})
+    sizes: dict[str, Any] = {name: raw.count(name) for name in names if name not in own}
     return VisionConfig(
-        **{name: raw.count(name) for name in names if name not in own},
+        **sizes,
         depth=raw.count("depth", most=MOST_LAYERS),
         in_channels=raw.count("in_chans" if raw.get("in_channels") is None else "in_channels", default=3),
         temporal_patch_size=raw.count("temporal_patch_size", default=2),
