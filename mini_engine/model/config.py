@@ -87,10 +87,10 @@ class VisionConfig:
             )
         if self.merged_window is not None and self.merged_window < 1:
             raise ValueError(f"window_size {self.window_size} is smaller than one merged patch")
-        if any(layer >= self.depth for layer in self.deepstack_layers):
+        layers = self.deepstack_layers
+        if len(set(layers)) < len(layers) or any(layer >= self.depth for layer in layers):
             raise ValueError(
-                f"deepstack_visual_indexes {list(self.deepstack_layers)} name layers that a tower of depth "
-                f"{self.depth} does not have"
+                f"deepstack_visual_indexes {list(layers)} must name different layers of the tower's {self.depth}"
             )
 
     @property
