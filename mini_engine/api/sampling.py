@@ -145,7 +145,7 @@ class SamplingResolver:
         """What an engine gets of `asked`, with its expanded prompt.
 
         Raises:
-            ApiError: 400; see `resolve`, or the tokenizer has tokens that the model does not have, and the prompt one of them.
+            ApiError: 400; see `resolve`, or the prompt has a token that only the tokenizer has, not the model.
         """
         self.check_tokens(asked.prompt_field, token_ids)
         sampling = self.resolve(asked, len(token_ids))

@@ -212,9 +212,12 @@ class MediaProcessor:
             one_second = DecodedVideo(frames, np.arange(2), np.arange(2) / 2, 2.0, total_frames=2, window_frames=2)
             video = self.process_video(one_second)
         except Exception as error:
-            if not kwargs:
-                raise
-            raise ValueError(f"the model's processor fails with --mm-processor-kwargs: {error}") from error
+            if kwargs:
+                raise ValueError(f"the model's processor fails with --mm-processor-kwargs: {error}") from error
+            raise ValueError(
+                f"the model's processor fails on a grey image or video: {type(error).__name__}: {error}; "
+                "copy its files from where the model is from"
+            ) from error
         for item in (image, video):
             if str(item.patches.dtype) != "torch.uint8":
                 raise ValueError(

@@ -196,7 +196,7 @@ def _text_config(raw: Fields, spec: ModelSpec) -> TextConfig:
         num_heads=num_heads,
         num_kv_heads=raw.count("num_key_value_heads", default=num_heads),
         head_dim=raw.count("head_dim") if head_dim else hidden_size // num_heads,
-        rms_norm_eps=raw.number("rms_norm_eps"),
+        rms_norm_eps=float(raw.number("rms_norm_eps")),
         rope_theta=float(theta),
         mrope_section=rope.counts("mrope_section"),
         mrope_interleaved=spec.mrope_interleaved,

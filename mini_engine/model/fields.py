@@ -5,11 +5,11 @@ Knows nothing of models. Imports no torch.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 # Above all that models have, and small enough that a product of a few is a size that memory can be asked for.
 MOST = 1 << 24
+LARGEST = 1e15  # of numbers that are not counts
 
 
 class Fields:
@@ -46,8 +46,10 @@ class Fields:
     def number(self, name: str, default: float | None = None) -> float:
         """A number above 0; an int stays one."""
         value = self._value(name, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise ValueError(f"{self._named(name)} is {_short(value)}; it must be a number above 0")
+        if type(value) not in (int, float) or not 0 < value <= LARGEST:
+            raise ValueError(
+                f"{self._named(name)} is {_short(value)}; it must be a number above 0, {LARGEST:g} at most"
+            )
         return value
 
     def counts(self, name: str) -> tuple[int, ...]:
