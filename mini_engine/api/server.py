@@ -132,7 +132,7 @@ def load(init: Init, index: int) -> ModelFront:
         raise ConfigError(" ".join(str(error).split())) from error
     except Exception as error:  # of any kind: what the libraries meet in files that somebody has changed
         raise ConfigError(
-            f"{init.model_dir}: its processor, tokenizer or chat template fails with a {type(error).__name__}: "
+            f"{init.model_dir}: its processor, tokenizer or chat template fails: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}; copy these files from where the model is from"
         ) from error
     model = (init.model_dir, config.revision)

@@ -70,9 +70,7 @@ class MediaProcessor:
 
         `device` is torch's name of the one on which frames become patches and stay; None is the CPU.
         """
-        from transformers import AutoProcessor
-
-        hf: Any = AutoProcessor.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code)
+        hf = _load(model_dir, trust_remote_code)
         missing = [part for part in ("image_processor", "video_processor", "tokenizer") if not hasattr(hf, part)]
         if missing:
             raise ValueError(f"the model's processor has no {', '.join(missing)}: not a model for images and videos")
@@ -223,6 +221,18 @@ class MediaProcessor:
                 raise ValueError(
                     f"the model's processor makes {item.modality} patches of {item.patches.dtype}, not uint8"
                 )
+
+
+def _load(model_dir: str | Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code)
+    except Exception as error:  # of any kind, where somebody has changed the files
+        raise ValueError(
+            f"the processor and tokenizer in {model_dir} cannot be loaded: {type(error).__name__}: {error}; "
+            "copy their files from where the model is from"
+        ) from error
 
 
 def _check_known(kwargs: Mapping[str, Any], image: Any, video: Any) -> None:

@@ -80,6 +80,7 @@ def test_a_processor_of_another_model(change: dict[str, int], says: str, tmp_pat
     [
         ("tokenizer.json", '{"added_tokens": 3}'),
         ("preprocessor_config.json", '{"image_processor_type": "Qwen2VLImageProcessor", "size": {"shortest_edge": 0}}'),
+        ("preprocessor_config.json", '{"image_processor_type": "Qwen2VLImageProcessor", "size": "x"}'),
         ("processor_config.json", '{"processor_class": 3}'),
     ],
 )
