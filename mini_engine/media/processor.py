@@ -230,7 +230,7 @@ def _load(model_dir: str | Path, trust_remote_code: bool) -> Any:
         return AutoProcessor.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code)
     except Exception as error:  # of any kind, where somebody has changed the files
         raise ValueError(
-            f"the processor and tokenizer in {model_dir} cannot be loaded: {type(error).__name__}: {error}; "
+            f"the processor and tokenizer in {model_dir} cannot be loaded: {type(error).__name__}: {str(error)[:300]}; "
             "copy their files from where the model is from"
         ) from error
 

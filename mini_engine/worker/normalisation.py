@@ -61,6 +61,6 @@ def _three(name: str, values: Any, above: float) -> tuple[float, ...]:
         if all(isinstance(value, (int, float)) and above < value < math.inf for value in values):
             return tuple(values)
     raise ConfigError(
-        f"the model's processor files say {name} {values}; it must be {'above 0' if above == 0 else 'a number'} for each "
-        "of three channels; copy them from where the model is from"
+        f"the model's processor files say {name} {values}; it must be a number{' above 0' if above == 0 else ''} for "
+        "each of three channels; copy them from where the model is from"
     )
