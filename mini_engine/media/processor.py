@@ -74,9 +74,7 @@ class MediaProcessor:
         `device` is torch's name of the one on which frames become patches and stay; None is the CPU. An item for which
         it has no room is processed on the CPU, and counted.
         """
-        from transformers import AutoProcessor
-
-        hf: Any = AutoProcessor.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code)
+        hf = _load(model_dir, trust_remote_code)
         missing = [part for part in ("image_processor", "video_processor", "tokenizer") if not hasattr(hf, part)]
         if missing:
             raise ValueError(f"the model's processor has no {', '.join(missing)}: not a model for images and videos")
@@ -232,14 +230,29 @@ class MediaProcessor:
             one_second = DecodedVideo(frames, np.arange(2), np.arange(2) / 2, 2.0, total_frames=2, window_frames=2)
             video = self.process_video(one_second)
         except Exception as error:
-            if not kwargs:
-                raise
-            raise ValueError(f"the model's processor fails with --mm-processor-kwargs: {error}") from error
+            if kwargs:
+                raise ValueError(f"the model's processor fails with --mm-processor-kwargs: {error}") from error
+            raise ValueError(
+                f"the model's processor fails on a grey image or video: {type(error).__name__}: {error}; "
+                "copy its files from where the model is from"
+            ) from error
         for item in (image, video):
             if str(item.patches.dtype) != "torch.uint8":
                 raise ValueError(
                     f"the model's processor makes {item.modality} patches of {item.patches.dtype}, not uint8"
                 )
+
+
+def _load(model_dir: str | Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code)
+    except Exception as error:  # of any kind, where somebody has changed the files
+        raise ValueError(
+            f"the processor and tokenizer in {model_dir} cannot be loaded: {type(error).__name__}: {str(error)[:300]}; "
+            "copy their files from where the model is from"
+        ) from error
 
 
 def _check_known(kwargs: Mapping[str, Any], image: Any, video: Any) -> None:

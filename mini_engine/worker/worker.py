@@ -151,7 +151,7 @@ def join_group(init: Init, engine: int, rank: int, device: torch.device) -> Tens
         return TensorParallel()
     place, timeout = Path(init.runtime_dir) / f"ranks-{engine}", init.config.collective_timeout
     if backend == "shm":
-        return TensorParallel(rank, size, meet(place, rank, size, timeout))
+        return TensorParallel(rank, size, meet(place, rank, size, init.config.startup_timeout, timeout))
     # Gloo would otherwise listen on whatever address the host's name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
