@@ -25,7 +25,7 @@ READ_BYTES = 64 << 10  # at a time, and of one line: a pipe holds no more
 class ChildProcess:
     """One started child. Its output comes through a pipe, so that its last lines can be shown when it dies.
 
-    `pidfd` becomes readable at the child's death and `output` when there is something to forward.
+    `pidfd` becomes readable at the child's death and `output` when there is something to forward, until `output_ended`.
     """
 
     def __init__(self, spec: ChildSpec, popen: subprocess.Popen[bytes]):
@@ -48,6 +48,7 @@ class ChildProcess:
         self.killed_at: float | None = None  # when first, by `time.monotonic`
         self.dismissed = False  # it has been told to end, for nobody needs it any more
         self._popen = popen
+        self.output_ended = False  # its end of the pipe is closed: to wait for more would find the end each time
         self._tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
         self._partial = b""
 
@@ -110,6 +111,7 @@ class ChildProcess:
             data = os.read(self.output.fileno(), READ_BYTES)
         except BlockingIOError:
             return
+        self.output_ended = not data
         *lines, self._partial = (self._partial + data).split(b"\n")
         if len(self._partial) > READ_BYTES:
             lines.append(self._partial)

@@ -1,4 +1,5 @@
-"""How much memory this process may still take: what the machine has free, within what its control groups allow.
+"""How much memory this process may still take: what the machine has free, within what its control groups allow. And
+what is set aside of CUDA devices for API servers, which they and the workers must agree on.
 
 Shared memory that is anonymous is bounded by nothing else: an allocation beyond the machine's memory does not fail, it
 ends in the kernel's OOM killer. So who takes much asks here first. Nothing is reserved by asking. And, of CUDA devices,
@@ -12,11 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from mini_engine.config import IPC_GPU_GIB, EngineConfig
+from mini_engine.config import IPC_GPU_GIB, SLOTS_PART, EngineConfig
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 RESERVE = 256 << 20  # bytes, or a twentieth of all memory if that is more
+# What CUDA and its libraries keep of a device for each process that uses it, at the most.
+CUDA_CONTEXT_BYTES = 1 << 30
 
 
 def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
@@ -104,9 +107,27 @@ def _meminfo(proc: Path, name: str) -> int:
     raise OSError(f"/proc/meminfo does not say {name}")
 
 
-def ipc_gpu_bytes(config: EngineConfig) -> int:
-    """Bytes of CUDA devices for patches on their way, of all API servers together: `--mm-ipc-gpu-memory-gb`; 0
-    where no patches are made on a device."""
+class ProcessorMemory(NamedTuple):
+    """Bytes of its CUDA device that one API server takes where patches are made on one: `--mm-ipc-gpu-memory-gb`
+    is the sum of both over all API servers."""
+
+    slots: int  # patches on their way, of all engines together
+    work: int  # what torch may hold: frames, what the processor makes of them, patches that wait for a slot
+
+
+def processor_memory(config: EngineConfig) -> ProcessorMemory:
+    """Of each API server; nothing where no patches are made on a device.
+
+    A processor needs several times the bytes of what it makes, for each item that is processed at the time.
+    """
+    if config.mm_processor_device == "cpu":
+        return ProcessorMemory(0, 0)
+    each = int((config.mm_ipc_gpu_memory_gb or IPC_GPU_GIB) * (1 << 30)) // config.api_server_count
+    return ProcessorMemory(each // SLOTS_PART, each - each // SLOTS_PART)
+
+
+def processor_bytes(config: EngineConfig, devices: int) -> int:
+    """Bytes that the API servers, in turns with `devices` CUDA devices, take of the one with the most of them."""
     if config.mm_processor_device == "cpu":
         return 0
-    return int((config.mm_ipc_gpu_memory_gb or IPC_GPU_GIB) * (1 << 30))
+    return -(-config.api_server_count // devices) * (sum(processor_memory(config)) + CUDA_CONTEXT_BYTES)

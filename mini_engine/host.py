@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import mmap
 import os
 import resource
 import shutil
+import signal
 import socket
 import ssl
 import stat
@@ -27,6 +29,11 @@ from mini_engine.transport.memory import create_sealed
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+# All that hold a JSON object, where they are there; the libraries that read them do not say which one is damaged.
+JSON_FILES = (
+    *TOKENIZER_FILES, *PROCESSOR_FILES, "video_preprocessor_config.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.json", "generation_config.json",
+)  # fmt: skip
 DEFAULT_MEDIA_CACHE_BYTES = 4 << 30
 SPARE_DESCRIPTORS = 128  # for what is open in each process however many there are, and some clients
 MAX_UNIX_PATH = 107  # sun_path without its terminating zero
@@ -76,8 +83,11 @@ def load_model_config(model_dir: str, config: EngineConfig) -> ModelConfig:
         )
     try:
         model = ModelConfig.from_dir(model_dir)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"the model in {model_dir} cannot be served: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"the model in {model_dir} cannot be served, by its config.json: {error}; "
+            "mend it, or copy it from where the model is from"
+        ) from None
     ranks, kv_heads = config.tensor_parallel_size, model.text.num_kv_heads
     if model.text.num_heads % ranks:
         raise ConfigError(
@@ -115,12 +125,29 @@ def check_model_files(model_dir: str, model: ModelConfig, config: EngineConfig) 
             raise ConfigError(
                 f"{model_dir} has no {what}: neither {' nor '.join(names)}; copy them from where the model is from"
             )
+    for path in (Path(model_dir) / name for name in JSON_FILES):
+        if path.exists():
+            _check_json(path)
     if config.load_format == "dummy":
         return
     try:
         find_tensors(Path(model_dir), find_spec([model.architecture]).canonical_name)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
+
+
+def _check_json(path: Path) -> None:
+    """Raises ConfigError unless the file holds a JSON object: libraries would say what is wrong, but not where."""
+    try:
+        if not path.is_file():
+            raise ValueError("it is no regular file")
+        if not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
+            raise ValueError("it holds something else")
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"{path} is not a JSON object that can be read: {why}; copy it from where the model is from"
+        ) from None
 
 
 def without_effect(config: EngineConfig, origins: Mapping[str, str], cache: MediaCachePlan, device: str) -> list[str]:
@@ -369,4 +396,5 @@ class runtime_directory:  # noqa: N801 - used as a function
         shutil.rmtree(self.path, ignore_errors=True)
         assert self.janitor.stdin is not None
         self.janitor.stdin.close()
+        self.janitor.send_signal(signal.SIGCONT)  # one that was stopped would be waited for in vain
         self.janitor.wait()

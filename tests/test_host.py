@@ -108,3 +108,10 @@ def test_a_directory_outlives_neither_its_process_nor_a_signal_to_all(tmp_path: 
         assert len(list(tmp_path.iterdir())) == 1
         held.kill()
     eventually(check)
+
+
+def test_the_end_of_a_server_does_not_wait_for_a_janitor_that_stands_still(tmp_path: Path) -> None:
+    directory = runtime_directory(tmp_path)
+    with directory:
+        os.kill(directory.janitor.pid, signal.SIGSTOP)
+    assert directory.janitor.returncode == 0 and not list(tmp_path.iterdir())

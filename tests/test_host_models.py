@@ -88,6 +88,22 @@ def test_damaged_weights_are_found_unless_they_are_not_read(tmp_path):
     check(tmp_path, load_format="dummy")
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "preprocessor_config.json", "generation_config.json"])
+@pytest.mark.parametrize("text", ["", "[]", '"a"', "{} x", '{"a": ', "[" * 100_000])
+def test_a_damaged_json_file_is_named(name, text, tmp_path):
+    shutil.copytree(BUNDLED_MODEL, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=rf"/{name} is not a JSON object that can be read: .*; copy it from where"):
+        check(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 1} x', "[" * 100_000])
+def test_a_damaged_config_is_named_with_the_remedy(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"by its config.json: .*; mend it, or copy it"):
+        load_model_config(str(tmp_path), EngineConfig())
+
+
 @pytest.mark.parametrize(
     ("missing", "said"),
     [

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable
 
 from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig
-from mini_engine.free_memory import ipc_gpu_bytes
+from mini_engine.free_memory import processor_memory
 from mini_engine.messages import RankAddress
 from mini_engine.transport.base import TensorSender
 from mini_engine.transport.codec import Encoder
@@ -33,12 +33,26 @@ def processor_device(config: EngineConfig, index: int) -> str | None:
     return f"cuda:{index % torch.cuda.device_count()}"
 
 
+def limit_memory(config: EngineConfig, device: str) -> None:
+    """Hold what torch takes of the device in this process to its share of `--mm-ipc-gpu-memory-gb`.
+
+    Beyond that torch raises OutOfMemoryError, whatever the device has free: the KV cache was sized with this limit.
+    """
+    import torch
+
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, processor_memory(config).work / total), device)
+
+
 def cuda_sender(
     config: EngineConfig, encoder: Encoder, index: int, engines: int
 ) -> Callable[[list[RankAddress]], TensorSender] | None:
     """What makes the sender of patches on the device towards one engine's ranks; None where there are no such patches.
 
-    Its slots are this server's share of `--mm-ipc-gpu-memory-gb` for the engine.
+    Its slots are this server's share of a quarter of `--mm-ipc-gpu-memory-gb` for the engine.
+
+    Raises:
+        ConfigError: there is no device.
     """
     device = processor_device(config, index)
     if device is None:
@@ -48,7 +62,7 @@ def cuda_sender(
     from mini_engine.transport.cuda_memory import CudaStaging
     from mini_engine.transport.cuda_slots import CudaSender
 
-    nbytes = ipc_gpu_bytes(config) // (config.api_server_count * engines * STAGING_SLOTS) - SLOT_ROOM
+    nbytes = processor_memory(config).slots // (engines * STAGING_SLOTS) - SLOT_ROOM
 
     def make(ranks: list[RankAddress]) -> TensorSender:
         return CudaSender(encoder, ranks, CudaStaging(torch.device(device)), STAGING_SLOTS, nbytes)

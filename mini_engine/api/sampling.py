@@ -87,6 +87,8 @@ class SamplingResolver:
         self.vocab_size = vocab_size
         # The incarnation makes API servers, and a server's successor, draw different seeds.
         self._random = random.Random(f"{seed}/{incarnation}")
+        # Others in the model's files are never sampled, and a worker has no logits for them to bar before `min_tokens`.
+        self._ends = tuple(token for token in defaults.eos_token_ids if 0 <= token < vocab_size)
 
     def check(self, request: GenerationRequest) -> None:
         """What can be refused before the prompt is known.
@@ -120,7 +122,7 @@ class SamplingResolver:
             )
         temperature = _first(request.temperature, defaults.temperature)
         greedy = temperature < GREEDY_BELOW
-        ends = () if request.ignore_eos else defaults.eos_token_ids
+        ends = () if request.ignore_eos else self._ends
         return SamplingParams(
             max_tokens=max_tokens,
             seed=self._random.getrandbits(63) if request.seed is None else request.seed % 2**63,
@@ -140,7 +142,12 @@ class SamplingResolver:
     def new_request(
         self, asked: GenerationRequest, request_id: str, token_ids: list[int], media: list[MediaItem]
     ) -> NewRequest:
-        """What an engine gets of `asked`, with its expanded prompt. Raises ApiError: see `resolve`."""
+        """What an engine gets of `asked`, with its expanded prompt.
+
+        Raises:
+            ApiError: 400; see `resolve`, or the prompt has a token that only the tokenizer has, not the model.
+        """
+        self.check_tokens(asked.prompt_field, token_ids)
         sampling = self.resolve(asked, len(token_ids))
         return NewRequest(
             request_id,

@@ -11,7 +11,7 @@ import socket
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import zmq.asyncio
 
@@ -28,7 +28,7 @@ from mini_engine.api.http_server import HttpServer
 from mini_engine.api.media_loader import DecodeRules, MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.media_store import MediaStore
-from mini_engine.api.processor_device import cuda_sender, processor_device, watch_device
+from mini_engine.api.processor_device import cuda_sender, limit_memory, processor_device, watch_device
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.stats_log import log_stats
 from mini_engine.api.vocabulary import Vocabulary
@@ -110,6 +110,8 @@ def load(init: Init, index: int) -> ModelFront:
     torch.set_num_threads(1)
     config = init.config
     device = processor_device(config, index)
+    if device is not None:
+        limit_memory(config, device)
     try:
         processor = MediaProcessor(
             init.model_dir,
@@ -124,21 +126,48 @@ def load(init: Init, index: int) -> ModelFront:
         template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
         renderer = ChatRenderer(processor.hf_processor, template)
         vocabulary = Vocabulary(processor.hf_processor.tokenizer)
-        vocab_size = ModelConfig.from_dir(init.model_dir).text.vocab_size
+        model_config = ModelConfig.from_dir(init.model_dir)
+        check_agreement(processor.hf_processor, model_config)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(" ".join(str(error).split())) from error
+    except Exception as error:  # of any kind: what the libraries meet in files that somebody has changed
+        raise ConfigError(
+            f"{init.model_dir}: its processor, tokenizer or chat template fails: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}; copy these files from where the model is from"
+        ) from error
     model = (init.model_dir, config.revision)
     return ModelFront(
         processor,
         renderer,
         vocabulary,
-        vocab_size,
+        model_config.text.vocab_size,
         MediaSettingsResolver(processor, processor.settings(sampling), model, config.max_video_frames_kept),
         MediaLoader(processor, media_policy(config), decode_rules(config), media_threads(config)),
         SamplingDefaults.load(init.model_dir, config.generation_config),
     )
+
+
+def check_agreement(hf_processor: Any, model: ModelConfig) -> None:
+    """Hold the processor's files to the model's config.json.
+
+    Raises:
+        ConfigError: they make other patches or placeholders than the model takes, so no media could be served.
+    """
+    image, vision = hf_processor.image_processor, model.vision
+    pairs = {
+        "patch_size": (image.patch_size, vision.patch_size),
+        "temporal_patch_size": (image.temporal_patch_size, vision.temporal_patch_size),
+        "merge_size": (image.merge_size, vision.spatial_merge_size),
+        "image_token_id": (hf_processor.image_token_id, model.image_token_id),
+        "video_token_id": (hf_processor.video_token_id, model.video_token_id),
+    }
+    differ = [f"{name} ({theirs}, not {ours})" for name, (theirs, ours) in pairs.items() if theirs != ours]
+    if differ:
+        raise ConfigError(
+            f"the model's processor and its config.json differ in {', '.join(differ)}; take all files from one model"
+        )
 
 
 def media_policy(config: EngineConfig) -> MediaPolicy:

@@ -156,9 +156,22 @@ def describe(figures: dict[str, Any], args: argparse.Namespace, settings: Settin
             "",
             f"Prompts not answered alike by all runs: {answers['differ']} of {answers['prompts']}; by the runs of A: "
             f"{answers['differ_in_a']}, of B: {answers['differ_in_b']}",
+            *_disturbed(figures["runs"]),
             "",
             f"| A | B | unique | {' | '.join(f'{key} B/A' for key in ROW)} |",
             "|---" * (3 + len(ROW)) + "|",
             f"| {' | '.join(cells)} |",
         ]
     )
+
+
+def _disturbed(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Which rounds a reader should not trust, by what each run's own table says of the client."""
+    texts = {"host_busy": "the host was busy", "bottleneck": "the client was a bottleneck"}
+    lines = []
+    for key, text in texts.items():
+        names = [f"{side} {n}" for side, found in runs.items() for n, one in enumerate(found, 1)
+                 if one.get("client", {}).get(key)]  # fmt: skip
+        if names:
+            lines.append(f"In {', '.join(names)} {text}: the ratios are of that too. More --rounds, or a quieter host.")
+    return lines

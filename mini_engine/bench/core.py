@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from mini_engine.bench.parser import at_least, split_flags
+from mini_engine.bench.parser import at_least, split_flags, whole
 from mini_engine.bench.report import BenchError, Report
 from mini_engine.stdout import tell
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="full: ten frames of 640x480, some 2,000 tokens; model: as the model's preprocessor says (default: full).",
     )  # fmt: skip
     latency.add_argument(
-        "--seed", type=int, default=0, help="Of the videos and of the pauses between text requests (default: 0)."
+        "--seed", type=whole, default=0, help="Of the videos and of the pauses between text requests (default: 0)."
     )
     step = parser.add_argument_group("step")
     step.add_argument(

@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +18,7 @@ from mini_engine.bench import gpu_work
 from mini_engine.bench.transport_rank import PAGE
 from mini_engine.bench.transport_transfer import Payload, Ranks, Way
 from mini_engine.bench.worker_alone import NoMedia
+from mini_engine.config import AttentionBackendName
 from mini_engine.messages import Chunk, NewSequence, SamplingParams, Step
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import Placement, TensorParallel
@@ -25,8 +27,9 @@ from mini_engine.model.weights import fill_randomly
 from mini_engine.transport.cuda_memory import CudaStaging
 from mini_engine.transport.cuda_slots import CudaSender
 from mini_engine.transport.packing import checksum
-from mini_engine.worker.attention import choose_backend, make_backend
+from mini_engine.worker.attention import choose_backend, leave_out_cudnn, make_backend
 from mini_engine.worker.kv_cache import KVCache
+from mini_engine.worker.launched import Launched
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 
@@ -35,7 +38,8 @@ SIDE = 8192
 PREFILL_TOKENS = 8192
 # A video of 640x360, which the processor makes 644x364, in patches of 14 pixels and 2 frames.
 VIDEO_GRID = (8, 26, 46)
-BLOCK_SIZE = 16
+SHORT_PROMPT = 50
+REPETITION_PENALTY = 1.05
 TRANSFER_MEGABYTES = (1, 11.2, 64)  # the second is that video's patches
 TRANSFER = Way(
     "torch_shm", ("cold", "reused"),
@@ -48,24 +52,31 @@ class Model:
 
     Args:
         raw: what stands in its config.json.
-        most: sequences at once.
+        most: sequences at once, beside one prompt.
         longest: the longest, in tokens.
-        graphs: whether decode steps are replayed.
+        graphs: whether decode steps are replayed, where attention allows it.
+
+    Raises:
+        ConfigError: the attention cannot run here, or with such blocks.
     """
 
-    def __init__(self, raw: dict[str, Any], device: torch.device, most: int, longest: int, graphs: bool) -> None:
+    def __init__(
+        self, raw: dict[str, Any], device: torch.device, most: int, longest: int, graphs: bool,
+        attention: AttentionBackendName = "auto", block_size: int = 16,
+    ) -> None:  # fmt: skip
+        self.attention = choose_backend(attention, device)
+        leave_out_cudnn()
         self.config = ModelConfig.from_dict(raw)
         model = VisionLanguageModel(self.config, Placement(TensorParallel(), torch.bfloat16, device))
         fill_randomly(model)
         longest = max(longest, PREFILL_TOKENS)
-        self._per_sequence = -(-longest // BLOCK_SIZE)
-        cache = KVCache.allocate(
-            model.attention_shape, most * self._per_sequence, BLOCK_SIZE, torch.bfloat16, device, spare=1
-        )
+        self._per_sequence = -(-longest // block_size)
+        blocks = (most + 1) * self._per_sequence
+        cache = KVCache.allocate(model.attention_shape, blocks, block_size, torch.bfloat16, device, spare=1)
         cache.storage.normal_()
-        backend = make_backend(choose_backend("auto", device), cache, longest)
+        backend = make_backend(self.attention, cache, longest)
         steps = None
-        if graphs:
+        if graphs and self.attention == "triton":
             from mini_engine.worker.decode_graphs import DecodeGraphs
             from mini_engine.worker.triton_attention import TritonBackend
 
@@ -75,13 +86,60 @@ class Model:
         self.runner = ModelRunner(model, backend, NoMedia(), Normalisation(), TensorParallel(), None, steps)
         self._names = itertools.count()
 
-    def begin(self, batch: int, prompt: int) -> tuple[list[NewSequence], list[list[int]]]:
-        """New sequences with prompts of so many tokens, and the blocks of each."""
-        sampling = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
+    def begin(self, batch: int, prompt: int, beside: int = 0, **sampling: Any) -> Sequence[Begun]:
+        """New sequences with prompts of so many tokens, `beside` others that are there already."""
+        params = SamplingParams(**{"max_tokens": 1 << 20, "seed": 0, "temperature": 0.0, **sampling})
         tokens = [7 + i % 1000 for i in range(prompt)]
-        new = [NewSequence(f"bench-{next(self._names)}", tokens, sampling, []) for _ in range(batch)]
-        tables = [list(range(i * self._per_sequence, (i + 1) * self._per_sequence)) for i in range(batch)]
-        return new, tables
+        tables = [range(i * self._per_sequence, (i + 1) * self._per_sequence) for i in range(beside, beside + batch)]
+        return [Begun(NewSequence(f"bench-{next(self._names)}", tokens, params, []), list(each)) for each in tables]
+
+
+class Begun(NamedTuple):
+    """A sequence, and its blocks."""
+
+    new: NewSequence
+    blocks: list[int]
+
+    def chunk(self, start: int, count: int) -> Chunk:
+        """Its first one, which ends its prompt."""
+        return Chunk(self.new.request_id, start, count, self.blocks, True)
+
+
+class Decoding:
+    """Sequences that decode together. Their caches count as filled, as after a hit in the prefix cache."""
+
+    def __init__(self, model: Model, batch: int, context: int, **sampling: Any) -> None:
+        self._model = model
+        begun = model.begin(batch, context, **sampling)
+        self._names = [one.new.request_id for one in begun]
+        self._number = itertools.count(context)
+        first = [one.chunk(context - 1, 1) for one in begun]
+        model.runner.execute(Step(0, started=[one.new for one in begun], chunks=first))
+
+    def run(self, steps: int, prompt: int = 0) -> None:
+        """So many steps, each launched before the last has ended. Where `prompt` is not 0, each takes in one of so many
+        tokens, and ends that of the step before."""
+        launched: Launched | None = None
+        finished: list[str] = []
+        for _ in range(steps):
+            start = next(self._number)
+            chunks = [Chunk(name, start, 1, [], True) for name in self._names]
+            beside = self._model.begin(1, prompt, len(self._names)) if prompt else []
+            chunks += [one.chunk(0, prompt) for one in beside]
+            started = [one.new for one in beside]
+            following = self._model.runner.launch(Step(0, finished=finished, started=started, chunks=chunks))
+            finished = [new.request_id for new in started]
+            if launched is not None:
+                launched.result()
+            launched = following
+        assert launched is not None
+        launched.result()
+        if finished:
+            self._model.runner.execute(Step(0, finished=finished))
+
+    def end(self) -> None:
+        """Forget the sequences."""
+        self._model.runner.execute(Step(0, finished=self._names))
 
 
 class Device:
@@ -98,40 +156,39 @@ class Device:
         return {"name": self.name, "copy_bytes_per_s": self.copy_rate, "matrix_flop_per_s": self.matrix_rate}
 
     def decode(self, model: Model, batch: int, context: int, steps: int, repeats: int) -> dict[str, Any]:
-        """A row on decode steps. The sequences' caches count as filled, as after a hit in the prefix cache."""
-        new, tables = model.begin(batch, context)
-        names = [one.request_id for one in new]
-        first = [Chunk(name, context - 1, 1, table, True) for name, table in zip(names, tables, strict=True)]
-        model.runner.execute(Step(0, started=new, chunks=first))
-        number = itertools.count(context)
+        """A row on decode steps."""
+        return self._decode("decode", Decoding(model, batch, context), model, (batch, context), (steps, repeats))
 
-        def go_on() -> None:
-            launched = None
-            for _ in range(steps):
-                start = next(number)
-                following = model.runner.launch(Step(0, chunks=[Chunk(name, start, 1, [], True) for name in names]))
-                if launched is not None:
-                    launched.result()
-                launched = following
-            assert launched is not None
-            launched.result()
+    def penalties(self, model: Model, batch: int, context: int, steps: int, repeats: int) -> dict[str, Any]:
+        """A row on decode steps whose logits depend on all tokens before."""
+        decoding = Decoding(model, batch, context, repetition_penalty=REPETITION_PENALTY)
+        return self._decode("penalties", decoding, model, (batch, context), (steps, repeats))
 
-        go_on()
-        seconds = self._median(go_on, repeats, warm_up=False) / steps
-        model.runner.execute(Step(0, finished=names))
+    def mixed(self, model: Model, batch: int, context: int, steps: int, repeats: int) -> dict[str, Any]:
+        """A row on decode steps with a short prompt in each."""
+        decoding = Decoding(model, batch, context)
+        return self._decode("mixed", decoding, model, (batch, context), (steps, repeats), SHORT_PROMPT)
+
+    def _decode(
+        self, part: str, decoding: Decoding, model: Model, size: tuple[int, int], timed: tuple[int, int],
+        prompt: int = 0,
+    ) -> dict[str, Any]:  # fmt: skip
+        (batch, context), (steps, repeats) = size, timed
+        decoding.run(steps, prompt)
+        seconds = self._median(partial(decoding.run, steps, prompt), repeats, warm_up=False) / steps
+        decoding.end()
         mean = context + steps * (2 + repeats) // 2
         moved = gpu_work.decode_bytes(model.config, batch, mean, 2)
-        return _row("decode", batch, context, seconds, moved, None, moved / seconds / self.copy_rate)
+        return _row(part, batch, context, seconds, moved, None, moved / seconds / self.copy_rate)
 
     def prefill(self, model: Model, repeats: int) -> dict[str, Any]:
         """A row on one prompt."""
         flops = gpu_work.prefill_flops(model.config, PREFILL_TOKENS)
 
         def prompt() -> None:
-            new, tables = model.begin(1, PREFILL_TOKENS)
-            chunk = Chunk(new[0].request_id, 0, PREFILL_TOKENS, tables[0], True)
-            model.runner.execute(Step(0, started=new, chunks=[chunk]))
-            model.runner.execute(Step(0, finished=[new[0].request_id]))
+            [one] = model.begin(1, PREFILL_TOKENS)
+            model.runner.execute(Step(0, started=[one.new], chunks=[one.chunk(0, PREFILL_TOKENS)]))
+            model.runner.execute(Step(0, finished=[one.new.request_id]))
 
         seconds = self._median(prompt, repeats)
         return _row("prefill", 1, PREFILL_TOKENS, seconds, None, flops, flops / seconds / self.matrix_rate)
@@ -144,6 +201,21 @@ class Device:
         flops = gpu_work.vision_flops(model.config.vision, [VIDEO_GRID])
         seconds = self._median(lambda: model.runner.encode_patches([patches], [VIDEO_GRID]), repeats)
         return _row("vision", 1, None, seconds, None, flops, flops / seconds / self.matrix_rate)
+
+    def grids(self, model: Model, repeats: int) -> dict[str, Any]:
+        """A row on videos that are smaller than that one, each by another height or width."""
+        t, h, w = VIDEO_GRID
+        sizes = [(t, down, across) for down in range(h, 0, -2) for across in range(w - 2, 0, -2)][: repeats + 1]
+        patches = torch.randint(0, 256, (t * h * w, model.config.vision.patch_dim), dtype=torch.uint8)
+        patches, unseen = patches.to(self._device), iter(sizes)
+
+        def encode() -> None:
+            _, down, across = grid = next(unseen)
+            model.runner.encode_patches([patches[: t * down * across]], [grid])
+
+        seconds = self._median(encode, len(sizes) - 1)
+        flops = round(statistics.mean(gpu_work.vision_flops(model.config.vision, [grid]) for grid in sizes[1:]))
+        return _row("grids", 1, None, seconds, None, flops, flops / seconds / self.matrix_rate)
 
     def _copy_rate(self) -> float:
         source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=self._device).zero_()

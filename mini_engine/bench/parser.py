@@ -44,13 +44,29 @@ class Parser(argparse.ArgumentParser):
             )
 
 
+def real(text: str) -> float:
+    """A number; here and below, what is none raises an error that says so."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def whole(text: str) -> int:
+    """A whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """Reads a whole number that is not below `least`."""
 
     def number(text: str) -> int:
-        if int(text) < least:
+        if whole(text) < least:
             raise argparse.ArgumentTypeError(f"{text} is below {least}")
-        return int(text)
+        return whole(text)
 
     return number
 

@@ -53,6 +53,9 @@ def run(args: argparse.Namespace) -> Report:
         from mini_engine.bench.serving import plot
 
         plot.check(args.plot)
+    if points[0][1].launch is None and len(points) > 1:
+        say("the server runs on from value to value, and the prompts are the same: all but the first find its caches "
+            "filled. Leave out --base-url, --host and --port to have a fresh server for each")  # fmt: skip
     found: list[Measured] = []
     failures: list[str] = []
     for value, settings in points:

@@ -34,7 +34,7 @@ import dataclasses
 import statistics
 from typing import Any
 
-from mini_engine.bench.parser import at_least
+from mini_engine.bench.parser import at_least, real
 from mini_engine.bench.report import Report, say, table
 from mini_engine.stdout import tell
 
@@ -162,7 +162,7 @@ def describe(figures: dict[str, Any]) -> str:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    value = real(text)
     if not 0 < value <= 1 << 20:
         raise argparse.ArgumentTypeError(f"{text} is no size in MB")
     return value

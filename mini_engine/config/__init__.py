@@ -10,14 +10,14 @@ import dataclasses
 import math
 from typing import Any, get_type_hints
 
-from mini_engine.config.media import IPC_GPU_GIB, LEAST_SLOT, STAGING_SLOTS, MediaOptions, TensorIpc
+from mini_engine.config.media import IPC_GPU_GIB, LEAST_SLOT, SLOTS_PART, STAGING_SLOTS, MediaOptions, TensorIpc
 from mini_engine.config.model import BUNDLED_MODEL, BUNDLED_NAME, AttentionBackendName, ModelOptions
 from mini_engine.config.option import ConfigError, Option, check_range, flag_of
 from mini_engine.config.scheduling import SchedulingOptions
 from mini_engine.config.server import ServerOptions
 
 __all__ = [
-    "BUNDLED_MODEL", "BUNDLED_NAME", "ENV_PREFIX", "IPC_GPU_GIB", "STAGING_SLOTS", "AttentionBackendName",
+    "BUNDLED_MODEL", "BUNDLED_NAME", "ENV_PREFIX", "IPC_GPU_GIB", "SLOTS_PART", "STAGING_SLOTS", "AttentionBackendName",
     "ConfigError", "EngineConfig", "Option", "TensorIpc", "env_of", "field_types", "fields", "flag_of",
 ]  # fmt: skip
 
@@ -38,12 +38,12 @@ class EngineConfig(MediaOptions, SchedulingOptions, ServerOptions, ModelOptions)
         if self.mm_processor_device == "cuda" and self.device == "cpu":
             raise ConfigError("--mm-processor-device: cuda needs workers on CUDA, not --device cpu; choose cpu")
         slots = self.api_server_count * self.data_parallel_size * STAGING_SLOTS
-        least = slots * LEAST_SLOT / (1 << 30)
+        least = SLOTS_PART * slots * LEAST_SLOT / (1 << 30)
         if self.mm_processor_device == "cuda" and (self.mm_ipc_gpu_memory_gb or IPC_GPU_GIB) < least:
             raise ConfigError(
                 f"--mm-ipc-gpu-memory-gb: {slots} staging slots, {STAGING_SLOTS} from each of {self.api_server_count} "
-                f"API server(s) to each of {self.data_parallel_size} engine(s), need {math.ceil(least * 100) / 100:g} "
-                "at least"
+                f"API server(s) to each of {self.data_parallel_size} engine(s), share a quarter of it; "
+                f"set {math.ceil(least * 100) / 100:g} at least"
             )
 
 

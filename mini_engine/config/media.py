@@ -14,8 +14,9 @@ MediaCacheType = Literal["auto", "lru", "shm"]
 TensorIpc = Literal["auto", "torch_shm", "direct_rpc"]
 ProcessorDevice = Literal["cpu", "cuda"]
 
-IPC_GPU_GIB = 1.0  # --mm-ipc-gpu-memory-gb where it is not given
-STAGING_SLOTS = 8  # messages on their way from an API server to an engine at once: a part of that memory for each
+IPC_GPU_GIB = 4.0  # --mm-ipc-gpu-memory-gb where it is not given
+SLOTS_PART = 4  # a quarter of that memory is for patches on their way
+STAGING_SLOTS = 8  # messages on their way from an API server to an engine at once: a part of that quarter for each
 LEAST_SLOT = 1 << 20  # bytes of a slot: less would hold the patches of small images only
 
 
@@ -128,10 +129,12 @@ class MediaOptions:
         "host.", "Media cache and transport",
     )  # fmt: skip
     mm_ipc_gpu_memory_gb: float | None = option(
-        None, "Most memory of a CUDA device for such patches on their way, in GiB: of all API servers together, and "
-        "taken off the KV cache. It is divided into slots, eight for each API server and engine; a prompt whose "
-        "patches find none idle, or are too large for one, goes by the host and is counted.",
-        "Media cache and transport", unset="1, where the patches are made on CUDA", minimum=0.01,
+        None, "Most memory of CUDA devices that all API servers together take for such patches, in GiB, taken off the "
+        "KV cache with 1 GiB more for CUDA itself in each of them. Three quarters are for making the patches: an item "
+        "that needs more is made on the CPU. A quarter is divided into slots for those on their way, eight for each "
+        "API server and engine: a prompt whose patches find none idle, or are too large for one, goes by the host. "
+        "Both are counted.",
+        "Media cache and transport", unset="4, where the patches are made on CUDA", minimum=0.01,
     )  # fmt: skip
 
     def validate(self) -> None:

@@ -21,6 +21,9 @@ def problem_with(new: NewRequest, model: ModelConfig, limits: EngineLimits) -> s
         return f"{length} prompt tokens and {new.sampling.max_tokens} to come exceed {limits.max_model_len}"
     if min(new.prompt_token_ids) < 0 or max(new.prompt_token_ids) >= model.text.vocab_size:
         return f"a prompt token is not below the vocabulary size, {model.text.vocab_size}"
+    barred = {*new.sampling.stop_token_ids, *new.sampling.logit_bias}
+    if barred and not 0 <= min(barred) <= max(barred) < model.text.vocab_size:
+        return f"a token to stop at or to favour is not below the vocabulary size, {model.text.vocab_size}"
     distinct = {item.media_hash: item.num_tokens for item in new.media}
     if sum(distinct.values()) > limits.max_prompt_media_tokens:
         return f"its media need {sum(distinct.values())} tokens, {limits.max_prompt_media_tokens} is the most"

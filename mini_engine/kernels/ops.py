@@ -5,6 +5,8 @@ A caller says what it wants, and never where it runs. This file knows nothing of
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 from types import ModuleType
 from typing import cast
@@ -17,8 +19,21 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def fused(tensor: Tensor) -> bool:
-    """Whether Triton's kernels work on `tensor`: it is on a CUDA device, or Triton's interpreter runs them."""
-    return tensor.is_cuda or _INTERPRETED
+    """Whether Triton's kernels work on `tensor`: it is on a CUDA device that they can run on, or Triton's interpreter
+    runs them."""
+    return triton_obstacle(tensor.device) is None if tensor.is_cuda else _INTERPRETED
+
+
+@functools.cache
+def triton_obstacle(device: torch.device) -> str | None:
+    """Why Triton's kernels cannot run on this device; None if they can. Cached: it is asked at each operator."""
+    if importlib.util.find_spec("triton") is None:
+        return "there is no Triton beside this torch; install a torch for CUDA"
+    if device.type != "cuda":
+        return None if _INTERPRETED else f"Triton's kernels need CUDA, and the worker runs on {device.type}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "Triton's kernels need a device of compute capability 8.0 or more"
+    return None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

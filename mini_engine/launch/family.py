@@ -41,6 +41,7 @@ class Died:
 
     child: ChildProcess
     how: str  # in words, such as "died: killed by SIGKILL"
+    by_signal: bool
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ class Family:
     def wait(self, seconds: float | None) -> list[Event]:
         """What has happened, in this order: messages, signals, deaths, and who should be dead.
 
+        Of deaths that are found at once, those by a signal come first: who ends by himself has often lost another.
         Waits for the first for so long at most. What children have written is passed on.
         """
         poller = zmq.Poller()
@@ -142,7 +144,8 @@ class Family:
         children = list(self.children)
         for child in children:
             poller.register(child.pidfd, zmq.POLLIN)
-            poller.register(child.output, zmq.POLLIN)
+            if not child.output_ended:
+                poller.register(child.output, zmq.POLLIN)
         waits = [DEATH_SECONDS - age for child in children if (age := _since_kill(child)) is not None]
         waits += [] if seconds is None else [seconds]
         ready = dict(poller.poll(max(0, int(min(waits) * 1000) + 1) if waits else None))
@@ -152,7 +155,9 @@ class Family:
         for child in children:
             if child.output.fileno() in ready:
                 child.forward_output()
-        events += [self._bury(child) for child in children if child.pidfd in ready]
+        deaths = [self._bury(child) for child in children if child.pidfd in ready]
+        deaths.sort(key=lambda death: not death.by_signal)
+        events += deaths
         overdue = [child for child in self.children if (_since_kill(child) or 0.0) > DEATH_SECONDS]
         return events + [self._give_up(child) for child in overdue]
 
@@ -179,9 +184,10 @@ class Family:
                     said.append(Said(child, envelope.body))
 
     def _bury(self, child: ChildProcess) -> Died:
-        how = f"died: {child.reap()}"
+        status = child.reap()
         self._remove(child)
-        return Died(child, how if child.verdict is None else f"was killed: {child.verdict}")
+        how = f"died: {status}" if child.verdict is None else f"was killed: {child.verdict}"
+        return Died(child, how, by_signal=status.startswith("killed"))
 
     def _give_up(self, child: ChildProcess) -> Undying:
         self._remove(child)

@@ -9,6 +9,7 @@ next one starts behind the same sockets, and until it serves, the API servers of
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import os
@@ -71,6 +72,7 @@ class Supervisor:
         self.origins = origins or {}
         self.log = log.LogSettings(config.log_level, config.log_format)
         self.restarts = Restarts(config.restart_engine)
+        self.events: collections.deque[Event] = collections.deque()  # that nobody has looked at yet
 
     def run(self) -> int:
         """Serve until a signal or a death ends it; returns the exit status."""
@@ -154,8 +156,10 @@ class Supervisor:
     def _poll(self, seconds: float | None) -> None:
         """Wait for the next events, for so long at most, and handle each."""
         turn = self.liveness.seconds_left()
-        for event in self.family.wait(turn if seconds is None else min(turn, seconds)):
-            self._handle(event)
+        if not self.events:  # some are there when the one before them has ended a generation
+            self.events += self.family.wait(turn if seconds is None else min(turn, seconds))
+        while self.events:
+            self._handle(self.events.popleft())
         self._fill_vacant()
         self.liveness.turn()
 
@@ -180,7 +184,7 @@ class Supervisor:
             case Died(child=child, how=how) | Undying(child=child, how=how):
                 if child.generation == self.generation.number:
                     self._on_death(child, how)
-                elif child.role == "api":
+                else:
                     self._on_late_death(child, how, expected=child.dismissed and isinstance(event, Died))
 
     def _on_refusal(self, child: ChildProcess, reason: str) -> None:
@@ -204,10 +208,12 @@ class Supervisor:
         self._vacate(child)
 
     def _on_late_death(self, child: ChildProcess, how: str, expected: bool) -> None:
-        """Of an API server whose engines are dead, and that was to answer 503 until its successor serves."""
+        """Of an API server whose engines are dead, and that was to answer 503 until its successor serves; or of a
+        process of these engines, found with the death that has ended them."""
         if not expected:
             logger.error("%s %s; %s", child.title, how, child.last_lines())
-        self._leave_line(child)
+        if child.role == "api":
+            self._leave_line(int(child.index))
 
     def _start_failed(self, text: str, in_short: str | None = None) -> NoReturn:
         """This generation will not serve. The first of all is not tried again: most often the settings are at fault."""
@@ -221,18 +227,20 @@ class Supervisor:
     def _vacate(self, dead: ChildProcess) -> None:
         """Have its slot filled. Where it was the only one, connections wait in line for its successor."""
         if any(child.serving for child in self.generation.children if child.role == "api"):
-            self._leave_line(dead)
+            self._leave_line(int(dead.index))
         self.generation.vacant.add(int(dead.index))
 
-    def _leave_line(self, dead: ChildProcess) -> None:
-        """The kernel is to put no more connections in line at its slot's socket; those that are there are reset.
+    def _leave_line(self, slot: int) -> None:
+        """The kernel is to put no more connections in line at the slot's socket; those that are there are reset.
+
+        Without effect while an API server, of whichever generation, takes them.
 
         The socket leaves those that share the port, whoever has it open, and joins them again when a successor, which
         may have inherited it before, listens. For that it has to be bound by number: a port that the kernel chose goes.
         """
-        listener = self.listeners[int(dead.index)]
+        listener = self.listeners[slot]
         accepting = [child for child in self.family.api_servers() if child.started and not child.dismissed]
-        if listener.family != socket.AF_UNIX and all(child.index != dead.index for child in accepting):
+        if listener.family != socket.AF_UNIX and all(int(child.index) != slot for child in accepting):
             with contextlib.suppress(OSError):  # it does not listen
                 listener.shutdown(socket.SHUT_RDWR)
 
@@ -257,6 +265,8 @@ class Supervisor:
         over = self.generation
         over.end(spare=[child for child in over.children if child.role == "api" and child.serving])
         self.generation = Generation(over.number + 1, self.ground)  # what happens to the others is of no matter
+        for slot in range(len(self.listeners)):  # whose API server is dead or not that far: its successor is far off
+            self._leave_line(slot)
         pause = self.restarts.next_pause()
         if pause is not None:
             logger.error("restart %d of %d in %g s, since %s", self.restarts.in_a_row, self.restarts.most, pause, why)

@@ -5,15 +5,18 @@ a quarter of float32's bytes travel. Knows nothing of prompts: `num_tokens` tell
 Loads transformers and torch when a `MediaProcessor` is made, not when this file is imported: they cost seconds.
 """
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mini_engine import metrics
 from mini_engine.media.limits import check_aspect_ratio
 from mini_engine.media.sampling import VideoSampling
 from mini_engine.media.video import DecodedVideo
@@ -68,11 +71,10 @@ class MediaProcessor:
     ) -> None:
         """Loads the processor and runs it once, so that settings it cannot work with fail here: a ValueError.
 
-        `device` is torch's name of the one on which frames become patches and stay; None is the CPU.
+        `device` is torch's name of the one on which frames become patches and stay; None is the CPU. An item for which
+        it has no room is processed on the CPU, and counted.
         """
-        from transformers import AutoProcessor
-
-        hf: Any = AutoProcessor.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code)
+        hf = _load(model_dir, trust_remote_code)
         missing = [part for part in ("image_processor", "video_processor", "tokenizer") if not hasattr(hf, part)]
         if missing:
             raise ValueError(f"the model's processor has no {', '.join(missing)}: not a model for images and videos")
@@ -150,21 +152,38 @@ class MediaProcessor:
         self, frame: NDArray[np.uint8], *, item: str = "image", settings: MediaSettings | None = None
     ) -> ProcessedItem:
         """Processes one image, uint8 [H, W, 3]. Raises MediaError for a shape that the processor refuses."""
-        import torch
-
         check_aspect_ratio(frame.shape[1], frame.shape[0], item)
-        pixels = torch.from_numpy(frame).permute(2, 0, 1)
-        out = self.hf_processor.image_processor([pixels], **(settings or self._settings).image_call)
-        return self._item("image", out["pixel_values"], out["image_grid_thw"], None)
+        return self._where_there_is_room(partial(self._process_image, frame), (settings or self._settings).image_call)
 
     def process_video(
         self, video: DecodedVideo, *, item: str = "video", settings: MediaSettings | None = None
     ) -> ProcessedItem:
         """Processes the sampled frames of one video. Raises MediaError for a shape that the processor refuses."""
+        check_aspect_ratio(video.frames.shape[2], video.frames.shape[1], item)
+        return self._where_there_is_room(partial(self._process_video, video), (settings or self._settings).video_call)
+
+    def _where_there_is_room(
+        self, process: Callable[[Mapping[str, Any]], ProcessedItem], call: Mapping[str, Any]
+    ) -> ProcessedItem:
+        """The item, made on the device; or on the CPU, where this process has no room for it on the device."""
+        import torch
+
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return process(call)
+        metrics.ipc_fallbacks_total.labels("processor_memory").inc()
+        return process({**call, "device": "cpu"})
+
+    def _process_image(self, frame: NDArray[np.uint8], call: Mapping[str, Any]) -> ProcessedItem:
+        import torch
+
+        pixels = torch.from_numpy(frame).permute(2, 0, 1)
+        out = self.hf_processor.image_processor([pixels], **call)
+        return self._item("image", out["pixel_values"], out["image_grid_thw"], None)
+
+    def _process_video(self, video: DecodedVideo, call: Mapping[str, Any]) -> ProcessedItem:
         import torch
         from transformers.video_utils import VideoMetadata
 
-        check_aspect_ratio(video.frames.shape[2], video.frames.shape[1], item)
         # Processors take a frame's time to be its index / fps, and the rate of the kept frames from their share in the
         # total: so the indices are those that the times would have at an even rate, and the total is the window's.
         metadata = VideoMetadata(
@@ -178,7 +197,6 @@ class MediaProcessor:
         if len(pixels) < self._temporal_patch_size:
             # What processors do with a patch that frames do not fill; some refuse a video that has no full one.
             pixels = pixels[[*range(len(pixels)), *[-1] * (self._temporal_patch_size - len(pixels))]]
-        call = (settings or self._settings).video_call
         out = self.hf_processor.video_processor([pixels], video_metadata=[metadata], **call)
         # As Qwen2_5_VLProcessor computes it: from the mean rate of the frames that were kept.
         seconds = self._temporal_patch_size / out["video_metadata"][0].sampled_fps
@@ -212,14 +230,29 @@ class MediaProcessor:
             one_second = DecodedVideo(frames, np.arange(2), np.arange(2) / 2, 2.0, total_frames=2, window_frames=2)
             video = self.process_video(one_second)
         except Exception as error:
-            if not kwargs:
-                raise
-            raise ValueError(f"the model's processor fails with --mm-processor-kwargs: {error}") from error
+            if kwargs:
+                raise ValueError(f"the model's processor fails with --mm-processor-kwargs: {error}") from error
+            raise ValueError(
+                f"the model's processor fails on a grey image or video: {type(error).__name__}: {error}; "
+                "copy its files from where the model is from"
+            ) from error
         for item in (image, video):
             if str(item.patches.dtype) != "torch.uint8":
                 raise ValueError(
                     f"the model's processor makes {item.modality} patches of {item.patches.dtype}, not uint8"
                 )
+
+
+def _load(model_dir: str | Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code)
+    except Exception as error:  # of any kind, where somebody has changed the files
+        raise ValueError(
+            f"the processor and tokenizer in {model_dir} cannot be loaded: {type(error).__name__}: {str(error)[:300]}; "
+            "copy their files from where the model is from"
+        ) from error
 
 
 def _check_known(kwargs: Mapping[str, Any], image: Any, video: Any) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+from mini_engine.model.fields import Fields
 
 if TYPE_CHECKING:
     from mini_engine.model.vision import VisionTower
@@ -44,7 +46,7 @@ class ModelSpec:
     architecture: str
     tower: str
     vision_activation: str
-    read_vision: Callable[[Mapping[str, Any]], dict[str, Any]]
+    read_vision: Callable[[Fields], dict[str, Any]]
     video_time: VideoTime
     qkv_bias: bool
     qk_norm: bool
@@ -67,28 +69,28 @@ def find_spec(architectures: Sequence[str] | None) -> ModelSpec:
     raise ValueError(f"unsupported architecture: {found}; supported: {', '.join(SPECS)}")
 
 
-def _qwen2_vision(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen2_vision(raw: Fields) -> dict[str, Any]:
     # What other families call hidden_size has another name here, and hidden_size is the decoder's.
-    size = raw["embed_dim"]
+    size = raw.count("embed_dim")
     return {
         "hidden_size": size,
-        "intermediate_size": int(size * raw.get("mlp_ratio", 4)),
-        "out_hidden_size": raw["hidden_size"],
+        "intermediate_size": int(size * raw.number("mlp_ratio", default=4)),
+        "out_hidden_size": raw.count("hidden_size"),
     }
 
 
-def _qwen2_5_vision(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen2_5_vision(raw: Fields) -> dict[str, Any]:
     return {
-        "window_size": raw["window_size"],
-        "full_attention_layers": tuple(raw["fullatt_block_indexes"]),
-        "tokens_per_second": raw["tokens_per_second"],
+        "window_size": raw.count("window_size"),
+        "full_attention_layers": raw.counts("fullatt_block_indexes"),
+        "tokens_per_second": raw.number("tokens_per_second"),
     }
 
 
-def _qwen3_vision(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen3_vision(raw: Fields) -> dict[str, Any]:
     return {
-        "position_side": math.isqrt(raw["num_position_embeddings"]),
-        "deepstack_layers": tuple(raw["deepstack_visual_indexes"]),
+        "position_side": math.isqrt(raw.count("num_position_embeddings")),
+        "deepstack_layers": raw.counts("deepstack_visual_indexes"),
     }
 
 

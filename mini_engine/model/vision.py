@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mini_engine.kernels.staging import to_device
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.layers import MLP, ColumnParallel, Layer, LayerNorm, Piece, RMSNorm, RowParallel, Rows
 from mini_engine.model.parallel import Placement
@@ -68,18 +69,20 @@ def layout(grids: tuple[Grid, ...], merge: int, window: int | None, device: torc
     coordinates = (units.corner[order].unsqueeze(1) * merge + corner).flatten(0, 1)
     in_place = bool((frame_order == torch.arange(len(frame_order))).all())
     to_frames = None if in_place else _expand(frame_order, merge**2)
-    from_frames = None if to_frames is None else torch.argsort(to_frames).to(device)
+    from_frames = None if to_frames is None else to_device(torch.argsort(to_frames), device)
 
     def patches_of(groups: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         return tuple((count, length * merge**2) for count, length in groups)
 
     return Layout(
-        patches=_expand(order, merge**2).to(device),
-        merged=torch.argsort(order).to(device),
-        coordinates=coordinates.to(device),
-        sizes=(units.size[order] * merge).repeat_interleave(merge**2, 0).to(device),
+        patches=to_device(_expand(order, merge**2), device),
+        merged=to_device(torch.argsort(order), device),
+        coordinates=to_device(coordinates, device),
+        sizes=to_device((units.size[order] * merge).repeat_interleave(merge**2, 0), device),
         windows=Segments(None, None, patches_of(window_groups)),
-        frames=Segments(None if to_frames is None else to_frames.to(device), from_frames, patches_of(frame_groups)),
+        frames=Segments(
+            None if to_frames is None else to_device(to_frames, device), from_frames, patches_of(frame_groups)
+        ),
     )
 
 

@@ -4,14 +4,17 @@ holds, or with random values.
 Which parts these are the layers say (`layers.Piece`); which names a family's checkpoints use says its spec.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from mini_engine.free_memory import available_memory
 from mini_engine.model.checkpoint import CheckpointError, Reader, Stored, find_tensors, shorten
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import Piece, pieces_of
@@ -52,11 +55,19 @@ def load_model(
         ValueError: unsupported architecture or setting, heads that do not divide.
     """
     config = ModelConfig.from_dir(path)
-    model = VisionLanguageModel(config, Placement(tp, dtype or getattr(torch, config.dtype), device, spread_tower))
+    at = Placement(tp, dtype or getattr(torch, config.dtype), device, spread_tower)
+    canonical_name = find_spec([config.architecture]).canonical_name
+    shape_only = VisionLanguageModel(config, replace(at, device=torch.device("meta")))
+    if load_format != "dummy":
+        # Before anything is made: a config.json with wrong sizes may ask for more memory than there is.
+        _check(list(pieces_of(shape_only)), find_tensors(Path(path), canonical_name), path)
+    if device.type == "cpu":
+        _check_room(shape_only, path)
+    model = VisionLanguageModel(config, at)
     if load_format == "dummy":
         fill_randomly(model)
     else:
-        load_weights(model, path, find_spec([config.architecture]).canonical_name)
+        load_weights(model, path, canonical_name)
     return model.eval()
 
 
@@ -64,8 +75,8 @@ def load_weights(model: nn.Module, path: str | Path, canonical_name: Callable[[s
     """Fill all parameters from a directory.
 
     `canonical_name` turns a checkpoint's name of a weight into the one by which the layers ask for it. All names and
-    shapes are checked before anything is read. Raises CheckpointError naming what is missing, unexpected or wrong, and
-    if a matrix that serves twice is stored twice with different values.
+    shapes are checked before anything is read. Raises CheckpointError naming what is missing, unexpected or wrong, or
+    not finite in the parameters' dtype, and if a matrix that serves twice is stored twice with different values.
     """
     found = find_tensors(Path(path), canonical_name)
     pieces = list(pieces_of(model))
@@ -76,6 +87,7 @@ def load_weights(model: nn.Module, path: str | Path, canonical_name: Callable[[s
             for index, target in _in_runs(piece):
                 # Converts dtype and moves to the device in one pass, run by run.
                 target.copy_(files.read(found[piece.source], index))
+                _check_finite(target, found[piece.source])
         for piece in pieces:
             if piece.twin in found and not _is_same(piece, found[piece.twin], files):
                 raise CheckpointError(
@@ -119,6 +131,29 @@ def _check(pieces: list[Piece], found: dict[str, Stored], path: str | Path) -> N
             f"the weights in {path} do not fit its config.json; {'; '.join(problems)}; "
             "take all files from one unquantised checkpoint"
         )
+
+
+def _check_room(model: nn.Module, path: str | Path) -> None:
+    """Raises CheckpointError if the parameters of this rank are more than there is memory for them: on a CPU nothing
+    else would say so before the kernel kills a process. Those of other ranks may be in use already, so they do not
+    count."""
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if needed > (free := available_memory()):
+        raise CheckpointError(
+            f"the weights of {path} take {needed / 2**30:.1f} GiB of a worker by its config.json, but "
+            f"{free / 2**30:.1f} GiB of memory are free; choose a smaller model, --dtype bfloat16, or free some"
+        )
+
+
+def _check_finite(values: Tensor, stored: Stored) -> None:
+    # A sum shows NaN and infinity alike, at a fraction of the price of a look at each; but it may overflow itself.
+    if math.isfinite(values.sum(dtype=torch.float32).item()) or bool(values.isfinite().all()):
+        return
+    dtype = str(values.dtype).removeprefix("torch.")
+    raise CheckpointError(
+        f"{stored.name} in {stored.file} holds values that are not finite in {dtype}; "
+        "choose --dtype float32 if they are too large for that, else download it again"
+    )
 
 
 def _is_same(piece: Piece, stored: Stored, files: Reader) -> bool:

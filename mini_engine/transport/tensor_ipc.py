@@ -23,6 +23,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.cuda_slots import MapSlots, RankSlots
 from mini_engine.transport.frames import Frame, FrameParser, close_all, read_chunk, send_frame
-from mini_engine.transport.memory import map_for_reading
+from mini_engine.transport.memory import before_unmap, map_for_reading
 from mini_engine.transport.packing import Failed, Received, as_head, decode_envelope, probe_result, unpack
 from mini_engine.transport.pool import BufferPool, PooledBuffer, size_class
 from mini_engine.transport.rank_stream import RankStream
@@ -151,8 +152,20 @@ class TensorIpcSender(PackedSender[PooledBuffer, RankLink]):
 
 @dataclasses.dataclass
 class MappedBuffer:
+    """A buffer of the sender's pool in this rank. `pages`: what `memory.map_for_reading` gave."""
+
+    pages: Any
     memory: torch.Tensor
     generation: int = 0
+    offered: bool = False  # to be pinned
+
+    def pin(self, pin: Pin) -> None:
+        """Pin it, once: at its second use, since pinning walks over all pages, and some buffers are used once."""
+        if self.generation and not self.offered:
+            self.offered = True
+            unpin = pin(self.memory.data_ptr(), self.memory.nbytes)
+            if unpin is not None:
+                before_unmap(self.pages, unpin)
 
 
 class Connection:
@@ -162,6 +175,7 @@ class Connection:
         self._me = me
         self._map_slots = map_slots
         self._slots: RankSlots | None = None
+        self._pin = pin
         self._attachment = Attachment(pin)
         self._stream = stream
         self._parser = FrameParser()
@@ -223,7 +237,8 @@ class Connection:
         for fd in frame.descriptors:
             if head.buffer in self._buffers:
                 raise TransportError(f"buffer {head.buffer} came a second time")
-            self._buffers[head.buffer] = MappedBuffer(torch.frombuffer(map_for_reading(fd), dtype=torch.uint8))
+            pages = map_for_reading(fd)
+            self._buffers[head.buffer] = MappedBuffer(pages, torch.frombuffer(pages, dtype=torch.uint8))
 
     def _memory(self, head: TensorMessage) -> torch.Tensor:
         buffer = self._buffers.get(head.buffer)
@@ -231,6 +246,8 @@ class Connection:
             raise TransportError(f"buffer {head.buffer} is not known here")
         if head.generation <= buffer.generation:
             raise TransportError(f"generation {head.generation} of buffer {head.buffer} is past")
+        if self._pin is not None:
+            buffer.pin(self._pin)
         buffer.generation = head.generation
         return buffer.memory
 
@@ -266,8 +283,8 @@ class TensorIpcReceiver:
     def __init__(self, me: Encoder, address: RankAddress, pin: Pin | None = None, map_slots: MapSlots | None = None):
         """Bind. Raises OSError when the path is taken or too long.
 
-        `pin`: see `segment.MappedSegment`. `map_slots`: maps an API server's staging slots; None: this rank has no
-        device, and refuses them.
+        `pin`: see `segment.MappedSegment`; for the buffers of the pools too. `map_slots`: maps an API server's staging
+        slots; None: this rank has no device, and refuses them.
         """
         self._me = me
         self._pin = pin

@@ -7,11 +7,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,9 +18,11 @@ import torch
 from torch import Tensor
 
 from mini_engine.config import AttentionBackendName, ConfigError
-from mini_engine.kernels import ops
+from mini_engine.kernels.ops import triton_obstacle
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.paged_attention import SdpaBackend, Span
+
+FLASH_BLOCK = 256  # torch: "Paged KV cache block size must be divisible by 256"
 
 
 class StepAttention(Protocol):
@@ -65,23 +66,30 @@ def choose_backend(wanted: AttentionBackendName, device: torch.device) -> Attent
     """What `--attention-backend` means on this device.
 
     Raises:
-        ConfigError: it cannot run here, or the small operators, which are Triton's with any, cannot; it says why.
+        ConfigError: it cannot run here, or the small operators, which are Triton's with any where Triton can run,
+            cannot; it says why.
     """
-    if device.type == "cuda" and not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+    fused = device.type == "cuda" and triton_obstacle(device) is None
+    if fused and not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         raise ConfigError(
             "Triton needs a C compiler at the first use of a kernel, and there is none: install gcc and libc6-dev, "
             "or name one in CC"
         )
     if wanted == "auto":
-        return "triton" if device.type == "cuda" and triton_obstacle(device) is None else "sdpa"
-    obstacle = {"triton": triton_obstacle, "varlen": varlen_obstacle}.get(wanted, lambda _: None)(device)
+        return "triton" if fused else "sdpa"
+    obstacles: dict[str, Callable[[torch.device], str | None]] = {"triton": triton_obstacle, "varlen": varlen_obstacle}
+    obstacle = obstacles[wanted](device) if wanted in obstacles else None
     if obstacle:
         raise ConfigError(f"--attention-backend {wanted}: {obstacle}; choose auto")
     return wanted
 
 
 def make_backend(name: AttentionBackendName, cache: KVCache, longest: int) -> AttentionBackend:
-    """A backend that `choose_backend` has chosen, for contexts of up to `longest` tokens."""
+    """A backend that `choose_backend` has chosen, for contexts of up to `longest` tokens.
+
+    Raises:
+        ConfigError: it cannot read such a cache; the text says why.
+    """
     if name == "triton":
         from mini_engine.worker.triton_attention import TritonBackend
 
@@ -89,19 +97,11 @@ def make_backend(name: AttentionBackendName, cache: KVCache, longest: int) -> At
     if name == "varlen":
         from mini_engine.worker.varlen_attention import VarlenBackend
 
+        obstacle = flash_obstacle(cache)
+        if obstacle:
+            raise ConfigError(f"--attention-backend varlen: {obstacle}, or choose auto")
         return VarlenBackend(cache)
     return SdpaBackend(cache)
-
-
-def triton_obstacle(device: torch.device) -> str | None:
-    """Why Triton's kernels cannot run on this device; None if they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "there is no Triton beside this torch; install a torch for CUDA"
-    if not ops.fused(torch.empty(0, device=device)):
-        return f"Triton's kernels need CUDA, and the worker runs on {device.type}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return "Triton's kernels need a device of compute capability 8.0 or more"
-    return None
 
 
 def varlen_obstacle(device: torch.device) -> str | None:
@@ -113,4 +113,34 @@ def varlen_obstacle(device: torch.device) -> str | None:
     missing = {"block_table", "seqused_k", "enable_gqa"} - set(inspect.signature(varlen_attn).parameters)
     if missing:
         return f"varlen_attn of torch {torch.__version__} takes no {', '.join(sorted(missing))}; it does from 2.12 on"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "torch's varlen_attn needs a device of compute capability 8.0 or more"
     return None
+
+
+def flash_obstacle(cache: KVCache) -> str | None:
+    """Why FlashAttention, by which torch's `varlen_attn` follows a block table, cannot read this cache; None if it can.
+
+    cuDNN would read other caches too, but not as they are here: see `leave_out_cudnn`.
+    """
+    dtype, dim = str(cache.storage.dtype).removeprefix("torch."), cache.storage.shape[5]
+    if dtype not in ("bfloat16", "float16"):
+        return f"FlashAttention computes in bfloat16 and float16, not in {dtype}; set --dtype bfloat16"
+    if cache.block_size % FLASH_BLOCK:
+        return (
+            f"FlashAttention reads blocks of a multiple of {FLASH_BLOCK} tokens, not of {cache.block_size}; "
+            f"set --block-size {FLASH_BLOCK}"
+        )
+    if dim % 8 or dim > 256:
+        return f"FlashAttention takes heads of a multiple of 8 up to 256, not of {dim}; serve another model"
+    return None
+
+
+def leave_out_cudnn() -> None:
+    """Have torch compute attention by its other kernels, in this process.
+
+    On a Hopper torch prefers cuDNN's, which builds a plan for every new shape before it computes; and here
+    every video brings new shapes, and every step of `sdpa` and `varlen`. For a block table cuDNN also wants one exactly
+    as wide as the longest sequence.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker.attention import StepAttention
 from mini_engine.worker.block_tables import columns_of
+from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.triton_attention import TritonAttention, TritonBackend
 
 
@@ -28,38 +28,67 @@ def sizes(most: int) -> list[int]:
     )
 
 
-@dataclass(frozen=True)
 class FixedTables:
     """Block tables that are written in place: `tables` int32 `[rows, columns]`, `contexts` int32 `[rows]`."""
 
-    tables: Tensor
-    contexts: Tensor
+    def __init__(self, rows: int, columns: int, spare: int, device: torch.device) -> None:
+        self.tables = torch.full((rows, columns), spare, dtype=torch.int32, device=device)
+        self.contexts = torch.ones(rows, dtype=torch.int32, device=device)
 
 
-class DecodeStep:
-    """The decoder for one token of each of `rows` sequences, whose inputs lie at fixed places.
+class FixedMemory:
+    """Where the inputs and the result of decode steps lie, those of all sizes in one place: no two of them run at once.
+
+    Rows that hold no sequence attend to one token of the spare block, and write to that.
 
     Args:
+        rows: of the largest size.
         longest: most tokens of a sequence.
     """
 
-    def __init__(self, model: VisionLanguageModel, backend: TritonBackend, rows: int, longest: int) -> None:
-        cache = backend.cache
-        device, spare = cache.storage.device, cache.num_blocks
+    def __init__(self, model: VisionLanguageModel, cache: KVCache, rows: int, longest: int) -> None:
         assert cache.spare, "padding writes to the block after the last"
-        width = columns_of(-(-longest // cache.block_size))
-        self._model = model
-        self._spare_slot = spare * cache.block_size
-        self._token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(3, rows, dtype=torch.int64, device=device)
-        self._slots = torch.full((rows,), self._spare_slot, dtype=torch.int64, device=device)
-        self._tables = FixedTables(
-            torch.full((rows, width), spare, dtype=torch.int32, device=device),
-            torch.ones(rows, dtype=torch.int32, device=device),
-        )
-        self._attend = TritonAttention(cache, self._slots, backend.decode(self._tables, rows), None)
+        device, self._spare = cache.storage.device, cache.num_blocks
+        self._spare_slot = self._spare * cache.block_size
+        self.token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(3 * rows, dtype=torch.int64, device=device)
+        self.slots = torch.full((rows,), self._spare_slot, dtype=torch.int64, device=device)
+        self.tables = FixedTables(rows, columns_of(-(-longest // cache.block_size)), self._spare, device)
+        width = model.config.text.hidden_size
+        self.hidden = torch.zeros(rows, width, dtype=cache.storage.dtype, device=device)
         self._filled = 0  # rows that hold a sequence
-        self._hidden: Tensor | None = None
+
+    def positions(self, rows: int) -> Tensor:
+        """`[3, rows]`, contiguous: each size has its own layout, and what padding finds there does not matter."""
+        return self._positions[: 3 * rows].view(3, rows)
+
+    def fill(self, token_ids: Tensor, slots: Tensor, tables: Tensor, contexts: Tensor) -> None:
+        """Put n sequences into the first rows; the others are padding from now on. All on the device."""
+        count = len(token_ids)
+        self.token_ids[:count].copy_(token_ids)
+        self.slots[:count].copy_(slots)
+        own = self.tables
+        width = min(tables.shape[1], own.tables.shape[1])  # the other's room may have doubled past the longest
+        own.tables[:count, :width].copy_(tables[:, :width])
+        own.contexts[:count].copy_(contexts)
+        if count < self._filled:
+            # What these rows held belongs to others by now.
+            gone = slice(count, self._filled)
+            self.slots[gone] = self._spare_slot
+            own.contexts[gone] = 1
+            own.tables[gone, 0] = self._spare
+        self._filled = count
+
+
+class DecodeStep:
+    """The decoder for one token of each of `rows` sequences, over the first rows of `memory`."""
+
+    def __init__(self, model: VisionLanguageModel, backend: TritonBackend, memory: FixedMemory, rows: int) -> None:
+        self._model, self._memory = model, memory
+        self._token_ids, self._positions = memory.token_ids[:rows], memory.positions(rows)
+        self._hidden = memory.hidden[:rows]
+        decode = backend.decode(memory.tables, rows)
+        self._attend = TritonAttention(backend.cache, memory.slots[:rows], decode, None)
         self._replay: Callable[[], object] | None = None
 
     def capture(self, pool: Any) -> None:
@@ -69,42 +98,32 @@ class DecodeStep:
         graph = torch.cuda.CUDAGraph()
         # This thread's calls alone: the receiver of media may meanwhile ask CUDA for memory.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self._hidden = self._compute()
+            self._compute()
         self._replay = graph.replay
 
     def run(self, token_ids: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, contexts: Tensor) -> Tensor:
-        """The hidden states `[n, hidden_size]` of n rows; valid until the next step. All on the device."""
+        """The hidden states `[n, hidden_size]` of n rows; valid until the next step of any size. All on the device."""
         count = len(token_ids)
-        self._token_ids[:count].copy_(token_ids)
+        self._memory.fill(token_ids, slots, tables, contexts)
         self._positions[:, :count].copy_(positions)
-        self._slots[:count].copy_(slots)
-        width = min(tables.shape[1], self._tables.tables.shape[1])  # the other's room may have doubled past the longest
-        self._tables.tables[:count, :width].copy_(tables[:, :width])
-        self._tables.contexts[:count].copy_(contexts)
-        if count < self._filled:
-            # What these rows held belongs to others by now.
-            gone = slice(count, self._filled)
-            self._slots[gone] = self._spare_slot
-            self._tables.contexts[gone] = 1
-            self._tables.tables[gone, 0] = self._spare_slot // self._attend.block_size
-        self._filled = count
         if self._replay is None:
-            return self._compute()[:count]
-        self._replay()
-        assert self._hidden is not None
+            self._compute()
+        else:
+            self._replay()
         return self._hidden[:count]
 
-    def _compute(self) -> Tensor:
-        hidden: Tensor = self._model(self._model.embed(self._token_ids), self._positions, self._attend)
-        return hidden
+    def _compute(self) -> None:
+        # Copied: a result in the pool would be one for each size, for good.
+        self._hidden.copy_(self._model(self._model.embed(self._token_ids), self._positions, self._attend))
 
 
 class DecodeGraphs:
-    """The steps of all sizes up to `most` sequences."""
+    """The steps of all sizes up to `most` sequences, of at most `longest` tokens each."""
 
     def __init__(self, model: VisionLanguageModel, backend: TritonBackend, most: int, longest: int) -> None:
         self._sizes = sizes(most)
-        self._steps = [DecodeStep(model, backend, size, longest) for size in self._sizes]
+        memory = FixedMemory(model, backend.cache, most, longest)
+        self._steps = [DecodeStep(model, backend, memory, size) for size in self._sizes]
 
     def __len__(self) -> int:
         return len(self._steps)

@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 
 from mini_engine.config import EngineConfig
-from mini_engine.free_memory import ipc_gpu_bytes
 from mini_engine.messages import Chunk, MediaCachePlan, NewSequence, SamplingParams, Step
 from mini_engine.model.config import ModelConfig, VisionConfig
 from mini_engine.model.rope import Grid
 from mini_engine.worker.processor_files import Modality, settings_of
 
-# Every way of choosing a token that needs memory of the vocabulary's size.
+# Every way of choosing a token that needs memory of the vocabulary's size. Without top_k: with it, top_p looks at the
+# likeliest alone, and without it sorts all.
 HUNGRY_SAMPLING = SamplingParams(
-    max_tokens=1, seed=0, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, logprobs=20
+    max_tokens=1, seed=0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, logprobs=20
 )
 
 
@@ -33,14 +33,19 @@ class MemoryUse:
     outside: int  # in use, but not by this process's tensors: CUDA's own and other programs'
     weights: int
     step: int  # beside the weights, at the peak of a step of the worst kind
-    media: int  # media and their embeddings, when all that may be kept is kept
+    media: int  # media and their embeddings, when all that may be kept is kept; what API servers take to make them
+    graphs: int = 0  # recorded decode steps: their memory, and what CUDA keeps of their launches
 
     def left(self, share: float) -> int:
         """Bytes for this worker's KV cache if the workers may take `share` of the device; may be below 0."""
-        return int(self.total * share) // self.workers - self.outside - self.weights - self.step - self.media
+        taken = self.outside + self.weights + self.step + self.media + self.graphs
+        return int(self.total * share) // self.workers - taken
 
     def __str__(self) -> str:
-        parts = ((self.weights, "weights"), (self.step, "a step"), (self.media, "media"), (self.outside, "others"))
+        parts = (
+            (self.weights, "weights"), (self.step, "a step"), (self.graphs, "CUDA graphs"), (self.media, "media"),
+            (self.outside, "others"),
+        )  # fmt: skip
         return ", ".join(f"{what} {nbytes / 2**30:.2f} GiB" for nbytes, what in parts)
 
 
@@ -50,8 +55,7 @@ def media_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, ca
         return 0
     embeddings = config.encoder_cache_tokens * model.vision.row_size * dtype.itemsize
     kept = cache.nbytes if cache.kind == "lru" else 0
-    # The slots of patches that are made on a device, whether the API servers have them yet or not.
-    return embeddings + kept + config.api_server_count * config.mm_ipc_memory_bytes + ipc_gpu_bytes(config)
+    return embeddings + kept + config.api_server_count * config.mm_ipc_memory_bytes
 
 
 def worst_grids(config: EngineConfig, vision: VisionConfig, model_dir: str | Path) -> list[Grid]:

@@ -110,7 +110,8 @@ class MediaInputs:
 
         `to_device` is called in the receiver thread, once for each tensor, before its message is reported ready: what
         it returns is what `tensor` gives. A RuntimeError of it fails that message alone. `pin` is for the memory of
-        stores, `map_slots` for CUDA tensors; both are called in the receiver thread too: see `TensorIpcReceiver`.
+        stores and of pooled buffers, `map_slots` for CUDA tensors; both are called in the receiver thread too: see
+        `TensorIpcReceiver`.
 
         Raises:
             OSError, zmq.ZMQError: an address is taken, or its path is too long.

@@ -68,6 +68,12 @@ class Media(Protocol):
 class DecodeSteps(Protocol):
     """What computes steps of single tokens faster; `decode_graphs.py` has the real one."""
 
+    def __len__(self) -> int:
+        """How many sizes of batches there are."""
+
+    def capture(self) -> None:
+        """Record all sizes, once. A collective. Before that steps are computed operator by operator."""
+
     def run(self, token_ids: Tensor, positions: Tensor, slots: Tensor, attend: StepAttention) -> Tensor:
         """The hidden states of a step for which `attend` was made; valid until the next. All on the device."""
 
@@ -82,7 +88,7 @@ class ModelRunner:
         normalise: what turns raw patches into the vision tower's input.
         tp: this rank's place among those that share the model.
         to_device: brings patches to the device of the computation; None is torch's own way.
-        graphs: what computes steps that are all decode; None computes them as any other.
+        graphs: what computes steps that are all decode, recorded or not; None computes them as any other.
         counts: what adjusts all rows of logits at once, so that no step waits for the tokens of the one before. None
             makes one, but on a CPU, where adjusting row by row from the sequences' tokens takes less.
     """
@@ -101,7 +107,7 @@ class ModelRunner:
         self._model = model
         self._attention = attention
         self._cache = cache = attention.cache
-        self._graphs = graphs
+        self.graphs = graphs
         self._media = media
         self._normalise = normalise
         self._tp = tp
@@ -243,8 +249,8 @@ class ModelRunner:
 
     def _run(self, batch: FlatBatch, attend: StepAttention) -> Sampling | None:
         token_ids, positions = to_device(batch.token_ids, self._device), to_device(batch.positions, self._device)
-        if self._graphs is not None and self._decode is not None:
-            hidden = self._graphs.run(token_ids, positions, to_device(batch.slots, self._device), attend)
+        if self.graphs is not None and self._decode is not None:
+            hidden = self.graphs.run(token_ids, positions, to_device(batch.slots, self._device), attend)
         else:
             media = self._media_rows(batch)
             hidden = self._model(self._model.embed(token_ids, media), positions, attend, media)

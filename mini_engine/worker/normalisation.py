@@ -6,12 +6,15 @@ a model whose images and videos differ in these, so one set serves both.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mini_engine.config import ConfigError
 from mini_engine.model.normalise import normalise_patches
 from mini_engine.worker.processor_files import settings_of
 
@@ -34,6 +37,7 @@ class Normalisation:
 
         Raises:
             FileNotFoundError: the directory has none.
+            ConfigError: what it says is no mean, deviation and factor for each of three channels.
         """
         raw = settings_of(model_dir, "image")
         if not raw:
@@ -41,9 +45,22 @@ class Normalisation:
                 f"no preprocessor_config.json in {model_dir}, and no processor_config.json for images"
             )
         default = cls()
-        mean, std = raw.get("image_mean", default.mean), raw.get("image_std", default.std)
-        return cls(tuple(mean), tuple(std), raw.get("rescale_factor", default.rescale))
+        mean = _three("image_mean", raw.get("image_mean", default.mean), -math.inf)
+        std = _three("image_std", raw.get("image_std", default.std), 0)
+        rescale = raw.get("rescale_factor", default.rescale)
+        return cls(mean, std, _three("rescale_factor", [rescale] * 3, 0)[0])
 
     def __call__(self, patches: Tensor, dtype: torch.dtype) -> Tensor:
         """uint8 patches -> new floats of the same shape and device."""
         return normalise_patches(patches, self.mean, self.std, self.rescale, dtype)
+
+
+def _three(name: str, values: Any, above: float) -> tuple[float, ...]:
+    """The numbers, as they are, if they are three and finite and more than `above`: others make NaN of every image."""
+    if isinstance(values, (list, tuple)) and len(values) == 3:
+        if all(isinstance(value, (int, float)) and above < value < math.inf for value in values):
+            return tuple(values)
+    raise ConfigError(
+        f"the model's processor files say {name} {values}; it must be a number{' above 0' if above == 0 else ''} for "
+        "each of three channels; copy them from where the model is from"
+    )

@@ -41,7 +41,7 @@ class PinnedMemory:
             error = self._call("cudaHostRegister", address, nbytes, _READ_ONLY)
             if error:
                 if not self._warned:
-                    logger.warning("Stored media are copied to the device from pageable memory: CUDA error %d", error)
+                    logger.warning("Media are copied to the device from pageable memory: CUDA error %d", error)
                 self._warned = True
                 return None
             self._ranges[address] = nbytes

@@ -37,7 +37,7 @@ def serve_ahead(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner, 
         poller.modify(core, zmq.POLLIN if len(running) < AHEAD else 0)
         ready = dict(poller.poll())
         if watch.done in ready:
-            watch.done.recv()
+            watch.take()
             core.send(encoder.encode(running.popleft().result()))
         if core in ready:
             launched = runner.launch(_receive(core))
@@ -46,19 +46,33 @@ def serve_ahead(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner, 
 
 
 class Watch:
-    """A thread that waits for the device: a message comes out of `done` for each step that has been done, in order."""
+    """A thread that waits for the device: for each step that has been done, in order, `done` becomes readable once.
+
+    What `wait` raises ends the thread, and is raised by `take`: nobody goes on waiting for steps that never end.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], wait: Callable[[Launched], None]) -> None:
         address = f"inproc://watch-{id(self)}"
         self.done = context.socket(zmq.PULL)
         self.done.bind(address)
         self._steps: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
+        self._crash: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(context, address, wait), name="watch", daemon=True)
         self._thread.start()
 
     def start(self, step: Launched) -> None:
         """Wait for one more step."""
         self._steps.put(step)
+
+    def take(self) -> None:
+        """Take one step off `done`. Waits if it is not readable.
+
+        Raises:
+            RuntimeError: the device failed at a step that was waited for; its cause is what CUDA said.
+        """
+        self.done.recv()
+        if self._crash is not None:
+            raise RuntimeError("the device has failed in a step") from self._crash
 
     def close(self) -> None:
         """End the thread, when it has waited for what it was given."""
@@ -69,9 +83,14 @@ class Watch:
     def _run(self, context: zmq.Context[zmq.Socket[bytes]], address: str, wait: Callable[[Launched], None]) -> None:
         with context.socket(zmq.PUSH) as told:
             told.connect(address)
-            while (step := self._steps.get()) is not None:
-                wait(step)
+            try:
+                while (step := self._steps.get()) is not None:
+                    wait(step)
+                    told.send(b"")
+            except BaseException as error:
+                self._crash = error
                 told.send(b"")
+                raise
 
 
 def wait_for_device(step: Launched) -> None:

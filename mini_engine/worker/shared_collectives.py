@@ -130,24 +130,27 @@ def shared_bytes(size: int) -> int:
     return _SETS * size * SLOT_BYTES
 
 
-def meet(path: Path, rank: int, size: int, timeout: float) -> SharedMemoryCollectives:
+def meet(path: Path, rank: int, size: int, patience: float, timeout: float) -> SharedMemoryCollectives:
     """Bring the ranks together at a unix socket: rank 0 listens at `path` and hands the others what they share.
 
+    They have `patience` seconds to come, since processes start as fast as the machine lets them; `timeout` is that of
+    each collective.
+
     Raises:
-        RuntimeError: not all have come within `timeout` seconds, or one has ended.
+        RuntimeError: not all have come in time, or one has ended.
         OSError: no memory or no descriptors.
     """
-    until = time.monotonic() + timeout
+    until = time.monotonic() + patience
     with contextlib.ExitStack() as opened:
         if rank == 0:
-            links, fd = _host(path, size, until, timeout, opened)
+            links, fd = _host(path, size, until, patience, opened)
         else:
-            links, fd = _join(path, rank, size, until, timeout, opened)
+            links, fd = _join(path, rank, size, until, patience, opened)
         opened.pop_all()  # the links and the descriptor are the result's
     return SharedMemoryCollectives(rank, links, fd, timeout)
 
 
-def _host(path: Path, size: int, until: float, timeout: float, opened: contextlib.ExitStack) -> tuple[Links, int]:
+def _host(path: Path, size: int, until: float, patience: float, opened: contextlib.ExitStack) -> tuple[Links, int]:
     """Rank 0's part: takes the others' connections, which become its links, and gives each its links to the rest."""
     links: Links = [None] * size
     with socket.socket(socket.AF_UNIX) as listener:
@@ -158,7 +161,7 @@ def _host(path: Path, size: int, until: float, timeout: float, opened: contextli
             try:
                 link, _ = listener.accept()
             except TimeoutError:
-                raise RuntimeError(f"{links.count(None) - 1} ranks have not come within {timeout:g} s") from None
+                raise RuntimeError(f"{links.count(None) - 1} ranks have not come within {patience:g} s") from None
             opened.enter_context(link)
             (other,) = link.recv(1) or [0]
             if not other:
@@ -181,7 +184,7 @@ def _host(path: Path, size: int, until: float, timeout: float, opened: contextli
 
 
 def _join(
-    path: Path, rank: int, size: int, until: float, timeout: float, opened: contextlib.ExitStack
+    path: Path, rank: int, size: int, until: float, patience: float, opened: contextlib.ExitStack
 ) -> tuple[Links, int]:
     host = opened.enter_context(socket.socket(socket.AF_UNIX))
     while True:
@@ -190,11 +193,11 @@ def _join(
             break
         except (FileNotFoundError, ConnectionRefusedError):
             if time.monotonic() > until:
-                raise RuntimeError(f"rank 0 has not come within {timeout:g} s") from None
+                raise RuntimeError(f"rank 0 has not come within {patience:g} s") from None
             time.sleep(0.005)  # only while a server starts
     host.sendall(bytes([rank]))
     host.settimeout(max(until - time.monotonic(), 0.001))
-    fd, *ends = _hear(0, host, timeout, size)
+    fd, *ends = _hear(0, host, patience, size)
     others = iter(ends)
     links: Links = [host, *(None if other == rank else socket.socket(fileno=next(others)) for other in range(1, size))]
     return links, fd

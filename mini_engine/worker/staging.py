@@ -1,4 +1,5 @@
-"""Small copies between the host and the device that wait for nothing; on the CPU they are no copies at all."""
+"""Small copies between the host and the device that wait for nothing; on the CPU they are no copies at all. Those to
+the device are the model's too (`kernels/staging.py`)."""
 
 from __future__ import annotations
 
@@ -9,15 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mini_engine.kernels.staging import to_device
 
-def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """`host` on the device, in the order of the current stream. `host` may be changed at once.
-
-    What is there already, and all on the CPU, is `host` itself.
-    """
-    # From pageable memory torch would wait until the device has done all that is queued. Pinned memory comes from a
-    # cache that gives it to nobody else before the copy has been made.
-    return host if device.type == "cpu" or host.is_cuda else host.pin_memory().to(device, non_blocking=True)
+__all__ = ["HostCopy", "to_device"]
 
 
 def all_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

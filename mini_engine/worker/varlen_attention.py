@@ -1,5 +1,5 @@
-"""Paged attention by torch's `varlen_attn` (torch 2.12 and later), which calls FlashAttention or cuDNN: all chunks of a
-step, single tokens and longer ones, in one call."""
+"""Paged attention by torch's `varlen_attn` (torch 2.12 and later), which calls FlashAttention: all chunks of a
+step, single tokens and longer ones, in one call. What a cache must be like for that says `attention.flash_obstacle`."""
 
 from __future__ import annotations
 

@@ -28,14 +28,15 @@ from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
 from mini_engine.transport.cuda_memory import CudaMapped, on_stream
-from mini_engine.worker.attention import AttentionBackend, choose_backend, make_backend
+from mini_engine.worker.attention import AttentionBackend, choose_backend, leave_out_cudnn, make_backend
 from mini_engine.worker.device_memory import MemoryUse
 from mini_engine.worker.kv_cache import KVCache, count_blocks
 from mini_engine.worker.media_inputs import MediaInputs, stay
 from mini_engine.worker.model_runner import DecodeSteps, ModelRunner
 from mini_engine.worker.normalisation import Normalisation
+from mini_engine.worker.out_of_memory import room_for
 from mini_engine.worker.pinning import PinnedMemory
-from mini_engine.worker.profiling import profile
+from mini_engine.worker.profiling import GRAPHS_REMEDY, profile
 from mini_engine.worker.serving import Watch, serve, serve_ahead, wait_for_device
 from mini_engine.worker.shared_collectives import meet
 
@@ -48,6 +49,7 @@ def run(child: Child) -> None:
     engine, rank = (int(part) for part in child.index.split("."))
     device = choose_device(init.config, engine, rank)
     backend = choose_backend(init.config.attention_backend, device)
+    leave_out_cudnn()
     # First of all that takes time: API servers probe these addresses while the model loads.
     pinned = PinnedMemory(device) if device.type == "cuda" else None
     media = receive_media(child, init, engine, rank, device, pinned)
@@ -56,14 +58,16 @@ def run(child: Child) -> None:
     model = load(init.model_dir, init.config, tp, device)
     normalise, to_device = Normalisation.from_dir(init.model_dir), pinned.to_device if pinned else None
 
-    def runner_with(num_blocks: int, recorded: bool = False) -> ModelRunner:
+    def runner_with(num_blocks: int) -> ModelRunner:
         attention = make_attention(init.config, model, backend, num_blocks)
-        graphs = record_graphs(init.config, model, attention) if recorded else None
+        graphs = make_graphs(init.config, model, attention)
         return ModelRunner(model, attention, media, normalise, tp, to_device, graphs)
 
     use = profile(init.config, init.model_dir, init.media_cache, model.config, device, runner_with)
-    runner = runner_with(choose_num_blocks(init.config, model, use), recorded=True)
-    warm_up(runner, model.config.vision)
+    runner = runner_with(choose_num_blocks(init.config, model, use))
+    with room_for("CUDA graphs and a first step beside the KV cache", GRAPHS_REMEDY, device):
+        record_graphs(runner)
+        warm_up(runner, model.config.vision)
     # What is loaded stays: the collector need not walk over it again and again.
     gc.collect()
     gc.freeze()
@@ -85,14 +89,11 @@ def load(model_dir: str, config: EngineConfig, tp: TensorParallel, device: torch
         ConfigError: the weights cannot be used, or the device has no room for them.
     """
     try:
-        spread = config.mm_encoder_tp_mode == "data"
-        return load_model(model_dir, tp, choose_dtype(config), device, config.load_format, spread)
+        with room_for("the weights", "raise --tensor-parallel-size, or choose --dtype bfloat16", device):
+            spread = config.mm_encoder_tp_mode == "data"
+            return load_model(model_dir, tp, choose_dtype(config), device, config.load_format, spread)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
-    except torch.OutOfMemoryError:
-        raise ConfigError(
-            f"{device} has no room for the weights; raise --tensor-parallel-size, or choose --dtype bfloat16"
-        ) from None
 
 
 def choose_threads(config: EngineConfig) -> int:
@@ -150,7 +151,7 @@ def join_group(init: Init, engine: int, rank: int, device: torch.device) -> Tens
         return TensorParallel()
     place, timeout = Path(init.runtime_dir) / f"ranks-{engine}", init.config.collective_timeout
     if backend == "shm":
-        return TensorParallel(rank, size, meet(place, rank, size, timeout))
+        return TensorParallel(rank, size, meet(place, rank, size, init.config.startup_timeout, timeout))
     # Gloo would otherwise listen on whatever address the host's name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
@@ -218,17 +219,13 @@ def make_attention(
     """Attention over a KV cache of the model's device and dtype.
 
     Raises:
-        ConfigError: the device has no room for it.
+        ConfigError: the device has no room for it, or the backend cannot read it.
     """
     some, size = next(model.parameters()), config.block_size
     spare = int(has_graphs(config, some.device, backend))
-    try:
+    what = f"a KV cache of {num_blocks} block(s) of {size} tokens"
+    with room_for(what, "lower --block-size, --gpu-memory-utilization or --kv-cache-memory-bytes", some.device):
         cache = KVCache.allocate(model.attention_shape, num_blocks, size, some.dtype, some.device, spare)
-    except torch.OutOfMemoryError:
-        raise ConfigError(
-            f"{some.device} has no room for a KV cache of {num_blocks} block(s) of {size} tokens; "
-            "lower --block-size, --gpu-memory-utilization or --kv-cache-memory-bytes"
-        ) from None
     return make_backend(backend, cache, longest_sequence(config, model))
 
 
@@ -238,19 +235,23 @@ def has_graphs(config: EngineConfig, device: torch.device, backend: AttentionBac
     return device.type == "cuda" and backend == "triton" and not config.enforce_eager and not waits
 
 
-def record_graphs(config: EngineConfig, model: VisionLanguageModel, attention: AttentionBackend) -> DecodeSteps | None:
-    """Graphs of decode steps for up to `--max-num-seqs` sequences; None where there are none."""
+def make_graphs(config: EngineConfig, model: VisionLanguageModel, attention: AttentionBackend) -> DecodeSteps | None:
+    """Decode steps for up to `--max-num-seqs` sequences, not recorded yet; None where none will be."""
     if not attention.cache.spare:
         return None
     from mini_engine.worker.decode_graphs import DecodeGraphs  # imports Triton
     from mini_engine.worker.triton_attention import TritonBackend
 
     assert isinstance(attention, TritonBackend)
-    begun = time.monotonic()
-    graphs = DecodeGraphs(model, attention, config.max_num_seqs, longest_sequence(config, model))
-    graphs.capture()
-    logger.info("%d CUDA graphs of decode steps recorded in %.1f s", len(graphs), time.monotonic() - begun)
-    return graphs
+    return DecodeGraphs(model, attention, config.max_num_seqs, longest_sequence(config, model))
+
+
+def record_graphs(runner: ModelRunner) -> None:
+    """Record the runner's decode steps, if it has any."""
+    if runner.graphs is not None:
+        begun = time.monotonic()
+        runner.graphs.capture()
+        logger.info("%d CUDA graphs of decode steps recorded in %.1f s", len(runner.graphs), time.monotonic() - begun)
 
 
 def warm_up(runner: ModelRunner, vision: VisionConfig) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import types
 
 import pytest
 import torch
 
-from mini_engine.api.processor_device import DeviceLost, cuda_sender, processor_device, watch_device
+from mini_engine.api.processor_device import DeviceLost, cuda_sender, limit_memory, processor_device, watch_device
 from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig
-from mini_engine.free_memory import ipc_gpu_bytes
+from mini_engine.free_memory import CUDA_CONTEXT_BYTES, processor_bytes, processor_memory
 from mini_engine.host import plan_media_cache
 from mini_engine.messages import RankAddress
 from mini_engine.transport.codec import Encoder
 
+GIB = 1 << 30
 CUDA = {"mm_processor_device": "cuda"}
 no_device = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -27,16 +29,16 @@ no_device = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUD
         ({**CUDA, "mm_tensor_ipc": "direct_rpc"}, "choose --mm-tensor-ipc auto"),
         (
             {**CUDA, "mm_ipc_gpu_memory_gb": 0.01, "api_server_count": 8, "data_parallel_size": 4},
-            "--mm-ipc-gpu-memory-gb: 256 staging slots, 8 from each of 8 .* to each of 4 .*, need 0.25 at least$",
+            "--mm-ipc-gpu-memory-gb: 256 staging slots, 8 .* of 8 .* of 4 .*, share a quarter of it; set 1 at least$",
         ),
-        ({**CUDA, "api_server_count": 64, "data_parallel_size": 3}, "--mm-ipc-gpu-memory-gb: .* need 1.5 at least$"),
+        ({**CUDA, "api_server_count": 64, "data_parallel_size": 3}, "--mm-ipc-gpu-memory-gb: .* set 6 at least$"),
     ],
 )
 def test_settings_that_do_not_go_together(given, remedy):
     with pytest.raises(ConfigError, match=remedy):
         EngineConfig(**given).validate()
     EngineConfig(**CUDA, mm_ipc_gpu_memory_gb=2.0).validate()
-    EngineConfig(**CUDA, mm_ipc_gpu_memory_gb=0.25, api_server_count=8, data_parallel_size=4).validate()
+    EngineConfig(**CUDA, mm_ipc_gpu_memory_gb=1.0, api_server_count=8, data_parallel_size=4).validate()
 
 
 @no_device
@@ -48,7 +50,26 @@ def test_no_device_is_no_way_to_start():
 def test_on_the_cpu_there_is_nothing_to_set_up():
     config = EngineConfig()
     assert processor_device(config, 0) is None and cuda_sender(config, Encoder("api 0", 1), 0, 1) is None
-    assert ipc_gpu_bytes(config) == 0 < ipc_gpu_bytes(EngineConfig(**CUDA)) == 1 << 30
+    assert sum(processor_memory(config)) == 0 == processor_bytes(config, 1)
+
+
+def test_the_budget_is_all_that_api_servers_allocate():
+    two = EngineConfig(**CUDA, api_server_count=2)
+    assert processor_memory(two) == (GIB // 2, 3 * GIB // 2)
+    tight = EngineConfig(**CUDA, api_server_count=3, mm_ipc_gpu_memory_gb=0.6)
+    assert 3 * sum(processor_memory(tight)) == pytest.approx(0.6 * GIB, abs=3)
+    # Three servers take turns with two devices: one has two of them, each with a context of CUDA.
+    assert processor_bytes(tight, 2) == 2 * (sum(processor_memory(tight)) + CUDA_CONTEXT_BYTES)
+
+
+def test_torch_is_held_to_its_share(monkeypatch):
+    seen: list[tuple[float, str]] = []
+    device = types.SimpleNamespace(total_memory=16 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: seen.append(given))
+    limit_memory(EngineConfig(**CUDA), "cuda:0")
+    limit_memory(EngineConfig(**CUDA, mm_ipc_gpu_memory_gb=64.0), "cuda:0")
+    assert seen == [(3 / 16, "cuda:0"), (1.0, "cuda:0")]
 
 
 def test_api_servers_take_turns_with_the_devices(monkeypatch):

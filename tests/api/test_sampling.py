@@ -86,6 +86,19 @@ def test_ends() -> None:
     assert resolver().resolve(chat(stop_token_ids=[9], ignore_eos=True), 1).stop_token_ids == [9]
 
 
+def test_ends_that_the_model_cannot_sample_are_no_stop_tokens() -> None:
+    """A rank has no logits to bar them by before `min_tokens`: it ended the engine."""
+    ends = resolver(SamplingDefaults(eos_token_ids=(-1, 7, 49, 50, 10**9)))
+    assert ends.resolve(chat(min_tokens=5), 1).stop_token_ids == [7, 49]
+
+
+def test_a_prompt_with_a_token_that_only_the_tokenizer_has() -> None:
+    assert resolver().new_request(chat(), "r", [0, 49], []).prompt_token_ids == [0, 49]
+    with pytest.raises(ApiError, match="Invalid 'messages': the model has no token 50;") as caught:
+        resolver().new_request(chat(), "r", [0, 50], [])
+    assert (caught.value.status, caught.value.body.param) == (400, "messages")
+
+
 def test_what_the_request_gives_reaches_the_engine() -> None:
     params = resolver().resolve(
         chat(

@@ -1,6 +1,6 @@
 """What an API server's process loads, and which settings it refuses to start with."""
 
-import shutil
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,20 @@ NO_CACHE = MediaCachePlan("off", 0, "")
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tiny_processor.build(tmp_path_factory.mktemp("model"))
-    shutil.copy(Path(BUNDLED_MODEL) / "config.json", directory)  # a whole one: its vocabulary has 768 tokens
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def write_model(directory: Path, **changes: int) -> Path:
+    """The config.json is a whole one, whose vocabulary has 768 tokens."""
+    tiny_processor.build(directory)
+    raw = json.loads((Path(BUNDLED_MODEL) / "config.json").read_text())
+    tokens = json.loads((directory / "tokenizer.json").read_text())["added_tokens"]
+    ids = {
+        f"{kind}_token_id": token["id"] for kind in ("image", "video") for token in tokens if kind in token["content"]
+    }
+    raw |= ids | {key: value for key, value in changes.items() if key in raw}
+    raw["vision_config"] |= {key: value for key, value in changes.items() if key not in raw}
+    (directory / "config.json").write_text(json.dumps(raw))
     return directory
 
 
@@ -45,6 +57,39 @@ def test_settings_reach_the_media_road(model_dir: Path, tmp_path: Path) -> None:
     tokens = front.renderer.render([{"role": "user", "content": "hello"}])
     assert front.processor.hf_processor.tokenizer.decode(tokens) == "hello!"
     front.media.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"patch_size": 8}, "patch_size (14, not 8)"),
+        ({"temporal_patch_size": 4}, "temporal_patch_size (2, not 4)"),
+        ({"spatial_merge_size": 1}, "merge_size (2, not 1)"),
+        ({"image_token_id": 5}, "image_token_id (311, not 5)"),
+    ],
+)
+def test_a_processor_of_another_model(change: dict[str, int], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write_model(tmp_path, **change))
+    text = f"the model's processor and its config.json differ in {says}; take all files from one model"
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", '{"added_tokens": 3}'),
+        ("preprocessor_config.json", '{"image_processor_type": "Qwen2VLImageProcessor", "size": {"shortest_edge": 0}}'),
+        ("preprocessor_config.json", '{"image_processor_type": "Qwen2VLImageProcessor", "size": "x"}'),
+        ("processor_config.json", '{"processor_class": 3}'),
+    ],
+)
+def test_files_that_the_libraries_choke_on(name: str, text: str, tmp_path: Path) -> None:
+    (write_model(tmp_path) / name).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path)
+    assert "files from where the model is from" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_limits_reach_the_decoders(model_dir: Path) -> None:

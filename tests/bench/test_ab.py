@@ -49,6 +49,14 @@ def test_ratios_by_hand():
     assert "Prompts not answered alike by all runs: 2 of 100; by the runs of A: 0, of B: 1" in text
 
 
+def test_rounds_that_were_disturbed_are_named():
+    args = parsed("ab", "--a", "", "--b", "")
+    settings = settings_of(argparse.Namespace(**{**vars(args), "launch": ""}))
+    late = figures(10.0, 4.0) | {"client": {"host_busy": True, "bottleneck": False}}
+    found = ab.compare({"A": [measured(late), measured(figures(1.0, 4.0))], "B": [measured(late)] * 2}, settings)
+    assert "\nIn A 1, B 1, B 2 the host was busy: " in ab.describe(found, args, settings)
+
+
 def test_no_key_of_a_server_is_told():
     args = parsed("ab", "--a", "--api-key sesame", "--b", "--api-key=sesame", "--launch", "--api-key sesame -tp 2")
     settings = settings_of(argparse.Namespace(**{**vars(args), "launch": ""}))
@@ -80,6 +88,7 @@ def test_a_sweep_of_a_server_that_runs(bench, root, tmp_path: Path):
     ran = bench("sweep", "--flag", "--max_concurrency", "--values", "1,3", "--base-url", root, "--num-prompts", 6,
                 "--num-warmups", 0, "--dataset-name", "synthetic-image", "--plot", tmp_path / "sweep.png")  # fmt: skip
     assert ran.status == 0, ran.err
+    assert ran.err.count("all but the first find its caches filled. Leave out --base-url") == 1
     assert [run["max_concurrent_requests"] for run in ran.figures["runs"]] == [1, 3]
     for value, run in zip("13", ran.figures["runs"], strict=True):
         row = next(line.split() for line in ran.out.splitlines() if line.split()[:3] == [value, "6", "0"])

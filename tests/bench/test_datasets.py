@@ -210,6 +210,30 @@ def test_lengths_of_answers(tmp_path: Path):
     assert [(sample.output_tokens, sample.answer) for sample in found] == [(128, None), (5, "c")]
 
 
+def test_a_url_may_stand_bare_in_a_part(tmp_path: Path):
+    """And the file may begin with the mark that some editors write."""
+    part = {"type": "image_url", "image_url": "data:image/png;base64,AAAA"}
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps([{"messages": [{"role": "user", "content": [part]}]}]), encoding="utf-8-sig")
+    (sample,) = load(settings("custom", path=str(path), count=1, output_tokens=1)).samples
+    assert [one.url for one in sample.shown] == [part["image_url"]]
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"messages": [{"role": "user", "content": ["hi"]}]}, "a record's content is a list with a str"),
+        ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "'video_url' without its URL"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "of the type 'audio': the types are text"),
+        ({"prompt": "x", "output_tokens": "many"}, "output_tokens is 'many': use a whole number above 0, or --output"),
+        ({"prompt": "x", "output_tokens": 0}, "output_tokens is 0: use a whole number above 0"),
+    ],
+)
+def test_records_of_another_form_say_what_is_wrong(tmp_path: Path, record: dict, said: str):
+    with pytest.raises(ConfigError, match=said):
+        load(settings("custom", path=write(tmp_path / "x.jsonl", [record])))
+
+
 def test_hf_reads_local_parquet_with_its_media(tmp_path: Path):
     from datasets import Dataset, Features, Value
     from datasets import Image as ImageFeature
@@ -271,6 +295,9 @@ def test_what_cannot_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match=r"an object on each line: line 3 column 12: Expecting value"):
         (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": }\n')
         load(settings("custom", path=str(tmp_path / "bad.jsonl")))
+    with pytest.raises(ConfigError, match="is no JSON: it is not text in UTF-8"):
+        (tmp_path / "clip.mp4").write_bytes(b"\xb9\xff")
+        load(settings("custom", path=str(tmp_path / "clip.mp4")))
     with pytest.raises(ConfigError, match="no record holds a prompt under messages.*; the last record has reply"):
         load(settings("custom", path=write(tmp_path / "empty.jsonl", [{"reply": "x"}])))
     with pytest.raises(ConfigError, match="a record's video 'gone.mp4' cannot be read"):

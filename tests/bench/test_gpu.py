@@ -12,6 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mini_engine.bench import gpu, gpu_device, gpu_work
+from mini_engine.config import ConfigError
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
@@ -87,12 +88,28 @@ def test_the_measurements_run_and_their_shares_follow(monkeypatch):
     model = gpu_device.Model(TINY, CPU, 3, 200, graphs=False)
     rows = [device.decode(model, 3, 100, 4, 2), device.prefill(model, 2), device.vision(model, 2)]
     assert [row["part"] for row in rows] == ["decode", "prefill", "vision"]
+    more = [device.penalties(model, 3, 100, 4, 2), device.mixed(model, 3, 100, 4, 2), device.grids(model, 2)]
+    assert [row["part"] for row in more] == ["penalties", "mixed", "grids"] and all(row["ms"] > 0 for row in more)
     assert not model.runner._sequences
     work = (gpu_work.decode_bytes(CONFIG, 3, 108, 2), gpu_work.prefill_flops(CONFIG, 40))
     for row, done, rate in zip(rows, work, (device.copy_rate, device.matrix_rate), strict=False):
         assert row["share"] == pytest.approx(done / (row["ms"] / 1000) / rate, abs=2e-3, rel=2e-2)
-    shown = gpu.describe(rows, [{"megabytes": 11.2, "ms": 0.5, "gigabytes_per_second": 22.4}])
+    shown = gpu.describe(rows + more, [{"megabytes": 11.2, "ms": 0.5, "gigabytes_per_second": 22.4}])
     assert "70 %" in shown and "11.2 MB" in shown
+
+
+def test_every_call_of_the_tower_has_a_grid_of_its_own(monkeypatch):
+    monkeypatch.setattr(gpu_device, "COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(gpu_device, "SIDE", 32)
+    model, seen = gpu_device.Model(TINY, CPU, 1, 20, graphs=False), []
+    monkeypatch.setattr(model.runner, "encode_patches", lambda patches, grids: seen.append((len(patches[0]), *grids)))
+    gpu_device.Device(CPU).grids(model, 30)
+    assert len(set(seen)) == 31 and all(rows == t * h * w for rows, (t, h, w) in seen)
+
+
+def test_a_backend_that_cannot_run_is_refused():
+    with pytest.raises(ConfigError, match="--attention-backend varlen: .* needs CUDA"):
+        gpu_device.Model(TINY, CPU, 1, 20, graphs=True, attention="varlen", block_size=256)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -111,6 +128,9 @@ def test_on_a_device():
     bench = subprocess.run([*command, "--repeats", "1"], cwd=ROOT, capture_output=True, text=True)
     assert bench.returncode == 0, bench.stdout + bench.stderr
     figures = json.loads(bench.stdout.splitlines()[-1])["figures"]
-    assert [row["part"] for row in figures["rows"]] == ["decode", "decode", "prefill", "vision"]
+    assert [row["part"] for row in figures["rows"]] == [
+        "decode", "decode", "penalties", "mixed", "prefill", "vision", "grids",
+    ]  # fmt: skip
+    assert figures["attention"] == {"backend": "triton", "block_size": 16}
     assert len(figures["transfer"]) == 3
     assert all(0 < row["share"] < 1.5 for row in figures["rows"])

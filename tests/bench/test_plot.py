@@ -41,7 +41,9 @@ def test_the_picture_of_a_run(tmp_path: Path):
     for title, count in zip(latencies, (6, 6, 12, 6), strict=True):
         assert sum(bar.get_height() for bar in shown[title].patches) == count, title
     (steps,) = shown["Throughput over time"].patches
-    assert sum(steps.get_data().values) == pytest.approx(18), "all tokens"
+    rates = steps.get_data()
+    assert sum(rates.values * np.diff(rates.edges)) == pytest.approx(18), "all tokens"
+    assert (rates.edges[0], rates.edges[-1]) == pytest.approx((0, 2.75)), "to the end of the run and no further"
     (under_way,) = (axis for axis in figure.axes if axis.get_ylabel() == "requests under way")
     assert max(under_way.lines[0].get_ydata()) == found.figures["max_concurrent_requests"] > 1
     bars = shown["Where the server says the time went"]

@@ -100,7 +100,7 @@ def test_records_of_no_use(tmp_path: Path, data: bytes):
 def test_records_as_some_write_them(tmp_path: Path):
     path = tmp_path / "d.jsonl"
     assert read(path, b'\xef\xbb\xbf{"prompt": "\xc3\xa9"}')[0].messages[0].parts == ("é",)
-    assert read(path, message(["a", {"type": "text", "text": "b"}]))[0].messages[0].parts == ("a", "b")
+    assert read(path, message([{"type": "text", "text": "b"}]))[0].messages[0].parts == ("b",)
     link = read(path, message([{"type": "image_url", "image_url": "http://x"}]))[0].shown[0]
     assert (link.url, link.kind) == ("http://x", "image")
     greeted = [{"from": "gpt", "value": "hello"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]

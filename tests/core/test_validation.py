@@ -19,6 +19,10 @@ def request(media, tokens=None, max_tokens=4) -> NewRequest:
     return NewRequest("r", tokens or [20, VIDEO, VIDEO, 21, 22, 23], SamplingParams(max_tokens, 1), media)
 
 
+def barring(**fields) -> NewRequest:
+    return NewRequest("r", [5, 6], SamplingParams(4, 1, min_tokens=2, **fields), [])
+
+
 GOOD = item(MESSAGE, 1, 2, media_hash=b"x")
 
 BAD = {
@@ -36,6 +40,9 @@ BAD = {
     "placeholders without media": request([]),
     "a token outside of the vocabulary": request([], [5, MODEL.text.vocab_size]),
     "a negative token": request([], [5, -1]),
+    "an end outside of the vocabulary": barring(stop_token_ids=[MODEL.text.vocab_size]),
+    "a negative end": barring(stop_token_ids=[-1]),
+    "a bias on what is outside of the vocabulary": barring(logit_bias={MODEL.text.vocab_size: 1.0}),
     "no token": NewRequest("r", [], SamplingParams(4, 1)),
     "no answer wanted": request([], [5, 6], max_tokens=0),
     "longer than the model": request([], [5] * 200, max_tokens=100),

@@ -16,11 +16,27 @@ FILES = ["kernels/test_ops.py", "kernels/test_paged.py", "worker/test_triton_att
 FILES += ["worker/test_decode_graphs.py"]
 
 
+# Triton 3.6, with a numpy that makes no scalar of an array of one element any more, cannot loop over a kernel's values.
+CANNOT_LOOP = "only 0-dimensional arrays can be converted to Python scalars"
+
+
 def test_the_kernels_interpreted():
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu and not slow", *(f"tests/{file}" for file in FILES)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "COLUMNS": "400"}  # wide: the summary is not to be cut
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if "only 0-dimensional arrays can be converted to Python scalars" in run.stdout:
-        pytest.skip("the interpreter of Triton 3.6 cannot loop with this numpy; run these tests on a device")
-    assert run.returncode == 0, run.stdout + run.stderr
+    failed, excused = failures(run.stdout)
+    assert not failed and (run.returncode == 0 or excused), run.stdout + run.stderr
     assert "skipped" not in run.stdout, run.stdout
+    if excused:
+        pytest.skip(f"{len(excused)} of these tests need a device or another Triton, whose interpreter can loop")
+
+
+def failures(stdout: str) -> tuple[list[str], list[str]]:
+    """Lines of pytest's summary: tests that failed, and those that no code of this project could make pass."""
+    lines = [line for line in stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return [line for line in lines if CANNOT_LOOP not in line], [line for line in lines if CANNOT_LOOP in line]
+
+
+def test_only_what_the_interpreter_cannot_do_is_excused():
+    wrong, loop = "FAILED tests/a.py::b - assert 1 == 2", f"FAILED tests/a.py::c - TypeError: {CANNOT_LOOP}"
+    assert failures(f"F.\n{CANNOT_LOOP}\n{wrong}\n{loop}\n2 failed") == ([wrong], [loop])

@@ -20,7 +20,11 @@ def main() -> None:
         os.write(1, CHUNK + b"\n")
     while spec.index == "no-line":
         os.write(1, CHUNK)
-    if spec.index == "sleeps":
+    if spec.index == "fails":
+        sys.exit(1)
+    if spec.index == "closes":
+        os.closerange(1, 3)
+    if spec.index in ("sleeps", "closes"):
         time.sleep(600)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from mini_engine import child_process
 from mini_engine.child_process import READ_BYTES
+from mini_engine.launch.family import Died
 
 
 class Written:
@@ -40,3 +41,15 @@ def test_one_that_writes_without_pause_is_read_a_bit_at_a_time(writes, family, w
         assert len(child._partial) <= READ_BYTES
     assert max(map(len, written.parts)) <= 2 * READ_BYTES + 1
     assert all(part.endswith(b"\n") for part in written.parts)
+
+
+def test_who_closes_its_output_and_lives_is_still_waited_for_without_spinning(family):
+    child = family.start("worker", "closes", 1)
+    deadline = time.monotonic() + 60
+    while not child.output_ended:
+        assert time.monotonic() < deadline
+        assert family.wait(1) == []
+    begun = time.monotonic()
+    assert family.wait(0.5) == [] and time.monotonic() - begun >= 0.5
+    child.kill()
+    assert family.wait(60) == [Died(child, "died: killed by SIGKILL", True)]

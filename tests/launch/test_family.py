@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import select
+import socket
 import time
 
 import pytest
 
 from mini_engine.config import EngineConfig
+from mini_engine.host import bind_listeners
 from mini_engine.launch import family as family_module
 from mini_engine.launch.family import Died, Family, Undying
 from mini_engine.launch.generation import Generation, Ground
 from mini_engine.launch.liveness import Liveness
 from mini_engine.launch.stopping import Stopping
-from mini_engine.launch.supervisor import Supervisor
+from mini_engine.launch.supervisor import GenerationOver, Stop, Supervisor
 from mini_engine.messages import MediaCachePlan
 from tests.launch.conftest import make_unkillable
 
@@ -37,7 +40,7 @@ def test_who_is_killed_and_does_not_die_is_given_up(family):
     for child in (mortal, undying):
         child.kill()
     assert events(family, 2) == [
-        Died(mortal, "died: killed by SIGKILL"),
+        Died(mortal, "died: killed by SIGKILL", True),
         Undying(undying, "does not die 1 s after it was killed (state in proc(5): S)"),
     ]
     assert time.monotonic() - begun >= DEATH_SECONDS
@@ -76,3 +79,58 @@ def test_the_server_ends_if_a_dead_engine_has_a_process_that_does_not_die(number
     assert time.monotonic() - begun < 10 * DEATH_SECONDS  # most of it the start of interpreters
     last = caplog.records[-1].getMessage()
     assert "worker sleeps" in last and "does not die" in last
+
+
+def dead_together(one: Supervisor, children: list) -> None:
+    """They served, and the next look finds them all dead."""
+    one.generation = Generation(1, one.ground)
+    one.generation.announced = True
+    for child in children:
+        child.serving = child.started = True
+        assert select.select([child.pidfd], [], [], 60)[0]
+
+
+@pytest.mark.parametrize("first", ["api", "core"])
+def test_who_waits_in_line_at_an_api_server_that_dies_with_its_engine_is_told_at_once(first, family, runtime, caplog):
+    """And both deaths are in the log, in whichever order they are found."""
+    one = supervisor(family, runtime)
+    one.listeners = bind_listeners(EngineConfig(host="127.0.0.1", port=0))
+    one.listeners[0].listen()
+    with one.listeners[0], socket.create_connection(one.listeners[0].getsockname()) as client:
+        dead_together(one, [family.start(role, "0", 1) for role in sorted(("api", "core"), key=lambda it: it != first)])
+        with pytest.raises(GenerationOver):
+            one._poll(60)
+        one._end_generation("its engine has died")
+        client.settimeout(0)
+        with pytest.raises(ConnectionResetError):
+            client.recv(1)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(one.listeners[0].getsockname())
+        one.listeners[0].listen()  # as a successor does
+        socket.create_connection(one.listeners[0].getsockname()).close()
+    said = [record.getMessage() for record in caplog.records]
+    assert all(any(line.startswith(f"{role} 0 (pid ") for line in said) for role in ("api", "core")), said
+
+
+def test_who_does_not_die_ends_the_server_though_another_death_is_found_at_once(family, runtime):
+    one = supervisor(family, runtime)
+    undying = make_unkillable(family.start("worker", "sleeps", 1))
+    undying.kill()
+    time.sleep(DEATH_SECONDS)
+    dead_together(one, [family.start("core", "ends", 1)])
+    with pytest.raises(GenerationOver):
+        one._poll(60)
+    with pytest.raises(Stop) as stop:
+        one._end_generation("its engine has died")
+    assert "does not die" in stop.value.last_words
+
+
+def test_who_was_killed_is_named_before_who_ended_for_want_of_him(family, runtime, caplog):
+    one = supervisor(family, runtime)
+    follower, killed = family.start("worker", "fails", 1), family.start("worker", "sleeps", 1)
+    killed.kill()
+    dead_together(one, [follower, killed])
+    with pytest.raises(GenerationOver, match=r"worker sleeps .* killed by SIGKILL"):
+        one._poll(60)
+    one._end_generation("its engine has died")
+    assert "worker fails" in caplog.text and "exit status 1" in caplog.text

@@ -2,11 +2,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from mini_engine import metrics
 from mini_engine.media.errors import MediaError
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.media.sampling import VideoSampling
@@ -290,6 +292,27 @@ def test_patches_stay_on_the_device_where_they_are_made(model_dir: Path) -> None
     processor = MediaProcessor(model_dir, device="meta")
     for item in (processor.process_image(decoded(1, 60, 100).frames[0]), processor.process_video(decoded(4, 60, 100))):
         assert item.patches.device.type == "meta" and item.patches.dtype == torch.uint8
+
+
+def test_an_item_without_room_on_the_device_is_made_on_the_cpu_and_counted(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Again on the meta device, which here has no room for videos."""
+    processor, plain = MediaProcessor(model_dir, device="meta"), MediaProcessor(model_dir)
+    video, make = decoded(4, 60, 100), processor.hf_processor.video_processor.preprocess
+
+    def without_room(*args: Any, **more: Any) -> Any:
+        if more["device"] == "meta":
+            raise torch.OutOfMemoryError("CUDA out of memory. 3.00 GiB allowed")
+        return make(*args, **more)
+
+    monkeypatch.setattr(processor.hf_processor.video_processor, "preprocess", without_room)
+    counter = metrics.ipc_fallbacks_total.labels("processor_memory")._value
+    before = counter.get()
+    item = processor.process_video(video)
+    assert item.patches.equal(plain.process_video(video).patches)
+    assert counter.get() == before + 1
+    assert processor.process_image(video.frames[0]).patches.device.type == "meta"
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """The files of a checkpoint: any that is missing, damaged or of another kind is named, with the remedy."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,17 @@ def test_files_without_an_index_are_all_read(sharded, checkpoint):
     (sharded / INDEX_FILE).unlink()
     assert len(shards(sharded)) > 2
     assert same_weights(load(sharded), load(checkpoint.path))
+
+
+def test_what_is_no_file_is_not_opened(sharded):
+    """Opening a pipe would wait for ever."""
+    first, *_ = shards(sharded)
+    first.unlink()
+    os.mkfifo(first)
+    assert refusal(sharded) == f"{first} is no regular file, or a link to nothing; download it again"
+    first.unlink()
+    first.mkdir()
+    assert "is no regular file" in refusal(sharded)
 
 
 def test_missing_files_are_named(sharded):

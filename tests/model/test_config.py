@@ -1,5 +1,6 @@
 """`ModelConfig`: both layouts, refusals, and that reading it costs no torch."""
 
+import copy
 import json
 import re
 import subprocess
@@ -88,6 +89,58 @@ def test_both_layouts_read_the_same(layouts):
 def test_what_cannot_be_served_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict(HUB_7B | change)
+
+
+ODD = (None, "x", 0, -1, 1.5, 10**12, float("nan"), True, [], [1, -1], ["a"], {}, {"a": 1})
+
+
+@pytest.mark.parametrize("part", [None, "vision_config", "rope_scaling"])
+def test_a_value_of_any_kind_is_taken_or_refused_in_words(part):
+    """Never a TypeError somewhere, or sizes that end a worker."""
+    whole = copy.deepcopy(HUB_7B)
+    inner = whole if part is None else whole[part]
+    for name, good in list(inner.items()):
+        for odd in ODD:
+            inner[name] = odd
+            try:
+                config = ModelConfig.from_dict(whole)
+            except ValueError as error:
+                assert error.__class__ is ValueError
+                continue
+            sizes = [value for value in (*vars(config.text).values(), *vars(config.vision).values())]
+            assert all(type(value) is not int or 0 <= value <= 10**12 for value in sizes), (name, odd)
+            assert not any(isinstance(value, str | dict | list) for value in sizes), (name, odd)
+        inner[name] = good
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        (None, {"num_attention_heads": 0}, "num_attention_heads is 0; it must be a whole number from 1 to 4096"),
+        (None, {"hidden_size": "3584"}, "hidden_size is '3584'; it must be a whole number from 1 to"),
+        (None, {"vocab_size": -5}, "vocab_size is -5; it must"),
+        (None, {"num_attention_heads": 27}, "hidden size 3584 is no multiple of 27 heads"),
+        (None, {"vocab_size": 151656}, "video_token_id is 151656, but vocab_size is 151656"),
+        (None, {"video_token_id": 151655}, "image_token_id and video_token_id are both 151655"),
+        (None, {"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; it must be a number above 0"),
+        (None, {"vision_config": [1]}, r"vision_config is \[1\], not a JSON object"),
+        ("vision_config", {"patch_size": 0}, "vision_config.patch_size is 0; it must"),
+        ("vision_config", {"depth": 10**6}, "vision_config.depth is 1000000; it must be a whole number from 1 to 4096"),
+        ("vision_config", {"fullatt_block_indexes": [7, "a"]}, "fullatt_block_indexes is .* a list of whole numbers"),
+        ("vision_config", {"window_size": None}, "lacks the field 'window_size' of vision_config"),
+        ("rope_scaling", {"mrope_section": [64]}, "must have three parts"),
+    ],
+)
+def test_a_value_of_no_use_is_named_with_its_limits(part, change, message):
+    raw = HUB_7B | (change if part is None else {part: HUB_7B[part] | change})
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(raw)
+
+
+@pytest.mark.parametrize("whole", [[], 3, "x", None])
+def test_a_file_that_is_no_object(whole):
+    with pytest.raises(ValueError, match=r"config.json is .*, not a JSON object"):
+        ModelConfig.from_dict(whole)
 
 
 def test_an_unknown_architecture_is_told_all_that_are_known():

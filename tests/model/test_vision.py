@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mini_engine.model import vision
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision import layout, segment_attention
 from mini_engine.model.weights import load_model
@@ -82,3 +83,12 @@ def test_a_video_in_slices_of_whole_grids_equals_the_whole(checkpoint):
     (whole,) = model.encode_vision(patches, [(5, 6, 10)])
     parts = [model.encode_vision(part, [(len(part) // per_grid, 6, 10)])[0] for part in patches.split(2 * per_grid)]
     torch.testing.assert_close(torch.cat(parts), whole, atol=1e-6, rtol=1e-6)
+
+
+def test_a_layout_reaches_the_device_without_a_wait(monkeypatch):
+    """All of its tensors by the one function whose copies wait for nothing."""
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(vision, "to_device", lambda tensor, _: sent.append(tensor) or tensor)
+    made = layout.__wrapped__(GRIDS, 2, 2, CPU)
+    where = (made.patches, made.merged, made.coordinates, made.sizes, made.frames.order, made.frames.inverse)
+    assert {id(tensor) for tensor in where} == {id(tensor) for tensor in sent}

@@ -55,6 +55,45 @@ def test_missing_unexpected_and_misshaped_are_all_named(copy):
     assert "wrong shape: model.visual.merger.ln_q.weight is (7,), not (32,)" in str(error.value)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e6])
+def test_weights_that_are_not_finite_are_named(value, copy):
+    """The last of these are, but not in float16."""
+
+    def change(tensors):
+        tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = value
+
+    rewrite(copy, change)
+    dtype = torch.float16 if value == 1e6 else torch.float32
+    said = rf"down_proj.weight in .*{FILE} holds values that are not finite in {str(dtype)[6:]}; choose --dtype float32"
+    with pytest.raises(CheckpointError, match=said):
+        load_model(copy, TensorParallel(), dtype, CPU)
+
+
+def test_large_weights_whose_sum_overflows_are_finite(copy):
+    rewrite(copy, lambda tensors: tensors["model.norm.weight"].fill_(3e38))
+    assert load(copy).decoder.norm.weight.isfinite().all()
+
+
+def change_config(path: Path, **text: int) -> None:
+    raw = json.loads((path / "config.json").read_text())
+    raw["text_config"] |= text
+    (path / "config.json").write_text(json.dumps(raw))
+
+
+def test_sizes_that_the_files_do_not_have_are_named_before_anything_is_made(copy):
+    change_config(copy, vocab_size=1 << 24, intermediate_size=1 << 24)
+    with pytest.raises(CheckpointError, match=r"wrong shape: model.language_model.embed_tokens.weight is \(200, 64\)"):
+        load(copy)
+
+
+def test_a_model_that_memory_cannot_hold_is_not_begun(copy):
+    change_config(copy, intermediate_size=1 << 24, num_hidden_layers=400)
+    with pytest.raises(
+        CheckpointError, match=r"take [\d.]+ GiB of a worker .* GiB of memory are free; choose a smaller"
+    ):
+        load_model(copy, TensorParallel(), None, CPU, "dummy")
+
+
 def test_a_long_list_is_cut(copy):
     rewrite(copy, lambda tensors: [tensors.pop(name) for name in list(tensors) if "blocks" in name])
     with pytest.raises(ValueError, match=r"missing: .* and 28 more; take all files"):

@@ -205,6 +205,31 @@ def test_a_peer_may_die_at_every_byte(held) -> None:
     assert held.descriptors() == baseline and held.mappings() == 0
 
 
+def test_a_buffer_that_comes_back_is_pinned_once_and_unpinned_before_it_goes(held) -> None:
+    calls: list[object] = []
+
+    def pin(address: int, nbytes: int):
+        calls.append((address, nbytes))
+        return lambda: calls.append(held.mappings())
+
+    left, right = socket.socketpair()
+    connection = Connection(Encoder("worker", 2), right, pin)
+    fd = shared(b"p" * 64)
+    socket.send_fds(left, [FRAMES[0]], [fd])
+    os.close(fd)
+    first = [arrival.tensors[0] for arrival in connection.read()]
+    assert calls == [], "some buffers are used once"
+    left.sendall(FRAMES[1] + FRAMES[2])
+    rest = [arrival.tensors[0] for arrival in connection.read()]
+    assert len(rest) == 2 and calls == [(first[0].data_ptr(), 64)]
+    connection.close()
+    left.close()
+    del first
+    assert len(calls) == 1, "a view is left"
+    rest.clear()
+    assert calls[1:] == [1] and held.mappings() == 0
+
+
 def test_a_write_by_a_rank_is_impossible() -> None:
     """The model reads the sender's pages; a rank that wrote to them would change what the others read."""
     fd = shared(b"e" * 4096)

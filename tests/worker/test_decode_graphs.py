@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,7 @@ from tests.worker import script, tiny
 
 __all__ = ["device"]
 pytest.importorskip("triton")
-from mini_engine.worker.decode_graphs import DecodeGraphs, sizes  # noqa: E402
+from mini_engine.worker.decode_graphs import DecodeGraphs, DecodeStep, sizes  # noqa: E402
 
 BLOCKS = 64
 HUNGRY = {name: getattr(HUNGRY_SAMPLING, name) for name in ("repetition_penalty", "presence_penalty", "logprobs")}
@@ -64,26 +67,35 @@ def test_the_tokens_are_those_of_steps_without_and_of_torchs_attention(world):
     assert world.cache.storage[:, :, BLOCKS].any(), "padding wrote to the spare block"
 
 
+def decode_rows(world: World, rows: int) -> None:
+    """A step of sequences 0, 1, ...: the fourth token of each goes to place 3 of the block with its number."""
+    device = world.cache.storage.device
+    tables = torch.arange(rows, dtype=torch.int32, device=device).repeat(16, 1).T.contiguous()
+    ids = torch.arange(rows, device=device)
+    positions = torch.full((3, rows), 3, device=device)
+    contexts = torch.full((rows,), 4, dtype=torch.int32, device=device)
+    step = world.graphs._steps[bisect.bisect_left(world.graphs._sizes, rows)]
+    with torch.inference_mode():
+        step.run(ids, positions, 16 * ids + 3, tables, contexts)
+
+
 def test_padding_leaves_the_blocks_of_others_alone(world):
-    """After a step of five rows one of two: the rows that fell away must not write where they did."""
-    cache, padded = world.cache, world.graphs._steps[-1]
-    device = cache.storage.device
-    tables = torch.arange(5, dtype=torch.int32, device=device).repeat(16, 1).T.contiguous()
+    """Steps of several sizes, in one memory: the rows that fell away must not write where they did, whatever size."""
+    cache = world.cache
+    for rows in (5, 2, 6, 1, 3, 5):
+        cache.storage.zero_()
+        decode_rows(world, rows)
+        assert all(cache.storage[:, :, block, 3].any() for block in range(rows))
+        assert not cache.storage[:, :, rows:BLOCKS].any()
 
-    def step(rows: int) -> None:
-        ids = torch.arange(rows, device=device)
-        positions = torch.full((3, rows), 3, device=device)
-        contexts = torch.full((rows,), 4, dtype=torch.int32, device=device)
-        with torch.inference_mode():
-            padded.run(ids, positions, 16 * ids + 3, tables[:rows], contexts)
 
-    cache.storage.zero_()
-    step(5)
-    assert all(cache.storage[:, :, block, 3].any() for block in range(5))
-    cache.storage.zero_()
-    step(2)
-    assert all(cache.storage[:, :, block, 3].any() for block in range(2))
-    assert not cache.storage[:, :, 2:BLOCKS].any()
+def test_all_sizes_lie_in_one_memory(world):
+    """At 128,000 tokens a row of a block table has 32 KB: each size with its own would take a gigabyte and more."""
+    steps = world.graphs._steps
+    for place in ("_token_ids", "_positions", "_hidden"):
+        assert len({getattr(step, place).data_ptr() for step in steps}) == 1
+    assert len({id(step._attend.decode.tables) for step in steps}) == 1
+    assert all(step._positions.is_contiguous() for step in steps)
 
 
 def test_sizes():
@@ -93,8 +105,41 @@ def test_sizes():
     assert sizes(100) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100]
 
 
+def test_the_largest_size_is_recorded_first_and_all_into_one_pool(checkpoint, monkeypatch):
+    """With a recorder in the place of CUDA's, which replays a step by writing its size to where the result lies."""
+    model = load_model(checkpoint, TensorParallel(), None, torch.device("cpu"))
+    cache = KVCache.allocate(model.attention_shape, 4, 16, torch.float32, torch.device("cpu"), spare=1)
+    graphs = DecodeGraphs(model, make_backend("triton", cache, 64), 6, 64)
+    computed: list[tuple[int, object]] = []
+    pool: list[object] = [None]  # of the recording that is under way
+
+    class Graph:
+        def replay(self) -> None:
+            step = next(step for step in graphs._steps if step._replay == self.replay)
+            step._hidden.fill_(len(step._hidden))
+
+    @contextlib.contextmanager
+    def record(graph: Graph, **given: object) -> Iterator[None]:
+        assert given["capture_error_mode"] == "thread_local"
+        pool[0] = given["pool"]
+        yield
+        pool[0] = None
+
+    monkeypatch.setattr(DecodeStep, "_compute", lambda step: computed.append((len(step._hidden), pool[0])))
+    for name, fake in {"CUDAGraph": Graph, "graph": record, "graph_pool_handle": lambda: "the pool"}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    graphs.capture()
+    assert computed == [(size, where) for size in (6, 4, 2, 1) for where in (None, "the pool")]
+    tables, ones = torch.zeros(3, 16, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
+    with torch.inference_mode():
+        hidden = graphs._steps[2].run(torch.arange(3), torch.zeros(3, 3), torch.arange(3), tables, ones)
+    assert hidden.shape[0] == 3 and hidden.eq(4).all() and len(computed) == 8
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -12,7 +12,8 @@ import torch
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.messages import MediaCachePlan
 from mini_engine.model.config import ModelConfig
-from mini_engine.worker.device_memory import MemoryUse, media_bytes, worst_grids, worst_step
+from mini_engine.worker import filters
+from mini_engine.worker.device_memory import HUNGRY_SAMPLING, MemoryUse, media_bytes, worst_grids, worst_step
 
 NO_MEDIA = {"image": 0, "video": 0}
 OFF = MediaCachePlan("off", 0, "")
@@ -26,6 +27,18 @@ def test_what_is_left_of_a_device():
     assert use.left(0.9) == 900 - 50 - 300 - 100 - 20
     assert use.left(0.3) == -170
     assert dataclasses.replace(use, workers=2).left(1.0) == 500 - 470
+    assert dataclasses.replace(use, graphs=7).left(0.9) == use.left(0.9) - 7
+    assert "CUDA graphs 0.00 GiB" in str(use)
+
+
+def test_the_worst_sampling_sorts_the_vocabulary(monkeypatch):
+    """On a device top_p with a small top_k looks at the likeliest alone."""
+    sorted_widths: list[int] = []
+    sort = torch.Tensor.sort
+    monkeypatch.setattr(torch.Tensor, "sort", lambda x, **more: sorted_widths.append(x.shape[1]) or sort(x, **more))
+    params = HUNGRY_SAMPLING
+    filters.keep_top_p_unseen(torch.full((2, 5000), 1 / 5000), [params.top_p] * 2, [params.top_k] * 2)
+    assert sorted_widths == [5000]
 
 
 def grids(tmp_path: Path, processors: dict[str, dict], **settings: object) -> list:
@@ -70,8 +83,6 @@ def test_what_media_take():
     assert media_bytes(config, model, torch.float32, MediaCachePlan("shm", 5, "")) == 100 * 128 * 4 + 21
     assert media_bytes(config, model, torch.float32, MediaCachePlan("lru", 5, "")) == 100 * 128 * 4 + 21 + 5
     none = dataclasses.replace(config, limit_mm_per_prompt=NO_MEDIA)
-    on_device = dataclasses.replace(config, mm_processor_device="cuda", mm_ipc_gpu_memory_gb=3 / (1 << 30))
-    assert media_bytes(on_device, model, torch.float32, OFF) == 100 * 128 * 4 + 21 + 3
     assert media_bytes(none, model, torch.float32, MediaCachePlan("lru", 5, "")) == 0
 
 

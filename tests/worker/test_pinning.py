@@ -72,7 +72,7 @@ def test_memory_that_cuda_refuses_serves_as_it_is(runtime, caplog) -> None:
     assert memory.pin(host.data_ptr(), 16) is None and memory.pin(host.data_ptr(), 16) is None
     assert torch.equal(memory.to_device(host), host)
     assert [record.message for record in caplog.records] == [
-        "Stored media are copied to the device from pageable memory: CUDA error 801"
+        "Media are copied to the device from pageable memory: CUDA error 801"
     ]
 
 

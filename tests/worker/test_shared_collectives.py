@@ -23,7 +23,7 @@ def size(request) -> int:
 def ranks(size, tmp_path):
     """One end for each rank, for threads of this process."""
     with ThreadPoolExecutor(size) as pool:
-        yield (met := list(pool.map(lambda rank: meet(tmp_path / "ranks", rank, size, 5.0), range(size))))
+        yield (met := list(pool.map(lambda rank: meet(tmp_path / "ranks", rank, size, 5.0, 5.0), range(size))))
     for end in met:
         end.close()
 
@@ -90,7 +90,7 @@ def test_a_rank_that_ends_is_told_at_once(ranks):
 
 def test_a_rank_that_does_not_come_is_waited_for_so_long(tmp_path):
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda rank: meet(tmp_path / "ranks", rank, 2, 0.2), range(2))
+        first, second = pool.map(lambda rank: meet(tmp_path / "ranks", rank, 2, 0.2, 0.2), range(2))
     with pytest.raises(
         RuntimeError, match=r"rank 1 has not come to a collective within 0.2 s \(--collective-timeout\)"
     ):
@@ -102,13 +102,24 @@ def test_a_rank_that_does_not_come_is_waited_for_so_long(tmp_path):
 @pytest.mark.parametrize(("rank", "problem"), [(0, "1 ranks have not come within 0.2 s"), (1, "rank 0 has not come")])
 def test_ranks_that_never_meet(rank, problem, tmp_path):
     with pytest.raises(RuntimeError, match=problem):
-        meet(tmp_path / "ranks", rank, 2, 0.2)
+        meet(tmp_path / "ranks", rank, 2, 0.2, 0.2)
+
+
+def test_a_late_rank_is_waited_for_longer_at_the_start_than_in_a_collective(tmp_path):
+    def come(rank):
+        time.sleep(0.4 * rank)
+        return meet(tmp_path / "ranks", rank, 2, 30.0, 0.1)
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(come, range(2)))
+    for end in ends:
+        end.close()
 
 
 def test_nothing_is_left(tmp_path):
     before, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
     with ThreadPoolExecutor(3) as pool:
-        ends = list(pool.map(lambda rank: meet(tmp_path / "ranks", rank, 3, 5.0), range(3)))
+        ends = list(pool.map(lambda rank: meet(tmp_path / "ranks", rank, 3, 5.0, 5.0), range(3)))
     for end in ends:
         end.close()
     del end, ends  # and with them their mappings

@@ -10,6 +10,7 @@ before the text of the first question. The prompt ends before the first answer. 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import mimetypes
@@ -86,12 +87,13 @@ class Reader:
     def _length(self, record: Record, answer: str | None) -> int:
         if self.output_tokens is not None:
             return self.output_tokens
-        if (most := record.get("output_tokens")) is not None:
-            if not isinstance(most, int) or isinstance(most, bool) or not 1 <= most <= MOST_TOKENS:
-                raise ConfigError(
-                    f"a record's output_tokens is {str(most)[:SHOWN]}: use a whole number from 1 to {MOST_TOKENS}"
-                )
-            return most
+        if (asked := record.get("output_tokens")) is not None:
+            with contextlib.suppress(TypeError, ValueError, OverflowError):
+                if 0 < (tokens := int(asked)) <= MOST_TOKENS and not isinstance(asked, bool):
+                    return tokens
+            raise ConfigError(
+                f"a record's output_tokens is {repr(asked)[:SHOWN]}: use a whole number above 0, or {self.flag}"
+            )
         return max(1, len(self._tokenizer.encode(answer))) if answer is not None else DEFAULT_TOKENS
 
     @functools.cached_property
@@ -159,25 +161,24 @@ def _parts(content: Any) -> tuple[Part, ...]:
         return (text,) if text else ()
     parts: list[Part] = []
     for part in content if isinstance(content, (list, tuple)) else ():
-        if isinstance(part, str):
-            parts += _parts(part)
-            continue
-        name = str(part.get("type")) if isinstance(part, dict) else type(part).__name__
-        if name == "text":
+        if not isinstance(part, dict):
+            raise ConfigError(f"a record's content is a list with a {type(part).__name__}: its parts are objects")
+        kind = part.get("type")
+        if kind == "text":
             parts += _parts(part.get("text"))
-        elif name in PARTS:
-            parts.append(Link(_url(name, part.get(name)), PARTS[name]))
+        elif isinstance(kind, str) and kind in PARTS:
+            parts.append(Link(_url(part.get(kind), kind), PARTS[kind]))
         else:
             known = ", ".join(["text", *PARTS])
-            raise ConfigError(f"a record has a part of the type {name!r}: the types are {known}")
+            raise ConfigError(f"a record has a part of the type {kind!r}: the types are {known}")
     return tuple(parts)
 
 
-def _url(name: str, value: Any) -> str:
-    """The URL of a part for a medium, which some write without the object around it."""
+def _url(value: Any, kind: str) -> str:
+    """Of an object with `url`, or bare, as some files have it."""
     url = value.get("url") if isinstance(value, dict) else value
     if not isinstance(url, str):
-        raise ConfigError(f'a record has a part of the type {name!r} without a URL: write {{"{name}": {{"url": ...}}}}')
+        raise ConfigError(f'a record has a part of the type {kind!r} without its URL: use "{kind}": {{"url": "..."}}')
     return url
 
 

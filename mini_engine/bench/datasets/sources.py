@@ -31,11 +31,11 @@ def read_json(path: Path) -> list[dict[str, Any]]:
         ConfigError: it is neither, or cannot be read.
     """
     try:
-        text = path.read_text("utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"--dataset-path: {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"--dataset-path: {path} is not UTF-8, so it holds no JSON") from None
+        raise ConfigError(f"--dataset-path: {path} is no JSON: it is not text in UTF-8") from None
     number = 0  # of the line before the text that is read
     try:
         if text.lstrip().startswith("["):

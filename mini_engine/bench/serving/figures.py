@@ -122,7 +122,7 @@ def is_good(outcome: Outcome, goodput: dict[str, float]) -> bool:
 def tokens_by_second(run: Run) -> list[float]:
     """Tokens that came in each second of the run."""
     found: dict[int, float] = collections.defaultdict(float)
-    for moment, tokens in _arrived(run):
+    for moment, tokens in arrived(run):
         found[int(moment - run.begun)] += tokens
     return [found[second] for second in range(max(found, default=-1) + 1)]
 
@@ -133,7 +133,7 @@ def best_second(run: Run) -> float | None:
         return None
     best = within = 0.0
     window: collections.deque[tuple[float, float]] = collections.deque()
-    for moment, tokens in _arrived(run):
+    for moment, tokens in arrived(run):
         window.append((moment, tokens))
         within += tokens
         while moment - window[0][0] >= 1:
@@ -142,7 +142,7 @@ def best_second(run: Run) -> float | None:
     return best
 
 
-def _arrived(run: Run) -> list[tuple[float, float]]:
+def arrived(run: Run) -> list[tuple[float, float]]:
     """When tokens came and how many, in order; a request's tokens are shared out evenly over its chunks."""
     done = [outcome for outcome in run.outcomes if outcome.ok]
     return sorted((moment, one.output_tokens / len(one.chunks)) for one in done for moment in one.chunks)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_engine.bench import datasets
-from mini_engine.bench.parser import at_least
+from mini_engine.bench.parser import at_least, real, whole
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 BACKENDS = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}
@@ -151,7 +151,7 @@ def url(text: str) -> str:
     if fine and "@" in parts.netloc:
         raise argparse.ArgumentTypeError("a URL with a name or a password in it is not taken; use --header")
     if not fine or parts.query or parts.fragment or re.search(r"\s", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not the root of a server, such as http://127.0.0.1:8000")
+        raise argparse.ArgumentTypeError(f"{text} is not like http://127.0.0.1:8000")
     return text
 
 
@@ -164,37 +164,37 @@ def endpoint(text: str) -> str:
 
 def port(text: str) -> int:
     """The number of a port that can be connected to."""
-    if not 1 <= int(text) <= 65535:
+    if not 1 <= whole(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text} is not from 1 to 65535")
-    return int(text)
+    return whole(text)
 
 
 def positive(text: str) -> float:
     """A number above 0; `inf` is one."""
-    if not float(text) > 0:
+    if not real(text) > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return float(text)
+    return real(text)
 
 
 def rate(text: str) -> float:
     """A number above 0 whose inverse is a time that can be waited for; `inf` is one."""
-    if not float(text) >= LEAST_RATE:
+    if not real(text) >= LEAST_RATE:
         raise argparse.ArgumentTypeError(f"{text} is not at least {LEAST_RATE:g}")
-    return float(text)
+    return real(text)
 
 
 def shape(text: str) -> float:
     """That of a gamma distribution from which numbers can be drawn."""
-    if not 1 / MOST_SHAPE <= float(text) <= MOST_SHAPE:
+    if not 1 / MOST_SHAPE <= real(text) <= MOST_SHAPE:
         raise argparse.ArgumentTypeError(f"{text} is not from {1 / MOST_SHAPE:g} to {MOST_SHAPE:g}")
-    return float(text)
+    return real(text)
 
 
 def not_negative(text: str) -> float:
     """A finite number that is not below 0."""
-    if not 0 <= float(text) < math.inf:
+    if not 0 <= real(text) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
-    return float(text)
+    return real(text)
 
 
 def backend(text: str) -> str:
@@ -204,9 +204,9 @@ def backend(text: str) -> str:
 
 def share(text: str) -> float:
     """A number from 0 to 1."""
-    if not 0 <= float(text) <= 1:
+    if not 0 <= real(text) <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
-    return float(text)
+    return real(text)
 
 
 def metrics(text: str) -> tuple[str, ...]:
@@ -219,7 +219,7 @@ def metrics(text: str) -> tuple[str, ...]:
 
 def percentiles(text: str) -> list[float]:
     """Numbers from 0 to 100 between commas."""
-    values = [float(value) for value in text.split(",")]
+    values = [real(value) for value in text.split(",")]
     if not all(0 <= value <= 100 for value in values):
         raise argparse.ArgumentTypeError(f"{text}: percentiles are from 0 to 100")
     return values
@@ -228,9 +228,9 @@ def percentiles(text: str) -> list[float]:
 def goodput(text: str) -> tuple[str, float]:
     """A metric of one request and its limit in milliseconds."""
     name, colon, limit = text.partition(":")
-    if name not in ("ttft", "tpot", "e2el") or not colon or not 0 <= float(limit) < math.inf:
+    if name not in ("ttft", "tpot", "e2el") or not colon or not 0 <= real(limit) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not ttft, tpot or e2el with a limit, such as ttft:500")
-    return name, float(limit)
+    return name, real(limit)
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -264,7 +264,7 @@ def json_object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text[:SHOWN]!r} is not a JSON object")
+        raise argparse.ArgumentTypeError(f'{text[:SHOWN]} is not a JSON object, such as {{"min_p": 0.1}}')
     return value
 
 

@@ -14,14 +14,16 @@ matplotlib.use("Agg")  # files only; no display is needed
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from mini_engine.bench.serving.figures import latencies, tokens_by_second, under_way
+from mini_engine.bench.serving.figures import arrived, latencies, under_way
 from mini_engine.bench.serving.measure import Measured
 from mini_engine.bench.serving.table import TITLES
 from mini_engine.config import ConfigError
 
 COLUMN_INCHES, ROW_INCHES = 5.0, 3.6
 BINS = 40
+LEAST_PARTS = 20  # of a run, in each of which throughput is counted; of a long one each is a second at most
 
 
 def check(path: Path) -> None:
@@ -76,20 +78,26 @@ def _distribution(axis: Axes, title: str, values: list[float]) -> None:
     axis.set(title=title, xlabel="ms", ylabel="count")
     if values:
         axis.hist(values, BINS)
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
         median = statistics.median(values)
         axis.axvline(median, color="black", linestyle="--", label=f"median {median:.1f}")
         axis.legend()
 
 
 def _throughput(axis: Axes, measured: Measured) -> None:
-    """Tokens of each second, and how many requests were under way."""
+    """Tokens a second, and how many requests were under way."""
     axis.set(title="Throughput over time", xlabel="s", ylabel="tokens / s")
-    tokens = tokens_by_second(measured.run)
-    axis.stairs(tokens)
+    run = measured.run
+    parts = max(LEAST_PARTS, math.ceil(run.seconds))
+    width = max(run.seconds, 1e-9) / parts
+    rates = [0.0] * parts
+    for moment, tokens in arrived(run):
+        rates[min(int((moment - run.begun) / width), parts - 1)] += tokens / width
+    axis.stairs(rates, [width * part for part in range(parts + 1)])
     axis.set_ylim(bottom=0)
-    moments, counts = zip(*under_way(measured.run.outcomes), strict=True)
+    moments, counts = zip(*under_way(run.outcomes), strict=True)
     other = axis.twinx()
-    other.step([moment - measured.run.begun for moment in moments], counts, where="post", color="grey", linewidth=0.8)
+    other.step([moment - run.begun for moment in moments], counts, where="post", color="grey", linewidth=0.8)
     other.set_ylabel("requests under way", color="grey")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from mini_engine.bench.datasets import READ
 from mini_engine.bench.datasets.sample import DataSettings
@@ -195,12 +196,7 @@ def _check_lengths(args: argparse.Namespace) -> None:
 
 
 def _check_rest(args: argparse.Namespace) -> None:
-    if args.base_url and (args.host or args.port):
-        raise ConfigError("--base-url says where the server is: leave out --host and --port")
-    if args.launch is not None and (args.base_url or args.host or args.port):
-        raise ConfigError("--launch starts a server on a port of its own: leave out --base-url, --host and --port")
-    if args.launch is not None and args.ready_check_timeout_sec is not None:
-        raise ConfigError("--ready-check-timeout-sec: a server of --launch is waited for as long as it starts")
+    _check_target(args)
     if not fits_header(os.environ.get("OPENAI_API_KEY", "")):
         raise ConfigError("OPENAI_API_KEY: its value has characters that no header can have, such as the end of a line")
     if args.burstiness is not None and math.isinf(args.request_rate):
@@ -217,6 +213,25 @@ def _check_rest(args: argparse.Namespace) -> None:
     if args.launch is None and args.media_transport == "http" and args.media_port is None:
         raise ConfigError("--media-transport http: the server must be allowed to fetch the files. Give --media-port "
                           f"PORT, and start the server with --allowed-media-domains {HOST}:PORT")  # fmt: skip
+
+
+def _check_target(args: argparse.Namespace) -> None:
+    if args.base_url and (args.host or args.port):
+        raise ConfigError("--base-url says where the server is: leave out --host and --port")
+    if args.launch is not None and (args.base_url or args.host or args.port):
+        raise ConfigError("--launch starts a server on a port of its own: leave out --base-url, --host and --port")
+    if args.launch is not None and args.ready_check_timeout_sec is not None:
+        raise ConfigError("--ready-check-timeout-sec: a server of --launch is waited for as long as it starts")
+    endpoint = args.endpoint or BACKENDS[args.backend]
+    if args.base_url:
+        path = urlsplit(args.base_url).path.rstrip("/")
+        if path and endpoint.startswith(f"{path}/"):
+            raise ConfigError(f"--base-url: --endpoint {endpoint} begins with {path} already: leave it out of the URL")
+    chat = endpoint.rstrip("/").endswith("/chat/completions")
+    other = next(name for name in BACKENDS if name != args.backend)
+    if endpoint.rstrip("/").endswith("/completions") and chat != (args.backend == "openai-chat"):
+        raise ConfigError(f"--endpoint {endpoint} is of --backend {other}, not of {args.backend}: choose that one, or "
+                          f"leave out --endpoint, which then is {BACKENDS[args.backend]}")  # fmt: skip
 
 
 def _check_output(args: argparse.Namespace) -> None:
