@@ -30,8 +30,10 @@ from mini_engine.config.sources import (
     to_yaml,
     unknown_variables,
 )
+from mini_engine.stdout import tell
 
 logger = logging.getLogger(__name__)
+MAX_PARTS = 20  # of an object's name, as in --media-io-kwargs.video.fps, which has two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,10 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         SystemExit: for `--help` and `--version`.
     """
     args = parse_flags(argv)
-    path = args.pop("config", None) or environ.get(CONFIG_ENV)
+    path = args.pop("config", None)
+    if path == "":  # as of a variable that is not set: the server would start without its settings
+        raise ConfigError("--config: '' is not a file")
+    path = path or environ.get(CONFIG_ENV)
     print_config = bool(args.pop("print_config", False))
     given = {
         **(from_file(path) if path else {}),
@@ -136,6 +141,8 @@ def _respelt(argv: Sequence[str]) -> list[str]:
             respelt.append(flag.replace("_", "-") + equals + value)
         else:
             part = _json_or_text(value if equals else next(rest, ""))
+            if len(keys) > MAX_PARTS:
+                raise ConfigError(f"{flag}: there are {len(keys)} dots; at most {MAX_PARTS} levels are read")
             for key in reversed(keys):
                 part = {key: part}
             respelt.append(f"{flag.replace('_', '-')}={json.dumps(part)}")
@@ -145,7 +152,7 @@ def _respelt(argv: Sequence[str]) -> list[str]:
 def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -156,8 +163,7 @@ def serve(argv: Sequence[str] | None = None) -> int:
         if settings.print_config:
             for warning in settings.warnings:
                 print(f"serve.py: {warning}", file=sys.stderr)
-            print(to_yaml(settings.config, settings.origins), end="")
-            return 0
+            return 1 if tell(to_yaml(settings.config, settings.origins), end="") else 0
         # Nothing runs yet, so there is nothing to wait for, such as the threads of a download. Without it a process 1,
         # as in a container, would not get the signal at all.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))

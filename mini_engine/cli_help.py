@@ -11,6 +11,7 @@ from typing import Any, get_origin
 from mini_engine.config import ConfigError, Option, env_of, field_types, fields
 from mini_engine.config.option import choices_of, default_of, flag_of, flags_of, parse_bytes, plain_type
 from mini_engine.config.sources import CONFIG_ENV, IPC_SWITCH_ENV, Given, suggestion
+from mini_engine.stdout import tell
 
 EXAMPLES = f"""examples:
   python serve.py                                       the bundled model on port 8000
@@ -64,8 +65,7 @@ class Help(argparse.Action):
         self, parser: argparse.ArgumentParser, _namespace: argparse.Namespace, values: Any, _flag: str | None = None
     ) -> None:
         """See `argparse.Action`."""
-        print(build_parser(values).format_help(), end="")
-        parser.exit()
+        parser.exit(1 if tell(build_parser(values).format_help(), end="") else 0)
 
 
 def build_parser(word: str | None = None) -> argparse.ArgumentParser:

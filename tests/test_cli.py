@@ -110,6 +110,13 @@ def test_the_tensor_transport_switch(argv, environ, expected):
         (["--served-model-name", ""], {}, "--served-model-name"),
         (["--served-model-name", "\udcff"], {}, "is not UTF-8; write it so"),
         (["--mm-processor-kwargs", '{"\udcff": 1}'], {}, "--mm-processor-kwargs: {'\\udcff': 1} is not UTF-8"),
+        (["--config", ""], {}, "--config: '' is not a file"),
+        (["--limit-mm-per-prompt", f"video={10**30}"], {}, "holds a number that is out of range"),
+        (["--mm-processor-kwargs", '{"a": 1%s}' % ("0" * 30)], {}, "holds a number that is out of range"),
+        (["--mm-processor-kwargs", "[" * 100_000], {}, "--mm-processor-kwargs: there are too many levels"),
+        (["--mm-processor-kwargs" + ".a" * 3000, "1"], {}, "--mm-processor-kwargs: there are 3000 dots"),
+        (["--chat-template", "a" * 300], {}, "is not a file"),
+        (["--allowed-local-media-path", "a" * 300], {}, "is not a directory"),
         (["--config", "/dev/zero"], {}, "--config: /dev/zero is longer than 1048576 bytes"),
         (["--port", "x"], {}, "--port"),
         (["--port", "70000"], {}, "65535"),
@@ -259,3 +266,17 @@ def test_print_config_prints_a_file_for_config(tmp_path):
 @pytest.mark.parametrize(("argv", "most"), [([], 0), (["--restart-engine"], 3), (["--restart-engine", "7"], 7)])
 def test_a_flag_that_may_stand_alone(argv, most):
     assert parse(argv, {}).restart_engine == most
+
+
+@pytest.mark.parametrize("program", ["serve.py", "bench.py"])
+def test_an_interrupt_before_anything_runs_is_silent(program):
+    code = (
+        "import runpy, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name.startswith('mini_engine'): raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        f"runpy.run_path({program!r}, run_name='__main__')\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")

@@ -21,6 +21,7 @@ from mini_engine.bench.redaction import config_of, without_secrets
 from mini_engine.bench.report import Report, table
 from mini_engine.bench.serving import flags
 from mini_engine.config import ConfigError
+from mini_engine.stdout import tell
 
 if TYPE_CHECKING:
     from mini_engine.bench.serving.measure import Measured
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Run all rounds, then print the comparison."""
     from mini_engine.bench.serving import results
-    from mini_engine.bench.serving.measure import prepared, run_once
+    from mini_engine.bench.serving.measure import next_of, prepared, run_once
     from mini_engine.bench.serving.settings import server_flags, settings_of
 
     if args.base_url or args.host or args.port:
@@ -56,19 +57,22 @@ def run(args: argparse.Namespace) -> Report:
     settings = settings_of(argparse.Namespace(**{**vars(args), "launch": both}))
     runs: Runs = {"A": [], "B": []}
     failures: list[str] = []
+    order = [(side, number + 1) for number in range(args.rounds) for side in ("AB", "BA")[number % 2]]
     with prepared(settings) as ready:
-        for number in range(args.rounds):
-            for side in "AB" if number % 2 == 0 else "BA":
-                mine = dataclasses.replace(settings, launch=sides[side])
-                name = f"{side}{number + 1}"
-                measured = run_once(dataclasses.replace(ready, settings=mine), f"{side}, round {number + 1}")
-                print(f"{measured.text}\n", flush=True)
-                runs[side].append(measured)
-                failures += [f"{name}: {failure}" for failure in measured.failures]
-                if settings.output.save_result:
-                    failures += write([partial(results.save, mine, measured, config_of(args), name)])
+        for side, number in order:
+            mine = dataclasses.replace(settings, launch=sides[side])
+            name = f"{side}{number}"
+            once = partial(run_once, dataclasses.replace(ready, settings=mine), f"{side}, round {number}")
+            measured = next_of(bool(runs["A"]), name, failures, once)
+            if measured is None:
+                break
+            failures += tell(f"{measured.text}\n")
+            runs[side].append(measured)
+            failures += [f"{name}: {failure}" for failure in measured.failures]
+            if settings.output.save_result:
+                failures += write([partial(results.save, mine, measured, config_of(args), name)])
     figures = compare(runs, settings)
-    print(describe(figures, args, settings), flush=True)
+    failures += tell(describe(figures, args, settings))
     return Report(figures, failures)
 
 
@@ -99,10 +103,13 @@ def _stage(side: list[Measured], stage: str) -> list[float | None]:
 
 
 def _ratio(a: list[float | None], b: list[float | None]) -> dict[str, float] | None:
-    """Of the values of the rounds; None where a run has no such figure, or A's is 0."""
-    ours = [value for value in a if value]
-    theirs = [value for value in b if value is not None]
-    if len(ours) < len(a) or len(theirs) < len(b):
+    """Of the values of the rounds; None where a run has no such figure, or A's is 0. A round that broke off after its
+    first run is left out.
+    """
+    rounds = min(len(a), len(b))
+    ours = [value for value in a[:rounds] if value]
+    theirs = [value for value in b[:rounds] if value is not None]
+    if not rounds or len(ours) < rounds or len(theirs) < rounds:
         return None
     of_rounds = [theirs[number] / ours[number] for number in range(len(ours))]
     mean_a, mean_b = statistics.fmean(ours), statistics.fmean(theirs)
@@ -127,15 +134,16 @@ def describe(figures: dict[str, Any], args: argparse.Namespace, settings: Settin
     columns = {"a": "A", "b": "B", "ratio": "B/A"}
     a, b, both = (without_secrets(text or "") or "defaults" for text in (args.a, args.b, args.launch))
     measured = "One round; with more, the ratios have a spread:"
-    if args.rounds > 1:
+    rounds = min(len(runs) for runs in figures["runs"].values())
+    if rounds > 1:
         columns |= {"least": "least", "greatest": "greatest"}
-        measured = f"Means of {args.rounds} rounds, and the ratio with the least and greatest of a round:"
+        measured = f"Means of {rounds} rounds, and the ratio with the least and greatest of a round:"
     rows = [[key, *(ratio[column] for column in columns)] for key, ratio in figures["ratios"].items()]
     answers = figures["answers"]
     cells = [f"`{a}`", f"`{b}`", f"{settings.data.unique_ratio:g}"]
     for key in ROW:
         ratio = figures["ratios"].get(key)
-        spread = f" ({ratio['least']:.2f}–{ratio['greatest']:.2f})" if ratio and args.rounds > 1 else ""
+        spread = f" ({ratio['least']:.2f}–{ratio['greatest']:.2f})" if ratio and rounds > 1 else ""
         cells.append(f"{ratio['ratio']:.2f}{spread}" if ratio else "-")
     return "\n".join(
         [

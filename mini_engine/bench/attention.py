@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from mini_engine.bench.parser import at_least
 from mini_engine.bench.report import BenchError, Report, table
+from mini_engine.stdout import tell
 
 if TYPE_CHECKING:
     import torch
@@ -41,13 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Measure both number formats."""
     rows = [row for dtype in DTYPES for row in measure(dtype, args.sequences, args.repeats)]
-    print(
+    head = (
         f"attention of one layer, {args.sequences} sequences of {SHORTEST} to {LONGEST} tokens, "
         f"{HEADS}/{KV_HEADS} heads of {DIM}, one thread; medians of {args.repeats}\n"
     )
     columns = ("dtype", "form", "ms", "over_gathered")
-    print(table(columns, [[row[name] for name in columns] for row in rows]))
-    return Report({"rows": rows})
+    found = table(columns, [[row[name] for name in columns] for row in rows])
+    return Report({"rows": rows}, tell(f"{head}\n{found}"))
 
 
 def measure(dtype: str, sequences: int, repeats: int) -> list[dict[str, Any]]:

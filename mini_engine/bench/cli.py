@@ -11,6 +11,7 @@ This file knows nothing of servers or engines.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import signal
 import sys
@@ -20,13 +21,14 @@ from pathlib import Path
 from typing import Protocol
 
 from mini_engine.bench import ab, attention, core, gpu, serve, sweep, transport
-from mini_engine.bench.files import check_file, write
+from mini_engine.bench.files import check_file, write, write_text
 from mini_engine.bench.parser import Parser
 from mini_engine.bench.redaction import config_of
 from mini_engine.bench.report import BenchError, Report, as_json, say
 from mini_engine.bench.serving.vllm import REFUSED
 from mini_engine.config import ConfigError
 from mini_engine.config.sources import suggestion
+from mini_engine.stdout import tell
 
 
 class Regime(Protocol):
@@ -110,10 +112,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one regime; returns the exit status: 0, 1 if something failed while it was measured, 2 for bad flags."""
+    """Run one regime; returns the exit status: 0, 1 if something failed while it was measured, 2 for bad flags, 130
+    after Ctrl-C.
+    """
     signal.signal(signal.SIGTERM, _terminate)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for a locale that lacks a character of a result
     try:
-        args = parse(sys.argv[1:] if argv is None else argv)
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _run(argv: Sequence[str]) -> int:
+    try:
+        args = parse(argv)
         if args.output is not None:
             check_file("--output", args.output)
         report = REGIMES[args.regime].run(args)
@@ -128,22 +141,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         say(f"the package {error.name} is missing: pip install 'mini-engine[bench]'")
         return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     line = json.dumps(as_json(config_of(args), report))
-    for failure in report.failures:
-        print(f"failed: {failure}")
-    print(line, flush=True)
+    untold = tell("\n".join([*(f"failed: {failure}" for failure in report.failures), line]))
     if args.output is not None:
         report.files.insert(0, partial(_write_line, args.output, line))
     unwritten = write(report.files)
     for failure in unwritten:
         say(failure)
-    return 1 if report.failures or unwritten else 0
+    return 1 if report.failures or untold or unwritten else 0
 
 
 def _write_line(path: Path, line: str) -> list[Path]:
-    path.write_text(line + "\n")
+    write_text(path, line + "\n")
     return [path]
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 
 from mini_engine.bench.parser import at_least, split_flags, whole
-from mini_engine.bench.report import Report
+from mini_engine.bench.report import BenchError, Report
+from mini_engine.stdout import tell
 
 HELP = "text requests behind videos, and the engine's own share of a step"
 PARTS = ("latency", "step")
@@ -47,10 +48,16 @@ def run(args: argparse.Namespace) -> Report:
 
         setting = text_under_video.Setting(args.clients, args.videos, args.texts, args.video_sizing, args.seed)
         report.figures["latency"] = text_under_video.measure(flags, setting, report.failures)
-        print(text_under_video.describe(report.figures["latency"]), flush=True)
+        report.failures += tell(text_under_video.describe(report.figures["latency"]))
     if args.part in (None, "step"):
         from mini_engine.bench import engine_step
 
-        report.figures["step"] = engine_step.measure(flags, args.batches, args.steps, args.repeats)
-        print(engine_step.describe(report.figures["step"]), flush=True)
+        try:
+            report.figures["step"] = engine_step.measure(flags, args.batches, args.steps, args.repeats)
+        except BenchError as error:
+            if not report.figures:
+                raise
+            report.failures.append(f"step: {error}")  # what was measured before stands
+        else:
+            report.failures += tell(engine_step.describe(report.figures["step"]))
     return report

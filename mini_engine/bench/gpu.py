@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from mini_engine.bench.parser import at_least
 from mini_engine.bench.report import Report, table
 from mini_engine.config import AttentionBackendName, ConfigError
+from mini_engine.stdout import tell
 
 if TYPE_CHECKING:
     import torch
@@ -68,14 +69,16 @@ def run(args: argparse.Namespace) -> Report:
     cuda = torch.device("cuda", 0)
     device = gpu_device.Device(cuda)
     report = Report({"device": device.describe()})
-    print(f"{device.name}: copy {device.copy_rate / 1e12:.2f} TB/s, matrix {device.matrix_rate / 1e12:.0f} TFLOP/s\n")
+    report.failures += tell(
+        f"{device.name}: copy {device.copy_rate / 1e12:.2f} TB/s, matrix {device.matrix_rate / 1e12:.0f} TFLOP/s\n"
+    )
     rows: list[dict[str, Any]] = []
     if set(args.part) - {"transfer"}:
         rows = measure(args, device, cuda, report)
     if "transfer" in args.part:
         report.figures["transfer"] = gpu_device.transfers(args.repeats)
     report.figures["rows"] = rows
-    print(describe(rows, report.figures.get("transfer", [])), flush=True)
+    report.failures += tell(describe(rows, report.figures.get("transfer", [])))
     return report
 
 

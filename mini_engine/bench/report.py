@@ -150,8 +150,9 @@ def gpus() -> list[str]:
 
 
 def say(text: str, who: str = "bench.py") -> None:
-    """A line on stderr."""
-    print(f"{who}: {text}", file=sys.stderr, flush=True)
+    """A line on stderr, if there is one."""
+    if sys.stderr is not None:
+        print(f"{who}: {text}", file=sys.stderr, flush=True)
 
 
 def _lines(path: str | Path) -> list[str]:

@@ -13,6 +13,7 @@ from functools import partial
 from mini_engine.bench.redaction import config_of
 from mini_engine.bench.report import Report
 from mini_engine.bench.serving.flags import add_arguments
+from mini_engine.stdout import tell
 
 __all__ = ["HELP", "add_arguments", "run"]
 HELP = "requests to an OpenAI-compatible server, as its clients send them; the default"
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> Report:
         plot.check(picture)
     with prepared(settings) as ready:
         measured = run_once(ready, "Serving Benchmark Result")
-    print(measured.text, flush=True)
+    measured.failures.extend(tell(measured.text))
     figures = {"model": measured.model, **measured.figures}
     report = Report(figures, measured.failures, all_here=settings.launch is not None)
     if settings.output.save_result:

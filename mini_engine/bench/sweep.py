@@ -19,6 +19,7 @@ from mini_engine.bench.report import Report, say, table
 from mini_engine.bench.serving import flags
 from mini_engine.config import ConfigError
 from mini_engine.config.sources import suggestion
+from mini_engine.stdout import tell
 
 if TYPE_CHECKING:
     from mini_engine.bench.serving.measure import Measured
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Measure each value, then print the table and draw the plot."""
     from mini_engine.bench.serving import results
-    from mini_engine.bench.serving.measure import prepared, run_once
+    from mini_engine.bench.serving.measure import next_of
 
     flag = "--" + args.flag.lstrip("-").replace("_", "-")
     values = [value.strip() for value in args.values.split(",")]
@@ -59,18 +60,26 @@ def run(args: argparse.Namespace) -> Report:
     failures: list[str] = []
     for value, settings in points:
         say(f"{flag} {value}")
-        with prepared(settings) as ready:
-            measured = run_once(ready, f"{flag} {value}")
+        measured = next_of(bool(found), f"{flag} {value}", failures, partial(_measured, settings, f"{flag} {value}"))
+        if measured is None:
+            break
         found.append(measured)
         failures += [f"{flag} {value}: {failure}" for failure in measured.failures]
         if settings.output.save_result:
             failures += write([partial(results.save, settings, measured, config_of(args), value.replace("/", "_"))])
-    figures = {"flag": flag, "values": values, "runs": [measured.figures for measured in found]}
-    print(describe(figures), flush=True)
+    figures = {"flag": flag, "values": values[: len(found)], "runs": [measured.figures for measured in found]}
+    failures += tell(describe(figures))
     report = Report(figures, failures, all_here=points[0][1].launch is not None)
     if args.plot is not None:
         report.files.append(lambda: plot.draw(plot.of_sweep(figures), args.plot))
     return report
+
+
+def _measured(settings: Settings, title: str) -> Measured:
+    from mini_engine.bench.serving.measure import prepared, run_once
+
+    with prepared(settings) as ready:
+        return run_once(ready, title)
 
 
 def settings_with(args: argparse.Namespace, flag: str, value: str) -> Settings:

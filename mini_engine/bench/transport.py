@@ -36,6 +36,7 @@ from typing import Any
 
 from mini_engine.bench.parser import at_least, real
 from mini_engine.bench.report import Report, say, table
+from mini_engine.stdout import tell
 
 HELP = "tensors from one process into all ranks, by each transport"
 MB = 1 << 20
@@ -56,8 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Measure everything and print the table."""
     figures = measure(sorted(set(args.payloads)), sorted(set(args.ranks)), args.repeats)
-    print(describe(figures), flush=True)
-    return Report(figures)
+    return Report(figures, tell(describe(figures)))
 
 
 def measure(payloads: list[float], ranks: list[int], repeats: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+import os
 from typing import Any, Literal
 
 from mini_engine.config.option import ConfigError, option, parse_bytes, parse_json_object, parse_limits
@@ -164,7 +164,7 @@ class MediaOptions:
                 parse_allowed_host(host)
             except ValueError as error:
                 raise ConfigError(f"--allowed-media-domains: {error}") from None
-        if self.allowed_local_media_path is not None and not Path(self.allowed_local_media_path).is_dir():
+        if self.allowed_local_media_path is not None and not os.path.isdir(self.allowed_local_media_path):
             raise ConfigError(f"--allowed-local-media-path: {self.allowed_local_media_path} is not a directory")
 
 

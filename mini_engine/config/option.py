@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import types
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 
@@ -82,6 +82,8 @@ def parse_json_object(text: str) -> dict[str, Any]:
     """
     try:
         value = json.loads(text)
+    except RecursionError:
+        raise ValueError("there are too many levels in this JSON") from None
     except json.JSONDecodeError as error:
         raise ValueError(f'{text!r} is not JSON, such as {{"video": 1}}: {error}') from None
     if not isinstance(value, dict):
@@ -185,5 +187,5 @@ def size_text(nbytes: int) -> str:
 def check_files(paths: Mapping[str, str | None]) -> None:
     """Raises ConfigError for the first flag whose path is no file; None is no path."""
     for flag, path in paths.items():
-        if path is not None and not Path(path).is_file():
+        if path is not None and not os.path.isfile(path):  # False, too, for a name that is too long
             raise ConfigError(f"{flag}: {path} is not a file")

@@ -23,6 +23,7 @@ CONFIG_ENV = env_of("config")
 IPC_SWITCH_ENV = env_of("multimodal_tensor_ipc")
 IPC_SWITCH = {"1": "torch_shm", "0": "direct_rpc"}
 MAX_FILE_BYTES = 1 << 20  # of a file of settings
+MAX_VALUES = 100_000
 NOT_SETTINGS = (env_of("bench_"), env_of("test_"))  # for processes that measure and tests that look inside
 
 
@@ -65,6 +66,12 @@ def read(name: str, value: Any, origin: str) -> Given:
         msgspec.msgpack.encode(value)  # as it will be sent to the processes
     except UnicodeEncodeError:
         raise ConfigError(f"{origin}: {value!r} is not UTF-8; write it so, in a UTF-8 locale") from None
+    except OverflowError:
+        raise ConfigError(
+            f"{origin}: {value!r} holds a number that is out of range; the greatest is 2**64 - 1"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{origin}: the value has too many levels") from None
     return Given(value, origin)
 
 
@@ -163,12 +170,30 @@ def _items(path: str) -> Iterator[tuple[str, Any, str]]:
             return
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"--config: {path} holds no settings, one a line, such as `port: 8000`")
+        if _size(root, {}) > MAX_VALUES:
+            raise ConfigError(f"--config: {path} holds more than {MAX_VALUES} values once its aliases are written out")
         for key, value in root.value:
-            yield str(key.value), loader.construct_object(value, deep=True), f"{path} line {key.start_mark.line + 1}"
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"{path} line {key.start_mark.line + 1}: a key must be the name of a setting")
+            yield key.value, loader.construct_object(value, deep=True), f"{path} line {key.start_mark.line + 1}"
     except OSError as error:
         raise ConfigError(f"--config: {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise ConfigError(f"--config: {path} has too many levels") from None
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:  # a value unlike its tag, as in !!int x
         raise ConfigError(f"--config: {path} is not YAML: {' '.join(str(error).split())}") from None
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node holds with its aliases written out; one that holds itself counts as far as it is known."""
+    if id(node) not in known:
+        known[id(node)] = 1
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        inner = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
+        known[id(node)] = 1 + sum(_size(one, known) for one in inner)
+    return known[id(node)]
 
 
 def to_yaml(config: EngineConfig, origins: Mapping[str, str]) -> str:

@@ -101,6 +101,29 @@ def test_a_file_as_users_write_one(tmp_path):
         ("a: {\n", "is not YAML"),
         ("- port\n", "holds no settings"),
         ("served-model-name: ['']\n", "--served-model-name"),
+        *(
+            (f"port: {value}\n", "is not YAML")
+            for value in (
+                "2001-99-99",
+                "!!int foo",
+                "!!int ''",
+                "!!float x",
+                "!!timestamp zz",
+                "!!bool maybe",
+                "9" * 5000,
+                "!include x",
+                "*x",
+            )
+        ),
+        ("? [a, b]\n: c\n", "line 1: a key must be the name of a setting"),
+        ("media-io-kwargs: &a {video: *a}\n", "is not YAML: found unconstructable recursive node"),
+        ("media-io-kwargs: " + "{a: " * 3000 + "1" + "}" * 3000, "has too many levels"),
+        (
+            "mm-processor-kwargs:\n  a0: &a0 [x]\n"
+            + "".join(f"  a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 40)),
+            "holds more than 100000 values once its aliases are written out",
+        ),
+        (f"media-io-kwargs: {{video: {{num_frames: {10**30}}}}}\n", "holds a number that is out of range"),
     ],
 )
 def test_what_cannot_be_used_is_named_with_its_line(tmp_path, text, named):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def _read(settings: DataSettings, wanted: int) -> tuple[list[Sample], list[str]]
     path = str(settings.path)
     seed = settings.seed if settings.shuffle else None
     flag = {"sharegpt": "--sharegpt-output-len", "hf": "--hf-output-len"}.get(settings.name, "--output-len")
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    folder = Path(path) if os.path.isdir(path) else Path(path).parent
     reader = Reader(folder, settings.output_tokens, settings.tokenizer, flag)
     if settings.name == "hf":
         return reader.samples(hf_records(path, settings.subset, settings.split, seed), wanted)

@@ -33,6 +33,8 @@ PARTS: dict[str, Kind] = {"image_url": "image", "video_url": "video"}
 PLACEHOLDER = re.compile(r"<(?:image|video)>\n?")
 URL = re.compile(r"(?:data|file|https?):", re.IGNORECASE)
 DEFAULT_TOKENS = 128
+MOST_TOKENS = 2**31 - 1
+SHOWN = 50  # characters of a value in an error
 
 
 @dataclass(frozen=True)
@@ -70,22 +72,28 @@ class Reader:
 
     def _sample(self, record: Record, turns: list[Message]) -> Sample:
         answers = [place for place, message in enumerate(turns) if message.role == "assistant"]
+        asked = next(place for place, message in enumerate(turns) if message.role == "user")
+        answers = [place for place in answers if place > asked]  # before it the assistant may have greeted
         prompt = turns[: answers[0]] if answers else turns
         media = tuple(part for key, kind in MEDIA.items() for part in self._media(record.get(key), kind))
-        place = next(place for place, message in enumerate(prompt) if message.role == "user")
-        prompt[place] = Message("user", (*media, *prompt[place].parts))
+        prompt[asked] = Message("user", (*media, *prompt[asked].parts))
         prompt = [Message(turn.role, tuple(self._loaded(part) for part in turn.parts)) for turn in prompt]
         answer = turns[answers[0]].text if answers else None
-        return Sample(tuple(prompt), record.get("expected"), self._length(record, answer))
+        expected = record.get("expected")
+        if not isinstance(expected, str | None):
+            raise ConfigError(f"a record's expected is {str(expected)[:SHOWN]}: the one right answer must be a text")
+        return Sample(tuple(prompt), expected, self._length(record, answer))
 
     def _length(self, record: Record, answer: str | None) -> int:
         if self.output_tokens is not None:
             return self.output_tokens
         if (asked := record.get("output_tokens")) is not None:
-            with contextlib.suppress(TypeError, ValueError):
-                if (tokens := int(asked)) > 0:
+            with contextlib.suppress(TypeError, ValueError, OverflowError):
+                if 0 < (tokens := int(asked)) <= MOST_TOKENS and not isinstance(asked, bool):
                     return tokens
-            raise ConfigError(f"a record's output_tokens is {asked!r}: use a whole number above 0, or {self.flag}")
+            raise ConfigError(
+                f"a record's output_tokens is {repr(asked)[:SHOWN]}: use a whole number above 0, or {self.flag}"
+            )
         return max(1, len(self._tokenizer.encode(answer))) if answer is not None else DEFAULT_TOKENS
 
     @functools.cached_property
@@ -102,7 +110,7 @@ class Reader:
     def _media(self, value: Any, kind: Kind) -> list[Part]:
         if value is None:
             return []
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple)) and not any(isinstance(one, (list, tuple)) for one in value):
             return [part for one in value for part in self._media(one, kind)]
         if isinstance(value, str):
             return [Link(value, kind)]
@@ -121,6 +129,10 @@ class Reader:
             return Medium((self.folder / path).read_bytes(), _mime(path, kind))
         except OSError as error:
             raise ConfigError(f"a record's {kind} {path!r} cannot be read: {error.strerror}") from None
+        except ValueError:
+            raise ConfigError(
+                f"a record's {kind} {path!r} is no path: it has characters that no path can have"
+            ) from None
 
 
 def _turns(record: Record) -> list[Message]:
@@ -154,7 +166,7 @@ def _parts(content: Any) -> tuple[Part, ...]:
         kind = part.get("type")
         if kind == "text":
             parts += _parts(part.get("text"))
-        elif kind in PARTS:
+        elif isinstance(kind, str) and kind in PARTS:
             parts.append(Link(_url(part.get(kind), kind), PARTS[kind]))
         else:
             known = ", ".join(["text", *PARTS])

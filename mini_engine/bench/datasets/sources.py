@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mini_engine.bench.datasets.sample import draws
+from mini_engine.bench.files import MOST_BYTES
 from mini_engine.bench.report import BenchError
 from mini_engine.config import ConfigError
 
@@ -48,6 +50,8 @@ def read_json(path: Path) -> list[dict[str, Any]]:
         raise ConfigError(
             f"--dataset-path: {path} is neither a JSON list nor an object on each line: {where}"
         ) from None
+    except (ValueError, RecursionError):  # a number of thousands of digits, or as many levels
+        raise ConfigError(f"--dataset-path: {path} holds JSON that cannot be read, near line {number + 1}") from None
     if not all(isinstance(record, dict) for record in records):
         raise ConfigError(f"--dataset-path: {path} has records that are no JSON objects")
     return list(records)
@@ -85,6 +89,8 @@ def hf_records(path: str, subset: str | None, split: str | None, seed: int | Non
         BenchError: the hub does not answer or has no such data set.
     """
     place = Path(path)
+    if len(os.fsencode(place.name)) > MOST_BYTES:
+        raise ConfigError(f"--dataset-path: a name has at most {MOST_BYTES} bytes, and {place.name[:20]}... has more")
     files = _files(place)
     if subset is not None and place.exists():
         raise ConfigError(f"--hf-subset: {path} is here and not on the hub: give --dataset-path the subset's folder")

@@ -120,4 +120,14 @@ def make(one: Callable[[int], Made], count: int, progress: bool = True) -> list[
     """`one(0)` to `one(count - 1)`, by as many threads as there are cores."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         made = pool.map(one, range(count))
-        return list(tqdm(made, "rendering", count, leave=False, file=sys.stderr, unit=" media", disable=not progress))
+        return list(
+            tqdm(
+                made,
+                "rendering",
+                count,
+                leave=False,
+                file=sys.stderr,
+                unit=" media",
+                disable=not progress or sys.stderr is None,
+            )
+        )

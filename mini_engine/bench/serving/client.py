@@ -7,11 +7,12 @@ its cores with the server. Bodies are ready before. Knows nothing of data sets o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import aiohttp
 import msgspec
@@ -19,6 +20,7 @@ import msgspec
 from mini_engine.bench.blocking_client import KEEP_SECONDS
 
 ERROR_TEXT_LENGTH = 300
+MOST_EVENT_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,12 @@ class _Choice(msgspec.Struct):
     text: str | None = None  # of a completion
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = None
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
 
 
 class _Event(msgspec.Struct):
@@ -115,9 +120,11 @@ async def ask(http: aiohttp.ClientSession, url: str, request: Request, seconds: 
     """Send a request and read its stream; what goes wrong is in the outcome. It must end within `seconds`."""
     outcome = Outcome(request.number, begun=time.perf_counter())
     try:
-        async with asyncio.timeout(seconds), http.post(url, data=io.BytesIO(request.body)) as response:
+        async with asyncio.timeout(seconds), _post(http, url, request) as response:
             if response.status != 200:
-                raise StreamError(f"status {response.status}: {(await response.text())[:ERROR_TEXT_LENGTH]}")
+                to = response.headers.get("Location")
+                said = _shown(await response.content.read(4 * ERROR_TEXT_LENGTH))
+                raise StreamError(f"status {response.status}{f', to {to}' if to else ''}: {said}")
             await _read(response, outcome, request.cancel_after)
     except TimeoutError:
         came = f"{len(outcome.chunks)} chunks" if outcome.chunks else "nothing"
@@ -126,6 +133,8 @@ async def ask(http: aiohttp.ClientSession, url: str, request: Request, seconds: 
         outcome.error = f"{type(error).__name__}: {error}"
     except (StreamError, msgspec.DecodeError, UnicodeDecodeError) as error:
         outcome.error = str(error)
+    except RecursionError:
+        outcome.error = "an event has too many levels"
     if outcome.error is not None or outcome.cancelled:
         outcome.ended = time.perf_counter()
     if outcome.counted_by == "chunks":
@@ -133,6 +142,16 @@ async def ask(http: aiohttp.ClientSession, url: str, request: Request, seconds: 
     if request.answer is not None and outcome.ok:
         outcome.right = outcome.text.strip() == request.answer
     return outcome
+
+
+def _post(http: aiohttp.ClientSession, url: str, request: Request) -> contextlib.AbstractAsyncContextManager[Any]:
+    """A redirect is not followed: its time would be measured with the rest."""
+    return http.post(url, data=io.BytesIO(request.body), allow_redirects=False)
+
+
+def _shown(data: bytes) -> str:
+    """The beginning of what came, on one line."""
+    return " ".join(data.decode(errors="replace").split())[:ERROR_TEXT_LENGTH]
 
 
 async def _read(response: aiohttp.ClientResponse, outcome: Outcome, cancel_after: int | None) -> None:
@@ -147,14 +166,21 @@ async def _read(response: aiohttp.ClientResponse, outcome: Outcome, cancel_after
                 outcome.cancelled = True
                 response.close()
                 return
-    raise StreamError(f"the stream ended without [DONE] after {len(outcome.chunks)} chunks")
+        if len(rest) > MOST_EVENT_BYTES:
+            raise StreamError(f"an event is longer than {MOST_EVENT_BYTES} bytes; it begins with {_shown(rest[:1000])}")
+    told = b"data:" in rest
+    if told and _take(rest, outcome, time.perf_counter()):  # an end without the empty line after it
+        return
+    said = f"; it said {_shown(rest)}" if rest.strip() and not told else ""
+    raise StreamError(f"the stream ended without [DONE] after {len(outcome.chunks)} chunks{said}")
 
 
 def _take(event: bytes, outcome: Outcome, now: float) -> bool:
     """Note an event that came `now`; returns whether it is the end of the stream."""
-    if not event.startswith(b"data:"):
-        return False  # a comment, as some servers send to keep a connection
-    data = event[5:].strip()
+    # Other lines name or number an event, or are comments, as some servers send to keep a connection.
+    data = b"\n".join(line[5:] for line in event.split(b"\n") if line.startswith(b"data:")).strip()
+    if not data:
+        return False
     if data == b"[DONE]":
         if not outcome.chunks:
             raise StreamError("the stream ended without a chunk")
@@ -168,8 +194,8 @@ def _take(event: bytes, outcome: Outcome, now: float) -> bool:
         choice = found.choices[0]
         outcome.text += (choice.delta.content if choice.delta else choice.text) or ""
     if found.usage is not None and found.usage.completion_tokens is not None:
-        outcome.prompt_tokens, outcome.output_tokens = found.usage.prompt_tokens, found.usage.completion_tokens
+        outcome.prompt_tokens, outcome.output_tokens = found.usage.prompt_tokens or 0, found.usage.completion_tokens
         outcome.counted_by = "server"
-    if isinstance(found.metrics, dict):
+    if isinstance(found.metrics, dict) and all(isinstance(value, int | float) for value in found.metrics.values()):
         outcome.stages = found.metrics
     return False

@@ -92,7 +92,12 @@ class Progress:
 
     def __init__(self, total: int, title: str, shown: bool):
         self._bar = tqdm(
-            total=total, desc=title, unit=" requests", file=sys.stderr, dynamic_ncols=True, disable=not shown
+            total=total,
+            desc=title,
+            unit=" requests",
+            file=sys.stderr,
+            dynamic_ncols=True,
+            disable=not shown or sys.stderr is None,
         )
         self._begun = time.perf_counter()
         self._tokens = 0

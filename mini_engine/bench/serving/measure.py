@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from mini_engine.bench.datasets.loading import load
 from mini_engine.bench.datasets.sample import Prompts, draws
 from mini_engine.bench.datasets.tokenized import load_tokenizer
-from mini_engine.bench.report import say
+from mini_engine.bench.report import BenchError, say
 from mini_engine.bench.serving import figures, table
 from mini_engine.bench.serving.arrivals import arrivals
 from mini_engine.bench.serving.bodies import requests_of
@@ -68,9 +68,31 @@ def prepared(settings: Settings) -> Iterator[Prepared]:
 
 
 def run_once(ready: Prepared, title: str) -> Measured:
-    """Measure the server of the settings, which is started and stopped if they say so."""
-    with target(ready.settings, ready.place.server_flags) as server:
-        return measure(ready, server, title)
+    """Measure the server of the settings, which is started and stopped if they say so. That it ended by itself, or did
+    not stop, is a failure; what was measured by then stands.
+    """
+    measured = None
+    try:
+        with target(ready.settings, ready.place.server_flags) as server:
+            measured = measure(ready, server, title)
+    except BenchError as error:
+        if measured is None:
+            raise
+        measured.failures.append(str(error))
+    return measured
+
+
+def next_of(before: bool, name: str, failures: list[str], run: Callable[[], Measured]) -> Measured | None:
+    """What one of several runs measured; None if it came to nothing, or was interrupted. This is among the failures
+    then, under its `name`: what others measured `before` stands. Of the first run the error is raised.
+    """
+    try:
+        return run()
+    except (BenchError, ConfigError, KeyboardInterrupt) as error:
+        if not before:
+            raise
+        failures.append(f"{name}: {str(error) or 'interrupted'}")
+        return None
 
 
 def measure(ready: Prepared, server: Target, title: str) -> Measured:

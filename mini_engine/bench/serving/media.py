@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mini_engine.bench.datasets.sample import Medium
 from mini_engine.bench.report import BenchError
@@ -43,11 +43,20 @@ class MediaPlace:
             self.server_flags = ["--allowed-local-media-path", str(allowed or folder)]
 
     def add(self, media: Iterable[Medium]) -> None:
-        """Write the media where the server finds them."""
+        """Write the media where the server finds them.
+
+        Raises:
+            BenchError: they cannot be written.
+        """
         for medium in media:
             if self._folder is not None and id(medium) not in self._urls:
                 name = f"{len(self._urls)}{mimetypes.guess_extension(medium.mime) or ''}"
-                (self._folder / name).write_bytes(medium.data)
+                try:
+                    (self._folder / name).write_bytes(medium.data)
+                except OSError as error:
+                    raise BenchError(
+                        f"no room for the media in {self._folder.parent} ({error.strerror}): give --media-dir another"
+                    ) from None
                 self._urls[id(medium)] = f"{self._base}/{name}" if self._base else (self._folder / name).as_uri()
 
     def url(self, medium: Medium) -> str:
@@ -101,6 +110,11 @@ class Server(http.server.ThreadingHTTPServer):
     """Takes as many connections at once as all fetch threads of some API servers open."""
 
     request_queue_size = 1024  # by default 5: one more waits a second until its first packet is sent again
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Keeps silent about who hangs up in the middle of a file, as a server does whose client has left."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Files(http.server.SimpleHTTPRequestHandler):

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mini_engine.bench.files import write_text
 from mini_engine.bench.report import surroundings
 from mini_engine.bench.serving.client import Outcome
 from mini_engine.bench.serving.figures import tokens_by_second
@@ -25,11 +26,11 @@ def save(settings: Settings, measured: Measured, config: dict[str, Any], part: s
     path.parent.mkdir(parents=True, exist_ok=True)
     result = as_result(settings, measured, config)
     if not settings.output.save_detailed:
-        path.write_text(json.dumps(result) + "\n")
+        write_text(path, json.dumps(result) + "\n")
         return [path]
-    path.write_text(json.dumps(result | details(measured.run)) + "\n")
+    write_text(path, json.dumps(result | details(measured.run)) + "\n")
     lines = path.with_suffix(".jsonl")
-    lines.write_text("".join(json.dumps(request_line(one, measured.run)) + "\n" for one in measured.run.outcomes))
+    write_text(lines, "".join(json.dumps(request_line(one, measured.run)) + "\n" for one in measured.run.outcomes))
     return [path, lines]
 
 

@@ -16,9 +16,9 @@ from mini_engine.bench.datasets.sample import DataSettings
 from mini_engine.bench.files import check_file, check_folder
 from mini_engine.bench.parser import split_flags
 from mini_engine.bench.serving.figures import Measures
-from mini_engine.bench.serving.flags import BACKENDS, RANDOM_TOKENS
+from mini_engine.bench.serving.flags import BACKENDS, RANDOM_TOKENS, fits_header
 from mini_engine.bench.serving.media import HOST, MediaTransport
-from mini_engine.cli import parse
+from mini_engine.cli import settle
 from mini_engine.config import ConfigError
 
 SYNTHETIC_CONCURRENCY = 8
@@ -82,7 +82,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
     _check_rest(args)
     _check_output(args)
     limited = args.dataset_name.startswith("synthetic") and math.isinf(args.request_rate)
-    root = args.base_url or f"http://{args.host or '127.0.0.1'}:{args.port or 8000}"
+    host = args.host or "127.0.0.1"
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host  # an IPv6 address
+    root = args.base_url or f"http://{host}:{args.port or 8000}"
     return _by_name(
         Settings,
         args,
@@ -122,10 +124,14 @@ def server_flags(name: str, text: str) -> list[str]:
     """
     flags = split_flags(name, text)
     try:
-        config = parse(flags)
+        asked = settle(flags, os.environ)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
-    if config.uds:
+    if asked.print_config:
+        raise ConfigError(
+            f"{name}: --print-config: a server that only shows its settings cannot be measured; leave it out"
+        )
+    if asked.config.uds:
         raise ConfigError(f"{name}: --uds: the client reaches its server by a port of its own choice; leave it out")
     return flags
 
@@ -191,6 +197,8 @@ def _check_lengths(args: argparse.Namespace) -> None:
 
 def _check_rest(args: argparse.Namespace) -> None:
     _check_target(args)
+    if not fits_header(os.environ.get("OPENAI_API_KEY", "")):
+        raise ConfigError("OPENAI_API_KEY: its value has characters that no header can have, such as the end of a line")
     if args.burstiness is not None and math.isinf(args.request_rate):
         raise ConfigError("--burstiness is of the times between requests: it needs a --request-rate")
     if args.media_dir is not None and args.media_transport == "data":
@@ -216,10 +224,7 @@ def _check_target(args: argparse.Namespace) -> None:
         raise ConfigError("--ready-check-timeout-sec: a server of --launch is waited for as long as it starts")
     endpoint = args.endpoint or BACKENDS[args.backend]
     if args.base_url:
-        url = urlsplit(args.base_url)
-        path = url.path.rstrip("/")
-        if url.scheme not in ("http", "https") or not url.netloc:
-            raise ConfigError(f"--base-url: {args.base_url} is not like http://127.0.0.1:8000")
+        path = urlsplit(args.base_url).path.rstrip("/")
         if path and endpoint.startswith(f"{path}/"):
             raise ConfigError(f"--base-url: --endpoint {endpoint} begins with {path} already: leave it out of the URL")
     chat = endpoint.rstrip("/").endswith("/chat/completions")

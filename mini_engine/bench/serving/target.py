@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import time
 import urllib.error
@@ -15,6 +16,10 @@ from mini_engine.bench.serving.settings import Settings
 
 ANSWER_SECONDS = 30.0
 READY_CHECK_SECONDS = 0.2
+MOST_BYTES = 1 << 24  # of an answer
+SHOWN = 200  # characters of what went wrong
+# By no proxy, as the requests that are measured.
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ def probe(settings: Settings, root: str) -> Target:
     if model is None:
         try:
             model = str(json.loads(_get(settings, f"{root}/v1/models"))["data"][0]["id"])
-        except (ValueError, LookupError, TypeError, urllib.error.HTTPError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError, urllib.error.HTTPError) as error:
             raise BenchError(f"{root}/v1/models names no model ({error}): give --model") from None
     timings = False
     with contextlib.suppress(urllib.error.HTTPError):  # not every server describes its interface
@@ -77,12 +82,12 @@ def ready(settings: Settings) -> Target:
 def _get(settings: Settings, url: str) -> bytes:
     try:
         request = urllib.request.Request(url, headers=settings.headers)
-        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
-            return bytes(response.read())
+        with OPENER.open(request, timeout=ANSWER_SECONDS) as response:
+            return bytes(response.read(MOST_BYTES))
     except urllib.error.HTTPError:
         raise
-    except (OSError, ValueError) as error:
-        why = getattr(error, "reason", error)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        why = " ".join(str(getattr(error, "reason", error)).split())[:SHOWN] or type(error).__name__
         raise BenchError(
             f"no server answers at {settings.root} ({why}): start one with `python serve.py`, "
             'or let bench.py start it with --launch ""'
