@@ -24,7 +24,7 @@ from mini_engine.free_memory import available_memory
 from mini_engine.messages import MediaCachePlan
 from mini_engine.model.checkpoint import CheckpointError, find_tensors
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.registry import find_spec
+from mini_engine.model.registry import UnknownArchitecture, find_spec
 from mini_engine.transport.memory import create_sealed
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
@@ -83,6 +83,8 @@ def load_model_config(model_dir: str, config: EngineConfig) -> ModelConfig:
         )
     try:
         model = ModelConfig.from_dir(model_dir)
+    except UnknownArchitecture as error:
+        raise ConfigError(f"the model in {model_dir} cannot be served: {error}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"the model in {model_dir} cannot be served, by its config.json: {error}; "
