@@ -147,7 +147,7 @@ def _check_room(model: nn.Module, path: str | Path) -> None:
 
 def _check_finite(values: Tensor, stored: Stored) -> None:
     # A sum shows NaN and infinity alike, at a fraction of the price of a look at each; but it may overflow itself.
-    if math.isfinite(values.sum(dtype=torch.float32).item()) or bool(values.isfinite().all()):
+    if math.isfinite(values.sum().item()) or bool(values.isfinite().all()):
         return
     dtype = str(values.dtype).removeprefix("torch.")
     raise CheckpointError(
