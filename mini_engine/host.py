@@ -83,13 +83,10 @@ def load_model_config(model_dir: str, config: EngineConfig) -> ModelConfig:
         )
     try:
         model = ModelConfig.from_dir(model_dir)
-    except UnknownArchitecture as error:
-        raise ConfigError(f"the model in {model_dir} cannot be served: {error}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"the model in {model_dir} cannot be served, by its config.json: {error}; "
-            "mend it, or copy it from where the model is from"
-        ) from None
+        other = isinstance(error, UnknownArchitecture)
+        remedy = "" if other else "; mend its config.json, or copy it from where the model is from"
+        raise ConfigError(f"the model in {model_dir} cannot be served: {error}{remedy}") from None
     ranks, kv_heads = config.tensor_parallel_size, model.text.num_kv_heads
     if model.text.num_heads % ranks:
         raise ConfigError(

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from mini_engine.config import EngineConfig
+from mini_engine.free_memory import processor_memory
 from mini_engine.messages import Chunk, MediaCachePlan, NewSequence, SamplingParams, Step
 from mini_engine.model.config import ModelConfig, VisionConfig
 from mini_engine.model.rope import Grid
@@ -55,7 +56,9 @@ def media_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, ca
         return 0
     embeddings = config.encoder_cache_tokens * model.vision.row_size * dtype.itemsize
     kept = cache.nbytes if cache.kind == "lru" else 0
-    return embeddings + kept + config.api_server_count * config.mm_ipc_memory_bytes
+    # Of what lies in an API server's slots a rank has a copy, too, as long as it lies there.
+    slots = processor_memory(config).slots // config.data_parallel_size
+    return embeddings + kept + config.api_server_count * (config.mm_ipc_memory_bytes + slots)
 
 
 def worst_grids(config: EngineConfig, vision: VisionConfig, model_dir: str | Path) -> list[Grid]:

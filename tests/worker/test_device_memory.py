@@ -82,6 +82,11 @@ def test_what_media_take():
     assert media_bytes(config, model, torch.bfloat16, OFF) == 100 * 128 * 2 + 21
     assert media_bytes(config, model, torch.float32, MediaCachePlan("shm", 5, "")) == 100 * 128 * 4 + 21
     assert media_bytes(config, model, torch.float32, MediaCachePlan("lru", 5, "")) == 100 * 128 * 4 + 21 + 5
+    # A quarter of it are slots, shared out among the engines; a rank copies what comes in those of its own.
+    made_there = dataclasses.replace(
+        config, mm_processor_device="cuda", mm_ipc_gpu_memory_gb=24.0, data_parallel_size=2
+    )
+    assert media_bytes(made_there, model, torch.bfloat16, OFF) == 100 * 128 * 2 + 21 + (3 << 30)
     none = dataclasses.replace(config, limit_mm_per_prompt=NO_MEDIA)
     assert media_bytes(none, model, torch.float32, MediaCachePlan("lru", 5, "")) == 0
 
