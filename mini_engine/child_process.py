@@ -43,6 +43,7 @@ class ChildProcess:
         self.started = False  # API server: told to serve
         self.serving = False  # takes requests
         self.generation = 0  # which start of the engines it belongs to
+        self.ledger = 0  # which files its figures are in, see `metrics.py`; no other living process has them
         self.turns = 0  # of `launch/liveness.py` since it was started, or since it last answered
         self.verdict: str | None = None  # why the supervisor has killed it
         self.killed_at: float | None = None  # when first, by `time.monotonic`
@@ -127,9 +128,13 @@ class ChildProcess:
         if self._partial:
             self._tail.append(self._partial)
             output.write(self._partial + b"\n")
+        self.close()
+        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+    def close(self) -> None:
+        """Close the descriptors. It is not watched any more, and what it writes is lost."""
         self.output.close()
         os.close(self.pidfd)
-        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
     def last_lines(self) -> str:
         """What it wrote last, for a log record of the supervisor's."""

@@ -1,7 +1,8 @@
 """The figures behind `GET /metrics`, under the prefix `mini_engine:`, by vLLM's names where it has the same figure.
 
 Every API server counts into files of its own in one directory (prometheus_client's multiprocess mode, on when the
-supervisor has set PROMETHEUS_MULTIPROC_DIR before the process starts), and whichever of them is asked sums over all.
+supervisor has set PROMETHEUS_MULTIPROC_DIR before the process starts), and whichever of them is asked sums over all. It
+goes on in those of a dead one where MINI_ENGINE_LEDGER names them, so that deaths fill no disk.
 Without the variable, as in tests, or without room for the files, the figures are this process's own. Label values are
 created at 0, so that a figure can be read before its first event. Knows nothing of HTTP.
 """
@@ -42,6 +43,9 @@ REJECTION_REASONS = ("queued_requests", "inflight_bodies", "inflight_media")
 
 NOTHING_HAPPENED = EngineCounters()
 
+# Which files of the directory are this process's; no other living one may have them.
+LEDGER = os.environ.get("MINI_ENGINE_LEDGER", str(os.getpid()))
+
 # The files of a process by what prometheus_client calls them, with room for the figures of 64 engines.
 FILE_BYTES = {
     "counter": 128 << 10,
@@ -60,7 +64,7 @@ _STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0
 
 
 def make_files(directory: str) -> None:
-    """Make this process's files, each at once whole, as zeros, for which the disk has set room aside.
+    """Make those of this process's files that are not there, each at once whole, as zeros, with room set aside for it.
 
     prometheus_client takes those that it finds. It would make empty ones itself, which nobody can read, and then sparse
     ones: a page of these that the disk has no room for ends the process that touches it.
@@ -68,7 +72,7 @@ def make_files(directory: str) -> None:
     Raises:
         OSError: there is no room, and no file is left.
     """
-    names = {f"{kind}_{os.getpid()}": size for kind, size in FILE_BYTES.items()}
+    names = {f"{kind}_{LEDGER}": size for kind, size in FILE_BYTES.items()}
     wanted = {Path(directory, name): size for name, size in names.items() if not Path(directory, f"{name}.db").exists()}
     try:
         for path, size in wanted.items():
@@ -89,6 +93,7 @@ obstacle: str | None = None
 if _directory is not None:
     try:
         make_files(_directory)
+        values.ValueClass = values.MultiProcessValue(lambda: LEDGER)
     except OSError as error:
         _directory, obstacle = None, f"no room in TMPDIR for the figures of an API server ({error.strerror})"
         values.ValueClass = values.MutexValue

@@ -18,12 +18,14 @@ from pathlib import Path
 import zmq
 
 from mini_engine.child_process import ChildProcess
+from mini_engine.config import ConfigError
 from mini_engine.log import LogSettings
 from mini_engine.messages import AnyMessage, PeerGone, Pong, Role
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+USED_NOTHING = bytes(8)  # at the start of a file of prometheus_client's: how much of it is used, and padding
 DEATH_SECONDS = 30.0  # how long a process that was killed may take to die: it may have much memory to give back
 
 
@@ -81,7 +83,11 @@ class Signals:
 
 
 class Family:
-    """All children, of the engines that serve and of those before them, on one ROUTER in `runtime_dir`."""
+    """All children, of the engines that serve and of those before them, on one ROUTER in `runtime_dir`.
+
+    Raises:
+        ConfigError: there is no room in it.
+    """
 
     def __init__(self, runtime_dir: Path, log: LogSettings, signals: Signals):
         self.children: list[ChildProcess] = []
@@ -92,14 +98,21 @@ class Family:
         self._encoder = Encoder("supervisor", 0)
         self._endpoint = f"ipc://{runtime_dir}/supervisor"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router = sockets.bind_router(self._context, self._endpoint)
-        for name in ("metrics", "tmp"):
-            (runtime_dir / name).mkdir()
+        try:
+            for name in ("metrics", "tmp"):
+                (runtime_dir / name).mkdir()
+            self._router = sockets.bind_router(self._context, self._endpoint)
+        except (OSError, zmq.ZMQError) as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                f"no room for a directory in {runtime_dir.parent} ({error.strerror}): set TMPDIR to where there is"
+            ) from None
 
     def start(
         self, role: Role, index: str, generation: int, listener: socket.socket | None = None
     ) -> ChildProcess:  # fmt: skip
         """Start a child that belongs to the engines of this `generation`. Raises OSError: the host gives no process."""
+        ledger = self._free_ledger()
         child = ChildProcess.start(
             role=role,
             index=index,
@@ -109,12 +122,18 @@ class Family:
             listener=listener,
             environment={
                 "PROMETHEUS_MULTIPROC_DIR": str(self._runtime_dir / "metrics"),
+                "MINI_ENGINE_LEDGER": str(ledger),
                 "TMPDIR": str(self._runtime_dir / "tmp"),  # what libraries leave there goes with the directory
             },
         )
-        child.generation = generation
+        child.generation, child.ledger = generation, ledger
         self.children.append(child)
         return child
+
+    def _free_ledger(self) -> int:
+        """The files that a new API server counts into: a dead one's, which have their room, where there are such."""
+        taken = {child.ledger for child in self.api_servers()}
+        return next(number for number in itertools.count() if number not in taken)
 
     def api_servers(self) -> list[ChildProcess]:
         """Those of all generations."""
@@ -191,17 +210,23 @@ class Family:
 
     def _give_up(self, child: ChildProcess) -> Undying:
         self._remove(child)
+        child.close()
         return Undying(child, f"does not die {DEATH_SECONDS:g} s after it was killed (state in proc(5): {child.state})")
 
     def _remove(self, child: ChildProcess) -> None:
         self.children.remove(child)
-        # The live gauges of a dead process are forgotten; its counters stay in the totals.
-        with contextlib.suppress(OSError):
-            for path in (self._runtime_dir / "metrics").glob(f"gauge_live*_{child.pid}.db"):
-                path.unlink(missing_ok=True)
+        if child.role == "api":
+            self._forget_gauges(child)
         for other in self.children:
             if other.generation == child.generation:
                 self.send(other, PeerGone(child.name, child.incarnation))
+
+    def _forget_gauges(self, child: ChildProcess) -> None:
+        """Those of a dead API server; its counters stay in the totals. The files stay too, for the next one."""
+        with contextlib.suppress(OSError):
+            for path in (self._runtime_dir / "metrics").glob(f"gauge_live*_{child.ledger}.db"):
+                with path.open("r+b") as file:
+                    file.write(USED_NOTHING)
 
 
 def _since_kill(child: ChildProcess) -> float | None:

@@ -40,6 +40,8 @@ class Liveness:
             return
         self._next = time.monotonic() + self._interval
         for child in self._family.children:
+            if child.killed_at is not None:
+                continue  # it is dying
             child.turns += 1
             if not child.serving:
                 if child.turns * self._interval > self._startup and (not child.ready or child.started):

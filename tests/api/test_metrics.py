@@ -116,6 +116,26 @@ def test_the_files_have_the_size_that_was_set_aside_however_many_engines_there_a
     assert used == planned.keys()
 
 
+LEDGER = """
+import os
+os.environ["MINI_ENGINE_LEDGER"] = "3"
+from mini_engine import metrics
+metrics.prompt_tokens_total.inc()
+metrics.EngineFigures(0, 1000)
+print(metrics.samples()["prompt_tokens_total"], metrics.samples()["mm_store_bytes"])
+"""
+
+
+def test_a_process_counts_on_in_the_files_of_the_one_before_it(tmp_path: Path) -> None:
+    assert run(LEDGER, tmp_path) == "[1.0] [1000.0]\n"
+    with (tmp_path / "gauge_livemostrecent_3.db").open("r+b") as gauges:
+        gauges.write(bytes(8))
+    nothing = "from mini_engine import metrics\nprint(metrics.samples().get('mm_store_bytes'))"
+    assert run(nothing, tmp_path) == "None\n"
+    assert run(LEDGER, tmp_path).startswith("[2.0] ")
+    assert {path.stem.rpartition("_")[2] for path in tmp_path.iterdir()} - {"3"}  # those of `nothing`
+
+
 SCARCE = """
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 10, 100 << 10))

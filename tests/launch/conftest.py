@@ -29,7 +29,9 @@ def family(runtime, monkeypatch) -> Iterator[Family]:
     for child in children:
         if child._popen.poll() is None:
             os.kill(child.pid, 9)
-            child.reap()
+            child._popen.wait()
+        if not child.output.closed:
+            child.close()
     made.children.clear()
     made.close()
     os.close(read_end)

@@ -45,6 +45,31 @@ def test_who_is_killed_and_does_not_die_is_given_up(family):
     ]
     assert time.monotonic() - begun >= DEATH_SECONDS
     assert not family.children
+    assert undying.output.closed
+
+
+def test_who_hangs_and_does_not_die_is_killed_once(family, caplog):
+    hung = make_unkillable(family.start("core", "sleeps", 1))
+    hung.serving, hung.turns = True, 1000
+    liveness = Liveness(EngineConfig(), family)
+    for _ in range(3):
+        liveness._next = 0.0
+        liveness.turn()
+    assert caplog.text.count("is killed: it gave no sign of life") == 1
+
+
+def test_an_api_server_counts_on_in_the_files_of_a_dead_one_whose_gauges_are_forgotten(family, runtime):
+    first, second = [family.start("api", "sleeps", 1) for _ in range(2)]
+    assert (first.ledger, second.ledger) == (0, 1)
+    files = {name: runtime / "metrics" / name for name in ("counter_0.db", "gauge_livesum_0.db", "gauge_livesum_1.db")}
+    for file in files.values():
+        file.write_bytes(bytes(range(1, 65)))
+    first.kill()
+    events(family, 1)
+    left = {name for name, file in files.items() if file.read_bytes() == bytes(range(1, 65))}
+    assert left == {"counter_0.db", "gauge_livesum_1.db"}
+    assert files["gauge_livesum_0.db"].read_bytes()[:8] == bytes(8) and files["gauge_livesum_0.db"].stat().st_size == 64
+    assert [family.start("api", "sleeps", 2).ledger for _ in range(2)] == [0, 2]
 
 
 def test_a_stop_waits_for_nobody_who_does_not_die(family, caplog):
