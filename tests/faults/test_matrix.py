@@ -43,12 +43,12 @@ seeds = itertools.count(30_000, 10)  # of videos that nobody has asked about: up
 
 
 @contextlib.contextmanager
-def held(ground: Ground, barrier_name: str, **more: object) -> Iterator[None]:
+def held(ground: Ground, barrier_name: str, system_prompt: str = "") -> Iterator[None]:
     """A request that nobody has asked yet, and the process that has come with it to a barrier."""
     (one,) = questions(next(seeds), 1)
-    more = {"messages": [{"role": "system", "content": LONG_TEXT}, message(one.text, one.urls)]} if more else {}
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     with ground.inside.barrier(barrier_name) as barrier:
-        asking = Asking(ground.server, "mini-engine: api 0", one, **more)
+        asking = Asking(ground.server, "mini-engine: api 0", one, messages=[*system, message(one.text, one.urls)])
         try:
             barrier.wait_until_held()
             yield
@@ -73,7 +73,7 @@ def transport(ground: Ground) -> contextlib.AbstractContextManager[None]:
 
 
 def prefill(ground: Ground) -> contextlib.AbstractContextManager[None]:
-    return held(ground, "prefilling", long=True)
+    return held(ground, "prefilling", f"{next(seeds)} {LONG_TEXT}")  # the prefix cache holds none like it
 
 
 @contextlib.contextmanager
