@@ -1,8 +1,7 @@
-"""What a server takes from its host: model files, memory, listening sockets, a runtime directory."""
+"""What a server takes from its host: model files, memory, descriptors, a runtime directory."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import mmap
@@ -12,12 +11,10 @@ import shutil
 import signal
 import socket
 import ssl
-import stat
 import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from mini_engine.config import ConfigError, EngineConfig, flag_of
 from mini_engine.free_memory import available_memory
@@ -196,71 +193,6 @@ def check_tls(config: EngineConfig) -> None:
         raise ConfigError(
             f"--ssl-keyfile, --ssl-certfile, --ssl-ca-certs: {error.strerror or error}; give PEM files that go together"
         ) from None
-
-
-def bind_unix(config: EngineConfig, path: str) -> list[socket.socket]:
-    """One bound unix socket for all API-server slots; the supervisor keeps it open.
-
-    A name that a killed server has left behind is taken over.
-
-    Raises:
-        ConfigError: the path cannot be had.
-    """
-    try:
-        if stat.S_ISSOCK(os.stat(path).st_mode):
-            with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
-                probe.connect(path)
-                raise ConfigError(f"--uds: another server listens on {path}; choose another")
-            os.unlink(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise ConfigError(f"--uds: cannot listen on {path}: {error.strerror or error}") from None
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        listener.bind(path)
-        listener.listen()  # at once: the name of one that does not listen looks like a dead server's
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"--uds: cannot listen on {path}: {error.strerror or error}") from None
-    return [listener] * config.api_server_count
-
-
-def bind_listeners(config: EngineConfig) -> list[socket.socket]:
-    """One bound SO_REUSEPORT socket per API-server slot, not yet listening; the supervisor keeps them open.
-
-    Raises:
-        ConfigError: the address cannot be had. Since SO_REUSEPORT would let two servers of one user share a port
-            unnoticed, a plain socket tries the port first.
-    """
-    if config.uds is not None:
-        return bind_unix(config, config.uds)
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind) as plain:
-            plain.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            plain.bind(address)
-        with _bind_one(family, address) as first:  # port 0 is some port from here on
-            # All by number: a socket that shuts down, to leave those that share the port, would lose one chosen for it.
-            return [_bind_one(family, first.getsockname()) for _ in range(config.api_server_count)]
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {config.host} port {config.port}: {error.strerror}; choose another --host or --port"
-        ) from None
-
-
-def _bind_one(family: int, address: Any) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(address)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def plan_media_cache(config: EngineConfig) -> MediaCachePlan:

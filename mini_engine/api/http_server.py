@@ -224,6 +224,8 @@ class HttpServer(uvicorn.Server):
         self.servers = []  # asyncio's, of which uvicorn would have one for each socket
         for listener in sockets or ():
             listener.setblocking(False)
+            # Or the connections that are closing when this server has ended would keep the next one from the port.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.listen(self.config.backlog)
             self._start(self._accept(listener))
         self.started = True

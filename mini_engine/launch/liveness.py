@@ -17,7 +17,7 @@ from mini_engine.messages import Ping
 
 logger = logging.getLogger(__name__)
 
-TURNS = 4  # that the longest silence is divided into
+TURNS = 4  # that the longest silence, or the start, is divided into: the shorter of the two
 
 
 class Liveness:
@@ -47,7 +47,7 @@ class Liveness:
                 if child.turns * self._interval > self._startup and (not child.ready or child.started):
                     self._end(child, f"it was not ready after {self._startup:g} s (--startup-timeout)")
             elif child.role != "worker":
-                if child.turns > TURNS:
+                if (child.turns - 1) * self._interval >= self._silence:  # since it was asked first
                     self._end(child, f"it gave no sign of life for {self._silence:g} s (--collective-timeout)")
                 else:
                     self._family.send(child, Ping(child.turns))

@@ -23,7 +23,6 @@ from mini_engine import log
 from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
 from mini_engine.host import (
-    bind_listeners,
     check_model_files,
     check_tls,
     fill_standard_descriptors,
@@ -37,6 +36,7 @@ from mini_engine.host import (
 from mini_engine.launch import addresses
 from mini_engine.launch.family import Asked, Died, Event, Family, Said, Signals, Undying
 from mini_engine.launch.generation import Generation, Ground
+from mini_engine.launch.listeners import bind_listeners
 from mini_engine.launch.liveness import Liveness
 from mini_engine.launch.restarting import Restarts
 from mini_engine.launch.stopping import Stopping
@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 ENGINE_DEATH_GRACE_SECONDS = 1.0  # how long API servers may take to answer every client of a dead engine
 API_RESTARTS_IN_A_ROW = 5  # an API server that dies this often before it serves will not get better
+FILL_PAUSE_SECONDS = 1.0  # before a process that the host did not give is asked for again
 
 
 class Stop(Exception):
@@ -73,6 +74,7 @@ class Supervisor:
         self.log = log.LogSettings(config.log_level, config.log_format)
         self.restarts = Restarts(config.restart_engine)
         self.events: collections.deque[Event] = collections.deque()  # that nobody has looked at yet
+        self.fill_again = 0.0  # when, after an API server could not be started
 
     def run(self) -> int:
         """Serve until a signal or a death ends it; returns the exit status."""
@@ -156,6 +158,8 @@ class Supervisor:
     def _poll(self, seconds: float | None) -> None:
         """Wait for the next events, for so long at most, and handle each."""
         turn = self.liveness.seconds_left()
+        if self.generation.vacant:
+            turn = min(turn, max(0.0, self.fill_again - time.monotonic()))
         if not self.events:  # some are there when the one before them has ended a generation
             self.events += self.family.wait(turn if seconds is None else min(turn, seconds))
         while self.events:
@@ -246,11 +250,14 @@ class Supervisor:
 
     def _fill_vacant(self) -> None:
         """Start API servers for the slots that lack one; where the host gives no process, later."""
+        if time.monotonic() < self.fill_again:
+            return
         for slot in sorted(self.generation.vacant):
             try:
                 self.generation.fill(slot)
             except OSError as error:
                 logger.error("api %d cannot be started now, and is tried again: %s", slot, error)
+                self.fill_again = time.monotonic() + FILL_PAUSE_SECONDS
                 return
             self.generation.vacant.remove(slot)
 

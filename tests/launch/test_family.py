@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import select
 import socket
 import time
@@ -9,10 +10,11 @@ import time
 import pytest
 
 from mini_engine.config import EngineConfig
-from mini_engine.host import bind_listeners
 from mini_engine.launch import family as family_module
+from mini_engine.launch import supervisor as supervisor_module
 from mini_engine.launch.family import Died, Family, Undying
 from mini_engine.launch.generation import Generation, Ground
+from mini_engine.launch.listeners import bind_listeners
 from mini_engine.launch.liveness import Liveness
 from mini_engine.launch.stopping import Stopping
 from mini_engine.launch.supervisor import GenerationOver, Stop, Supervisor
@@ -159,3 +161,24 @@ def test_who_was_killed_is_named_before_who_ended_for_want_of_him(family, runtim
         one._poll(60)
     one._end_generation("its engine has died")
     assert "worker fails" in caplog.text and "exit status 1" in caplog.text
+
+
+def test_an_api_server_that_cannot_be_started_is_tried_again_after_a_pause(family, runtime, monkeypatch, caplog):
+    monkeypatch.setattr(supervisor_module, "FILL_PAUSE_SECONDS", 0.5)
+    one = supervisor(family, runtime)
+    tries: list[float] = []
+
+    def fill(slot: int) -> None:
+        tries.append(time.monotonic())
+        if len(tries) < 3:
+            raise OSError("no process")
+
+    monkeypatch.setattr(one.generation, "fill", fill)
+    one.generation.vacant.add(0)
+    polls = 0
+    while one.generation.vacant:
+        one._poll(0.1)
+        polls += 1
+    assert len(tries) == 3 and polls > 6
+    assert all(after - before >= 0.5 for before, after in itertools.pairwise(tries))
+    assert caplog.text.count("cannot be started now") == 2

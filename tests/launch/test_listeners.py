@@ -1,0 +1,61 @@
+"""The port of a server that does not listen yet, of one that does, and of one that has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+import pytest
+
+from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.launch.listeners import bind_listeners
+
+HOST = "127.0.0.1"
+
+
+def bound(stack: contextlib.ExitStack, port: int = 0, count: int = 2) -> list[socket.socket]:
+    listeners = bind_listeners(EngineConfig(host=HOST, port=port, api_server_count=count))
+    return [stack.enter_context(listener) for listener in listeners]
+
+
+def listen(listener: socket.socket) -> None:
+    """As an API server does."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.listen()
+
+
+def leave_closing(listener: socket.socket) -> None:
+    """A connection that this end has closed first: the kernel keeps it for a minute."""
+    with socket.create_connection(listener.getsockname()) as client:
+        listener.accept()[0].close()
+        assert client.recv(1) == b""
+
+
+@pytest.mark.parametrize("listening", [0, 1, 2])
+def test_a_second_server_is_refused_whether_the_first_listens_or_only_loads(listening):
+    with contextlib.ExitStack() as stack:
+        first = bound(stack)
+        for listener in first[:listening]:
+            listen(listener)
+        with pytest.raises(ConfigError, match="Address already in use; choose another"):
+            bound(stack, first[0].getsockname()[1])
+
+
+def test_the_port_can_be_had_again_at_once():
+    with contextlib.ExitStack() as stack:
+        (first,) = bound(stack, count=1)
+        port = first.getsockname()[1]
+        listen(first)
+        leave_closing(first)
+    with contextlib.ExitStack() as stack:
+        for listener in bound(stack, port):
+            listen(listener)
+
+
+def test_the_port_of_another_program_that_has_ended_can_be_had_at_once():
+    with socket.create_server((HOST, 0)) as other:  # with SO_REUSEADDR alone
+        port = other.getsockname()[1]
+        leave_closing(other)
+    with contextlib.ExitStack() as stack:
+        for listener in bound(stack, port):
+            listen(listener)

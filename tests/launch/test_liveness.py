@@ -1,0 +1,51 @@
+"""How long who does not answer, or does not get ready, is waited for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from mini_engine.config import EngineConfig
+from mini_engine.launch import liveness as liveness_module
+from mini_engine.launch.liveness import TURNS, Liveness
+
+TIMEOUTS = [(60, 600), (3600, 600), (60, 20)]  # --collective-timeout, --startup-timeout
+
+
+class Child(SimpleNamespace):
+    """One that never answers a ping."""
+
+    def __init__(self, **state: object):
+        super().__init__(role="core", title="core 0", name="core 0", engine="0", state="T", turns=0, killed_at=None)
+        self.__dict__.update(state)
+
+    def kill(self) -> None:
+        self.killed_at = liveness_module.time.monotonic()
+
+
+def seconds_until_killed(child: Child, monkeypatch: pytest.MonkeyPatch, collective: float, startup: float) -> float:
+    now = 0.0
+    monkeypatch.setattr(liveness_module, "time", SimpleNamespace(monotonic=lambda: now))
+    family = SimpleNamespace(children=[child], send=lambda *_: True)
+    config = EngineConfig(collective_timeout=collective, startup_timeout=startup, health_timeout=1)
+    liveness = Liveness(config, family)
+    while child.killed_at is None:
+        now += liveness.seconds_left()
+        liveness.turn()
+    return child.killed_at
+
+
+@pytest.mark.parametrize(("collective", "startup"), TIMEOUTS)
+def test_who_gives_no_sign_of_life_is_killed_at_its_time_out_whatever_that_of_a_start_is(
+    collective, startup, monkeypatch
+):
+    """It is asked first one turn after it was seen alive, so that the time it had is the time-out."""
+    seconds = seconds_until_killed(Child(serving=True, ready=True, started=True), monkeypatch, collective, startup)
+    assert collective < seconds <= (1 + 1 / TURNS) * collective
+
+
+@pytest.mark.parametrize(("collective", "startup"), TIMEOUTS)
+def test_who_does_not_get_ready_is_killed_at_the_time_out_of_a_start(collective, startup, monkeypatch):
+    seconds = seconds_until_killed(Child(serving=False, ready=False, started=False), monkeypatch, collective, startup)
+    assert startup < seconds <= (1 + 1 / TURNS) * startup
