@@ -20,6 +20,7 @@ from mini_engine.api.errors import bad_request
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of all messages together
 MAX_STOP_STRINGS = 16  # OpenAI takes 4; more cost little here
+MAX_STOP_LENGTH = 1024  # characters; with text that may be the start of one, a token may cost as many comparisons
 MAX_CHOICES = 128  # OpenAI's limit on `n`
 MAX_LOGPROBS = 20  # OpenAI's limit on `top_logprobs`
 MAX_BIASED_TOKENS = 1024  # a bias is written to the device for each of them
@@ -158,7 +159,7 @@ class StreamOptions(Strict):
     continuous_usage_stats: Literal[False] | None = None
 
 
-StopString = Annotated[str, Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 WrittenTokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]  # the keys of JSON objects are strings
 
