@@ -359,7 +359,8 @@ def test_the_other_endpoints(processor: MediaProcessor, tmp_path: Path) -> None:
                 assert response.json()["error"]["message"] == f"Method Not Allowed; this path takes {allowed}."
             schema = (await served.http.get("/openapi.json")).json()
             assert "/v1/chat/completions" in schema["paths"]
-            bad = await served.http.post("/v1/chat/completions", content=json.dumps(chat_body())[:-1])
+            half, headers = json.dumps(chat_body())[:-1], {"content-type": "application/json"}
+            bad = await served.http.post("/v1/chat/completions", content=half, headers=headers)
             assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_json")
 
     asyncio.run(scenario())
