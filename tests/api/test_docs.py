@@ -150,7 +150,9 @@ def test_the_served_document_tells_of_refusals() -> None:
     for path, methods in document["paths"].items():
         for method, operation_ in methods.items():
             refusals = {status for status in operation_["responses"] if status >= "400"}
-            assert refusals >= ({"400", "401", "408", "413", "503"} if "requestBody" in operation_ else set()), path
+            assert refusals >= (
+                {"400", "401", "408", "413", "415", "429", "503"} if "requestBody" in operation_ else set()
+            ), path
             assert bool(refusals) == (path != "/live"), (path, method)
             for status in refusals:
                 schema = operation_["responses"][status]["content"]["application/json"]["schema"]
