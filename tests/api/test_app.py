@@ -338,6 +338,8 @@ def test_the_other_endpoints(processor: MediaProcessor, tmp_path: Path) -> None:
         async with serve(processor, tmp_path, words(processor, *ANSWER)) as served:
             models = [model async for model in served.openai.models.list()]
             assert [model.id for model in models] == ["tiny", "alias"]
+            other = (await served.http.get("/v1/models/other")).json()["error"]["message"]
+            assert other == "The model 'other' does not exist; this server has tiny, alias."
             assert (await served.http.get("/version")).json()["version"]
             figures = await served.http.get("/metrics")
             assert 'mini_engine:ipc_messages_total{transport="direct_rpc"}' in figures.text
