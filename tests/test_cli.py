@@ -24,6 +24,7 @@ def test_no_argument_serves_the_bundled_model():
     assert settings == EngineConfig()
     assert settings.model == config.BUNDLED_MODEL
     assert settings.served_names == ["mini-engine-demo"]
+    assert EngineConfig(model="/a/model").served_names == ["/a/model"], "as it was given: clients may read it"
 
 
 def test_flags_as_users_of_other_engines_type_them():

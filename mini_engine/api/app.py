@@ -153,7 +153,7 @@ class Frontend:
 
         def sample_text() -> SampleText:
             detokenizer = Detokenizer(
-                self.tokenizer, asked.stop_strings, include_stop, skip_special, min_tokens=sampling.min_tokens
+                self.vocabulary, asked.stop_strings, include_stop, skip_special, min_tokens=sampling.min_tokens
             )
             logprobs = None if sampling.logprobs is None else LogprobList(self.vocabulary, skip_special)
             return SampleText(detokenizer, logprobs, () if include_stop else sampling.stop_token_ids)

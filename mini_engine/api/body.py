@@ -144,12 +144,7 @@ def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
 
 
 def _refusal(error: ValidationError, kind: type[Body]) -> ApiError:
-    # Where a field may hold one of several types there is an error for each: the deepest knows most, and of several
-    # the one that is about more than the type.
-    details: ErrorDetails = max(
-        error.errors(include_url=False, include_input=False),
-        key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")),
-    )
+    details: ErrorDetails = max(error.errors(include_url=False, include_input=False), key=_knowledge)
     param = _param(details["loc"], kind)
     if details["type"] == UNKNOWN:
         param = f"{param}.{details['ctx']['name']}" if param else details["ctx"]["name"]
@@ -165,6 +160,14 @@ def _refusal(error: ValidationError, kind: type[Body]) -> ApiError:
     if param in kind.model_fields and (says := _demand(kind, param, details["type"])):
         problem = f"must be {says}"
     return bad_request(f"Invalid '{param}': {problem}.", param, "invalid_value")
+
+
+def _knowledge(error: ErrorDetails) -> tuple[int, bool, list[int]]:
+    """Where a field may hold one of several types there is an error for each: the deepest knows most, and of several
+    the one that is about more than the type; then the one that found most items of a list right, which ends at its
+    first error (`fail_fast`)."""
+    location = error["loc"]
+    return len(location), not error["type"].endswith("_type"), [part for part in location if isinstance(part, int)]
 
 
 def _param(location: Sequence[int | str], kind: type[Body]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from mini_engine.api.admission import BodyAdmission
 from mini_engine.api.errors import ApiError, ClientGone, too_slow
 
+JSON = "application/json"
 LEAST_BYTES = 8 << 10  # what is less of a body in its time is no progress
 
 T = TypeVar("T")
@@ -40,6 +42,7 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
         ApiError: 413, 415, 408, or 429 if there is no room for it beside others.
         ClientDisconnect: the client went meanwhile.
     """
+    _check_type(request.headers)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limits.max_bytes:
         raise _body_too_large(limits.max_bytes)
@@ -63,6 +66,20 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
         what = f"The body of this request has not ended, nor have {LEAST_BYTES} more bytes of it come,"
         raise too_slow(what, limits.seconds) from None
     return body.getvalue()
+
+
+def _check_type(headers: Headers) -> None:
+    """Any page may have a browser send text, a form, or what has no type, unasked; JSON only where CORS allows it.
+
+    Raises:
+        ApiError: 415.
+    """
+    given = headers.get("content-type")
+    if given is not None and given.partition(";")[0].strip().lower() == JSON:
+        return
+    what = "no Content-Type" if given is None else f"the Content-Type {given[:80]!r}, which is not taken"
+    text = f"The request has {what}; send JSON, with the header 'Content-Type: {JSON}'."
+    raise ApiError(415, text, code="invalid_http", headers={"accept": JSON})
 
 
 def _body_too_large(most: int) -> ApiError:

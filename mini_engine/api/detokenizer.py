@@ -1,15 +1,17 @@
 """Token ids of one answer -> text, as it comes, up to a stop string.
 
 Text that could be the start of a stop string, and bytes that are not a whole character yet, wait until more is known.
+A token costs what its own bytes do, however many came before: `tokenizers.decoders.DecodeStream` decodes all that have
+made no text yet again at each, and an answer may be nothing but skipped special tokens or bytes of no character.
 Knows nothing of requests or streams. Runs in the event loop's thread only: a Rust tokenizer that several threads use
 at once may raise "Already borrowed".
 """
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from tokenizers.decoders import DecodeStream
+from mini_engine.api.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -22,32 +24,33 @@ class Delta:
 
 
 class Detokenizer:
-    """Detokenises one answer. However the tokens are cut into pushes, the texts add up to the same."""
+    """Detokenises one answer. However the tokens are cut into pushes, the texts add up to what the tokenizer makes of
+    all tokens at once."""
 
     def __init__(
         self,
-        tokenizer: Any,
+        vocabulary: Vocabulary,
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
     ) -> None:
-        """`tokenizer` is a Hugging Face fast tokenizer. `include_stop` sends the stop string too. Empty ones raise.
+        """`include_stop` sends the stop string too. Empty ones raise.
 
         A stop string that the first `min_tokens` tokens complete does not count, as in vLLM.
         """
         if not all(stop):
             raise ValueError("a stop string must not be empty")
         self.stopped_by: str | None = None
-        self._tokenizer = tokenizer.backend_tokenizer
+        self._vocabulary = vocabulary
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._skip_special_tokens = skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._token_ids: list[int] = []
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # keeps the bytes of an unfinished character
+        self._tokens_used = 0
         self.decoded_length = 0  # characters of all tokens so far, but for those of an unfinished character
         self._min_tokens = min_tokens
-        self._held = ""  # handed out by the stream, but perhaps the start of a stop string
+        self._held = ""  # decoded, but perhaps the start of a stop string
         self._exempt = 0  # of the held characters, those of the first `min_tokens` tokens
 
     def push(self, token_ids: Sequence[int]) -> Delta:
@@ -58,8 +61,8 @@ class Detokenizer:
             if self.stopped_by is not None:
                 break
             used += 1
-            self._token_ids.append(token)
-            text = self._stream.step(self._tokenizer, token)
+            self._tokens_used += 1
+            text = self._decoder.decode(self._vocabulary.bytes_shown(token, self._skip_special_tokens))
             if text:
                 self.decoded_length += len(text)
                 texts.append(self._release(text))
@@ -69,8 +72,7 @@ class Detokenizer:
         """Returns the rest when no more tokens come: what was held back, and U+FFFD for an unfinished character."""
         if self.stopped_by is not None:
             return ""
-        whole = self._tokenizer.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens)
-        rest = whole[self.decoded_length :]
+        rest = self._decoder.decode(b"", final=True)
         self.decoded_length += len(rest)
         text = self._release(rest)
         held, self._held = self._held, ""
@@ -79,7 +81,7 @@ class Detokenizer:
     def _release(self, text: str) -> str:
         """Adds `text` to what is held and returns what may be sent of it."""
         text = self._held + text
-        if len(self._token_ids) <= self._min_tokens:
+        if self._tokens_used <= self._min_tokens:
             self._exempt = len(text)
         match = self._first_stop(text)
         if match is not None:

@@ -1,6 +1,7 @@
 """What a client is told when a request cannot be served, in OpenAI's error form.
 
-No text made here holds a path, an address or a segment's name. Knows nothing of the web framework.
+No text made here holds a path, an address or a segment's name, but for the names by which clients ask for the model:
+where `--served-model-name` gives none, that is MODEL as the command line has it. Knows nothing of the web framework.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ RETRY_SECONDS = 5  # about what a successor needs to start; another server is th
 Code = Literal[
     "context_length_exceeded", "engine_unavailable", "internal_error", "invalid_api_key", "invalid_http",
     "invalid_json", "invalid_media", "invalid_value", "media_too_large", "method_not_allowed",
-    "missing_required_parameter", "model_not_found", "overloaded", "request_timeout", "request_too_large",
-    "shutting_down", "timeout", "unknown_parameter", "unknown_url", "unsupported_parameter",
+    "missing_required_parameter", "model_not_found", "origin_not_allowed", "overloaded", "request_timeout",
+    "request_too_large", "shutting_down", "timeout", "unknown_parameter", "unknown_url", "unsupported_parameter",
 ]  # fmt: skip
 STATUSES: dict[Code, tuple[int, ...]] = {
     "context_length_exceeded": (400,),
@@ -35,6 +36,7 @@ STATUSES: dict[Code, tuple[int, ...]] = {
     "method_not_allowed": (405,),
     "missing_required_parameter": (400,),
     "model_not_found": (404,),
+    "origin_not_allowed": (403,),
     "overloaded": (429,),
     "request_timeout": (408,),
     "request_too_large": (413,),

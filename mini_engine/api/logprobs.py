@@ -31,7 +31,7 @@ class LogprobList:
 
     def add(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
         """A token whose text begins after `start` characters; `logprobs` has the token itself, then the likeliest."""
-        if self._vocabulary.makes_text(logprobs[0].token_id, self._skip_special_tokens):
+        if self._vocabulary.bytes_shown(logprobs[0].token_id, self._skip_special_tokens):
             self._held.append((start, logprobs))
 
     def send(self, text: str) -> list[ListedToken]:

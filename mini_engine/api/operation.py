@@ -54,21 +54,39 @@ async def live() -> Response:
     return Response()
 
 
-@router.post("/reset_caches", responses=refuses(401, 503, 504))
+@router.post("/reset_caches", responses=refuses(401, 403, 503, 504))
 async def reset_caches(request: Request) -> Response:
     """Empty the prefix, encoder and media caches of every engine, but for what running requests use.
 
-    200 when all have done so; 503 when an engine is gone; 504 when one does not answer in time.
+    200 when all have done so; 403 for a page of an origin that is not allowed; 503 when an engine is gone; 504 when
+    one does not answer in time.
     """
     try:
+        _check_origin(request)
         async with asyncio.timeout(RESET_SECONDS):
             await _engines(request).reset_caches()
+    except ApiError as error:
+        return error_response(error)
     except EngineError:
         return error_response(engine_unavailable(ENGINE_GONE))
     except TimeoutError:
         text = f"An engine has not answered within {RESET_SECONDS:g} s; its caches may be reset later, or not at all."
         return error_response(ApiError(504, text, code="timeout"))
     return Response()
+
+
+def _check_origin(request: Request) -> None:
+    """Any page may have a browser send a POST without a body, unasked; the browser says of which origin the page is.
+
+    Raises:
+        ApiError: 403; it is neither this server's own nor one of `--allowed-origins`.
+    """
+    origin, allowed = request.headers.get("origin"), request.app.state.config.allowed_origins
+    if origin is None or "*" in allowed or origin in allowed:
+        return
+    if origin.partition("://")[2] != request.headers.get("host"):
+        text = f"A page of {origin[:200]!r} may not do this; --allowed-origins would have to name it."
+        raise ApiError(403, text, code="origin_not_allowed")
 
 
 @router.get("/metrics", responses=refuses(401))

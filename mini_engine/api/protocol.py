@@ -20,6 +20,7 @@ from mini_engine.api.errors import bad_request
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of all messages together
 MAX_STOP_STRINGS = 16  # OpenAI takes 4; more cost little here
+MAX_STOP_LENGTH = 1024  # characters; with text that may be the start of one, a token may cost as many comparisons
 MAX_CHOICES = 128  # OpenAI's limit on `n`
 MAX_LOGPROBS = 20  # OpenAI's limit on `top_logprobs`
 MAX_BIASED_TOKENS = 1024  # a bias is written to the device for each of them
@@ -158,7 +159,7 @@ class StreamOptions(Strict):
     continuous_usage_stats: Literal[False] | None = None
 
 
-StopString = Annotated[str, Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 WrittenTokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]  # the keys of JSON objects are strings
 
@@ -192,8 +193,8 @@ class GenerationRequest(Body):
     )
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=128)
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None  # vLLM's: do not stop at the model's end-of-sequence tokens

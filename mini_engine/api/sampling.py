@@ -1,7 +1,7 @@
 """Sampling parameters: the request's own values over the model's defaults over the server's.
 
-The defaults come from the model's `generation_config.json`, as in vLLM: temperature, top_p, top_k, repetition_penalty
-and max_new_tokens count, `do_sample` does not. Knows nothing of HTTP or of how tokens are drawn.
+The defaults come from the model's `generation_config.json`, as in vLLM: temperature, top_p, top_k, min_p,
+repetition_penalty and max_new_tokens count, `do_sample` does not. Knows nothing of HTTP or of how tokens are drawn.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class ModelFile(msgspec.Struct, frozen=True):
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
     max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
     eos_token_id: int | list[int] | None = None
@@ -44,6 +45,7 @@ class SamplingDefaults:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
     max_tokens: int | None = None  # None: as many as fit into the model's length
     eos_token_ids: tuple[int, ...] = ()
@@ -72,6 +74,7 @@ class SamplingDefaults:
             temperature=_first(chosen.temperature, cls.temperature),
             top_p=_first(chosen.top_p, cls.top_p),
             top_k=_top_k(_first(chosen.top_k, cls.top_k)),
+            min_p=_first(chosen.min_p, cls.min_p),
             repetition_penalty=_first(chosen.repetition_penalty, cls.repetition_penalty),
             max_tokens=chosen.max_new_tokens,
             eos_token_ids=tuple(sorted({token for end in ends for token in _as_list(end)})),
@@ -129,7 +132,7 @@ class SamplingResolver:
             temperature=0.0 if greedy else temperature,
             top_p=1.0 if greedy else _first(request.top_p, defaults.top_p),
             top_k=0 if greedy else _top_k(_first(request.top_k, defaults.top_k)),
-            min_p=0.0 if greedy else _first(request.min_p, 0.0),
+            min_p=0.0 if greedy else _first(request.min_p, defaults.min_p),
             repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty),
             presence_penalty=_first(request.presence_penalty, 0.0),
             frequency_penalty=_first(request.frequency_penalty, 0.0),

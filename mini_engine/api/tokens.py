@@ -24,7 +24,7 @@ from mini_engine.api.refusal import error_response
 if TYPE_CHECKING:
     from mini_engine.api.app import Frontend
 
-REFUSALS = refuses(400, 401, 404, 408, 413, 415, 503)
+REFUSALS = refuses(400, 401, 404, 408, 413, 415, 429, 503)
 
 router = APIRouter()
 

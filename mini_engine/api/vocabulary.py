@@ -1,4 +1,4 @@
-"""A token by itself: its bytes and its text, which a detokenised answer does not show. Knows nothing of answers."""
+"""A token by itself: its bytes, of which answers are made, and whether it shows. Knows nothing of answers."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ class Vocabulary:
         self._tokenizer = tokenizer.backend_tokenizer
         if not isinstance(self._tokenizer.decoder, decoders.ByteLevel):
             raise ValueError("the model's tokenizer is not byte-level: the bytes of its tokens are not known")
-        self._byte_of = {ord(character): byte for byte, character in enumerate(_byte_characters())}
+        self._byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
         added = self._tokenizer.get_added_tokens_decoder()
-        self._added = {token_id: token.content.encode() for token_id, token in added.items()}
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The token's bytes, which may be a part of a character; none for an id that the tokenizer does not have."""
-        if token_id in self._added:
-            return self._added[token_id]
-        written = self._tokenizer.id_to_token(token_id)
-        return b"" if written is None else bytes(map(self._byte_of.__getitem__, map(ord, written)))
+        """The token's bytes, which may be a part of a character; none for an id that the tokenizer does not have.
 
-    def makes_text(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Whether the token adds to an answer's text."""
-        if token_id in self._special:
-            return not skip_special_tokens
-        return bool(self.bytes_of(token_id))
+        Those of several tokens in a row are what the tokenizer's own decoder makes its text of.
+        """
+        written = self._tokenizer.id_to_token(token_id)
+        if written is None:
+            return b""
+        try:
+            return bytes(map(self._byte_of.__getitem__, written))
+        except KeyError:  # an added token, such as one with a space, which is not written in the characters for bytes
+            return written.encode()
+
+    def bytes_shown(self, token_id: int, skip_special_tokens: bool) -> bytes:
+        """What the token adds to an answer: its bytes, or none where it is a special token and these are skipped."""
+        return b"" if skip_special_tokens and token_id in self._special else self.bytes_of(token_id)
 
 
 def _byte_characters() -> list[str]:

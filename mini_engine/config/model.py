@@ -41,8 +41,9 @@ class ModelOptions:
         metavar="FILE",
     )
     generation_config: str = option(
-        "auto", "Where sampling defaults come from: `auto` (the model's generation_config.json), `vllm` (none), "
-        "or a directory that holds such a file.", "Model", metavar="SOURCE",
+        "auto", "Where the defaults of temperature, top_p, top_k, min_p, repetition_penalty and max_tokens come from: "
+        "`auto` (the model's generation_config.json), `vllm` (none), or a directory that holds such a file.",
+        "Model", metavar="SOURCE",
     )  # fmt: skip
     dtype: Dtype = option(
         "auto", "Number format of weights and activations; `auto` takes the checkpoint's, `float` is float32 and "

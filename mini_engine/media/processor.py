@@ -265,7 +265,8 @@ def _check_known(kwargs: Mapping[str, Any], image: Any, video: Any) -> None:
         raise ValueError("--mm-processor-kwargs takes either size or min_pixels and max_pixels")
     size = kwargs.get("size", {})
     if not isinstance(size, Mapping):
-        raise ValueError('--mm-processor-kwargs: size must be an object, such as {"longest_edge": 50176}')
+        example = '{"shortest_edge": 3136, "longest_edge": 50176}'
+        raise ValueError(f"--mm-processor-kwargs: size must be an object, such as {example}")
     counts = {f"size.{edge}": value for edge, value in size.items()}
     counts |= {name: kwargs[name] for name in ("min_pixels", "max_pixels", "max_video_tokens") if name in kwargs}
     for name, value in counts.items():

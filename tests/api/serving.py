@@ -67,7 +67,8 @@ class Served:
         """Send a request on a bare connection, which the test may close when it likes."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         data = json.dumps(chat_body(**body)).encode()
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        writer.write(head + b"content-length: %d\r\n\r\n" % len(data) + data)
         await writer.drain()
         return reader, writer
 

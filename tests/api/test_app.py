@@ -338,6 +338,8 @@ def test_the_other_endpoints(processor: MediaProcessor, tmp_path: Path) -> None:
         async with serve(processor, tmp_path, words(processor, *ANSWER)) as served:
             models = [model async for model in served.openai.models.list()]
             assert [model.id for model in models] == ["tiny", "alias"]
+            other = (await served.http.get("/v1/models/other")).json()["error"]["message"]
+            assert other == "The model 'other' does not exist; this server has tiny, alias."
             assert (await served.http.get("/version")).json()["version"]
             figures = await served.http.get("/metrics")
             assert 'mini_engine:ipc_messages_total{transport="direct_rpc"}' in figures.text
@@ -359,7 +361,8 @@ def test_the_other_endpoints(processor: MediaProcessor, tmp_path: Path) -> None:
                 assert response.json()["error"]["message"] == f"Method Not Allowed; this path takes {allowed}."
             schema = (await served.http.get("/openapi.json")).json()
             assert "/v1/chat/completions" in schema["paths"]
-            bad = await served.http.post("/v1/chat/completions", content=json.dumps(chat_body())[:-1])
+            half, headers = json.dumps(chat_body())[:-1], {"content-type": "application/json"}
+            bad = await served.http.post("/v1/chat/completions", content=half, headers=headers)
             assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_json")
 
     asyncio.run(scenario())

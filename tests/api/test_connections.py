@@ -21,7 +21,7 @@ from tests.api.peers import eventually
 from tests.api.serving import MAX_REQUEST_BYTES, Served, chat_body, hang_up, serve, words
 
 SOON = {"timeout_client": 0.25, "timeout_keep_alive": 1}
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 
 
 def with_server(
@@ -65,7 +65,7 @@ HALVES = [
     (HEAD + b"a: b\r\n", (b"408", "request_timeout")),
     (HEAD + b"content-length: 20\r\n\r\n{", (b"408", "request_timeout")),
     (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n", (b"408", "request_timeout")),
-    (b"POST /detokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 20\r\n\r\n{", (b"408", "request_timeout")),
+    (HEAD.replace(b"v1/chat/completions", b"detokenize") + b"content-length: 20\r\n\r\n{", (b"408", "request_timeout")),
 ]
 
 

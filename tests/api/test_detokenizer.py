@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -6,6 +7,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from mini_engine.api.detokenizer import Detokenizer
+from mini_engine.api.vocabulary import Vocabulary
 from tests.media import tiny_processor
 
 # Pieces that make characters of several tokens, special tokens, and starts of stop strings.
@@ -34,6 +36,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return AutoTokenizer.from_pretrained(str(tiny_processor.build(tmp_path_factory.mktemp("model"))))
 
 
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer: Any) -> Vocabulary:
+    return Vocabulary(tokenizer)
+
+
 def in_chunks(detokenizer: Detokenizer, ids: list[int], sizes: list[int]) -> tuple[str, int]:
     """Pushes `ids` in chunks of `sizes`, the last size repeated. Returns the whole text and the tokens used."""
     texts, used, place = [], 0, 0
@@ -55,20 +62,69 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 @settings(deadline=None)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=12), sizes=st.lists(st.integers(1, 7), min_size=1))
-def test_text_comes_back_however_it_is_cut(tokenizer: Any, pieces: list[str], sizes: list[int]) -> None:
+def test_text_comes_back_however_it_is_cut(
+    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], sizes: list[int]
+) -> None:
     ids = encode(tokenizer, "".join(pieces))
-    text, used = in_chunks(Detokenizer(tokenizer), ids, sizes)
+    text, used = in_chunks(Detokenizer(vocabulary), ids, sizes)
     assert text == "".join(pieces).replace("<|im_end|>", "")
     assert used == len(ids)
 
 
 @settings(deadline=None)
-@given(data=st.data(), sizes=st.lists(st.integers(1, 7), min_size=1))
-def test_any_token_ids_give_what_decoding_them_at_once_gives(tokenizer: Any, data: Any, sizes: list[int]) -> None:
+@given(data=st.data(), sizes=st.lists(st.integers(1, 7), min_size=1), skip=st.booleans())
+def test_any_token_ids_give_what_decoding_them_at_once_gives(
+    tokenizer: Any, vocabulary: Vocabulary, data: Any, sizes: list[int], skip: bool
+) -> None:
     """Random tokens: bytes that form no character, cut-off characters, ids that the tokenizer does not have."""
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 3), max_size=20))
-    text, _ = in_chunks(Detokenizer(tokenizer), ids, sizes)
-    assert text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
+    text, _ = in_chunks(Detokenizer(vocabulary, skip_special_tokens=skip), ids, sizes)
+    assert text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_added_tokens_give_what_decoding_them_at_once_gives(tmp_path: Path, skip: bool) -> None:
+    """Also those whose characters stand for bytes, or are no bytes' at all."""
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny_processor.build(tmp_path)))
+    tokenizer.add_tokens(["<plain>", "two words ", "世", "café", "Ġx"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<mine>"]})
+    ids = encode(tokenizer, "a<plain>世two words <mine> b世caféĠx<|im_end|>\n")
+    assert len({"<plain>", "two words ", "<mine>"} & {tokenizer.convert_ids_to_tokens(one) for one in ids}) == 3
+    text, _ = in_chunks(Detokenizer(Vocabulary(tokenizer), skip_special_tokens=skip), ids, [1])
+    assert text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip)
+    assert ("<mine>" in text) != skip
+
+
+class CountingVocabulary(Vocabulary):
+    """Counts the tokens that are looked up: a detokenizer has nothing else to make text of."""
+
+    looked_up = 0
+
+    def bytes_of(self, token_id: int) -> bytes:
+        self.looked_up += 1
+        return super().bytes_of(token_id)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("what", ["a red", "<|im_end|>", "Ж"])
+def test_no_token_is_decoded_twice(tokenizer: Any, what: str, skip: bool) -> None:
+    """However long tokens go on that make no text: special ones that are skipped, a character's first byte for ever."""
+    vocabulary = CountingVocabulary(tokenizer)
+    detokenizer = Detokenizer(vocabulary, skip_special_tokens=skip)
+    token = encode(tokenizer, what)[0]
+    for _ in range(3000):
+        detokenizer.push([token])
+    detokenizer.finish()
+    assert vocabulary.looked_up == (0 if what == "<|im_end|>" and skip else 3000)
+
+
+def test_bytes_that_form_no_character_do_not_wait(tokenizer: Any, vocabulary: Vocabulary) -> None:
+    """Nothing that follows can make one of them."""
+    first, *_ = encode(tokenizer, "Ж")
+    assert len(vocabulary.bytes_of(first)) == 1
+    detokenizer = Detokenizer(vocabulary)
+    assert [detokenizer.push([first]).text for _ in range(3)] == ["", "�", "�"]
+    assert detokenizer.finish() == "�"
 
 
 @settings(deadline=None)
@@ -78,12 +134,14 @@ def test_any_token_ids_give_what_decoding_them_at_once_gives(tokenizer: Any, dat
     include=st.booleans(),
     sizes=st.lists(st.integers(1, 7), min_size=1),
 )
-def test_stop_strings(tokenizer: Any, pieces: list[str], stop: list[str], include: bool, sizes: list[int]) -> None:
+def test_stop_strings(
+    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], stop: list[str], include: bool, sizes: list[int]
+) -> None:
     """Held to a plain reading of the whole text, character by character."""
     ids = encode(tokenizer, "".join(pieces))
     whole = "".join(pieces).replace("<|im_end|>", "")
     ends = [end for end in range(len(whole) + 1) if any(whole[:end].endswith(word) for word in stop)]
-    detokenizer = Detokenizer(tokenizer, stop, include)
+    detokenizer = Detokenizer(vocabulary, stop, include)
     text, used = in_chunks(detokenizer, ids, sizes)
     if not ends:
         assert (text, used, detokenizer.stopped_by) == (whole, len(ids), None)
@@ -96,36 +154,36 @@ def test_stop_strings(tokenizer: Any, pieces: list[str], stop: list[str], includ
     assert not any(word in tokenizer.decode(ids[: used - 1], skip_special_tokens=True) for word in stop)
 
 
-def test_text_is_held_back_only_while_it_may_be_a_stop_string(tokenizer: Any) -> None:
-    detokenizer = Detokenizer(tokenizer, ["STOP"])
+def test_text_is_held_back_only_while_it_may_be_a_stop_string(tokenizer: Any, vocabulary: Vocabulary) -> None:
+    detokenizer = Detokenizer(vocabulary, ["STOP"])
     deltas = [detokenizer.push([token]).text for token in encode(tokenizer, "xSTSTx")]
     assert deltas == ["x", "", "", "ST", "", "STx"]
 
 
-def test_after_a_stop_nothing_more_comes(tokenizer: Any) -> None:
-    detokenizer = Detokenizer(tokenizer, ["STOP"])
+def test_after_a_stop_nothing_more_comes(tokenizer: Any, vocabulary: Vocabulary) -> None:
+    detokenizer = Detokenizer(vocabulary, ["STOP"])
     delta = detokenizer.push(encode(tokenizer, "xSTOPxyz"))
     assert (delta.text, delta.stopped_by, delta.tokens_used) == ("x", "STOP", 5)
     assert detokenizer.push(encode(tokenizer, "more")).tokens_used == 0
     assert detokenizer.finish() == ""
 
 
-def test_an_unfinished_character_ends_as_a_replacement_character(tokenizer: Any) -> None:
-    detokenizer = Detokenizer(tokenizer)
+def test_an_unfinished_character_ends_as_a_replacement_character(tokenizer: Any, vocabulary: Vocabulary) -> None:
+    detokenizer = Detokenizer(vocabulary)
     ids = encode(tokenizer, "a🎈")
     assert detokenizer.push(ids[:-1]).text == "a"
     assert detokenizer.finish().strip("�") == ""
     assert detokenizer.finish() == ""
 
 
-def test_special_tokens_on_request(tokenizer: Any) -> None:
+def test_special_tokens_on_request(tokenizer: Any, vocabulary: Vocabulary) -> None:
     ids = encode(tokenizer, "a<|im_end|>")
-    assert Detokenizer(tokenizer, skip_special_tokens=False).push(ids).text == "a<|im_end|>"
+    assert Detokenizer(vocabulary, skip_special_tokens=False).push(ids).text == "a<|im_end|>"
 
 
-def test_an_empty_stop_string_is_refused(tokenizer: Any) -> None:
+def test_an_empty_stop_string_is_refused(tokenizer: Any, vocabulary: Vocabulary) -> None:
     with pytest.raises(ValueError, match="must not be empty"):
-        Detokenizer(tokenizer, ["x", ""])
+        Detokenizer(vocabulary, ["x", ""])
 
 
 @settings(deadline=None)
@@ -136,13 +194,13 @@ def test_an_empty_stop_string_is_refused(tokenizer: Any) -> None:
     size=st.integers(1, 4),
 )
 def test_a_stop_string_counts_from_the_least_tokens_on(
-    tokenizer: Any, pieces: list[str], stop: str, least: int, size: int
+    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], stop: str, least: int, size: int
 ) -> None:
     """Held to a reading of the text character by character, from where the first `least` tokens' text ends."""
     ids = encode(tokenizer, "".join(pieces))
     whole = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
-    exempt = Detokenizer(tokenizer)
+    exempt = Detokenizer(vocabulary)
     exempt.push(ids[:least])
     ends = [end for end in range(exempt.decoded_length + 1, len(whole) + 1) if whole[:end].endswith(stop)]
-    text, _ = in_chunks(Detokenizer(tokenizer, [stop], min_tokens=least), ids, [size])
+    text, _ = in_chunks(Detokenizer(vocabulary, [stop], min_tokens=least), ids, [size])
     assert text == (whole[: ends[0] - len(stop)] if ends else whole)

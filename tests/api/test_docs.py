@@ -16,7 +16,14 @@ from mini_engine.api.body import MAX_JSON_VALUES, Body, range_of
 from mini_engine.api.chat import PART_TYPES
 from mini_engine.api.completion_protocol import CompletionRequest
 from mini_engine.api.connection import LEAST_BYTES
-from mini_engine.api.protocol import MAX_MEDIA_SETTINGS, MAX_MESSAGES, MAX_PARTS, ChatRequest
+from mini_engine.api.protocol import (
+    MAX_MEDIA_SETTINGS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    ChatRequest,
+)
 from mini_engine.api.responses import Timings
 from mini_engine.api.tokens import DetokenizeRequest, TokenizeRequest
 from mini_engine.config import EngineConfig
@@ -99,6 +106,7 @@ def test_the_bounds_of_a_body_are_the_codes() -> None:
     values = f"{MAX_JSON_VALUES} JSON\nvalues, {MAX_MESSAGES} messages, and {MAX_PARTS} content parts"
     assert values in PAGE and f"{LEAST_BYTES >> 10} KiB more of its body" in PAGE
     assert f"At most {MAX_MEDIA_SETTINGS} settings" in PAGE
+    assert f"up to {MAX_STOP_STRINGS}, each of 1 to {MAX_STOP_LENGTH} characters" in PAGE
 
 
 def test_the_types_of_content_parts_are_the_codes() -> None:
@@ -142,7 +150,9 @@ def test_the_served_document_tells_of_refusals() -> None:
     for path, methods in document["paths"].items():
         for method, operation_ in methods.items():
             refusals = {status for status in operation_["responses"] if status >= "400"}
-            assert refusals >= ({"400", "401", "408", "413", "503"} if "requestBody" in operation_ else set()), path
+            assert refusals >= (
+                {"400", "401", "408", "413", "415", "429", "503"} if "requestBody" in operation_ else set()
+            ), path
             assert bool(refusals) == (path != "/live"), (path, method)
             for status in refusals:
                 schema = operation_["responses"][status]["content"]["application/json"]["schema"]

@@ -77,7 +77,8 @@ def test_half_a_body_does_not_hold_up_the_end(processor: MediaProcessor, tmp_pat
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor, "a red")) as served:
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 20\r\n\r\n{")
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            writer.write(head + b"content-length: 20\r\n\r\n{")
             await eventually(lambda: bool(served.work._unread))
             async with asyncio.timeout(1):
                 await served.work.drain()

@@ -34,10 +34,9 @@ def test_the_bytes_of_tokens(tokenizer: Any) -> None:
     assert b"".join(map(vocabulary.bytes_of, encode(tokenizer, text))) == text.encode()
     (end,) = encode(tokenizer, "<|im_end|>")
     assert vocabulary.bytes_of(end) == b"<|im_end|>"
-    assert not vocabulary.makes_text(end, skip_special_tokens=True)
-    assert vocabulary.makes_text(end, skip_special_tokens=False)
+    assert vocabulary.bytes_shown(end, skip_special_tokens=True) == b""
+    assert vocabulary.bytes_shown(end, skip_special_tokens=False) == b"<|im_end|>"
     assert vocabulary.bytes_of(len(tokenizer)) == b""
-    assert not vocabulary.makes_text(len(tokenizer), skip_special_tokens=False)
 
 
 def test_a_tokenizer_that_is_not_byte_level_is_refused() -> None:
@@ -48,7 +47,8 @@ def test_a_tokenizer_that_is_not_byte_level_is_refused() -> None:
 def text_and_bytes(tokenizer: Any, ids: list[int], size: int, **how: Any) -> tuple[str, list[bytes], int]:
     """The text of `ids` in pushes of `size`, the bytes of what is listed with it, and the tokens used."""
     skip = how.get("skip_special_tokens", True)
-    sample = SampleText(Detokenizer(tokenizer, **how), LogprobList(Vocabulary(tokenizer), skip), ())
+    vocabulary = Vocabulary(tokenizer)
+    sample = SampleText(Detokenizer(vocabulary, **how), LogprobList(vocabulary, skip), ())
     text, listed = "", []
     for start in range(0, len(ids), size):
         part = ids[start : start + size]
@@ -80,7 +80,7 @@ def test_the_listed_tokens_are_the_texts(
     *whole, last = listed or [b""]
     assert b"".join(listed).startswith(text.encode())
     assert len(b"".join(whole)) < len(text.encode()) or not text
-    plain = Detokenizer(tokenizer, **how)
+    plain = Detokenizer(Vocabulary(tokenizer), **how)
     delta = plain.push(ids)
     assert (text, used) == (delta.text + plain.finish(), delta.tokens_used)
     if not stop:

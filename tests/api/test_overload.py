@@ -217,7 +217,8 @@ def test_a_body_that_is_refused_is_not_read(processor: MediaProcessor, tmp_path:
 
     async def scenario(served: Served) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {MAX_REQUEST_BYTES + 1}\r\n\r\n"
+        start = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = f"{start}content-length: {MAX_REQUEST_BYTES + 1}\r\n\r\n"
         writer.write(head.encode())
         assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)
         await hang_up(writer)
@@ -238,7 +239,8 @@ def test_bodies_that_are_received_at_once(processor: MediaProcessor, tmp_path: P
     async def scenario(served: Served) -> None:
         before = metric("requests_rejected_total", reason="inflight_bodies")
         room = served.frontend.body_limits.room
-        head = f"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: {MAX_REQUEST_BYTES}\r\n\r\n".encode()
+        start = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = start + b"content-length: %d\r\n\r\n" % MAX_REQUEST_BYTES
         part = b" " * (MAX_REQUEST_BYTES * 2 // 5)
         clients = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(3)]
         for _, writer in clients[:2]:
@@ -275,7 +277,8 @@ def test_a_conversation_is_forgotten_once_the_engine_has_it(processor: MediaProc
 def test_a_body_in_another_coding(processor: MediaProcessor, tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
         for path in ("/v1/chat/completions", "/v1/completions", "/tokenize"):
-            answer = await served.http.post(path, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
+            headers = {"content-type": "application/json", "content-encoding": "gzip"}
+            answer = await served.http.post(path, content=gzip.compress(b"{}"), headers=headers)
             assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "identity")
             assert answer.json()["error"]["code"] == "invalid_http" and "'gzip'" in answer.json()["error"]["message"]
         plain = await served.http.post("/tokenize", json={"prompt": "a red"}, headers={"content-encoding": "Identity"})
@@ -290,7 +293,8 @@ def test_a_body_without_a_length_is_read_up_to_the_limit(processor: MediaProcess
             for _ in range(MAX_REQUEST_BYTES // 65536 + 1):
                 yield b" " * 65536
 
-        answer = await served.http.post("/v1/chat/completions", content=blocks())
+        headers = {"content-type": "application/json"}
+        answer = await served.http.post("/v1/chat/completions", content=blocks(), headers=headers)
         assert answer.status_code == 413
         error = answer.json()["error"]
         assert (error["type"], error["code"]) == ("invalid_request_error", "request_too_large")

@@ -111,6 +111,11 @@ def test_json_tells_true_from_one() -> None:
         ({"stop": ""}, "stop", "must not be empty."),
         ({"stop": ["a", ""]}, "stop[1]", "must not be empty."),
         ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"stop": "x" * 1025}, "stop", "at most 1024 characters"),
+        ({"stop": ["a", "x" * 1025]}, "stop[1]", "at most 1024 characters"),
+        ({"stop_token_ids": [0] * 129}, "stop_token_ids", "at most 128"),
+        ({"stop_token_ids": [0, -1, -1]}, "stop_token_ids[1]", "greater than or equal to 0"),
+        ({"stop": ["a", "", ""]}, "stop[1]", "must not be empty."),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "greater than or equal to 0"),
         ({"messages": []}, "messages", "Invalid 'messages': must not be empty."),
         (

@@ -23,7 +23,15 @@ def resolver(defaults: SamplingDefaults | None = None, seed: int = 0, incarnatio
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    own = {"temperature": 0.5, "top_k": 20, "top_p": None, "max_new_tokens": 9, "eos_token_id": [5, 6], "do_sample": 0}
+    own = {
+        "temperature": 0.5,
+        "top_k": 20,
+        "top_p": None,
+        "min_p": 0.05,
+        "max_new_tokens": 9,
+        "eos_token_id": [5, 6],
+        "do_sample": 0,
+    }
     (tmp_path / "generation_config.json").write_text(json.dumps(own))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7, "text_config": {"eos_token_id": 5}}))
     return tmp_path
@@ -31,7 +39,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 def test_defaults_of_the_model(model_dir: Path) -> None:
     defaults = SamplingDefaults.load(str(model_dir), "auto")
-    assert defaults == SamplingDefaults(0.5, 1.0, 20, 1.0, 9, (5, 6, 7))
+    assert defaults == SamplingDefaults(0.5, 1.0, 20, 0.05, 1.0, 9, (5, 6, 7))
 
 
 def test_without_the_models_defaults_its_ends_stay(model_dir: Path) -> None:
@@ -51,6 +59,7 @@ def test_defaults_of_another_directory(model_dir: Path, tmp_path_factory: pytest
     [
         ('{"temperature": "hot"}', r"Expected `float \| null`, got `str` - at `\$.temperature`"),
         ('{"top_p": 1.5}', "Expected `float` <= 1.0"),
+        ('{"min_p": -0.1}', "Expected `float` >= 0.0"),
         ('{"eos_token_id": ["x"]}', "Expected `int`, got `str`"),
         ("{", "is not JSON"),
     ],
@@ -66,19 +75,19 @@ def test_a_model_without_any(tmp_path: Path) -> None:
 
 
 def test_the_request_goes_over_the_defaults() -> None:
-    defaults = SamplingDefaults(0.5, 0.9, 20, 1.2, 9, (7,))
+    defaults = SamplingDefaults(0.5, 0.9, 20, 0.05, 1.2, 9, (7,))
     params = resolver(defaults).resolve(chat(), 10)
     assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.5, 0.9, 20, 1.2)
-    assert (params.max_tokens, params.stop_token_ids) == (9, [7])
-    given = chat(temperature=1.5, top_p=0.1, top_k=-1, repetition_penalty=1, max_completion_tokens=3, seed=4)
+    assert (params.min_p, params.max_tokens, params.stop_token_ids) == (0.05, 9, [7])
+    given = chat(temperature=1.5, top_p=0.1, top_k=-1, min_p=0, repetition_penalty=1, max_completion_tokens=3, seed=4)
     params = resolver(defaults).resolve(given, 10)
     assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (1.5, 0.1, 0, 1)
-    assert (params.max_tokens, params.seed) == (3, 4)
+    assert (params.min_p, params.max_tokens, params.seed) == (0, 3, 4)
 
 
 def test_greedy() -> None:
-    params = resolver().resolve(chat(temperature=1e-6, top_p=0.5, top_k=3), 10)
-    assert (params.temperature, params.top_p, params.top_k) == (0.0, 1.0, 0)
+    params = resolver(SamplingDefaults(min_p=0.05)).resolve(chat(temperature=1e-6, top_p=0.5, top_k=3), 10)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 1.0, 0, 0.0)
 
 
 def test_ends() -> None:

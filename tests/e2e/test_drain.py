@@ -31,7 +31,10 @@ def begin(server: RunningServer, tokens: int) -> openai.Stream:
 def refusal(server: RunningServer, path: str, body: bytes | None = None) -> tuple[int, str, str | None]:
     """Status, code and Retry-After of an error response."""
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(server.url.removesuffix("/v1") + path, body, timeout=10)
+        urllib.request.urlopen(
+            urllib.request.Request(server.url.removesuffix("/v1") + path, body, {"Content-Type": "application/json"}),
+            timeout=10,
+        )
     with caught.value as error:
         return error.code, json.load(error)["error"]["code"], error.headers["retry-after"]
 
@@ -42,7 +45,8 @@ def test_what_runs_ends_well_and_what_comes_is_refused():
         stream = begin(server, 700)
         address = urlsplit(server.url)
         half = socket.create_connection((address.hostname, address.port), timeout=30)
-        half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 20\r\n\r\n{")
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        half.sendall(head + b"Content-Length: 20\r\n\r\n{")
         apis = [pid for name, pid in server.pids().items() if name.startswith("mini-engine: api")]
         server.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 5

@@ -188,7 +188,8 @@ def test_every_bad_input_is_refused_and_the_next_good_one_answered(strict, root,
 def leave(server: RunningServer, body: bytes, sent: int, seconds: float, abruptly: bool) -> None:
     """Send the first `sent` bytes of a chat request, and hang up after `seconds`, whatever has come by then."""
     address = urlsplit(server.url)
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    start = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = start + b"Content-Length: %d\r\n\r\n" % len(body)
     with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
         connection.sendall((head + body)[: len(head) + sent])
         time.sleep(seconds)

@@ -7,18 +7,26 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
 from mini_engine.demo import videos
 from tests.e2e.asked import ask_video
-from tests.e2e.running_server import message
+from tests.e2e.running_server import RunningServer, message
 
 
 @pytest.fixture(scope="module")
 def one():
     return ask_video(5, "describe")
+
+
+def post(server: RunningServer, path: str, body: bytes) -> Any:
+    """What the server says to `body`, for which the openai client has no call."""
+    url, headers = server.url.removesuffix("/v1") + path, {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=30) as response:
+        return json.load(response)
 
 
 def test_streaming_gives_the_same_words(server, one):
@@ -70,9 +78,7 @@ def test_several_choices_with_a_bias_and_the_logprobs_of_their_tokens(server):
         model=server.model, messages=[message("tell me", [])], temperature=0, max_tokens=4, n=2, seed=1,
         logit_bias={"70": 100}, logprobs=True, top_logprobs=3,
     )  # fmt: skip
-    body = json.dumps({"tokens": [70] * 4}).encode()
-    with urllib.request.urlopen(server.url.removesuffix("/v1") + "/detokenize", body, timeout=30) as response:
-        forced = json.load(response)["prompt"]
+    forced = post(server, "/detokenize", json.dumps({"tokens": [70] * 4}).encode())["prompt"]
     assert [choice.message.content for choice in reply.choices] == [forced] * 2
     for choice in reply.choices:
         assert len(choice.logprobs.content) == 4 and choice.finish_reason == "length"
@@ -139,11 +145,8 @@ def test_extreme_sampling_costs_its_own_request_at_most(server, one, extreme):
 
 
 def test_bad_json_is_a_400_in_openais_form(server):
-    request = urllib.request.Request(
-        server.url + "/chat/completions", data=b'{"model": ', headers={"Content-Type": "application/json"}
-    )
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request, timeout=30)
+        post(server, "/v1/chat/completions", b'{"model": ')
     assert caught.value.code == 400
     assert json.loads(caught.value.read())["error"]["type"] == "invalid_request_error"
 
@@ -155,9 +158,7 @@ def test_a_good_request_is_right_after_all_that(server, one):
 
 def test_a_conversation_as_token_ids_has_the_same_completion(server):
     chat = server.ask("hello", [], max_tokens=8)
-    body = json.dumps({"messages": [message("hello", [])]}).encode()
-    with urllib.request.urlopen(server.url.removesuffix("/v1") + "/tokenize", body, timeout=30) as response:
-        tokens = json.load(response)["tokens"]
+    tokens = post(server, "/tokenize", json.dumps({"messages": [message("hello", [])]}).encode())["tokens"]
     prompts = [tokens, tokens[:5]]
     reply = server.client.completions.create(model=server.model, prompt=prompts, temperature=0, max_tokens=8)
     assert reply.choices[0].text == chat

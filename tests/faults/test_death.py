@@ -65,7 +65,7 @@ def assert_running(server: RunningServer, number: int) -> None:
 
 
 def assert_503_with_retry_after(server: RunningServer) -> None:
-    request = urllib.request.Request(server.url + "/chat/completions", b"{}")
+    request = urllib.request.Request(server.url + "/chat/completions", b"{}", {"Content-Type": "application/json"})
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(request, timeout=30)
     with caught.value as error:

@@ -53,9 +53,8 @@ def test_a_client_that_never_reads_is_given_up(server):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect((address.hostname, address.port))
         data = json.dumps(body | {"logprobs": True, "top_logprobs": 20}).encode()
-        client.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data
-        )
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
         eventually(lambda: assert_begun(server))
         eventually(lambda: assert_at_rest(server), 60)
     assert memory(api, "VmHWM") - before < MAX_GROWTH_BYTES

@@ -196,7 +196,8 @@ def over(path: str, request: bytes, body: bytes = b"") -> bytes:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(60)
         connection.connect(path)
-        head = b"%s\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (request, len(body))
+        lines = [request, b"Host: x", b"Connection: close", b"Content-Length: %d" % len(body)]
+        head = b"\r\n".join([*lines, b"Content-Type: application/json", b"\r\n"])
         connection.sendall(head + body)
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 import threading
@@ -136,6 +137,14 @@ def test_kwargs_apply_to_images_and_videos(model_dir: Path, kwargs: dict) -> Non
 def test_bad_kwargs_fail_at_start(model_dir: Path, kwargs: dict, hint: str) -> None:
     with pytest.raises(ValueError, match=hint):
         MediaProcessor(model_dir, mm_processor_kwargs=kwargs)
+
+
+def test_the_size_that_an_error_suggests_can_be_used(model_dir: Path) -> None:
+    with pytest.raises(ValueError, match="such as {") as caught:
+        MediaProcessor(model_dir, mm_processor_kwargs={"size": "large"})
+    suggested = json.loads(str(caught.value).partition("such as ")[2])
+    tuned = MediaProcessor(model_dir, mm_processor_kwargs={"size": suggested})
+    assert tuned.process_image(decoded(1, 1000, 1000).frames[0]).num_tokens == suggested["longest_edge"] // 784
 
 
 def test_sampling(model_dir: Path, processor: MediaProcessor) -> None:
