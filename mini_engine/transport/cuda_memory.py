@@ -82,7 +82,7 @@ class CudaStaging:
     def settle(self, slot: int) -> None:
         """See `cuda_slots.Staging`."""
         with _refusing():
-            self._filled[slot - 1].synchronize()
+            wait_for(self._filled[slot - 1])
 
     def free(self) -> None:
         """See `cuda_slots.Staging`."""
@@ -111,7 +111,7 @@ class CudaCopy:
 
     def synchronize(self) -> None:
         """See `packing.Copied`."""
-        self._done.synchronize()
+        wait_for(self._done)
 
 
 class CudaMapped:
@@ -163,7 +163,7 @@ class CudaMapped:
         """See `cuda_slots.MappedSlots`. What does not end in time stays mapped."""
         deadline = time.monotonic() + DRAIN_SECONDS
         try:
-            with _refusing():
+            with _refusing(), torch.cuda.device(self._stream.device):
                 while self._last is not None and not self._last.query():
                     if time.monotonic() >= deadline:
                         raise TransportError(f"a copy has not ended within {DRAIN_SECONDS:.0f} s")
@@ -184,6 +184,13 @@ def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
     """
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
+
+
+def wait_for(event: torch.cuda.Event) -> None:
+    """Until `event`, which has been recorded, has come. For any thread, of whatever current device: as for `on_stream`,
+    since a wait gives a context to the device that is current."""
+    with torch.cuda.device(event.device):
+        event.synchronize()
 
 
 # --- the CUDA runtime ------------------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -70,11 +72,8 @@ def choose_backend(wanted: AttentionBackendName, device: torch.device) -> Attent
             cannot; it says why.
     """
     fused = device.type == "cuda" and triton_obstacle(device) is None
-    if fused and not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        raise ConfigError(
-            "Triton needs a C compiler at the first use of a kernel, and there is none: install gcc and libc6-dev, "
-            "or name one in CC"
-        )
+    if fused:
+        _check_compiler()
     if wanted == "auto":
         return "triton" if fused else "sdpa"
     obstacles: dict[str, Callable[[torch.device], str | None]] = {"triton": triton_obstacle, "varlen": varlen_obstacle}
@@ -102,6 +101,25 @@ def make_backend(name: AttentionBackendName, cache: KVCache, longest: int) -> At
             raise ConfigError(f"--attention-backend varlen: {obstacle}, or choose auto")
         return VarlenBackend(cache)
     return SdpaBackend(cache)
+
+
+def _check_compiler() -> None:
+    """Triton compiles, at the first use of a kernel, what launches it: an extension of Python, in C.
+
+    Raises:
+        ConfigError: there is no compiler, or no Python.h where it would look.
+    """
+    needs = "Triton needs a C compiler and Python's headers at the first use of a kernel"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise ConfigError(f"{needs}, and there is no compiler: install gcc and libc6-dev, or name one in CC")
+    # As triton/runtime/build.py has it: Debian's own scheme is for what lies beside its packages, and headers are one.
+    scheme = sysconfig.get_default_scheme()
+    own = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
+    named = ":".join(os.environ.get(name, "") for name in ("CPATH", "C_INCLUDE_PATH"))  # which compilers heed
+    if not any(Path(place, "Python.h").is_file() for place in (own, *filter(None, named.split(":")))):
+        raise ConfigError(
+            f"{needs}, and there is no {own}/Python.h: install python3-dev, or name its directory in CPATH"
+        )
 
 
 def varlen_obstacle(device: torch.device) -> str | None:

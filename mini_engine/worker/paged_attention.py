@@ -33,6 +33,8 @@ PAD_BYTES = 128 << 10
 GROUP_BYTES = 2 << 20
 # Queries per causal call: smaller tiles skip more of the masked half, larger ones pay for fewer calls.
 TILE = 128
+# CUDA's kernels read a mask by eight numbers at a time, each time from a multiple of 16 bytes.
+ALIGNED = 8
 
 
 class Span(NamedTuple):
@@ -55,17 +57,42 @@ def attention_order(span: Span) -> tuple[bool, int]:
     return (span.length > 1, -span.context)
 
 
+def needs_alignment(device: torch.device) -> bool:
+    """Whether a mask must begin at a multiple of ALIGNED numbers, and each of its rows: torch refuses others, or copies
+    them at each call."""
+    return device.type != "cpu"
+
+
+def aligned(mask: Tensor) -> Tensor:
+    """A copy of `mask` that begins at a multiple of ALIGNED numbers, as does each of its rows."""
+    width = mask.shape[-1]
+    padded = mask.new_zeros(*mask.shape[:-1], -(-width // ALIGNED) * ALIGNED)
+    return padded[..., :width].copy_(mask)
+
+
 class CausalMask:
-    """Additive causal masks for any tile, all of them views of one triangle that is kept between steps."""
+    """Additive causal masks for any chunk, views of one triangle that is kept between steps, where they may be."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._longest = 0
         self._mask = torch.empty(TILE, 0, dtype=dtype, device=device)
 
-    def view(self, earlier: int, count: int) -> Tensor:
-        """`[count, earlier + count]` for `count <= TILE` queries that come after `earlier` keys."""
+    def tiles(self, start: int, length: int) -> list[Tensor]:
+        """For each tile of `length` queries that come after `start` keys: `[count, keys up to the tile's end]`."""
+        # All tiles are views of the last one's mask, each TILE columns left of the next.
+        last = start + (length - 1) // TILE * TILE
+        mask = self._view(last, min(TILE, length))
+        if last % ALIGNED and needs_alignment(mask.device):
+            mask = aligned(mask)
+        counts = [min(TILE, length - first) for first in range(0, length, TILE)]
+        lefts = range(last - start, -1, -TILE)
+        return [mask[:count, left : last + count] for count, left in zip(counts, lefts, strict=True)]
+
+    def _view(self, earlier: int, count: int) -> Tensor:
+        """`[count, earlier + count]` for queries that come after `earlier` keys."""
         if earlier > self._longest or not self._mask.numel():
-            self._longest = max(2 * self._longest, earlier, TILE)
+            longest = max(2 * self._longest, earlier, TILE)
+            self._longest = -(-longest // ALIGNED) * ALIGNED
             triangle = torch.full((TILE, self._longest + TILE), float("-inf")).triu_(self._longest + 1)
             self._mask = triangle.to(self._mask)
         return self._mask[:count, self._longest - earlier : self._longest + count]
@@ -109,8 +136,7 @@ class _DecodeGroup:
         if contexts.item(-1) == self._length:
             return None
         mask = self._masks[..., self._left : self._left + self._length]
-        # CUDA's kernels read a mask by several numbers at a time, from aligned addresses.
-        return mask if mask.device.type == "cpu" else mask.clone(memory_format=torch.contiguous_format)
+        return aligned(mask) if needs_alignment(mask.device) else mask
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         count, (kv_heads, dim) = self.rows.stop - self.rows.start, keys.shape[2:]
@@ -241,5 +267,4 @@ def _cut(cache: KVCache, contexts: Sequence[int]) -> Iterator[slice]:
 def _prefill(cache: KVCache, span: Span, first: int, causal: CausalMask) -> _Prefill:
     used = -(-span.context // cache.block_size)
     blocks = None if span.start == 0 else torch.from_numpy(span.blocks[:used].copy()).to(cache.storage.device)
-    masks = [causal.view(span.start + i, min(TILE, span.length - i)) for i in range(0, span.length, TILE)]
-    return _Prefill(slice(first, first + span.length), blocks, masks)
+    return _Prefill(slice(first, first + span.length), blocks, causal.tiles(span.start, span.length))

@@ -15,6 +15,7 @@ import zmq
 
 from mini_engine.messages import Step
 from mini_engine.transport.codec import Encoder, decode
+from mini_engine.transport.cuda_memory import wait_for
 from mini_engine.worker.launched import Launched
 from mini_engine.worker.model_runner import ModelRunner
 
@@ -96,7 +97,7 @@ class Watch:
 def wait_for_device(step: Launched) -> None:
     """Until the device has done the step; without holding the interpreter's lock."""
     if step.done is not None:
-        step.done.synchronize()
+        wait_for(step.done)
 
 
 def _receive(core: zmq.Socket[bytes]) -> Step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from openai import OpenAI
@@ -34,7 +36,7 @@ class RunningServer:
     def __init__(self, *flags: str, environ: dict[str, str] | None = None, own_dev_shm: bool = False):
         launcher = ["tests/e2e/own_dev_shm.py"] if own_dev_shm else []
         self.command = [sys.executable, *launcher, "serve.py", "--host", "127.0.0.1", "--port", "0", *flags]
-        self.environ = {**os.environ, **(environ or {})}
+        self.environ = environment(flags, environ)
 
     def __enter__(self) -> RunningServer:
         self.temporary = tempfile.TemporaryDirectory(prefix="me-test-")
@@ -147,6 +149,29 @@ class RunningServer:
                 return
             assert time.monotonic() < deadline, f"left behind: {processes} {files} {names}\n{self.log}"
             time.sleep(0.05)
+
+
+def environment(flags: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """That of `serve.py` with these flags: this process's, with `environ` over it, and where it has to serve."""
+    import torch  # which takes a second, and not all who import this file start a server
+
+    whole = {**os.environ, **(environ or {})}
+    return whole | where_to_serve(flags, whole, torch.cuda.device_count())
+
+
+def where_to_serve(flags: Sequence[str], environ: Mapping[str, str], devices: int) -> dict[str, str]:
+    """What to add to the environment where there are CUDA devices, but fewer than workers: `--device auto` would refuse
+    to start. Nothing where somebody says on what the workers run, or how they share devices."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for names in (("-tp", "--tensor-parallel-size"), ("-dp", "--data-parallel-size")):
+        parser.add_argument(*names, type=int, default=1)
+    for name in ("device", "distributed-backend"):
+        parser.add_argument(f"--{name}", default=environ.get(f"MINI_ENGINE_{name.upper().replace('-', '_')}"))
+    given, _ = parser.parse_known_args(flags)
+    workers = given.tensor_parallel_size * given.data_parallel_size
+    if given.device or given.distributed_backend or not 0 < devices < workers:
+        return {}
+    return {"MINI_ENGINE_DEVICE": "cpu"}
 
 
 def message(question: str, urls: list[tuple[str, str]]) -> dict:

@@ -1,7 +1,7 @@
 """The bundled model on CUDA: by kernels and graphs, and without; by each transport; with two workers.
 
-Where there is a CUDA device, all other tests of this folder run on it too: `--device` is `auto`. And the kernels serve
-on the CPU, by Triton's interpreter.
+Where there is a CUDA device, the other tests of this folder run on it too, but for those of more workers than there are
+devices: `--device` is `auto`. And the kernels serve on the CPU, by Triton's interpreter.
 """
 
 from __future__ import annotations

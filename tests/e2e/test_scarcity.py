@@ -22,7 +22,7 @@ from mini_engine.demo import questions, videos
 from tests.e2e.asked import Asked, ask_video, video_url
 from tests.e2e.barriers import Inside, eventually
 from tests.e2e.pinned import Asking
-from tests.e2e.running_server import ROOT, RunningServer
+from tests.e2e.running_server import ROOT, RunningServer, environment
 from tests.e2e.test_media_cache import ask, ask_all
 from tests.e2e.test_topologies import assert_at_rest, hang_up
 
@@ -251,8 +251,9 @@ def test_a_tmpdir_without_room_for_directories_or_sockets_is_refused_in_one_line
 def refused(*flags: str, prefix: Sequence[str] = (), environ: dict[str, str] | None = None) -> str:
     """What `serve.py` says when it ends instead of starting."""
     command = [*prefix, sys.executable, "serve.py", "--host", "127.0.0.1", "--port", "0", *flags]
-    environ = {**os.environ, **(environ or {})}
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environ)
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment(flags, environ)
+    )
     assert ended.returncode > 0, ended  # neither success nor a signal
     assert not ended.stdout
     return ended.stderr

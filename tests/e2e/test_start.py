@@ -12,7 +12,7 @@ import torch
 from mini_engine.cli import parse
 from mini_engine.config import BUNDLED_MODEL
 from tests.e2e.asked import ask_video
-from tests.e2e.running_server import ROOT, RunningServer
+from tests.e2e.running_server import ROOT, RunningServer, environment
 
 # As published, but for the program's name.
 PUBLISHED = {
@@ -77,7 +77,7 @@ def test_what_a_process_finds_of_no_use_ends_the_start_in_one_line(case):
     if case == "a device" and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     command = [sys.executable, "serve.py", "--host", "127.0.0.1", "--port", "0", *flags]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment(flags))
     assert ended.returncode == 1
     lines = ended.stderr.splitlines()
     assert [line for line in lines if " INFO " not in line] == lines[-1:], ended.stderr

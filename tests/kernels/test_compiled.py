@@ -22,8 +22,6 @@ SHARED_MEMORY = 99 << 10  # bytes a block may take on any device from Ampere on;
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4}
 STRIDES = dict.fromkeys(("q_stride", "table_stride", "block_stride", "place_stride", "heads"), "i32")
 
-pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import subprocess
 import sys
@@ -327,7 +328,10 @@ def test_an_item_without_room_on_the_device_is_made_on_the_cpu_and_counted(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_patches_of_a_device_are_those_of_the_cpu_but_for_rounding(model_dir: Path) -> None:
+    """Of frames whose edges, sharpened by the resize, stay within 0 to 255. What goes beyond is cut off after each of
+    the CPU's two passes over bytes, and once at the device's end, and differs by more."""
     video = decoded(4, 60, 100)
+    video = dataclasses.replace(video, frames=96 + video.frames // 4)
     here, there = (MediaProcessor(model_dir, device=device).process_video(video) for device in (None, "cuda:0"))
     assert here.grid_thw == there.grid_thw
     assert (here.patches.int() - there.patches.cpu().int()).abs().max() <= 1

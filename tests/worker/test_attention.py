@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,7 +54,40 @@ def test_cuda_without_a_c_compiler_is_refused(wanted, monkeypatch, tmp_path):
         choose_backend(wanted, CUDA)
     assert choose_backend("auto", CPU) == "sdpa"
     monkeypatch.setenv("CC", "/opt/cc")
+    has_headers(monkeypatch, tmp_path)
     assert choose_backend("sdpa", CUDA) == "sdpa"
+
+
+@pytest.mark.parametrize("scheme", ["venv", "posix_local"])
+def test_cuda_without_pythons_headers_is_refused(scheme, monkeypatch, tmp_path):
+    """Where Triton looks for them: not in the directory that is Debian's for what its packages do not bring."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setenv("CC", "/opt/cc")
+    for name in ("CPATH", "C_INCLUDE_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sysconfig.get_default_scheme", lambda: scheme)
+    has_headers(monkeypatch, tmp_path, "posix_prefix" if scheme == "posix_local" else scheme)
+    assert choose_backend("auto", CUDA) == "triton"
+    (tmp_path / "Python.h").unlink()
+    said = f"needs .* Python's headers .* there is no {tmp_path}/Python.h: install python3-dev, or name its directory "
+    with pytest.raises(ConfigError, match=said):
+        choose_backend("auto", CUDA)
+    assert choose_backend("auto", CPU) == "sdpa"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "Python.h").touch()
+    monkeypatch.setenv("CPATH", f"/nowhere:{elsewhere}")
+    assert choose_backend("auto", CUDA) == "triton"
+
+
+def has_headers(monkeypatch: pytest.MonkeyPatch, path: Path, scheme: str | None = None) -> None:
+    """There is a Python.h in `path`, which is where headers are by `scheme`, or by any."""
+    (path / "Python.h").touch()
+
+    def place(name: str, asked: str) -> str:
+        return str(path) if scheme in (None, asked) else "/nowhere"
+
+    monkeypatch.setattr("sysconfig.get_path", place)
 
 
 def test_varlen_of_a_torch_that_takes_no_block_table(monkeypatch):

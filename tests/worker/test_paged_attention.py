@@ -45,6 +45,13 @@ def compute(spans: list[Span], block_size: int, heads: int, kv_heads: int, dtype
     return out.double(), reference_attention(q, cache.keys(1), cache.values(1), spans)
 
 
+@pytest.fixture(params=[False, True], ids=["views", "aligned"])
+def masks(request, monkeypatch) -> None:
+    """As on the CPU, and as elsewhere."""
+    monkeypatch.setattr(paged_attention, "needs_alignment", lambda device: request.param)
+
+
+@pytest.mark.usefixtures("masks")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (6, 1)])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_ragged_batches(block_size, heads, kv_heads):
@@ -59,6 +66,7 @@ def test_ragged_batches(block_size, heads, kv_heads):
         torch.testing.assert_close(ours, reference, atol=1e-5, rtol=0)
 
 
+@pytest.mark.usefixtures("masks")
 @pytest.mark.parametrize("start", [0, 1, 37, 300])
 def test_chunks_over_several_tiles(start):
     spans = random_spans(np.random.default_rng(start), [(start, 2 * paged_attention.TILE + 9)], 16)
@@ -108,8 +116,52 @@ def test_a_sequence_reads_no_block_of_another():
 
 
 def test_masks_are_views_of_one_triangle():
-    masks = CausalMask(torch.float32, CPU)
-    for earlier, count in ((0, 3), (5, 2), (400, paged_attention.TILE), (7, 1)):
-        seen = torch.arange(earlier + count) <= torch.arange(count).unsqueeze(1) + earlier
-        assert torch.equal(masks.view(earlier, count) == 0, seen)
-    assert masks.view(3, 2).untyped_storage().data_ptr() == masks.view(9, 4).untyped_storage().data_ptr()
+    masks, tile = CausalMask(torch.float32, CPU), paged_attention.TILE
+    for start, length in ((0, 3), (5, 2), (400, tile), (7, 1), (2, tile), (3, 2 * tile + 1), (16, 3 * tile - 5)):
+        tiles = masks.tiles(start, length)
+        assert [len(mask) for mask in tiles] == [min(tile, length - first) for first in range(0, length, tile)]
+        for first, mask in zip(range(0, length, tile), tiles, strict=True):
+            keys = start + first + len(mask)
+            seen = torch.arange(keys) <= torch.arange(len(mask)).unsqueeze(1) + start + first
+            assert torch.equal(mask == 0, seen)
+    one, other = (masks.tiles(*chunk)[0] for chunk in ((3, 2), (9, 4)))
+    assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_off_the_cpu_masks_and_their_rows_begin_at_aligned_addresses(block_size, dtype, monkeypatch):
+    """On torch's meta device, which computes shapes alone and is there everywhere."""
+    masks, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def noted(q, k, v, attn_mask):
+        masks.append(attn_mask)
+        return attend(q, k, v, attn_mask=attn_mask)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    meta, tile = torch.device("meta"), paged_attention.TILE
+    cache = KVCache.allocate(AttentionShape(1, 2, DIM), 1000, block_size, dtype, meta)
+    causal = CausalMask(dtype, meta)
+    chunks = [(0, 9), (3, 2), (16, tile + 1), (21, 3 * tile), (301, 2 * tile + 5), (5, tile + 1)]
+    for chunk in chunks:
+        compute_on_meta(cache, [chunk], causal)
+    singles = [(n, 1) for n in (5, 40, 41, 43, 90)]
+    attention = compute_on_meta(cache, singles, causal)
+    assert attention.advance(torch.zeros(5, dtype=torch.int64, device=meta), np.array([92, 45, 43, 42, 7]), [])
+    compute_layer(attention, 5, cache)
+    assert len(masks) > len(chunks)
+    for mask in masks:
+        assert not mask.storage_offset() % 8 and mask.stride(-1) == 1, mask.stride()
+        assert not any(stride % 8 for stride in mask.stride()[:-1]), mask.stride()
+
+
+def compute_on_meta(cache: KVCache, lengths: list[tuple[int, int]], causal: CausalMask) -> PagedAttention:
+    spans = random_spans(np.random.default_rng(0), lengths, cache.block_size)
+    count = sum(span.length for span in spans)
+    attention = PagedAttention(cache, torch.zeros(count, dtype=torch.int64, device="meta"), spans, causal)
+    compute_layer(attention, count, cache)
+    return attention
+
+
+def compute_layer(attention: PagedAttention, count: int, cache: KVCache) -> None:
+    attention(0, *torch.empty(count, 8, DIM, dtype=cache.storage.dtype, device="meta").split((4, 2, 2), dim=1))
