@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from mini_engine.config.option import ConfigError, option, parse_bytes, parse_json_object, parse_limits
 from mini_engine.media.addresses import parse_allowed_host
-from mini_engine.media.limits import DecodeLimits, ImageLimits
+from mini_engine.media.limits import MOST_IMAGE_PIXELS, DecodeLimits, ImageLimits
 
 MediaCacheType = Literal["auto", "lru", "shm"]
 TensorIpc = Literal["auto", "torch_shm", "direct_rpc"]
@@ -60,7 +60,9 @@ class MediaOptions:
     max_media_bytes: int = option(
         256 << 20, "Largest encoded image or video accepted.", "Media limits", parse=parse_bytes, minimum=1
     )
-    max_image_pixels: int = option(ImageLimits.max_image_pixels, "Most pixels of an image.", "Media limits", minimum=1)
+    max_image_pixels: int = option(
+        ImageLimits.max_image_pixels, "Most pixels of an image.", "Media limits", minimum=1, maximum=MOST_IMAGE_PIXELS
+    )
     max_frame_pixels: int = option(
         DecodeLimits.max_frame_pixels, "Most pixels of a video's frame.", "Media limits", minimum=1
     )
