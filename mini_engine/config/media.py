@@ -93,8 +93,8 @@ class MediaOptions:
     )  # fmt: skip
     max_inflight_media_gb: float = option(
         4.0, "Most encoded images and videos per API server, in GiB, that requests hold until an engine has taken "
-        "them over; reserved before they are fetched. Bodies that are being received may have as much again. A request "
-        "that finds no room is refused with 429.", "Admission",
+        "them over; reserved before they are fetched, and never exceeded by downloads. Bodies that are being received "
+        "may have as much again. A request that finds no room is refused with 429.", "Admission",
         minimum=0.001,
     )  # fmt: skip
     max_request_bytes: int = option(

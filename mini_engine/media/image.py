@@ -95,7 +95,7 @@ class _Source(io.BytesIO):
 def _upright(image: Image.Image) -> Image.Image:
     """A decoded image, turned as EXIF or XMP says. Neither is written back, which fails for much that can be read."""
     try:
-        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     # What Pillow raises depends on the damage. The pixels are there, and nothing is read of the file any more.
     except Exception:  # noqa: BLE001
         return image
