@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -184,7 +185,7 @@ def test_threads_that_receive_at_once_are_counted_each() -> None:
 
     def receive(reservation: Reservation) -> int:
         start.wait(5)
-        for count in range(50_000):
+        for count in itertools.count():
             try:
                 reservation.receive(1)
             except ApiError as error:
@@ -192,7 +193,6 @@ def test_threads_that_receive_at_once_are_counted_each() -> None:
                 return count
             if not count % 1000:
                 most.append(admission.inflight_bytes)
-        raise AssertionError("never refused")
 
     with ThreadPoolExecutor(threads) as pool, admission.reserve([5000]), admission.reserve([None, None]) as one:
         came = sum(pool.map(receive, [one] * threads))
