@@ -149,6 +149,7 @@ def test_the_tensor_transport_switch(argv, environ, expected):
         (["--max-num-queued-reqs", "0"], {}, "--max-num-queued-reqs"),
         (["--max-inflight-media-gb", "0"], {}, "--max-inflight-media-gb"),
         (["--media-decode-timeout", "0"], {}, "--media-decode-timeout"),
+        (["--max-image-pixels", "178956971"], {}, "--max-image-pixels"),
         (["--max-request-bytes", "much"], {}, "--max-request-bytes"),
         ([], {"MINI_ENGINE_ASYNC_SCHEDULING": "perhaps"}, "MINI_ENGINE_ASYNC_SCHEDULING: 'perhaps' is not true or f"),
         ([], {"MINI_ENGINE_PORT": "tcp://10.0.0.1:80"}, "MINI_ENGINE_PORT: 'tcp://10.0.0.1:80' is not a whole number"),

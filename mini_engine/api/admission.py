@@ -3,13 +3,16 @@
     requests that are not finished           --max-num-queued-reqs          429
     bytes of bodies that are being received  --max-inflight-media-gb        429
     bytes of encoded media in flight         --max-inflight-media-gb        429, before anything is fetched
-      of these, items of unknown size        three quarters of it           429
+      of these, items of unknown size        three quarters of it           429, or as they come 400 or 429
     media items decoded, processed and sent  --maximum-concurrent-videos    wait in line, downloaded
 
 An item's size is unknown while another server has it, which may take its time: hence the share, and the line behind the
-download. First come, first served: what needs much room in line is not overtaken by what needs little. Each place is
+download. Where a request's may have more than that share, what has come of them is counted block by block, so that the
+bytes in flight are never more than the flag says, but for the block that each thread holds as it asks for room.
+
+First come, first served in line: what needs much room in line is not overtaken by what needs little. Each place is
 given back by leaving a `with` block, so on every way out. Knows nothing of what requests are made of. Used from the
-event-loop thread only.
+event-loop thread only, except for `Reservation.receive`.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from mini_engine import metrics
 from mini_engine.api.errors import ApiError, bad_request
+from mini_engine.media.errors import FetchCancelled
 
 RETRY_AFTER_SECONDS = 1  # many requests take no longer than that
 UNKNOWN_SHARE = 0.75  # of the bytes in flight: other servers that hang leave the rest to media that are here already
@@ -88,20 +93,50 @@ class BodyAdmission:
 
 
 class Reservation:
-    """The room of one request for the bytes of its media."""
+    """The room of one request for the bytes of its media: `known` bytes, and up to some for items of unknown size."""
 
-    def __init__(self, admission: MediaAdmission, nbytes: int, unknown: int):
+    def __init__(self, admission: MediaAdmission, known: int, nbytes: int, unknown: int):
         self.nbytes = nbytes
         self.unknown = unknown  # of these, reserved for items of unknown size
+        self._known = known
+        self._received = 0  # bytes of items of unknown size
+        self._end: ApiError | FetchCancelled | None = None  # why no more is received
         self._admission = admission
+
+    def receive(self, nbytes: int) -> None:
+        """So many further bytes have come of items of unknown size; they take more room if what is reserved is full.
+        May be called from any thread.
+
+        Raises:
+            ApiError: 400 if the request's media can never be let in, 429 if others have the room; then at each call.
+            FetchCancelled: the request has ended.
+        """
+        with self._admission.lock:
+            self._received += nbytes
+            needed = self._known + self._received
+            if self._end is None and needed > self.nbytes:
+                try:
+                    self._admission.check_room(needed, needed - self.nbytes)
+                except ApiError as error:
+                    self._end = error
+                else:
+                    self._change(needed, self.unknown)
+            if self._end is not None:
+                raise self._end
 
     def correct(self, nbytes: int) -> None:
         """The media are fetched: they have so many bytes. Raises ApiError, a 400, if they can never be let in."""
         self._admission.check_possible(nbytes)
-        self.change(nbytes, 0)
+        with self._admission.lock:
+            self._change(nbytes, 0)
 
-    def change(self, nbytes: int, unknown: int) -> None:
-        """From now on it is so much room."""
+    def give_back(self) -> None:
+        """It is no room any more. A thread that still receives for it ends."""
+        with self._admission.lock:
+            self._end = FetchCancelled()
+            self._change(0, 0)
+
+    def _change(self, nbytes: int, unknown: int) -> None:
         self._admission.change_bytes(nbytes - self.nbytes, unknown - self.unknown)
         self.nbytes, self.unknown = nbytes, unknown
 
@@ -116,6 +151,7 @@ class MediaAdmission:
         self.max_bytes = max_bytes
         self.max_item_bytes = max_item_bytes
         self.admitted = 0  # items
+        self.lock = threading.Lock()  # of the next two: bytes come in by several threads
         self.inflight_bytes = 0
         self.unknown_bytes = 0  # of these, for items of unknown size
         self.waiting: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()  # in line, with items
@@ -145,8 +181,18 @@ class MediaAdmission:
                 "media_too_large",
             )
 
+    def check_room(self, nbytes: int, further: int) -> None:
+        """Whether a request with `nbytes` in all may have the `further` ones of them now. Under the lock.
+
+        Raises:
+            ApiError: 429 if there is no room for the bytes now, 400 if there never is.
+        """
+        self.check_possible(nbytes)
+        if self.inflight_bytes + further > self.max_bytes:
+            raise self._no_room(f"at least {nbytes}", str(self.inflight_bytes))
+
     def change_bytes(self, difference: int, unknown: int) -> None:
-        """So many bytes more, or less, are in flight; so many of them for items of unknown size."""
+        """So many bytes more, or less, are in flight; so many of them for items of unknown size. Under the lock."""
         self.inflight_bytes += difference
         self.unknown_bytes += unknown
         metrics.inflight_media_bytes.set(self.inflight_bytes)
@@ -155,7 +201,8 @@ class MediaAdmission:
     def reserve(self, sizes: Sequence[int | None]) -> Iterator[Reservation]:
         """Hold room for items of these sizes in bytes while the block runs; None is a size that is not known yet.
 
-        Items that may turn out to have more bytes than there is room for are let through when there are no others.
+        Items that may turn out to have more bytes than there is room for are let through when there are no others of
+        unknown size; whether there is room for them is seen as they come (`Reservation.receive`).
 
         Raises:
             ApiError: 429 if there is no room for the bytes now, 400 if there never is.
@@ -166,23 +213,25 @@ class MediaAdmission:
         most = sizes.count(None) * self.max_item_bytes
         unknown = min(most, share)
         nbytes = min(known + unknown, self.max_bytes)
-        taken = None
-        if unknown and self.unknown_bytes + unknown > share:
-            taken = f"{self.unknown_bytes} of the {share} for what is being fetched from other servers"
-        elif self.inflight_bytes + nbytes > self.max_bytes:
-            taken = str(self.inflight_bytes)
-        if taken is not None:
-            raise _too_many_requests(
-                "inflight_media",
-                f"There is no room for the up to {known + most} bytes of this prompt's images and videos: {taken} of "
-                f"the {self.max_bytes} of --max-inflight-media-gb are taken",
-            )
-        reservation = Reservation(self, 0, 0)
-        reservation.change(nbytes, unknown)
+        with self.lock:
+            if unknown and self.unknown_bytes + unknown > share:
+                taken = f"{self.unknown_bytes} of the {share} for what is being fetched from other servers"
+                raise self._no_room(f"up to {known + most}", taken)
+            if self.inflight_bytes + nbytes > self.max_bytes:
+                raise self._no_room(f"up to {known + most}", str(self.inflight_bytes))
+            self.change_bytes(nbytes, unknown)
+        reservation = Reservation(self, known, nbytes, unknown)
         try:
             yield reservation
         finally:
-            reservation.change(0, 0)
+            reservation.give_back()
+
+    def _no_room(self, wanted: str, taken: str) -> ApiError:
+        return _too_many_requests(
+            "inflight_media",
+            f"There is no room for the {wanted} bytes of this prompt's images and videos: {taken} of "
+            f"the {self.max_bytes} of --max-inflight-media-gb are taken",
+        )
 
     async def _enter(self, room: int) -> None:
         turn = asyncio.get_running_loop().create_future()

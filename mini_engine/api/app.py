@@ -100,7 +100,7 @@ class Frontend:
             # Row 3: room for the bytes, those that other servers have, a place in line.
             reservation = held.enter_context(self.admission.reserve(self.media.sizes(refs)))
             clock.enter("fetch")
-            downloads = await self.media.download(refs)
+            downloads = await self.media.download(refs, reservation.receive)
             clock.enter("admission")  # not before: another server that hangs would keep others out of the line
             await held.enter_async_context(self.admission.in_line(len(refs)))
             logger.debug(

@@ -28,7 +28,7 @@ from mini_engine.media.fetch import declared_size, fetch, is_elsewhere
 from mini_engine.media.hashing import media_hash
 from mini_engine.media.image import decode_image
 from mini_engine.media.limits import DecodeLimits, ImageLimits, decode_overdue
-from mini_engine.media.policy import MediaPolicy
+from mini_engine.media.policy import MediaPolicy, Received
 from mini_engine.media.video import decode_video
 from mini_engine.messages import Modality
 
@@ -104,17 +104,23 @@ class MediaLoader:
         """
         return [declared_size(ref.url, self.policy, ref.name) for ref in refs]
 
-    async def download(self, refs: Iterable[MediaRef]) -> dict[str, bytes]:
+    async def download(self, refs: Iterable[MediaRef], received: Received) -> dict[str, bytes]:
         """The bytes of those items that other servers have, by name. Cancelling it, or the failure of one item, ends
         the other downloads.
 
+        `received` is told of each block of any of them, from several threads at once.
+
         Raises:
             MediaError: an item cannot be fetched.
+            Exception: what `received` raised, at which all end.
         """
         elsewhere = [ref for ref in refs if is_elsewhere(ref.url)]
         with _cancelling() as cancelled:
             downloads = await _all(
-                _in_thread(self._fetching, partial(fetch, ref.url, self.policy, ref.name, cancelled=cancelled))
+                _in_thread(
+                    self._fetching,
+                    partial(fetch, ref.url, self.policy, ref.name, cancelled=cancelled, received=received),
+                )
                 for ref in elsewhere
             )
         return {ref.name: data for ref, data in zip(elsewhere, downloads, strict=True)}

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from mini_engine.config.option import ConfigError, option, parse_bytes, parse_json_object, parse_limits
 from mini_engine.media.addresses import parse_allowed_host
-from mini_engine.media.limits import DecodeLimits, ImageLimits
+from mini_engine.media.limits import MOST_IMAGE_PIXELS, DecodeLimits, ImageLimits
 
 MediaCacheType = Literal["auto", "lru", "shm"]
 TensorIpc = Literal["auto", "torch_shm", "direct_rpc"]
@@ -60,7 +60,9 @@ class MediaOptions:
     max_media_bytes: int = option(
         256 << 20, "Largest encoded image or video accepted.", "Media limits", parse=parse_bytes, minimum=1
     )
-    max_image_pixels: int = option(ImageLimits.max_image_pixels, "Most pixels of an image.", "Media limits", minimum=1)
+    max_image_pixels: int = option(
+        ImageLimits.max_image_pixels, "Most pixels of an image.", "Media limits", minimum=1, maximum=MOST_IMAGE_PIXELS
+    )
     max_frame_pixels: int = option(
         DecodeLimits.max_frame_pixels, "Most pixels of a video's frame.", "Media limits", minimum=1
     )
@@ -91,8 +93,8 @@ class MediaOptions:
     )  # fmt: skip
     max_inflight_media_gb: float = option(
         4.0, "Most encoded images and videos per API server, in GiB, that requests hold until an engine has taken "
-        "them over; reserved before they are fetched. Bodies that are being received may have as much again. A request "
-        "that finds no room is refused with 429.", "Admission",
+        "them over; reserved before they are fetched, and never exceeded by downloads. Bodies that are being received "
+        "may have as much again. A request that finds no room is refused with 429.", "Admission",
         minimum=0.001,
     )  # fmt: skip
     max_request_bytes: int = option(

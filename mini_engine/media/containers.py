@@ -2,7 +2,8 @@
 
 FFmpeg reads most files that are cut short to their end without a word, and believes an mp4's tables: a hundred bytes
 can make it set aside gigabytes. Knows the frames of the four containers, nothing of codecs. Each walk calls `tick` for
-each step, which may raise: a file can be made of nothing but the smallest elements.
+each step, which may raise: a file can be made of nothing but the smallest elements. What a step keeps is of one size
+for all, and no byte is come to more often than boxes may lie in each other.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +13,10 @@ Tick = Callable[[], None]
 _EBML = b"\x1a\x45\xdf\xa3"
 _SEGMENT = b"\x18\x53\x80\x67"
 _CLUSTER = b"\x1f\x43\xb6\x75"
-_BOXES_THAT_HOLD_BOXES = (b"moov", b"mdia", b"minf", b"stbl", b"moof", b"traf")
+_BOXES_THAT_HOLD_BOXES = (  # any box, for FFmpeg
+    b"moov", b"mdia", b"minf", b"stbl", b"moof", b"traf", b"mvex", b"edts", b"dinf", b"tref", b"udta", b"wave", b"sinf",
+    b"schi",
+)  # fmt: skip
 _DEEPEST = 10  # as deep as FFmpeg goes
 _FIRST_BOXES = (b"ftyp", b"styp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
 
@@ -161,8 +165,12 @@ def _boxes(data: bytes, place: int, end: int, tick: Tick) -> Iterator[tuple[byte
 
 
 def _tables(data: bytes, place: int, end: int, tick: Tick, depth: int = 0) -> Iterator[tuple[bytes, int, int]]:
-    """Name, begin of the content and end of each box that holds no boxes, and of each track, which is not gone into."""
-    for name, start, after in _boxes(data, place, min(end, len(data)), tick):
+    """Name, begin of the content and end of each box that holds no boxes, and of each track, which is not gone into.
+
+    None ends behind `end`, whatever it says: as FFmpeg takes it, and what lies there would be walked once for each.
+    """
+    for name, start, claimed in _boxes(data, place, end, tick):
+        after = min(claimed, end)
         if name in _BOXES_THAT_HOLD_BOXES and depth < _DEEPEST:
             yield from _tables(data, start, after, tick, depth + 1)
         else:
@@ -172,21 +180,37 @@ def _tables(data: bytes, place: int, end: int, tick: Tick, depth: int = 0) -> It
 def _samples_of_track(data: bytes, start: int, end: int, tick: Tick) -> int:
     """The greater of what the track's table of sizes and its table of chunks claim."""
     sizes, chunks, most_in_chunk = 0, 0, 0
-    handlers, durations = set(), set()
-    for name, place, _ in _tables(data, start, end, tick):
+    has_sound = has_pictures = False
+    constant, varied = False, False  # whether there are tables of times that say 1 for all, and others
+    for name, place, after in _tables(data, start, end, tick):
         if name in (b"stsz", b"stz2"):
             sizes += _number(data, place + 8)
         elif name in (b"stco", b"co64"):
             chunks += _number(data, place + 4)
         elif name == b"stsc":
-            entries = min(_number(data, place + 4), (len(data) - place - 8) // 12)
-            most_in_chunk = max([most_in_chunk, *(_number(data, place + 12 + 12 * entry) for entry in range(entries))])
+            most_in_chunk = max(most_in_chunk, _most_in_chunk(data, place, after, tick))
         elif name == b"hdlr":
-            handlers.add(data[place + 8 : place + 12])
+            has_sound |= data[place + 8 : place + 12] == b"soun"
+            has_pictures |= data[place + 8 : place + 12] == b"vide"
         elif name == b"stts":
-            durations.add((_number(data, place + 4), _number(data, place + 12)))
-    is_pcm = b"soun" in handlers and b"vide" not in handlers and durations == {(1, 1)}
+            is_constant = _number(data, place + 4) == _number(data, place + 12) == 1
+            constant, varied = constant or is_constant, varied or not is_constant
+    is_pcm = has_sound and not has_pictures and constant and not varied
     return chunks + chunks * most_in_chunk // 1024 if is_pcm else sizes
+
+
+def _most_in_chunk(data: bytes, place: int, end: int, tick: Tick) -> int:
+    """The most frames that a table of chunks gives to one of them. If it claims to be longer than its box is, this may
+    be any number: FFmpeg reads on in what follows.
+    """
+    first, entries = place + 8, _number(data, place + 4)
+    if first + 12 * entries > end:
+        return 0xFFFFFFFF
+    most = 0
+    for entry in range(first, first + 12 * entries, 12):
+        tick()
+        most = max(most, _number(data, entry + 4))
+    return most
 
 
 def _number(data: bytes, place: int) -> int:

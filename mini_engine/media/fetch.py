@@ -10,20 +10,26 @@ from mini_engine.media.data_urls import declared_data_size, fetch_data
 from mini_engine.media.errors import MediaError
 from mini_engine.media.http_fetch import check_http, fetch_http
 from mini_engine.media.local_files import declared_file_size, fetch_file
-from mini_engine.media.policy import MediaPolicy
+from mini_engine.media.policy import MediaPolicy, Received
 
 LONGEST_URL = 16384
 """Most characters of a URL that names a place; a `data:` URL holds its bytes and is bounded by them."""
 
 
 def fetch(
-    url: str, policy: MediaPolicy, item: str = "media item", *, cancelled: threading.Event | None = None
+    url: str,
+    policy: MediaPolicy,
+    item: str = "media item",
+    *,
+    cancelled: threading.Event | None = None,
+    received: Received | None = None,
 ) -> bytes:
     """Returns the bytes that `url` names, at most `policy.max_media_bytes`. Blocks: it is for a thread.
 
     Args:
         cancelled: once it is set the fetch is given up: for a file or a `data:` URL within a block's time, for HTTP
             within half a second, or within `http_fetch.QUIET_SECONDS` while a name is resolved or a server dialled.
+        received: called in this thread for each block that comes by HTTP; what it raises ends the fetch.
 
     Raises:
         MediaError: its text starts with `item`.
@@ -34,7 +40,7 @@ def fetch(
         return fetch_data(url, policy, item, cancelled)
     if scheme == "file":
         return fetch_file(url, policy, item, cancelled)
-    return fetch_http(url, policy, item, cancelled)
+    return fetch_http(url, policy, item, cancelled, received)
 
 
 def is_elsewhere(url: str) -> bool:

@@ -23,7 +23,7 @@ from urllib.parse import quote, urljoin, urlsplit
 
 from mini_engine.media.addresses import Address, literal_address, parse_authority, resolve_within
 from mini_engine.media.errors import FetchCancelled, MediaError
-from mini_engine.media.policy import BLOCK_BYTES, MediaPolicy, gather, too_large
+from mini_engine.media.policy import BLOCK_BYTES, MediaPolicy, Received, gather, too_large
 
 QUIET_SECONDS = 10.0
 """Most seconds for a name's resolution, for one attempt to connect, and between two bytes of an answer."""
@@ -113,10 +113,12 @@ class _Line:
         pass
 
 
-def fetch_http(url: str, policy: MediaPolicy, item: str, cancelled: threading.Event | None) -> bytes:
+def fetch_http(
+    url: str, policy: MediaPolicy, item: str, cancelled: threading.Event | None, received: Received | None
+) -> bytes:
     """The body of a 200 answer, as it is: compressed ones are refused, so what is counted is what is returned.
 
-    Raises MediaError, FetchCancelled.
+    Raises MediaError, FetchCancelled, what `received` raises.
     """
     clock = _Clock(policy.media_fetch_timeout, cancelled)
     step = ""
@@ -125,7 +127,7 @@ def fetch_http(url: str, policy: MediaPolicy, item: str, cancelled: threading.Ev
         for _ in range(1 + _MOST_REDIRECTS):
             with closing(_connect(here, policy, clock)) as sock, _ask(here, sock, clock) as response:
                 if response.status not in _REDIRECTS:
-                    return _body(response, policy, item, cancelled)
+                    return _body(response, policy, item, cancelled, received)
                 location = response.getheader("location")
             if not policy.allow_media_redirects:
                 raise _Refused("its server redirects, which is not enabled; start with --allow-media-redirects")
@@ -252,7 +254,13 @@ def _ask(url: _HttpUrl, sock: socket.socket, clock: _Clock) -> HTTPResponse:
     return connection.getresponse()
 
 
-def _body(response: HTTPResponse, policy: MediaPolicy, item: str, cancelled: threading.Event | None) -> bytes:
+def _body(
+    response: HTTPResponse,
+    policy: MediaPolicy,
+    item: str,
+    cancelled: threading.Event | None,
+    received: Received | None,
+) -> bytes:
     if response.status != 200:
         raise _Refused(f"its server answered with status {response.status}")
     if response.getheader("content-encoding", "identity").strip().lower() != "identity":
@@ -266,7 +274,7 @@ def _body(response: HTTPResponse, policy: MediaPolicy, item: str, cancelled: thr
         raise too_large(policy, item)
     # read() takes a chunk size of -1 for "all there is"; read1() takes one buffer at most, whatever the size says.
     read = response.read1 if response.chunked else response.read
-    data = gather(iter(partial(read, BLOCK_BYTES), b""), policy, item, cancelled)
+    data = gather(iter(partial(read, BLOCK_BYTES), b""), policy, item, cancelled, received)
     if response.length:
         raise _Refused("its server sent less than it announced")
     return data

@@ -3,19 +3,43 @@
 import io
 import struct
 import time
+import warnings
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image
 
 from mini_engine.media.errors import DecodeCancelled, MediaError
 from mini_engine.media.jpeg import MOST_SCANS, count_scans
-from mini_engine.media.limits import CancelSignal, ImageLimits, check_aspect_ratio, decode_overdue, flag_of
+from mini_engine.media.limits import (
+    MOST_IMAGE_PIXELS,
+    CancelSignal,
+    ImageLimits,
+    check_aspect_ratio,
+    decode_overdue,
+    flag_of,
+)
 
 # Pillow knows dozens of formats, some of which start other programs (EPS) or are rarely fuzzed.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _BLOCK_BYTES = 4096  # how much Pillow reads between two looks at the clock, while it decodes
 _UNREADABLE = "cannot be read as an image, or is damaged; send a whole PNG, JPEG, WebP, GIF or BMP file"
+_TURNS = {  # how what is stored with an orientation, of EXIF 2.3, is set upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+# Pillow refuses twice as many. It looks at them before it hands out the size, and must: a WebP's canvas and what a GIF
+# puts in its first frame's place are allocated by then.
+Image.MAX_IMAGE_PIXELS = MOST_IMAGE_PIXELS // 2
+# Pillow warns of large images, which have a limit here, and of each thing that it finds wrong in EXIF: a client could
+# fill the log with them.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def decode_image(
@@ -37,8 +61,9 @@ def decode_image(
             if count_scans(data, source.tick) > MOST_SCANS:
                 raise MediaError(item, f"its JPEG has more than {MOST_SCANS} scans; save it anew, as a baseline JPEG")
             image.decodermaxblock = _BLOCK_BYTES
-            return np.array(_to_rgb(ImageOps.exif_transpose(image)))
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+            image.load()
+            return np.array(_to_rgb(_upright(image)))
+    except Image.DecompressionBombError as error:
         raise _too_large(item, "it has", limits) from error
     except MediaError:
         raise
@@ -65,6 +90,16 @@ class _Source(io.BytesIO):
             raise DecodeCancelled
         if time.monotonic() - self._started > self._seconds:
             raise decode_overdue(self._item, self._seconds, "a smaller image")
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """A decoded image, turned as EXIF or XMP says. Neither is written back, which fails for much that can be read."""
+    try:
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    # What Pillow raises depends on the damage. The pixels are there, and nothing is read of the file any more.
+    except Exception:  # noqa: BLE001
+        return image
+    return image if turn is None else image.transpose(turn)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

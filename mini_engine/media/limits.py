@@ -9,6 +9,9 @@ from typing import NoReturn, Protocol
 
 from mini_engine.media.errors import DecodeCancelled, MediaError
 
+MOST_IMAGE_PIXELS = 178_956_970
+"""No image may be allowed more: what is refused at this size is refused before a decoder sets memory aside for it."""
+
 CUT_SHORT = "the file is cut short or damaged: {}; send the whole file"
 _MAX_ASPECT_RATIO = 200  # where the Qwen-VL processors refuse
 _MOST_INDEXED = 1 << 20  # frames of all tracks, sound too, in an index: FFmpeg keeps some 70 bytes of each

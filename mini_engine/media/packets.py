@@ -4,7 +4,7 @@ Reading packets costs next to nothing beside decoding them. Knows nothing of pix
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import av
 import av.container
@@ -73,11 +73,12 @@ def can_seek(container: av.container.InputContainer, packets: Sequence[av.Packet
     return known and len(stamps) == len(order) and None not in stamps
 
 
-def runs_for(packets: Sequence[av.Packet], places: Iterable[int]) -> list[range] | None:
+def runs_for(packets: Sequence[av.Packet], places: Iterable[int], tick: Callable[[], None]) -> list[range] | None:
     """The least runs of packets, each from a key frame on, that hold all that the packets at `places` need.
 
     A frame that is shown before the key frame it follows (the leading frames of an open group) needs the group before.
-    None: for one of them there is no key frame.
+    None: for one of them there is no key frame. Calls `tick`, which may raise, for each key frame that is looked at:
+    where times run backwards, these are all for each of `places`.
     """
     keys = [place for place, packet in enumerate(packets) if packet.is_keyframe and packet.pts is not None]
     spans: list[tuple[int, int]] = []
@@ -85,6 +86,7 @@ def runs_for(packets: Sequence[av.Packet], places: Iterable[int]) -> list[range]
         pts = packets[place].pts
         before = bisect_right(keys, place) - 1
         while before >= 0 and pts is not None and (packets[keys[before]].pts or 0) > pts:
+            tick()
             before -= 1
         if before < 0:
             return None

@@ -13,6 +13,9 @@ from mini_engine.media import addresses
 from mini_engine.media.addresses import Address, Authority, Resolver
 from mini_engine.media.errors import FetchCancelled, MediaError
 
+Received = Callable[[int], None]
+"""Is told how many bytes each block has, before it is kept beside those before it; what it raises ends the fetch."""
+
 BLOCK_BYTES = 1 << 18
 """How much is read or decoded between two looks at the limits."""
 
@@ -64,10 +67,16 @@ class MediaPolicy:
         return not self.allowed_hosts.isdisjoint({Authority(host, None), Authority(host, port)})
 
 
-def gather(blocks: Iterable[bytes], policy: MediaPolicy, item: str, cancelled: threading.Event | None) -> bytes:
-    """All the blocks in one bytes object. Takes no block after the one that passes the limit or the cancellation.
+def gather(
+    blocks: Iterable[bytes],
+    policy: MediaPolicy,
+    item: str,
+    cancelled: threading.Event | None,
+    received: Received | None = None,
+) -> bytes:
+    """All the blocks in one bytes object. Takes no block after the one that passes a limit or the cancellation.
 
-    Raises MediaError if there are too many bytes, or none; FetchCancelled.
+    Raises MediaError if there are too many bytes, or none; FetchCancelled; what `received` raises.
     """
     data = BytesIO()  # hands over its buffer without a copy
     for block in blocks:
@@ -75,6 +84,8 @@ def gather(blocks: Iterable[bytes], policy: MediaPolicy, item: str, cancelled: t
             raise FetchCancelled
         if data.tell() + len(block) > policy.max_media_bytes:
             raise too_large(policy, item)
+        if received is not None:
+            received(len(block))
         data.write(block)
     if not data.tell():
         raise MediaError(item, "holds no bytes")

@@ -170,7 +170,7 @@ class _Decode:
         """
         if self.damage.found or not can_seek(self.container, self.packets, self.order):
             return None
-        runs = runs_for(self.packets, (self.order[index] for index in indices.tolist()))
+        runs = runs_for(self.packets, (self.order[index] for index in indices.tolist()), self.guard.tick)
         if runs is None or sum(map(len, runs)) > _WORTH_SEEKING * len(self.packets):
             return None
         index_of = {self.packets[place].pts: index for index, place in enumerate(self.order)}

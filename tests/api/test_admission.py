@@ -1,9 +1,13 @@
 import asyncio
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mini_engine.api.admission import MediaAdmission, RequestAdmission
+from mini_engine.api.admission import MediaAdmission, RequestAdmission, Reservation
 from mini_engine.api.errors import ApiError
+from mini_engine.media.errors import FetchCancelled
 from mini_engine.metrics import REGISTRY
 
 
@@ -140,6 +144,61 @@ def test_bytes_that_fit_never_are_no_matter_of_waiting() -> None:
             alone.correct(1001)
         assert caught.value.status == 400
     assert admission.inflight_bytes == gauge() == 0
+
+
+def test_what_comes_beyond_the_reservation_takes_room_as_it_comes() -> None:
+    admission, before = MediaAdmission(8, 1000, 600), rejected("inflight_media")
+    with admission.reserve([50, None, None]) as large:  # of its up to 1250 bytes 800 are reserved
+        large.receive(750)
+        assert (admission.inflight_bytes, admission.unknown_bytes) == (800, 750)
+        large.receive(10)
+        assert (admission.inflight_bytes, admission.unknown_bytes, gauge()) == (810, 750, 810)
+        with admission.reserve([190]):
+            assert refused(admission, 1).status == 429
+            for _ in range(2):  # whoever asks next, in another thread
+                with pytest.raises(ApiError, match="at least 811 bytes .*: 1000 of the 1000 of --max-in") as caught:
+                    large.receive(1)
+                assert (caught.value.status, caught.value.body.code) == (429, "overloaded")
+        assert rejected("inflight_media") == before + 2
+        assert admission.inflight_bytes == 810
+    assert (admission.inflight_bytes, admission.unknown_bytes) == (0, 0)
+
+
+def test_the_block_that_passes_the_limit_ends_the_request() -> None:
+    admission = MediaAdmission(8, 1000, 600)
+    with admission.reserve([50, None, None]) as large:
+        large.receive(950)
+        assert admission.inflight_bytes == 1000
+        with pytest.raises(ApiError, match="have 1001 bytes together, more than the 1000 of --max-inf") as caught:
+            large.receive(1)
+        assert (caught.value.status, caught.value.body.code) == (400, "media_too_large")
+    assert admission.inflight_bytes == gauge() == 0
+    with pytest.raises(FetchCancelled):  # a thread that has not heard of it yet
+        large.receive(1)
+    assert admission.inflight_bytes == gauge() == 0
+
+
+def test_threads_that_receive_at_once_are_counted_each() -> None:
+    """Of several requests, whose bytes together are never more than the limit."""
+    admission, threads = MediaAdmission(8, 100_000, 60_000), 8
+    start, most = threading.Barrier(threads), []
+
+    def receive(reservation: Reservation) -> int:
+        start.wait(5)
+        for count in itertools.count():
+            try:
+                reservation.receive(1)
+            except ApiError as error:
+                assert error.status in (400, 429)
+                return count
+            if not count % 1000:
+                most.append(admission.inflight_bytes)
+
+    with ThreadPoolExecutor(threads) as pool, admission.reserve([5000]), admission.reserve([None, None]) as one:
+        came = sum(pool.map(receive, [one] * threads))
+        assert (came, admission.inflight_bytes) == (95_000, 100_000)
+        assert max(most) <= 100_000
+    assert admission.inflight_bytes == 0
 
 
 def test_bytes_are_given_back_on_every_way_out() -> None:

@@ -65,7 +65,7 @@ async def fetch(one: MediaLoader, refs: list[MediaRef]) -> list[FetchedItem]:
     """By the settings of a server without flags."""
     processor: Any = one.processor
     whole = processor.processor if isinstance(processor, Gated) else processor
-    return await one.fetch(refs, media_settings(whole).server, await one.download(refs))
+    return await one.fetch(refs, media_settings(whole).server, await one.download(refs, lambda _: None))
 
 
 async def load(one: MediaLoader, refs: list[MediaRef]) -> list[ProcessedItem]:

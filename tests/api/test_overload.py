@@ -21,6 +21,7 @@ from mini_engine.api.media_loader import DecodeRules
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.config import flag_of
 from mini_engine.media.limits import DecodeLimits, ImageLimits
+from mini_engine.media.policy import BLOCK_BYTES
 from mini_engine.media.processor import MediaProcessor
 from tests.api.peers import eventually
 from tests.api.serving import (
@@ -126,6 +127,56 @@ def test_a_web_server_that_hangs_holds_up_only_what_it_has(processor: MediaProce
             assert len(served.core.requests) == before + 12
             slow.go.set()
             assert [(await one).status_code for one in hanging] == [200] * 3
+
+    with_server(processor, tmp_path, scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_downloads_of_one_request_end_with_the_block_that_is_too_much(
+    processor: MediaProcessor, tmp_path: Path, stream: bool
+) -> None:
+    """None of them is too large or ends of itself: six send all but their last byte."""
+
+    async def scenario(served: Served) -> None:
+        gone = threading.Semaphore(0)
+
+        def answer(connection: socket.socket, _: str) -> None:
+            with contextlib.suppress(OSError):
+                connection.sendall(response(bytes(MAX_MEDIA_BYTES))[:-1])
+                connection.recv(1)  # until the download is given up
+            gone.release()
+
+        with WebServer(answer) as web:
+            part = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{web.port}/"}}
+            async with asyncio.timeout(5):
+                refusal = await served.post(content=[part] * 6, stream=stream)
+            assert (refusal.status_code, refusal.json()["error"]["code"]) == (400, "media_too_large")
+            assert f"more than the {MAX_INFLIGHT_BYTES} of --max-inflight-media-gb" in refusal.text
+            nbytes = int(refusal.text.partition(" bytes together")[0].rpartition(" ")[2])
+            assert MAX_INFLIGHT_BYTES < nbytes <= MAX_INFLIGHT_BYTES + BLOCK_BYTES
+            assert at_rest(served) and served.frontend.admission.unknown_bytes == 0
+            for _ in range(6):
+                assert await asyncio.to_thread(gone.acquire, timeout=5)
+        assert (await served.post(content=[image()], stream=stream)).status_code == 200
+
+    with_server(processor, tmp_path, scenario)
+
+
+def test_a_download_may_not_take_the_room_of_others(processor: MediaProcessor, tmp_path: Path) -> None:
+    """It is more than was reserved for it, and less than there may be: it may come again."""
+
+    async def scenario(served: Served) -> None:
+        slow, before = SlowWeb(), metric("requests_rejected_total", reason="inflight_media")
+        slow.body = slow.png + bytes(MAX_MEDIA_BYTES - len(slow.png))
+        admission = served.frontend.admission
+        with slow.running() as part:
+            large = asyncio.create_task(served.post(content=[part] * 4))
+            await eventually(lambda: admission.inflight_bytes == 3 * MAX_MEDIA_BYTES)
+            with admission.reserve([1]):
+                slow.go.set()
+                check_refusal(await large, "--max-inflight-media-gb")
+            assert metric("requests_rejected_total", reason="inflight_media") == before + 1
+            assert (await served.post(content=[part] * 4)).status_code == 200
 
     with_server(processor, tmp_path, scenario)
 

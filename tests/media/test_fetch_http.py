@@ -11,6 +11,7 @@ import pytest
 from mini_engine.media import http_fetch
 from mini_engine.media.errors import FetchCancelled
 from mini_engine.media.fetch import MediaPolicy, fetch
+from mini_engine.media.policy import BLOCK_BYTES
 from tests.media.fetching import BODY, LIMIT, Names, refusal
 from tests.media.web import WebServer, chunked, response
 
@@ -99,6 +100,23 @@ def test_an_endless_body_is_cut_at_the_limit(head: bytes, policy: MediaPolicy) -
             assert tracemalloc.get_traced_memory()[1] < 4 * LIMIT
         finally:
             tracemalloc.stop()
+
+
+def test_blocks_are_told_of_before_they_are_kept(policy: MediaPolicy) -> None:
+    told: list[int] = []
+    with WebServer(response(BODY)) as server:
+        assert fetch(f"http://media.test:{server.port}/", policy, received=told.append) == BODY
+    assert sum(told) == len(BODY) and max(told) <= BLOCK_BYTES
+    told.clear()
+
+    def refuse(nbytes: int) -> None:
+        told.append(nbytes)
+        raise LookupError
+
+    for answer in (response(BODY), response(chunked(BODY), Transfer_Encoding="chunked")):
+        with WebServer(answer) as server, pytest.raises(LookupError):
+            fetch(f"http://media.test:{server.port}/", policy, received=refuse)
+    assert len(told) == 2
 
 
 def drip(connection: socket.socket, head: bytes, one: bytes) -> None:

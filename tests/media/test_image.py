@@ -1,14 +1,17 @@
 import io
 import itertools
+import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from mini_engine.media.errors import DecodeCancelled, MediaError
 from mini_engine.media.image import decode_image
 from mini_engine.media.jpeg import count_scans
-from mini_engine.media.limits import ImageLimits
+from mini_engine.media.limits import MOST_IMAGE_PIXELS, ImageLimits
 from tests.media import broken
 
 RED, WHITE = (255, 0, 0), (255, 255, 255)
@@ -148,6 +151,11 @@ def test_scans_are_counted_as_a_decoder_finds_them() -> None:
     commented = saved(noise, "JPEG", comment=b"\xff\xda\0\2" * 1000)  # as a thumbnail within a segment has them
     assert count_scans(commented, looks.is_set) == 1
     assert looks.looked < 100
+    looks.looked = 0
+    assert count_scans(b"\xff\xd8" + b"\xff\0" * (1 << 20), looks.is_set) == 0
+    assert looks.looked >= 32  # not one search through all of a file that may be large
+    for length in range(65530, 65550):  # a marker across the end of what is searched at once
+        assert count_scans(b"\xff\xd8" + bytes(length) + b"\xff\xda\0\2", looks.is_set) == 1
     filled = broken.jpeg_of_scans(64, 48, 7).replace(b"\xff\xda", b"\xff\xff\xff\xda")
     assert count_scans(filled, looks.is_set) == 7
     assert count_scans(filled + broken.jpeg_of_scans(64, 48, 7), looks.is_set) == 7
@@ -191,6 +199,118 @@ def test_all_exif_orientations(orientation: int) -> None:
     assert (pixels[..., 0] == 255).sum() == 8
 
 
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("orientation", [*range(10), 65535])
+def test_orientations_as_pillow_turns_them(format: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (5, 9, 3), np.uint8))
+    data = saved(noise, format, exif=exif)
+    with Image.open(io.BytesIO(data)) as image:
+        expected = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    np.testing.assert_array_equal(decode_image(data), expected)
+
+
+def test_orientation_in_xmp() -> None:
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    assert decode_image(saved(halves(), "JPEG", xmp=xmp)).shape == (8, 4, 3)
+
+
+Entry = tuple[int, int, int, bytes]  # an EXIF tag, its type, how many values, and these or where they stand
+UPSIDE_DOWN: Entry = (0x0112, 3, 1, b"\0\3\0\0")
+
+
+def with_exif(*entries: Entry, end: bytes = bytes(4)) -> bytes:
+    """A JPEG, the left half red, with these entries in its EXIF."""
+    directory = b"".join(struct.pack(">HHI4s", *entry) for entry in entries)
+    exif = b"Exif\0\0MM\0*" + struct.pack(">IH", 8, len(entries)) + directory + end
+    data = saved(halves().resize((64, 32)), "JPEG")
+    return data[:2] + struct.pack(">HH", 0xFFE1, len(exif) + 2) + exif + data[2:]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        (0x0131, 5, 1, struct.pack(">I", 38)),  # the software's name: a fraction, 72/1, which stands behind
+        (0x011A, 2, 3, b"72\0\0"),  # a resolution, its unit, the width: text
+        (0x0128, 2, 2, b"2\0\0\0"),
+        (0x0213, 2, 2, b"1\0\0\0"),
+        (0x0100, 2, 3, b"64\0\0"),
+        (0x8769, 2, 2, b"2\0\0\0"),
+    ],
+)
+def test_exif_that_can_be_read_and_not_written(odd: Entry) -> None:
+    pixels = decode_image(with_exif(UPSIDE_DOWN, odd, end=struct.pack(">III", 0, 72, 1)))
+    np.testing.assert_allclose(pixels[16, [8, 56]].astype(int), [WHITE, RED], atol=8)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin")
+@pytest.mark.parametrize(
+    "data",
+    [
+        with_exif((0x0112, 2, 2, b"3\0\0\0")),
+        with_exif((0x0112, 3, 9, struct.pack(">I", 1 << 30))),
+        with_exif((0x0112, 5, 1, struct.pack(">I", 22)), end=struct.pack(">III", 0, 3, 0)),
+        with_exif(UPSIDE_DOWN).replace(b"MM\0*", b"XX\0*"),
+        with_exif(UPSIDE_DOWN).replace(b"MM\0*" + struct.pack(">I", 8), b"MM\0*" + struct.pack(">I", 1 << 31)),
+    ],
+    ids=["text", "beyond the end", "3/0", "no EXIF", "directory beyond the end"],
+)
+def test_broken_exif_turns_nothing(data: bytes) -> None:
+    pixels = decode_image(data)
+    np.testing.assert_allclose(pixels[16, [8, 56]].astype(int), [RED, WHITE], atol=8)
+
+
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError, MemoryError])
+def test_whatever_reading_exif_raises(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def getexif(self: Image.Image) -> None:
+        raise error
+
+    data = saved(halves(), "PNG")
+    monkeypatch.setattr(Image.Image, "getexif", getexif)
+    np.testing.assert_array_equal(decode_image(data), np.asarray(halves()))
+
+
+CHATTY = """
+import sys
+from mini_engine.media.errors import MediaError
+from mini_engine.media.image import decode_image
+from mini_engine.media.limits import ImageLimits
+from tests.media import broken
+from tests.media.test_image import UPSIDE_DOWN, with_exif
+
+try:
+    decode_image(broken.png_of_size(10_000, 10_000), ImageLimits(max_image_pixels=99_999_999))
+except MediaError:
+    decode_image(with_exif((0x0131, 2, 1 << 30, b"\\0\\0\\0\\1"), UPSIDE_DOWN))
+    print("done")
+"""
+
+
+def test_nothing_that_pillow_finds_in_a_file_goes_to_the_log() -> None:
+    done = subprocess.run([sys.executable, "-c", CHATTY], capture_output=True, text=True, check=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_the_greatest_limit_is_obeyed() -> None:
+    """An image that Pillow would not open by its own limit is refused for what is wrong with it."""
+    limits = ImageLimits(max_image_pixels=MOST_IMAGE_PIXELS)
+    with pytest.raises(MediaError, match="cannot be read"):
+        decode_image(broken.png_of_size(13_377, 13_377), limits)
+    with pytest.raises(MediaError, match="more than 178956970 pixels"):
+        decode_image(broken.png_of_size(13_378, 13_378), limits)
+
+
+def test_what_a_gif_sets_aside_as_it_is_opened_is_bounded() -> None:
+    """Four gigabytes, for a frame of 65535 by 65535 that is to be cleared afterwards."""
+    head = b"GIF89a" + struct.pack("<HHBBB", 9, 9, 0x80, 0, 0) + bytes(6) + b"\x21\xf9\4\x08\0\0\0\0"
+    frame = b"\x2c" + struct.pack("<HHHHB", 0, 0, 65535, 65535, 0) + b"\2\2\x44\1\0;"
+    with pytest.raises(MediaError, match="it has more than"):
+        decode_image(head + frame)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("side", [10_000, 12_000, 60_000])
 def test_decompression_bombs_are_refused_before_they_are_decoded(side: int) -> None:
     """A header that promises many pixels; Pillow itself only warns of the middle one and refuses the last."""
