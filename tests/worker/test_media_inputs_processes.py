@@ -78,10 +78,11 @@ SENDER = """
 import asyncio, sys, time, torch
 from mini_engine.messages import MessageId, RankAddress
 from mini_engine.transport.codec import Encoder
+from mini_engine.transport.credit import ByteCredit
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 
 async def main():
-    sender = TensorIpcSender(Encoder("api 0", 41), [RankAddress(0, 0, sys.argv[1], "")], 1 << 20)
+    sender = TensorIpcSender(Encoder("api 0", 41), [RankAddress(0, 0, sys.argv[1], "")], ByteCredit(1 << 20))
     sender.probe(10)
     for number in range(1, 4):
         outgoing = await sender.reserve(MessageId(41, number), 400)
