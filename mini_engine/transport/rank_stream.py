@@ -90,7 +90,10 @@ class RankStream:
 
     def _dial(self, deadline: float) -> socket.socket:
         while True:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            try:
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            except OSError as error:
+                raise TransportError(f"no descriptor for a connection: {error.strerror}") from error
             connection.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
                 connection.connect(self._address.tensor_ipc)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import Iterator
 
@@ -102,6 +103,20 @@ def test_a_rank_that_cannot_be_reached_costs_nothing_but_a_try_now_and_then(brok
     broken.exchange(10)
     said = [record.getMessage().partition(" of engine 0 ")[2] for record in caplog.records]
     assert [text.split(":")[0] for text in said] == ["has broken", "had broken and is there again"]
+
+
+def test_no_descriptor_left_here(broken) -> None:
+    broken.exchange(1)
+    broken.link._socket.close()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(Unreachable, match="no descriptor for a connection"):
+            broken.send(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    broken.link._retry_at = 0.0
+    broken.exchange(3)
 
 
 def test_a_connection_that_breaks_while_the_credit_is_waited_for(broken, message) -> None:
