@@ -32,6 +32,7 @@ JSON_FILES = (
     "special_tokens_map.json", "added_tokens.json", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 DEFAULT_MEDIA_CACHE_BYTES = 4 << 30
+SMALLEST_MEDIA_CACHE = 1 << 20  # bytes of one holder; a store's probe alone takes a tenth
 SPARE_DESCRIPTORS = 128  # for what is open in each process however many there are, and some clients
 MAX_UNIX_PATH = 107  # sun_path without its terminating zero
 
@@ -224,10 +225,10 @@ def plan_media_cache(config: EngineConfig) -> MediaCachePlan:
             f"--mm-processor-cache-gb: {config.mm_processor_cache_gb:g} GiB{each} cannot be had, "
             f"{free / (1 << 30):.1f} GiB of memory are free; lower it, or leave it out to take a quarter of them"
         )
-    if total // holders < 64 << 10:
+    if total // holders < SMALLEST_MEDIA_CACHE:
         raise ConfigError(
-            f"--mm-processor-cache-gb: {total} bytes shared by {holders} process(es) keep nothing; raise it, "
-            "or turn the cache off with 0"
+            f"--mm-processor-cache-gb: {total} bytes shared by {holders} process(es) are too few, each needs "
+            f"{SMALLEST_MEDIA_CACHE}; raise it, or turn the cache off with 0"
         )
     reason = "asked for by --mm-processor-cache-type"
     if on_device:

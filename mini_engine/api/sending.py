@@ -22,7 +22,7 @@ from mini_engine.api.errors import EngineError
 from mini_engine.api.media_store import INLINE_COPY_BYTES
 from mini_engine.log import about
 from mini_engine.messages import MessageId, NewRequest, StoreHandle, Withdraw
-from mini_engine.transport.base import Outgoing, TensorSender, TransportError
+from mini_engine.transport.base import Outgoing, TensorSender, TransportError, Unreachable
 from mini_engine.transport.codec import Encoder
 
 logger = logging.getLogger(__name__)
@@ -100,40 +100,38 @@ class RequestSender:
         self._on_memory()
 
     async def _submit_with_tensors(self, request: NewRequest, tensors: Sequence[Any], again: bool) -> None:
-        message = MessageId(self._encoder.incarnation, next(self._numbers))
         places = {tensor.device.type for tensor in tensors}
         if places != {"cpu"}:
-            if places == {"cuda"} and not again and await self._submitted_by_device(request, tensors, message):
+            if places == {"cuda"} and not again and await self._submitted_by_device(request, tensors):
                 return None
             metrics.ipc_fallbacks_total.labels("cuda_ipc").inc()
             request, tensors = await _on_host(request)
         senders = self._by_host[1:] if again and len(self._by_host) > 1 else self._by_host
         for sender, fallback in itertools.zip_longest(senders, senders[1:]):
             try:
-                return await self._submit_by(sender, request, tensors, message)
+                return await self._submit_by(sender, request, tensors)
             except _SendFailed as failed:
                 if self._closed is not None:
                     raise self._closed from None
-                logger.warning(
-                    "%s: its tensors cannot go by %s (%s): %s",
+                level = logging.DEBUG if failed.is_known else logging.WARNING
+                logger.log(
+                    level, "%s: its tensors cannot go by %s (%s): %s",
                     request.request_id, sender.name, failed.reason, failed, extra=about(request.request_id),
                 )  # fmt: skip
                 if fallback is not None:
                     metrics.ipc_fallbacks_total.labels(failed.reason).inc()
-        # Some ranks may have them, and their memory is not free until the core says so.
-        self._send(self._encoder.encode(Withdraw([message])))
         raise EngineError(MEDIA_NOT_SENT)
 
-    async def _submitted_by_device(self, request: NewRequest, tensors: Sequence[Any], message: MessageId) -> bool:
+    async def _submitted_by_device(self, request: NewRequest, tensors: Sequence[Any]) -> bool:
         if self._by_device is None:
             return False
         try:
-            await self._submit_by(self._by_device, request, tensors, message)
+            await self._submit_by(self._by_device, request, tensors)
         except _SendFailed as failed:
             if self._closed is not None:
                 raise self._closed from None
             # That it found no slot is a matter of load.
-            level = logging.DEBUG if failed.reason == "no_memory" else logging.WARNING
+            level = logging.DEBUG if failed.is_known or failed.reason == "no_memory" else logging.WARNING
             logger.log(
                 level, "%s: its tensors go by way of the host (%s): %s", request.request_id, failed.reason, failed,
                 extra=about(request.request_id),
@@ -141,9 +139,10 @@ class RequestSender:
             return False
         return True
 
-    async def _submit_by(
-        self, sender: TensorSender, request: NewRequest, tensors: Sequence[Any], message: MessageId
-    ) -> None:
+    async def _submit_by(self, sender: TensorSender, request: NewRequest, tensors: Sequence[Any]) -> None:
+        """As a message of its own: one that could not be sent whole is withdrawn at once, so that its memory comes back
+        whatever becomes of the request."""
+        message = MessageId(self._encoder.incarnation, next(self._numbers))
         nbytes = sum(tensor.nbytes for tensor in tensors)
         with _failing_as("no_memory"):
             outgoing = await sender.reserve(message, nbytes, len(tensors))
@@ -155,6 +154,10 @@ class RequestSender:
                 raise self._closed
             with _failing_as("send_failed"):
                 sent = outgoing.send()
+        except _SendFailed:
+            # Some ranks may have it, and its memory is not free until the core says so.
+            self._send(self._encoder.encode(Withdraw([message])))
+            raise
         except BaseException:
             outgoing.discard()
             raise
@@ -205,11 +208,13 @@ async def _on_host(request: NewRequest) -> tuple[NewRequest, list[Any]]:
 
 
 class _SendFailed(Exception):
-    """A transport did not take a request's tensors; `reason` is one of `metrics.FALLBACK_REASONS`."""
+    """A transport did not take a request's tensors; `reason` is one of `metrics.FALLBACK_REASONS`. `is_known`: from
+    before this request, and the log was told then."""
 
     def __init__(self, reason: str, why: TransportError):
         super().__init__(str(why))
-        self.reason = reason
+        self.is_known = isinstance(why, Unreachable)
+        self.reason = "send_failed" if self.is_known else reason
 
 
 @contextlib.contextmanager

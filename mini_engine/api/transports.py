@@ -18,6 +18,7 @@ from mini_engine.config import ConfigError, EngineConfig, TensorIpc
 from mini_engine.messages import MediaCachePlan, RankAddress, TransportChoice, TransportName
 from mini_engine.transport.base import TensorSender, TransportError
 from mini_engine.transport.codec import Encoder
+from mini_engine.transport.credit import ByteCredit
 
 if TYPE_CHECKING:
     from mini_engine.transport.shm_store import ShmStoreWriter
@@ -56,7 +57,7 @@ def connect(
     from mini_engine.transport.tensor_ipc import TensorIpcSender
 
     theirs = [rank for rank in ranks if rank.engine == engine]
-    credit = config.mm_ipc_memory_bytes
+    credit = ByteCredit(config.mm_ipc_memory_bytes)  # of both: a request's tensors are on their way by one of them
     candidates: Candidates = {
         "torch_shm": lambda: TensorIpcSender(encoder, theirs, credit),
         "direct_rpc": lambda: DirectRpcSender(encoder, theirs, credit, context),

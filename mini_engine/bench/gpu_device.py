@@ -43,7 +43,7 @@ REPETITION_PENALTY = 1.05
 TRANSFER_MEGABYTES = (1, 11.2, 64)  # the second is that video's patches
 TRANSFER = Way(
     "torch_shm", ("cold", "reused"),
-    lambda me, ranks, credit, _: CudaSender(me, ranks, CudaStaging(torch.device("cuda", 0)), 4, credit // 4),
+    lambda me, ranks, credit, _: CudaSender(me, ranks, CudaStaging(torch.device("cuda", 0)), 4, credit.total // 4),
 )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from mini_engine.messages import MediaFailed, MediaReady, MessageId, RankAddress
 from mini_engine.transport import sockets
 from mini_engine.transport.base import TensorSender, TransportError
 from mini_engine.transport.codec import Encoder, decode
+from mini_engine.transport.credit import ByteCredit
 from mini_engine.transport.direct_rpc import DirectRpcSender
 from mini_engine.transport.packing import checksum
 from mini_engine.transport.segment import HEADER_BYTES
@@ -38,7 +39,7 @@ from mini_engine.transport.tensor_ipc import TensorIpcSender
 STALL_SECONDS = 60.0
 SETTLE_SECONDS = 0.05  # for both sides to give back what a closed transport held, so that the next does not pay for it
 
-OpenSender = Callable[[Encoder, list[RankAddress], int, zmq.Context], TensorSender]
+OpenSender = Callable[[Encoder, list[RankAddress], ByteCredit, zmq.Context], TensorSender]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +190,7 @@ class Ranks:
             yield from self._through_store(me, addresses, payload)
             return
         credit = 4 * payload.nbytes + (64 << 20)  # never short: waiting for credit is not what is measured
-        sender = way.open(me, addresses, credit, self._context)
+        sender = way.open(me, addresses, ByteCredit(credit), self._context)
         try:
             sender.probe(STALL_SECONDS)
             for number in range(1, 1 + len(way.buffers)):

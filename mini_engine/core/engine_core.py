@@ -12,6 +12,8 @@ import logging
 import time
 from typing import Any
 
+import msgspec
+
 from mini_engine.child import Child
 from mini_engine.config import EngineConfig
 from mini_engine.core.arrivals import Arrivals, AwaitingMedia
@@ -220,7 +222,9 @@ class EngineCore:
 
     def _turn_down(self, request: Request) -> None:
         """Its tensors do not reach all ranks: nothing of it and its siblings stays, and its API server is told."""
-        lost = [item.media_hash for item in request.media if isinstance(item.patches, TensorHandle)]
+        brought = [item for item in request.media if isinstance(item.patches, TensorHandle)]
+        # Not those that another request has brought meanwhile: its API server would forget them for good.
+        lost = self.media.missing(msgspec.structs.replace(item, patches=None) for item in brought)
         for member in [*request.siblings, request]:
             self._remove(member)
         self.links.send(sockets.identity(request.sender, request.incarnation), MediaMiss(request.id, lost))

@@ -25,6 +25,10 @@ class TransportError(Exception):
     """A transport cannot be used, or could not send. The text is for the log, never for a client."""
 
 
+class Unreachable(TransportError):
+    """The connection to a rank broke before this message. The log was told once, when that was found."""
+
+
 class Outgoing(Protocol):
     """One tensor message in the making: an `OOBTensorConsumer` with a reserved buffer."""
 
@@ -42,11 +46,9 @@ class Outgoing(Protocol):
     def send(self) -> int:
         """Hand the message to every rank; returns the number of tensors sent, ranks counted each.
 
-        A rank may have received the message when this raises: sending the same message id by another transport is
-        safe, since a rank keeps the first it receives.
-
         Raises:
-            TransportError: at least one rank could not be reached.
+            TransportError: at least one rank could not be reached. Others may have received the message: its memory is
+                held until the core, which has to be told to withdraw it, says `Consumed`.
         """
 
     def discard(self) -> None:
@@ -73,10 +75,11 @@ class TensorSender(Protocol):
         Memory that takes long to make is made in a thread: the event loop goes on, and messages that come later do not
         wait for it. Cancelling the wait gives everything back; memory that is just being made counts until it is made.
         A message larger than the whole credit is let through alone, once all that was reserved before it is back, so
-        that it cannot wait for good.
+        that it cannot wait for good. Connections that broke are made again first, if that can be had at once.
 
         Raises:
-            TransportError: there is no memory for it; for CUDA tensors none is waited for.
+            Unreachable: a rank's connection has broken.
+            TransportError: there is no memory for it; for CUDA tensors none is waited for. Or this was closed.
         """
 
     def consumed(self, messages: Iterable[MessageId]) -> None:

@@ -8,11 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from mini_engine.transport.base import TransportError
-
 
 class ByteCredit:
-    """`total` bytes to be taken and given back within one event loop.
+    """`total` bytes to be taken and given back within one event loop, by all senders of one engine that share it.
 
     Who comes later never overtakes who waits, so a large amount is not starved by small ones. An amount above `total`
     is granted alone, once everything granted before it is back.
@@ -22,16 +20,9 @@ class ByteCredit:
         self.total = total
         self.used = 0
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
-        self._closed = False
 
     async def acquire(self, nbytes: int) -> None:
-        """Wait in line for `nbytes`. Cancelling the wait, at any moment, takes nothing.
-
-        Raises:
-            TransportError: the credit was closed.
-        """
-        if self._closed:
-            raise TransportError("the transport is closed")
+        """Wait in line for `nbytes`. Cancelling the wait, at any moment, takes nothing."""
         if not self._waiting and self._fits(nbytes):
             self.used += nbytes
             return
@@ -44,7 +35,7 @@ class ByteCredit:
                 if (turn, nbytes) in self._waiting:
                     self._waiting.remove((turn, nbytes))
                 self._grant()  # those behind may fit where this one did not
-            elif turn.exception() is None:  # granted in the same turn of the loop as the cancellation
+            else:  # granted in the same turn of the loop as the cancellation
                 self.release(nbytes)
             raise
 
@@ -53,14 +44,6 @@ class ByteCredit:
         assert 0 <= nbytes <= self.used, f"{nbytes} bytes given back of {self.used} taken"
         self.used -= nbytes
         self._grant()
-
-    def close(self) -> None:
-        """End every wait, present and future, with a TransportError."""
-        self._closed = True
-        while self._waiting:
-            turn, _ = self._waiting.popleft()
-            if not turn.done():
-                turn.set_exception(TransportError("the transport was closed"))
 
     def _fits(self, nbytes: int) -> bool:
         return self.used + nbytes <= self.total or self.used == 0

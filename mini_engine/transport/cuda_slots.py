@@ -30,6 +30,7 @@ from mini_engine.messages import DeviceSlots, MessageId, ProbeResult, RankAddres
 from mini_engine.transport.allocator import ALIGNMENT
 from mini_engine.transport.base import DeviceType, TransportError
 from mini_engine.transport.codec import Encoder, decode
+from mini_engine.transport.credit import ByteCredit
 from mini_engine.transport.packing import Copied, Received, dtype_name, packed_bytes, probe_result, probe_tensor, unpack
 from mini_engine.transport.rank_stream import RankStream
 from mini_engine.transport.sender import PackedOutgoing, PackedSender, head_of
@@ -106,8 +107,8 @@ class SlotOutgoing(PackedOutgoing[StagingSlot]):
 class SlotLink(RankStream):
     """The unix stream to one rank. It carries the slots themselves once, with the probe that lies in one of them."""
 
-    def __init__(self, me: Encoder, path: str, announce: Callable[[TensorMessage], DeviceSlots]):
-        super().__init__(path)
+    def __init__(self, me: Encoder, address: RankAddress, announce: Callable[[TensorMessage], DeviceSlots]):
+        super().__init__(address)
         self._me = me
         self._announce = announce
         self.mappings = 0  # of the slots, that the rank may have made, even if nothing was heard of them
@@ -126,6 +127,10 @@ class SlotLink(RankStream):
         result = decode(envelope).body
         self.mappings -= isinstance(result, ProbeResult) and result.unmapped
         return envelope
+
+    def _reconnect(self) -> None:
+        """Never: the rank has let go of the slots, which it was given for as long as that connection lasts."""
+        raise TransportError("the staging slots are handed over at the start only")
 
 
 class CudaSender(PackedSender[StagingSlot, SlotLink]):
@@ -152,14 +157,14 @@ class CudaSender(PackedSender[StagingSlot, SlotLink]):
             raise ValueError(f"{slots} slots of {nbytes} bytes; 1 to {MAX_SLOTS} of at least one byte can be had")
         self._staging = staging
         self._slot_bytes = -(-packed_bytes(max(nbytes, probe_tensor().nbytes), 1) // ALIGNMENT) * ALIGNMENT
-        super().__init__(me, addresses, slots * self._slot_bytes)
+        super().__init__(me, addresses, ByteCredit(slots * self._slot_bytes))
         self.takes = staging.takes
         memory = staging.allocate(slots, self._slot_bytes)
         parts = memory.split(self._slot_bytes)
         self._idle = [StagingSlot(number, part) for number, part in enumerate(parts, start=1)]  # longest idle first
 
     def _link(self, address: RankAddress) -> SlotLink:
-        return SlotLink(self._me, address.tensor_ipc, self._export)
+        return SlotLink(self._me, address, self._export)
 
     def _export(self, probe: TensorMessage) -> DeviceSlots:
         export = self._staging.export()

@@ -24,6 +24,7 @@ import zmq
 from mini_engine.messages import RankAddress, TensorMessage, TransportName
 from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import Encoder
+from mini_engine.transport.credit import ByteCredit
 from mini_engine.transport.packing import Failed, Received, decode_head, probe_result, unpack
 from mini_engine.transport.sender import PackedOutgoing, PackedSender, head_of
 from mini_engine.transport.sockets import BoundPath, bind_router, connect_dealer, identity
@@ -56,6 +57,9 @@ class DealerLink:
         self._socket = connect_dealer(self._context, self._endpoint, name, only_connected=True)
         if not self._socket.poll(_milliseconds(deadline), zmq.POLLOUT):
             raise TransportError("cannot connect: nobody listens there")
+
+    def restore(self) -> None:
+        """See `sender.Link`: ZMQ connects again by itself."""
 
     def send(self, outgoing: PackedOutgoing[HeapBuffer], probe: bool) -> None:
         """See `sender.Link`."""
@@ -92,9 +96,9 @@ class DirectRpcSender(PackedSender[HeapBuffer, DealerLink]):
 
     name: TransportName = "direct_rpc"
 
-    def __init__(self, me: Encoder, addresses: Sequence[RankAddress], credit_bytes: int, context: zmq.Context):
+    def __init__(self, me: Encoder, addresses: Sequence[RankAddress], credit: ByteCredit, context: zmq.Context):
         self._context: zmq.Context = zmq.Context.shadow(context)  # shares the context's threads; never terminates it
-        super().__init__(me, addresses, credit_bytes)
+        super().__init__(me, addresses, credit)
 
     def _link(self, address: RankAddress) -> DealerLink:
         return DealerLink(self._me, address.direct_rpc, self._context)

@@ -15,7 +15,7 @@ from mini_engine.transport.base import TransportError
 from mini_engine.transport.memory import create_sealed, map_for_writing
 
 SMALLEST_BUFFER = 64 << 10
-MAX_BUFFERS = 256  # of one pool: each costs a descriptor or two at both ends
+MAX_BUFFERS = 256  # of one pool: each costs two descriptors here and one in each rank
 
 
 def size_class(nbytes: int) -> int:
@@ -28,7 +28,7 @@ def size_class(nbytes: int) -> int:
 
 @dataclasses.dataclass(eq=False)
 class PooledBuffer:
-    """One memfd. `generation` counts its uses; `fd` is closed (None) once every rank has it."""
+    """One memfd. `generation` counts its uses; `fd` is for the ranks, None when closed."""
 
     number: int
     cost: int

@@ -39,6 +39,13 @@ class Link(Protocol[BufferT]):
     def connect(self, deadline: float) -> None:
         """Blocks until `time.monotonic()` is `deadline`, and raises TransportError then."""
 
+    def restore(self) -> None:
+        """Make the connection again if it has broken, without waiting. Without effect before `connect`.
+
+        Raises:
+            Unreachable: that cannot be, or was tried a moment ago.
+        """
+
     def send(self, outgoing: PackedOutgoing[BufferT], probe: bool) -> None:
         """Hands the message over without blocking, or raises TransportError."""
 
@@ -84,17 +91,21 @@ LinkT = TypeVar("LinkT", bound=Link)
 
 
 class PackedSender(ABC, Generic[BufferT, LinkT]):
-    """A `base.TensorSender` towards all ranks of one engine. Used from one thread; `reserve` from one event loop."""
+    """A `base.TensorSender` towards all ranks of one engine. Used from one thread; `reserve` from one event loop.
+
+    `credit` may be shared with other senders. Sharing is safe, since what a sender holds comes back without a request
+    that waits: a message that could not be sent whole is withdrawn before another sender is asked.
+    """
 
     name: TransportName
     takes: DeviceType = "cpu"
 
-    def __init__(self, me: Encoder, addresses: Sequence[RankAddress], credit_bytes: int):
+    def __init__(self, me: Encoder, addresses: Sequence[RankAddress], credit: ByteCredit):
         if len({address.engine for address in addresses}) != 1:
             raise ValueError(f"one sender serves the ranks of one engine, not {addresses}")
         self._me = me
         self._links = [(address, self._link(address)) for address in addresses]
-        self._credit = ByteCredit(credit_bytes)
+        self._credit = credit
         self._held: dict[MessageId, PackedOutgoing[BufferT]] = {}
         self._closed = False
 
@@ -148,6 +159,7 @@ class PackedSender(ABC, Generic[BufferT, LinkT]):
         """See `base.TensorSender`."""
         if message.incarnation != self._me.incarnation or message.number < 1 or nbytes < 0:
             raise ValueError(f"{message} with {nbytes} bytes is not a message of incarnation {self._me.incarnation}")
+        self._check()
         capacity = packed_bytes(nbytes, tensors)
         cost = self._cost(capacity)
         await self._credit.acquire(cost)
@@ -163,6 +175,13 @@ class PackedSender(ABC, Generic[BufferT, LinkT]):
         self._held[message] = outgoing
         return outgoing
 
+    def _check(self) -> None:
+        """Raises TransportError if nothing can be sent: before anything is copied in vain."""
+        if self._closed:
+            raise TransportError("the transport is closed")
+        for _, link in self._links:
+            link.restore()
+
     async def _obtain(self, capacity: int, cost: int) -> BufferT:
         """A buffer for which the credit is taken. Those who come later need not wait until a thread is done with it.
 
@@ -171,6 +190,7 @@ class PackedSender(ABC, Generic[BufferT, LinkT]):
         """
         making: asyncio.Future[BufferT] | None = None
         try:
+            self._check()  # again: the wait for the credit may have been long
             making = self._take_in_thread(capacity)
             return self._take(capacity) if making is None else await asyncio.shield(making)
         except BaseException:
@@ -208,7 +228,6 @@ class PackedSender(ABC, Generic[BufferT, LinkT]):
     def close(self) -> None:
         """See `base.TensorSender`."""
         self._closed = True
-        self._credit.close()
         self._disconnect()
         for outgoing in list(self._held.values()):
             self._take_back(outgoing)

@@ -76,7 +76,7 @@ class ShmStoreWriter:
         self._me = me
         self._scrub = scrub
         self._available = available
-        self._streams = [(address, RankStream(address.tensor_ipc)) for address in addresses]
+        self._streams = [(address, RankStream(address)) for address in addresses]
         self._allocator = Allocator()
         self._numbers = itertools.count(1)
         self._slots: dict[StoreObject, Slot] = {}

@@ -39,6 +39,7 @@ from mini_engine.messages import (
 )
 from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import Encoder
+from mini_engine.transport.credit import ByteCredit
 from mini_engine.transport.cuda_slots import MapSlots, RankSlots
 from mini_engine.transport.frames import Frame, FrameParser, close_all, read_chunk, send_frame
 from mini_engine.transport.memory import before_unmap, map_for_reading
@@ -60,10 +61,10 @@ INLINE_ALLOCATION = 1 << 20  # bytes: a new buffer above it, a millisecond of pa
 
 
 class RankLink(RankStream):
-    """The unix stream to one rank, and which buffers that rank knows."""
+    """The unix stream to one rank, and which buffers that rank knows by it."""
 
-    def __init__(self, me: Encoder, path: str):
-        super().__init__(path)
+    def __init__(self, me: Encoder, address: RankAddress):
+        super().__init__(address)
         self._me = me
         self._known: set[int] = set()
 
@@ -71,11 +72,8 @@ class RankLink(RankStream):
         """See `sender.Link`."""
         buffer = outgoing.buffer
         head = head_of(outgoing, probe, buffer=buffer.number, generation=buffer.generation)
-        if buffer.number in self._known:
-            self._send(head, [])
-            return
-        assert buffer.fd is not None, "the descriptor is kept until every rank has it"
-        self._send(head, [buffer.fd])
+        assert buffer.fd is not None, "it is kept as long as the buffer: a connection made again needs it again"
+        self._send(head, [] if buffer.number in self._known else [buffer.fd])
         self._known.add(buffer.number)
 
     def tell_dropped(self, alive: set[int]) -> None:
@@ -100,12 +98,12 @@ class TensorIpcSender(PackedSender[PooledBuffer, RankLink]):
 
     name: TransportName = "torch_shm"
 
-    def __init__(self, me: Encoder, addresses: Sequence[RankAddress], credit_bytes: int):
-        super().__init__(me, addresses, credit_bytes)
-        self._pool = BufferPool(credit_bytes)
+    def __init__(self, me: Encoder, addresses: Sequence[RankAddress], credit: ByteCredit):
+        super().__init__(me, addresses, credit)
+        self._pool = BufferPool(credit.total)
 
     def _link(self, address: RankAddress) -> RankLink:
-        return RankLink(self._me, address.tensor_ipc)
+        return RankLink(self._me, address)
 
     def _cost(self, capacity: int) -> int:
         return self._pool.cost(capacity)
@@ -131,11 +129,6 @@ class TensorIpcSender(PackedSender[PooledBuffer, RankLink]):
     def _give(self, buffer: PooledBuffer) -> None:
         self._pool.give(buffer)
         self._tell_dropped()
-
-    def _transmit(self, outgoing: PackedOutgoing[PooledBuffer]) -> int:
-        sent = super()._transmit(outgoing)
-        outgoing.buffer.close_descriptor()  # every rank has it, and there are no other readers
-        return sent
 
     def _tell_dropped(self) -> None:
         for _, link in self._links:

@@ -40,10 +40,10 @@ class MediaMissing(KeyError):
 class _Sender:
     """What one incarnation of an API server has sent, and what the core has released of it.
 
-    A released message may still arrive: an aborted request's tensors can be on their way, and a message that one
-    transport delivered to some ranks only is sent again by the other, so that it can arrive twice. Within a
-    connection messages keep their order, but a sender has two connections, three with CUDA slots, and no order between
-    them: that a later message has arrived by one says nothing of what the others may still bring. Hence no arrival ends
+    A released message may still arrive: the tensors of an aborted request, or of a message that not every rank could
+    be sent, can be on their way. Within a connection messages keep their order, but a sender has two connections, three
+    with CUDA slots, and one that broke is made again while this end may still have to read the old one. There is no
+    order between them: a later message by one says nothing of what the others may still bring. Hence no arrival ends
     a tombstone; instead the last REMEMBERED released numbers are void. That is safe: a message that is still to come is
     among those in flight, and the credit lets a sender have MAX_BUFFERS and MAX_MESSAGES of them, a quarter of
     REMEMBERED; the thread serves its connections in turn, so that none is left behind while thousands of others pass.
@@ -282,14 +282,14 @@ class MediaInputs:
         if source is self._direct.socket:
             return self._direct.receive()
         if isinstance(source, int) and source != self._wake:
-            # At the end of a connection the messages that it brought stay in the table: the core may have scheduled
-            # them, and a rank that dropped them alone would fail a step in which the others enter a collective. They
-            # go by `drop_sender` in a step, on all ranks alike.
+            # At the end of a connection the messages that it brought stay in the table: it may be made again, and the
+            # core may have scheduled them: a rank that dropped them alone would fail a step in which the others enter a
+            # collective. A dead sender's go by `drop_sender` in a step, on all ranks alike.
             return self._queue.receive(source)
         return iter(())
 
     def _handle(self, arrival: Received | Failed | Attached) -> None:
-        """The first arrival of a message counts: one sent again by another transport is not reported twice."""
+        """The first arrival of a message counts."""
         if isinstance(arrival, Attached):
             self._attach(arrival)
             return

@@ -129,7 +129,11 @@ class MemoryOutgoing:
         return TensorHandle(self.message, len(self.tensors) - 1, tuple(tensor.shape), "uint8")
 
     def send(self) -> int:
-        self.transport.fail("send")
+        try:
+            self.transport.fail("send")
+        except TransportError:
+            self.transport.take_back(self.message)  # no rank has it
+            raise
         self.transport.sent.append(self.message)
         return len(self.tensors) * self.transport.ranks
 

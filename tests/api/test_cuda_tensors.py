@@ -13,7 +13,7 @@ import torch
 from mini_engine import metrics
 from mini_engine.api.errors import EngineError
 from mini_engine.api.sending import RequestSender
-from mini_engine.messages import MediaItem, NewRequest, SamplingParams, StoreHandle, StoreObject
+from mini_engine.messages import MediaItem, MessageId, NewRequest, SamplingParams, StoreHandle, StoreObject, Withdraw
 from mini_engine.transport.codec import Encoder, decode
 from tests.api.peers import MemoryTransport
 
@@ -85,8 +85,9 @@ def test_without_a_slot_they_go_by_the_host(stage) -> None:
     sending, before = Sending(*([device] if stage else []), queue), by_the_host()
     asyncio.run(sending.submit(request(OnDevice(3), STORED, OnDevice(4))))
     assert [tensor.tolist() for tensor in sending.carried()[-1]] == [[[3] * 4], [[4] * 4]]
-    assert device.sent == [] and by_the_host() - before == 1 and len(sending.frames) == 1
-    assert not device.held
+    assert device.sent == [] and by_the_host() - before == 1 and not device.held
+    told = [type(decode(frame).body) for frame in sending.frames]
+    assert told == ([Withdraw, NewRequest] if stage == "send" else [NewRequest])
 
 
 @pytest.mark.parametrize(("stage", "level"), [("reserve", "DEBUG"), ("send", "WARNING")])
@@ -126,3 +127,14 @@ def test_a_device_that_fails_fails_the_request_alone(monkeypatch) -> None:
     with pytest.raises(EngineError, match="could not be handed") as caught:
         asyncio.run(sending.submit(request(OnDevice(1))))
     assert "CUDA" not in str(caught.value) and sending.frames == []
+
+
+def test_a_device_that_fails_after_a_slot_could_not_be_sent_holds_no_slot(monkeypatch) -> None:
+    """A rank may have been sent it: the core is told that no request comes."""
+    monkeypatch.setattr(OnDevice, "broken", True)
+    device = MemoryTransport(takes="cuda")
+    device.fail_at = "send"
+    sending = Sending(device, MemoryTransport())
+    with pytest.raises(EngineError, match="could not be handed"):
+        asyncio.run(sending.submit(request(OnDevice(1))))
+    assert [decode(frame).body for frame in sending.frames] == [Withdraw([MessageId(7, 1)])]

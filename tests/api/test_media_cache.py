@@ -167,8 +167,13 @@ def test_a_second_miss_of_other_media(processor: MediaProcessor, tmp_path: Path)
     with_server(processor, tmp_path, scenario)
 
 
+@pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("losses", [1, 2])
-def test_tensors_that_were_lost_are_sent_once_more(processor: MediaProcessor, tmp_path: Path, losses: int) -> None:
+def test_tensors_that_were_lost_are_sent_once_more(
+    processor: MediaProcessor, tmp_path: Path, losses: int, listed: bool
+) -> None:
+    """Whether or not the engine says that it lacks the media: another request may have brought them."""
+
     async def scenario(served: Served) -> None:
         served.core.accepts = False
         before, lost = figures(), metric("ipc_fallbacks_total", reason="lost")
@@ -178,7 +183,7 @@ def test_tensors_that_were_lost_are_sent_once_more(processor: MediaProcessor, tm
             request = served.core.requests[-1]
             del served.core.running[request.request_id]
             served.core.accepts = losses == 1
-            await served.core.miss(request, [request.media[0].media_hash])
+            await served.core.miss(request, [] if listed else [request.media[0].media_hash])
         response = await asking
         if losses == 1:
             assert response.json()["choices"][0]["message"]["content"] == "a red circle"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mini_engine.messages import Attach, Cached, Finish, MessageId, PeerGone, ResetCaches, Sibling
+from mini_engine.messages import Attach, Cached, Finish, MediaFailed, MessageId, PeerGone, ResetCaches, Sibling
 from tests.core.test_caches import finish, message
 from tests.core.world import MODEL, World, item
 
@@ -131,6 +131,22 @@ def test_the_same_video_from_two_requests_at_once_is_kept_once():
         world.media_ready(message(number))
     finish(world, "r1", "r2")
     assert world.listed == {A}
+    world.assert_at_rest()
+
+
+def test_a_video_that_another_request_has_brought_is_not_said_to_be_missing():
+    """The API server would forget it, and be told of it no more: for the engine it is listed already."""
+    world = World(ranks=2)
+    media = [item(message(2), 1, media_hash=A), item(message(2), 4, index=1, media_hash=B)]
+    world.request("fails", prompt=8, media=media)
+    world.request("first", prompt=8, media=[item(message(1), 1, media_hash=A)])
+    for rank in (0, 1):
+        world.media_ready(message(1), rank)
+    finish(world, "first")
+    world.media_ready(message(2), rank=0)
+    world.receive(MediaFailed(1, message(2), "no descriptor"), ("worker 0.1 media", 101))
+    world.run()
+    assert world.misses == {"fails": [B]} and world.listed == {A}
     world.assert_at_rest()
 
 

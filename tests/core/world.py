@@ -103,6 +103,7 @@ class World:
                 self.listed |= {media.media_hash for media in body.items}
             elif isinstance(body, MediaMiss):
                 self.misses[body.request_id] = body.hashes
+                self.listed -= set(body.hashes)
             else:
                 self.told.append(body)
         self.links.sent.clear()

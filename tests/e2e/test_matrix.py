@@ -112,7 +112,7 @@ class Crowd:
         """Descriptors and mappings of each process that belong to no buffer of the tensor queue.
 
         Buffers stay, for the next message, at both ends. Each is a mapping, which has a descriptor of its own, and one
-        descriptor more until every rank knows it.
+        descriptor more at its sender's.
         """
         pids = processes(self.server)
         buffers: Counter[str] = Counter()

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mini_engine.transport.base import TransportError
 from mini_engine.transport.credit import ByteCredit
 
 
@@ -72,21 +71,6 @@ def test_a_cancelled_wait_takes_nothing(granted: bool) -> None:
         await settle()
         assert first.cancelled() and second.done()
         assert credit.used == (10 if granted else 100)
-
-    asyncio.run(scenario())
-
-
-def test_close_ends_every_wait() -> None:
-    async def scenario() -> None:
-        credit = ByteCredit(10)
-        await credit.acquire(10)
-        waiting = asyncio.create_task(credit.acquire(1))
-        await settle()
-        credit.close()
-        with pytest.raises(TransportError):
-            await waiting
-        with pytest.raises(TransportError):
-            await credit.acquire(1)
 
     asyncio.run(scenario())
 

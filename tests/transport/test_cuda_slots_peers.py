@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mini_engine.messages import DeviceSlots, ProbeResult, TensorLayout, TensorMessage
-from mini_engine.transport.base import TransportError
+from mini_engine.transport.base import TransportError, Unreachable
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.cuda_memory import CudaMapped
 from mini_engine.transport.cuda_slots import CudaSender, RankSlots
@@ -195,6 +195,23 @@ def test_a_message_that_finds_no_slot_idle_is_refused(make_sender, message, run)
 
     run(scenario())
     assert sender._credit.used == 0 and len(sender._idle) == 2 and sender.buffered_bytes == 0
+
+
+def test_a_connection_that_broke_is_not_made_again(make_sender, address, message, run, caplog) -> None:
+    """The rank has let go of the slots: tensors go by the host before they are copied, and the log is told once."""
+    sender = make_sender(2, NBYTES)
+    ((_, link),) = sender._links
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address(0).tensor_ipc)
+        listener.listen()
+        link.connect(0.0)
+        listener.accept()[0].close()
+        for number in (1, 2):
+            link._retry_at = 0.0
+            with pytest.raises(Unreachable, match="at the start only"):
+                run(sender.reserve(message(number), 10))
+    assert len(sender._idle) == 2 and sender._credit.used == 0
+    assert len([record for record in caplog.records if "has broken" in record.message]) == 1
 
 
 def test_memory_of_a_rank_that_has_not_answered_stays(make_sender, address) -> None:

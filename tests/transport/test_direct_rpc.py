@@ -16,6 +16,7 @@ import zmq.asyncio
 from mini_engine.messages import TensorLayout, TensorMessage
 from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import Encoder
+from mini_engine.transport.credit import ByteCredit
 from mini_engine.transport.direct_rpc import DirectRpcReceiver, DirectRpcSender
 from mini_engine.transport.packing import Failed, Received
 from mini_engine.transport.sockets import connect_dealer
@@ -57,7 +58,7 @@ def make_pair(me, address, context) -> Iterator[Callable[..., tuple[DirectRpcSen
     def make(ranks: int = 1, credit: int = 16 * MIB, sender_context: zmq.Context | None = None):
         addresses = [address(rank) for rank in range(ranks)]
         receivers = [DirectRpcReceiver(Encoder("worker", 9), each, context) for each in addresses]
-        sender = DirectRpcSender(me, addresses, credit, sender_context or context)
+        sender = DirectRpcSender(me, addresses, ByteCredit(credit), sender_context or context)
         made.extend([sender, *receivers])
         probe(sender, receivers)
         return sender, receivers
@@ -120,7 +121,7 @@ def test_a_rank_that_is_gone_is_a_transport_error(make_pair, message, run) -> No
 
 
 def test_probe_says_why(me, address, context) -> None:
-    sender = DirectRpcSender(me, [address(3)], MIB, context)
+    sender = DirectRpcSender(me, [address(3)], ByteCredit(MIB), context)
     with pytest.raises(TransportError, match="rank 3 of engine 0: cannot connect"):
         sender.probe(0.05)
     receiver = DirectRpcReceiver(Encoder("worker", 9), address(3), context)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mini_engine.transport.base import TransportError
+from mini_engine.transport.credit import ByteCredit
 from mini_engine.transport.pool import PooledBuffer
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 
@@ -50,7 +51,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.fixture
 def sender(me, address) -> Iterator[TensorIpcSender]:
-    made = TensorIpcSender(me, [address(0)], 8 * MIB)  # never connected: what is reserved is discarded
+    made = TensorIpcSender(me, [address(0)], ByteCredit(8 * MIB))  # never connected: what is reserved is discarded
     yield made
     made.close()
 
@@ -207,7 +208,7 @@ def test_who_waits_in_line_is_not_overtaken_by_small_ones(sender, gate, message,
 def test_cancelled_at_random_nothing_leaks(me, address, message, run, held, seed: int) -> None:
     rng = random.Random(seed)
     baseline = held_now(held)
-    sender = TensorIpcSender(me, [address(0)], 8 * MIB)
+    sender = TensorIpcSender(me, [address(0)], ByteCredit(8 * MIB))
 
     async def request(number: int) -> None:
         outgoing = await sender.reserve(message(number), rng.choice([100, 2 * MIB, 3 * MIB, 7 * MIB, 9 * MIB]))

@@ -21,6 +21,7 @@ import torch
 
 from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import Encoder
+from mini_engine.transport.credit import ByteCredit
 from mini_engine.transport.packing import Received
 from mini_engine.transport.tensor_ipc import TensorIpcReceiver, TensorIpcSender
 
@@ -155,13 +156,14 @@ SENDER = """
 import asyncio, os, signal, sys, torch
 from mini_engine.messages import MessageId, RankAddress
 from mini_engine.transport.codec import Encoder
+from mini_engine.transport.credit import ByteCredit
 from mini_engine.transport.frames import HEADER
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 
 torch.set_num_threads(1)  # so that a fork of this process is whole
 
 def send(incarnation):
-    sender = TensorIpcSender(Encoder("api", incarnation), [RankAddress(0, 0, sys.argv[1], "")], 1 << 20)
+    sender = TensorIpcSender(Encoder("api", incarnation), [RankAddress(0, 0, sys.argv[1], "")], ByteCredit(1 << 20))
     sender.probe(30)
     outgoing = asyncio.run(sender.reserve(MessageId(incarnation, 1), 4000))
     outgoing(torch.full((1000,), incarnation, dtype=torch.int32))
@@ -198,7 +200,7 @@ def test_a_sender_killed_in_its_write_silences_nobody(address, drain, held) -> N
 
 
 def test_what_cannot_be_sent_is_known_at_once(me, address, message, run) -> None:
-    sender = TensorIpcSender(me, [address(0)], 1 << 20)
+    sender = TensorIpcSender(me, [address(0)], ByteCredit(1 << 20))
     outgoing = run(sender.reserve(message(1), 1000))
     with pytest.raises(TransportError, match="only dense CPU tensors"):
         outgoing(torch.ones(3, device="meta"))

@@ -21,6 +21,7 @@ from mini_engine.messages import Segment, SegmentGrown, StoreHandle, StoreObject
 from mini_engine.transport import codec, memory, packing, shm_store
 from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import Encoder
+from mini_engine.transport.credit import ByteCredit
 from mini_engine.transport.frames import HEADER, send_frame
 from mini_engine.transport.packing import check_probe, probe_tensor
 from mini_engine.transport.segment import HEADER_BYTES
@@ -263,7 +264,7 @@ def test_no_descriptor_left_in_the_rank(make, start, address, me, held) -> None:
     """Its end of the connection is there already; the segment's descriptor finds no place."""
     rank = start()
     writer = make([address(0)])
-    other = TensorIpcSender(me, [address(0)], 16 * MIB)
+    other = TensorIpcSender(me, [address(0)], ByteCredit(16 * MIB))
     other.probe(5)
     (_, stream), rank.paused = writer._streams[0], True
     stream.connect(time.monotonic() + 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import socket
@@ -16,6 +17,7 @@ from mini_engine.messages import MediaItem, MessageId, NewRequest, SamplingParam
 from mini_engine.transport import pool
 from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import Encoder, decode
+from mini_engine.transport.credit import ByteCredit
 from mini_engine.transport.frames import send_frame
 from mini_engine.transport.tensor_ipc import TensorIpcReceiver, TensorIpcSender
 from tests.transport.store_ranks import eventually
@@ -28,7 +30,7 @@ class Pair:
 
     def __init__(self, me: Encoder, addresses: list, credit: int = 64 * MIB):
         self.receivers = [TensorIpcReceiver(Encoder(f"worker 0.{a.rank}", 100 + a.rank), a) for a in addresses]
-        self.sender = TensorIpcSender(me, addresses, credit)
+        self.sender = TensorIpcSender(me, addresses, ByteCredit(credit))
         try:
             self.probe()
         except TransportError:
@@ -222,19 +224,33 @@ def test_no_memory_is_a_transport_error(make_pair, message, run, monkeypatch, he
 
 def test_a_dead_rank_is_a_transport_error(make_pair, message, run) -> None:
     pair = make_pair(ranks=2)
+    first, second = (run(pair.sender.reserve(message(number), 1000)) for number in (1, 2))
     pair.receivers[1].close()
-    outgoing = run(pair.sender.reserve(message(1), 1000))
-    outgoing(torch.zeros(1000, dtype=torch.uint8))
+    first(torch.zeros(1000, dtype=torch.uint8))
     with pytest.raises(TransportError):
-        outgoing.send()
-    assert pair.sender._credit.used > 0  # rank 0 may read it
+        first.send()
+    assert first.state == "sent"  # rank 0 may read it
     pair.sender.consumed([message(1)])
-    assert pair.sender._credit.used == 0
     pair.receivers[0].close()
-    outgoing = run(pair.sender.reserve(message(2), 1000))
     with pytest.raises(TransportError):
-        outgoing.send()
+        second.send()
     assert pair.sender._credit.used == 0  # nobody has it
+
+
+def test_who_waits_for_the_credit_of_a_sender_that_closes_is_told(make_pair, message, run) -> None:
+    pair = make_pair()
+
+    async def scenario() -> None:
+        await pair.sender.reserve(message(1), 64 * MIB)
+        waiting = [asyncio.create_task(pair.sender.reserve(message(number), 64 * MIB)) for number in (2, 3)]
+        await asyncio.sleep(0)
+        pair.sender.close()
+        for task in waiting:
+            with pytest.raises(TransportError, match="closed"):
+                await task
+
+    run(scenario())
+    assert pair.sender._credit.used == 0
 
 
 def test_a_rank_that_does_not_read_is_a_transport_error(make_pair, message, drain, run) -> None:
@@ -252,7 +268,7 @@ def test_a_rank_that_does_not_read_is_a_transport_error(make_pair, message, drai
 
 
 def test_probe_says_why(me, address, runtime) -> None:
-    sender = TensorIpcSender(me, [address(0)], MIB)
+    sender = TensorIpcSender(me, [address(0)], ByteCredit(MIB))
     with pytest.raises(TransportError, match="rank 0 of engine 0: cannot connect.*No such file"):
         sender.probe(0.05)
     with socket.socket(socket.AF_UNIX) as silent:
@@ -286,7 +302,7 @@ def test_probe_waits_for_a_rank_that_binds_later(me, address) -> None:
 
     thread = threading.Thread(target=bind_later)
     thread.start()
-    sender = TensorIpcSender(me, [address(0)], MIB)
+    sender = TensorIpcSender(me, [address(0)], ByteCredit(MIB))
     sender.probe(5)
     thread.join()
     sender.close()

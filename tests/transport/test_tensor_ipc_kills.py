@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mini_engine.transport.base import TransportError
+from mini_engine.transport.base import TransportError, Unreachable
 from mini_engine.transport.codec import Encoder
+from mini_engine.transport.credit import ByteCredit
 from mini_engine.transport.packing import Received
 from mini_engine.transport.tensor_ipc import TensorIpcReceiver, TensorIpcSender
 
@@ -30,12 +31,13 @@ SENDER = """
 import asyncio, os, signal, sys, time, torch
 from mini_engine.messages import MessageId, RankAddress
 from mini_engine.transport.codec import Encoder
+from mini_engine.transport.credit import ByteCredit
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 
 torch.set_num_threads(1)  # so that a fork of this process is whole
 
 def send(incarnation):
-    sender = TensorIpcSender(Encoder("api", incarnation), [RankAddress(0, 0, sys.argv[1], "")], 1 << 20)
+    sender = TensorIpcSender(Encoder("api", incarnation), [RankAddress(0, 0, sys.argv[1], "")], ByteCredit(1 << 20))
     sender.probe(10)
     async def forever():
         number = 0
@@ -103,17 +105,19 @@ def test_a_killed_receiver_frees_everything_and_is_noticed(me, address, message,
         "    time.sleep(0.001)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script, address(0).tensor_ipc])
-    sender = TensorIpcSender(me, [address(0)], MIB)
+    sender = TensorIpcSender(me, [address(0)], ByteCredit(MIB))
     try:
         sender.probe(60)
         outgoing = run(sender.reserve(message(1), 100))
         outgoing(torch.ones(100, dtype=torch.uint8))
         assert outgoing.send() == 1
+        outgoing = run(sender.reserve(message(2), 100))
         process.send_signal(signal.SIGKILL)
         process.wait()
-        outgoing = run(sender.reserve(message(2), 100))
         with pytest.raises(TransportError, match="gone"):
             outgoing.send()
+        with pytest.raises(Unreachable, match="refused"):
+            run(sender.reserve(message(3), 100))
     finally:
         process.kill()
         process.wait()

@@ -9,6 +9,7 @@ from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.weights import load_model
 from mini_engine.transport.base import TensorSender
 from mini_engine.transport.codec import Encoder
+from mini_engine.transport.credit import ByteCredit
 from mini_engine.transport.direct_rpc import DirectRpcSender
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from mini_engine.worker.kv_cache import KVCache
@@ -74,9 +75,9 @@ def connect(context) -> Iterator[Callable[..., TensorSender]]:
     def connect_to(transport: str, addresses: list[RankAddress], timeout: float = 10) -> TensorSender:
         me = Encoder("api 0", API)
         if transport == "torch_shm":
-            made.append(TensorIpcSender(me, addresses, 16 * MIB))
+            made.append(TensorIpcSender(me, addresses, ByteCredit(16 * MIB)))
         else:
-            made.append(DirectRpcSender(me, addresses, 16 * MIB, context))
+            made.append(DirectRpcSender(me, addresses, ByteCredit(16 * MIB), context))
         made[-1].probe(timeout)
         return made[-1]
 

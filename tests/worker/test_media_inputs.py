@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 
 import pytest
@@ -78,6 +79,22 @@ def test_a_second_copy_by_the_other_transport_is_ignored(inputs, core, runtime, 
     send(queue, 3, torch.zeros(3))
     assert core.reports(1) == [ready(3)]
     assert in_table(inputs)[0] == 2
+
+
+def test_what_came_by_a_connection_that_broke_stays_and_the_next_one_goes_on(inputs, core, runtime, connect) -> None:
+    """The end of a connection is no sender's end: only the core says that, to all ranks in one step."""
+    sender = connect("torch_shm", [rank_address(runtime)])
+    ((_, link),) = sender._links
+    (first,) = send(sender, 1, torch.ones(3))
+    assert core.reports(1) == [ready(1)]
+    assert inputs.release([MessageId(API, 3)]) == [MessageId(API, 3)]
+    link._socket.shutdown(socket.SHUT_RDWR)
+    (second,) = send(sender, 2, torch.zeros(3))
+    send(sender, 3, torch.zeros(3))
+    send(sender, 4, torch.zeros(3))
+    assert core.reports(2) == [ready(2), ready(4)]
+    assert inputs.tensor(first).tolist() == [1, 1, 1] and inputs.tensor(second).tolist() == [0, 0, 0]
+    assert inputs.release([MessageId(API, number) for number in (1, 2, 4)]) == [] and in_table(inputs) == (0, 0)
 
 
 def test_a_tombstone_outlives_later_messages_of_the_other_connection(inputs, core, runtime, connect) -> None:

@@ -16,6 +16,7 @@ import zmq
 from mini_engine.messages import MessageId, RankAddress, StoreObject
 from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import Encoder
+from mini_engine.transport.credit import ByteCredit
 from mini_engine.transport.shm_store import ShmStoreWriter
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from mini_engine.worker.media_inputs import MediaInputs, MediaMissing
@@ -135,7 +136,7 @@ def test_one_segment_for_each_owner(inputs, connect) -> None:
 
 def test_the_tensor_queue_goes_on_beside_it(inputs, connect, address) -> None:
     writer = connect()
-    sender = TensorIpcSender(Encoder("api 0", API), [address], 16 * MIB)
+    sender = TensorIpcSender(Encoder("api 0", API), [address], ByteCredit(16 * MIB))
     sender.probe(10)
     handle = writer.write(torch.ones(10))
     inputs.release([MessageId(API, 1)])
