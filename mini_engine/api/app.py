@@ -86,17 +86,18 @@ class Frontend:
         """Rows 2 to 8 of docs/request-path.md; the answer's tokens are on their way when this returns.
 
         The prompt is rendered before any media are loaded: a conversation that cannot be rendered costs no decoding.
+        All of it ends when the engines do.
 
         Raises:
             ApiError, ChatError, MediaError, EngineError: see `errors.as_api_error`.
         """
-        # Row 2: what is asked for, and the prompt with a place for each item.
-        self.sampling.check(chat)
-        keyed = self.media_settings.resolve(chat)
-        messages = chat.plain_messages()
-        refs = self.renderer.collect(messages, self.item_limits)
-        token_ids = await worked(partial(self.renderer.render, messages), sum(map(_text_length, messages)))
-        async with contextlib.AsyncExitStack() as held:
+        async with self.engines.while_running(), contextlib.AsyncExitStack() as held:
+            # Row 2: what is asked for, and the prompt with a place for each item.
+            self.sampling.check(chat)
+            keyed = self.media_settings.resolve(chat)
+            messages = chat.plain_messages()
+            refs = self.renderer.collect(messages, self.item_limits)
+            token_ids = await worked(partial(self.renderer.render, messages), sum(map(_text_length, messages)))
             # Row 3: room for the bytes, those that other servers have, a place in line.
             reservation = held.enter_context(self.admission.reserve(self.media.sizes(refs)))
             clock.enter("fetch")

@@ -95,12 +95,13 @@ class Completing:
 
     async def _answers(self, running: contextlib.ExitStack) -> list[Answer]:
         """The answers to all prompts, which `running` aborts when it is left early. Nothing runs unless all can."""
-        requests = await self._requests()
-        clocks = [self._clock, *(RequestClock() for _ in requests[1:])]
-        return [
-            running.enter_context(await self._submit(request, clock))
-            for request, clock in zip(requests, clocks, strict=True)
-        ]
+        async with self._frontend.engines.while_running():
+            requests = await self._requests()
+            clocks = [self._clock, *(RequestClock() for _ in requests[1:])]
+            return [
+                running.enter_context(await self._submit(request, clock))
+                for request, clock in zip(requests, clocks, strict=True)
+            ]
 
     async def _requests(self) -> list[NewRequest]:
         asked, sampling = self._asked, self._frontend.sampling

@@ -68,6 +68,7 @@ class Surroundings:
     media_capacity: int  # most bytes of cached media that an engine can read; 0: none are cached
     store: MediaStore | None  # this server's part of the shared-memory store
     on_memory: Callable[[], None]  # the memory of tensors on their way has changed
+    on_stop: Callable[[], None]  # an engine serves no more
 
 
 class Engine:
@@ -88,6 +89,7 @@ class Engine:
         self._socket = socket
         self._encoder = surroundings.encoder
         self._store = surroundings.store
+        self._on_stop = surroundings.on_stop
         self._figures = metrics.EngineFigures(number, surroundings.media_capacity)
         self._resets: dict[int, asyncio.Future[None]] = {}
         self._asked: asyncio.Future[None] | None = None  # for its figures
@@ -220,6 +222,7 @@ class Engine:
                 reset.set_exception(why)
         self._pulse.stop()
         self._sender.close(why)
+        self._on_stop()
 
     def die(self) -> None:
         """The engine is dead."""

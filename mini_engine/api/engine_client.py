@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 
 import zmq.asyncio
 
@@ -47,7 +47,10 @@ class EngineClient:
         name = sockets.identity(encoder.sender, encoder.incarnation)
         self._numbers = itertools.count(1)
         self._store = None if store is None else store(len(endpoints), self._tell)
-        shared = Surroundings(encoder, self._numbers, num_ranks, media_capacity, self._store, self._show_memory)
+        self._blocks: set[asyncio.Timeout] = set()  # that last no longer than the engines
+        shared = Surroundings(
+            encoder, self._numbers, num_ranks, media_capacity, self._store, self._show_memory, self._end_blocks
+        )
         self.engines = [
             Engine(number, sockets.connect_dealer(context, endpoint, name), theirs, shared)
             for number, (endpoint, theirs) in enumerate(zip(endpoints, senders, strict=True))
@@ -55,8 +58,29 @@ class EngineClient:
 
     def check(self) -> None:
         """Raises EngineError when no engine runs: then a request need not be looked at."""
-        if all(engine.stopped is not None for engine in self.engines):
+        if not self._running:
             self.engines[0].check()
+
+    @contextlib.asynccontextmanager
+    async def while_running(self) -> AsyncIterator[None]:
+        """When the last engine stops the block is cancelled, as by a client that goes: its work is for nobody then.
+
+        What an engine has been given ends by itself. When one of several dies the supervisor ends the others with it.
+
+        Raises:
+            EngineError: no engine runs, at first or any more.
+        """
+        self.check()
+        try:
+            async with asyncio.timeout(None) as block:
+                self._blocks.add(block)
+                try:
+                    yield
+                finally:
+                    self._blocks.discard(block)
+        except TimeoutError:
+            self.check()
+            raise
 
     @property
     def alive(self) -> bool:
@@ -82,7 +106,7 @@ class EngineClient:
             EngineError: no engine runs.
         """
         self.check()
-        running = [engine for engine in self.engines if engine.stopped is None]
+        running = self._running
         least = min(engine.load for engine in running)
         close = [engine for engine in running if engine.load <= least + LOAD_MARGIN]
         keeping = [engine for engine in close if engine.media.holds_all(hashes)]
@@ -132,6 +156,17 @@ class EngineClient:
             engine.close()
         if self._store is not None:
             self._store.close()
+
+    @property
+    def _running(self) -> list[Engine]:
+        return [engine for engine in self.engines if engine.stopped is None]
+
+    def _end_blocks(self) -> None:
+        """Without effect while an engine runs. They end in the loop's next turn: in this one requests that an engine
+        had are told so."""
+        if not self._running:
+            for block in self._blocks:
+                block.reschedule(0)
 
     def _tell(self, engine: int, body: AnyMessage) -> None:
         self.engines[engine].tell(body)

@@ -145,7 +145,7 @@ class ApiServer:
             self.segment, 1 << 30, num_engines, lambda number, body: self.engines[number].tell(body)
         )
         numbers = iter(range(1, 1 << 30))
-        around = Surroundings(self.encoder, numbers, 1, 1 << 30, self.store, lambda: None)
+        around = Surroundings(self.encoder, numbers, 1, 1 << 30, self.store, lambda: None, lambda: None)
         self.wires = [Wire() for _ in range(num_engines)]
         self.transports = [MemoryTransport(ranks=1) for _ in range(num_engines)]
         self.engines = [

@@ -120,6 +120,33 @@ def test_after_the_death_of_all_engines_nothing_is_accepted(tmp_path: Path) -> N
     asyncio.run(scenario())
 
 
+def test_what_waits_for_an_engine_ends_with_the_last_of_them(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path, [MemoryTransport(), MemoryTransport()]) as (client, _):
+
+            async def wait() -> None:
+                async with client.while_running():
+                    await asyncio.get_running_loop().create_future()
+
+            waiting, leaving = asyncio.create_task(wait()), asyncio.create_task(wait())
+            await eventually(lambda: len(client._blocks) == 2)
+            client.peer_gone("core 0")
+            await asyncio.wait([waiting, leaving], timeout=0.02)
+            assert not waiting.done() and not leaving.done()
+            client.peer_gone("worker 1.0")
+            leaving.cancel()  # its client goes in the same moment: it is not told, but cancelled
+            with pytest.raises(EngineError) as caught:
+                await waiting
+            assert caught.value.engine_gone and not caught.value.begun
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            with pytest.raises(EngineError):
+                await wait()
+            assert not client._blocks
+
+    asyncio.run(scenario())
+
+
 class SlowOutgoing(MemoryOutgoing):
     """Copies until it is let go, and notes which thread copies and when its memory is given back."""
 

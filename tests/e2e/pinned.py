@@ -96,6 +96,7 @@ class Asking:
 
     def __init__(self, server: RunningServer, title: str, one: Asked, **more: object):
         self._connection = connect(server, title)
+        self._socket = self._connection.sock
         self._response: http.client.HTTPResponse | None = None
         parts = message(one.text, one.urls)
         body = {"model": server.model, "messages": [parts], "temperature": 0, **more}
@@ -113,17 +114,26 @@ class Asking:
         """The answer's text."""
         return self.reply()["choices"][0]["message"]["content"]
 
+    def response(self) -> http.client.HTTPResponse:
+        """Of which the events that were waited for are read."""
+        self._response = self._response or self._connection.getresponse()
+        return self._response
+
     def read_events(self, count: int) -> None:
         """Wait for that many events of a stream that is not at its end."""
-        self._response = self._response or self._connection.getresponse()
         while count:
-            line = self._response.readline()
+            line = self.response().readline()
             assert line and b"[DONE]" not in line, "the stream has ended"
             count -= line.startswith(b"data: ")
 
     def has_nothing_yet(self) -> bool:
         """Whether not a byte has come."""
         return not select.select([self._connection.sock], [], [], 0)[0]
+
+    def disconnect(self) -> None:
+        """End the connection for a thread that reads from it, before it is closed."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def hang_up(self) -> None:
         """Close the connection, whatever has come by now. Without effect when closed."""

@@ -9,10 +9,11 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from urllib.parse import urlsplit
 
 from tests.e2e.asked import Asked
+from tests.e2e.pinned import connect
 from tests.e2e.running_server import RunningServer, message
 
 PATIENCE_SECONDS = 120  # a client waits for so long, for right answers only: errors have a bound of their own
@@ -33,11 +34,32 @@ class Outcome:
     detail: str = ""
 
 
-def ask(server: RunningServer, one: Asked, stream: bool = False, **more: object) -> Outcome:
-    """One question, on a connection of its own."""
+def ask(
+    server: RunningServer,
+    one: Asked,
+    stream: bool = False,
+    kept: http.client.HTTPConnection | None = None,
+    **more: object,
+) -> Outcome:
+    """One question, on a connection of its own or on one that is kept."""
+    address = urlsplit(server.url)
+    connection = kept or http.client.HTTPConnection(address.hostname, address.port, timeout=PATIENCE_SECONDS)
+    body = {"messages": [message(one.text, one.urls)], "temperature": 0, "stream": stream, **more}
+    headers = {"Content-Type": "application/json", "Connection": "keep-alive" if kept else "close"}
+
+    def respond() -> http.client.HTTPResponse:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        return connection.getresponse()
+
+    with contextlib.nullcontext() if kept else contextlib.closing(connection):
+        return outcome_of(one, respond)
+
+
+def outcome_of(one: Asked, respond: Callable[[], http.client.HTTPResponse]) -> Outcome:
+    """How the request ends that asks for `one`, from now on; `respond` sends it, or waits for its response."""
     begun = time.monotonic()
     try:
-        kind, detail = _ask(server, one, {"stream": stream, **more})
+        kind, detail = _judged(one, respond())
     except ConnectionRefusedError as error:
         kind, detail = "refused", repr(error)
     except (ConnectionError, http.client.HTTPException) as error:
@@ -45,21 +67,14 @@ def ask(server: RunningServer, one: Asked, stream: bool = False, **more: object)
     return Outcome(kind, begun, time.monotonic(), detail)
 
 
-def _ask(server: RunningServer, one: Asked, more: dict[str, object]) -> tuple[str, str]:
-    address = urlsplit(server.url)
-    body = {"messages": [message(one.text, one.urls)], "temperature": 0, **more}
-    headers = {"Content-Type": "application/json", "Connection": "close"}
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=PATIENCE_SECONDS)
-    with contextlib.closing(connection):
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-        response = connection.getresponse()
-        text = response.read().decode()
+def _judged(one: Asked, response: http.client.HTTPResponse) -> tuple[str, str]:
+    text = response.read().decode()
     if response.status != 200:
         assert response.status in MAY_FAIL_WITH, f"{response.status} {text}"
         assert set(json.loads(text)["error"]) == {"message", "type", "param", "code"}
         assert response.status == 500 or response.headers["retry-after"]
         return "error", text
-    if not more["stream"]:
+    if not response.headers["content-type"].startswith("text/event-stream"):
         answer = json.loads(text)["choices"][0]["message"]["content"]
     else:
         events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
@@ -73,11 +88,15 @@ def _ask(server: RunningServer, one: Asked, more: dict[str, object]) -> tuple[st
 
 
 class Load:
-    """`with Load(server, questions) as load:` The clients take `asked` in turn, every other request as a stream."""
+    """`with Load(server, questions) as load:` The clients take `asked` in turn, every other request as a stream.
 
-    def __init__(self, server: RunningServer, asked: Sequence[Asked], clients: int = 3):
+    With the title of an API server each keeps one connection, to that one.
+    """
+
+    def __init__(self, server: RunningServer, asked: Sequence[Asked], clients: int = 3, title: str | None = None):
         self.outcomes: list[Outcome] = []
         self._server = server
+        self._title = title
         self._asked = itertools.cycle(asked)
         self._streams = itertools.cycle((False, True))
         self._lock = threading.Lock()
@@ -120,13 +139,18 @@ class Load:
 
     def _run(self) -> None:
         try:
-            while not self._over.is_set():
-                with self._lock:
-                    one, stream = next(self._asked), next(self._streams)
-                outcome = ask(self._server, one, stream)
-                self.outcomes.append(outcome)
-                if outcome.kind != "right":
-                    self._over.wait(PAUSE_AFTER_ERROR)
+            with (
+                contextlib.closing(connect(self._server, self._title))
+                if self._title
+                else contextlib.nullcontext() as kept
+            ):
+                while not self._over.is_set():
+                    with self._lock:
+                        one, stream = next(self._asked), next(self._streams)
+                    outcome = ask(self._server, one, stream, kept)
+                    self.outcomes.append(outcome)
+                    if outcome.kind != "right":
+                        self._over.wait(PAUSE_AFTER_ERROR)
         except BaseException as error:  # noqa: BLE001 - raised where the load ends
             self._failures.append(error)
 

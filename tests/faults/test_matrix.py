@@ -1,23 +1,26 @@
 """Each role is killed, or stands still, at each stage of a request's road, under a load of checkable questions.
 
 Every client has a right answer, or is told within five seconds of the kill (of the time-out, for one that stands
-still); nobody has a wrong answer; afterwards the server is whole, and nothing is left over.
+still): those of the load, and the one whose request is at the stage. Nobody has a wrong answer; who is connected to
+another API server than the dead one has none but right ones; afterwards the server is whole, and nothing is left over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import pytest
 
 from tests.e2e.asked import Asked
-from tests.e2e.barriers import eventually
+from tests.e2e.barriers import Barrier, eventually
 from tests.e2e.pinned import Asking
 from tests.e2e.running_server import RunningServer, alive, descendants, message
 from tests.faults.ground import (
@@ -29,7 +32,7 @@ from tests.faults.ground import (
     a_ground,
     questions,
 )
-from tests.faults.load import LEFT, TOLD, Load, ask, assert_only_right_or_told
+from tests.faults.load import LEFT, TOLD, Load, Outcome, ask, assert_only_right_or_told, outcome_of
 
 ROLES = ("api 0", "core 0", "worker 0.0", "worker 0.1", "supervisor")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
@@ -42,19 +45,43 @@ seeds = itertools.count(30_000, 10)  # of videos that nobody has asked about: up
 # --- the stages: while each lasts, a request is where its name says ---------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class AtStage:
+    """The request that is where the stage's name says."""
+
+    ending: Future[Outcome]  # which it has, at the latest, when the block of the stage is left
+    barrier: Barrier | None = None  # that holds it
+    holder: int | None = None  # the process that is held with it
+
+    def let_go(self, victim: int) -> None:
+        """Unless its process stands still itself: it is to do so there."""
+        if self.barrier is not None and self.holder != victim:
+            self.barrier.let_go()
+
+
+Stage = Callable[[Ground], contextlib.AbstractContextManager[AtStage | None]]
+
+
 @contextlib.contextmanager
-def held(ground: Ground, barrier_name: str, system_prompt: str = "") -> Iterator[None]:
+def awaited(asking: Asking, one: Asked) -> Iterator[Future[Outcome]]:
+    """How the request ends, noted when it does; after the block nobody waits for that any more."""
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            yield pool.submit(outcome_of, one, asking.response)
+        finally:
+            asking.disconnect()
+    asking.hang_up()
+
+
+@contextlib.contextmanager
+def held(ground: Ground, barrier_name: str, system_prompt: str = "") -> Iterator[AtStage]:
     """A request that nobody has asked yet, and the process that has come with it to a barrier."""
     (one,) = questions(next(seeds), 1)
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     with ground.inside.barrier(barrier_name) as barrier:
         asking = Asking(ground.server, "mini-engine: api 0", one, messages=[*system, message(one.text, one.urls)])
-        try:
-            barrier.wait_until_held()
-            yield
-        finally:
-            barrier.let_go()
-            asking.hang_up()
+        with awaited(asking, one) as ending:
+            yield AtStage(ending, barrier, barrier.wait_until_held()["pid"])
 
 
 @contextlib.contextmanager
@@ -63,32 +90,30 @@ def idle(ground: Ground) -> Iterator[None]:
     yield
 
 
-def decoding(ground: Ground) -> contextlib.AbstractContextManager[None]:
+def decoding(ground: Ground) -> contextlib.AbstractContextManager[AtStage]:
     return held(ground, "decoding")
 
 
-def transport(ground: Ground) -> contextlib.AbstractContextManager[None]:
+def transport(ground: Ground) -> contextlib.AbstractContextManager[AtStage]:
     """The copy into the store has begun."""
     return held(ground, "storing")
 
 
-def prefill(ground: Ground) -> contextlib.AbstractContextManager[None]:
+def prefill(ground: Ground) -> contextlib.AbstractContextManager[AtStage]:
     return held(ground, "prefilling", f"{next(seeds)} {LONG_TEXT}")  # the prefix cache holds none like it
 
 
 @contextlib.contextmanager
-def generation(ground: Ground) -> Iterator[None]:
-    asking = Asking(ground.server, "mini-engine: api 0", Asked("tell me", "", []), **ENDLESS)
-    try:
-        asking.read_events(3)
-        yield
-    finally:
-        asking.hang_up()
+def generation(ground: Ground) -> Iterator[AtStage]:
+    """It would go on for minutes."""
+    one = Asked("tell me", "", [])
+    asking = Asking(ground.server, "mini-engine: api 0", one, **ENDLESS)
+    asking.read_events(3)
+    with awaited(asking, one) as ending:
+        yield AtStage(ending)
 
 
-STAGES: list[Callable[[Ground], contextlib.AbstractContextManager[None]]] = [
-    idle, decoding, transport, prefill, generation,
-]  # fmt: skip
+STAGES: list[Stage] = [idle, decoding, transport, prefill, generation]
 FAST = {  # on one server
     ("worker 0.1", signal.SIGKILL, generation, 2),
     ("api 0", signal.SIGKILL, generation, 2),
@@ -138,24 +163,45 @@ def test_everybody_is_answered_or_told(ranks, stage, role, number, grounds):
     family = descendants(ground.server.process.pid)
     victim = ground.pid(role)
     asked = questions(next(seeds), 4)
+    untouched = None
     with contextlib.ExitStack() as loads:
         load = loads.enter_context(Load(ground.server, asked)) if stage is not idle else None
         if load is not None:
             load.wait_for("right", len(asked))
-        with stage(ground):
+            if role == "api 0":
+                untouched = loads.enter_context(Load(ground.server, asked, clients=2, title="mini-engine: api 1"))
+                untouched.wait_for("right", 1)
+        with stage(ground) as there:
             since = ground.hurt(role, number)
+            if there is not None and number == signal.SIGSTOP:  # of a death it is to be told while it is held
+                there.let_go(victim)
             if role == "supervisor":
-                assert_of_the_supervisor(ground, number, load, family, since)
-        if (role, number) == ("supervisor", signal.SIGKILL):
-            return
-        if load is not None and number == signal.SIGSTOP and role != "supervisor":
-            time.sleep(bound(role, number) - TOLD_WITHIN_SECONDS)  # so that new ones come all along
-    told = load.outcomes if load else []
-    assert_only_right_or_told(told, since, bound(role, number), () if role == "supervisor" else ways(role))
+                assert_of_the_supervisor(ground, number, family)
+            elif load is not None and number == signal.SIGSTOP:
+                time.sleep(bound(role, number) - TOLD_WITHIN_SECONDS)  # so that new ones come all along
+            told = ends(there, stage, role, number)
+    told += load.outcomes if load else []
+    unharmed = (role, number) == ("supervisor", signal.SIGSTOP)
+    assert_only_right_or_told(told, since, bound(role, number), () if unharmed else ways(role))
+    if untouched is not None:
+        assert untouched.tally().keys() == {"right"}, untouched.tally()
+        assert any(outcome.begun < since < outcome.ended for outcome in untouched.outcomes)
+    if (role, number) == ("supervisor", signal.SIGKILL):
+        return
     if role != "supervisor":
         recover(ground, {victim}, asked)
     ground.assert_whole()
     ground.assert_nothing_left_over()
+
+
+def ends(there: AtStage | None, stage: Stage, role: str, number: int) -> list[Outcome]:
+    """How the request at the stage has ended, if there is one; an endless one goes on if nobody has died."""
+    if there is None:
+        return []
+    if (stage, role, number) == (generation, "supervisor", signal.SIGSTOP):
+        assert not there.ending.done()
+        return []
+    return [there.ending.result()]
 
 
 def recover(ground: Ground, gone: set[int], asked: list[Asked]) -> None:
@@ -166,16 +212,11 @@ def recover(ground: Ground, gone: set[int], asked: list[Asked]) -> None:
     assert load.tally().keys() == {"right"}, load.tally()
 
 
-def assert_of_the_supervisor(
-    ground: Ground, number: int, load: Load | None, family: list[int], since: float
-) -> None:  # fmt: skip
+def assert_of_the_supervisor(ground: Ground, number: int, family: list[int]) -> None:
     """With a dead one all end; without one that works all go on."""
     if number == signal.SIGKILL:
         ground.server.process.wait()
         ground.server.assert_nothing_left(family)
-        if load is not None:
-            load.stop()
-            assert_only_right_or_told(load.outcomes, since, TOLD_WITHIN_SECONDS, LEFT)
         return
     time.sleep(STANDSTILL_SECONDS)
     assert all(map(alive, family))
@@ -249,7 +290,7 @@ def draining_cells() -> Iterator[object]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "role", "number"), list(draining_cells()))
 def test_a_drain_that_is_hurt(ranks, role, number):
-    with a_ground(ranks, "--shutdown-timeout", str(DRAIN_SECONDS)) as ground, generation(ground):
+    with a_ground(ranks, "--shutdown-timeout", str(DRAIN_SECONDS)) as ground, generation(ground) as there:
         server, family = ground.server, descendants(ground.server.process.pid)
         with Load(server, questions(next(seeds), 4)) as load:
             load.wait_for("right", 1)
@@ -269,6 +310,6 @@ def test_a_drain_that_is_hurt(ranks, role, number):
         patience = since - asked_at + TOLD_WITHIN_SECONDS + (DRAIN_SECONDS if number == signal.SIGSTOP else 0)
         late = [outcome for outcome in load.outcomes if outcome.begun >= asked_at]
         assert_only_right_or_told(late, asked_at, patience, {*TOLD, *LEFT})
-        in_time = [outcome for outcome in load.outcomes if outcome.begun < asked_at]
+        in_time = [there.ending.result(), *(outcome for outcome in load.outcomes if outcome.begun < asked_at)]
         assert_only_right_or_told(in_time, asked_at, patience, {*TOLD, *ways(role)})
         server.assert_nothing_left(family)
