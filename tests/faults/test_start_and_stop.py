@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import itertools
 import json
 import os
@@ -10,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -85,21 +88,79 @@ def test_a_stop_in_the_pause_before_a_restart_leaves_nothing(number):
         assert "Traceback" not in server.log
 
 
-def test_a_stop_does_not_wait_for_a_download(tmp_path):
-    """Not even for one that stands still; and a process 1, as in a container, has to handle a signal to get it."""
-    with socket.socket() as hub:
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A hub with one model, of one file, whose first bytes are all that comes of it."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._begin(1 << 20, {"ETag": '"0"', "X-Repo-Commit": "0" * 40})
+
+    def do_GET(self) -> None:
+        if "/api/" in self.path:
+            files = [{"type": "file", "path": "config.json", "size": 1 << 20, "oid": "0" * 40}]
+            model = {"id": "some/model", "sha": "0" * 40, "siblings": [{"rfilename": "config.json"}]}
+            body = json.dumps(files if "/tree/" in self.path else model).encode()
+            self._begin(len(body), {})
+            self.wfile.write(body)
+            return
+        self._begin(1 << 20, {})
+        self.wfile.write(b"{")
+        self.wfile.flush()
+        self.server.body_is_on_its_way.set()
+        self.server.over.wait()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _begin(self, length: int, headers: dict[str, str]) -> None:
+        self.send_response(200)
+        for name, value in {"Content-Length": str(length), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+
+@contextlib.contextmanager
+def hub_that_says_nothing():
+    """Its port, and what waits until it is asked."""
+    with socket.socket() as hub, contextlib.ExitStack() as connected:
         hub.bind(("127.0.0.1", 0))
         hub.listen()
         hub.settimeout(60)
-        environ = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HOME": str(tmp_path)}
+        yield hub.getsockname()[1], lambda: connected.enter_context(hub.accept()[0])
+
+
+@contextlib.contextmanager
+def hub_that_stands_still_in_a_file():
+    """As above."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        hub.body_is_on_its_way, hub.over = threading.Event(), threading.Event()
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        try:
+            yield hub.server_port, lambda: hub.body_is_on_its_way.wait(60) or pytest.fail("nobody asks for the file")
+        finally:
+            hub.over.set()
+            hub.shutdown()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("a_hub", [hub_that_says_nothing, hub_that_stands_still_in_a_file])
+def test_a_stop_does_not_wait_for_a_download(a_hub, number, status, tmp_path):
+    """Not even for one that stands still, of which a thread waits for a file; and a process 1, as in a container, has
+    to handle a signal to get it."""
+    with a_hub() as (port, wait_until_asked):
+        environ = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path)}
         environ.pop("HF_HUB_OFFLINE", None)
         with subprocess.Popen(
             [sys.executable, "serve.py", "some/model"], cwd=ROOT, env=environ, stderr=subprocess.PIPE
         ) as process:
-            with hub.accept()[0]:
-                process.send_signal(signal.SIGTERM)
-                assert process.wait(15) == 0
-            assert b"Traceback" not in process.stderr.read()
+            try:
+                wait_until_asked()
+                process.send_signal(number)
+                assert process.wait(5) == status
+                assert b"Traceback" not in process.stderr.read()
+            finally:
+                process.kill()
 
 
 @pytest.mark.parametrize(
