@@ -165,8 +165,8 @@ def serve(argv: Sequence[str] | None = None) -> int:
             for warning in settings.warnings:
                 print(f"serve.py: {warning}", file=sys.stderr)
             return 1 if tell(to_yaml(settings.config, settings.origins), end="") else 0
-        # Nothing runs yet, so there is nothing to wait for, such as the threads of a download: a KeyboardInterrupt waits
-        # for the files that are on their way. A process 1, as in a container, would not get a SIGTERM at all.
+        # Nothing runs yet, so there is nothing to wait for: a KeyboardInterrupt would, for the files of a download that
+        # are on their way. A process 1, as in a container, would not get a SIGTERM at all.
         for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, INTERRUPTED)):
             signal.signal(number, lambda *_, status=status: os._exit(status))
         from mini_engine.launch import Supervisor

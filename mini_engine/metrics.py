@@ -38,8 +38,8 @@ FALLBACK_REASONS = (
     "no_memory", "copy_failed", "send_failed", "lost", "cuda_ipc", "store_full", "store_oversize", "processor_memory"
 )  # fmt: skip
 
-# Why requests were refused with 429; see `api/admission.py`.
-REJECTION_REASONS = ("queued_requests", "inflight_bodies", "inflight_media")
+# Why requests were refused with 429, see `api/admission.py`; and with 503, since the host is short of something.
+REJECTION_REASONS = ("queued_requests", "inflight_bodies", "inflight_media", "host")
 
 NOTHING_HAPPENED = EngineCounters()
 
@@ -223,7 +223,9 @@ inflight_media_bytes = _gauge(
     "livesum",
 )
 requests_rejected_total = _counter(
-    "requests_rejected_total", "Requests refused because the server had enough to do.", ["reason"]
+    "requests_rejected_total",
+    "Requests refused because the server had enough to do, or its host too little for it.",
+    ["reason"],
 )
 
 
