@@ -10,10 +10,12 @@ from pathlib import Path
 
 import av
 import pytest
+from PIL import Image
 
 from mini_engine.media import http_fetch, shortage
 from mini_engine.media.errors import MediaError
 from mini_engine.media.fetch import MediaPolicy, declared_size, fetch
+from mini_engine.media.image import decode_image
 from mini_engine.media.sampling import VideoSampling
 from mini_engine.media.shortage import Shortage, check_host, shortage_in
 from mini_engine.media.video import decode_video
@@ -121,6 +123,15 @@ def test_a_certificate_that_there_was_no_descriptor_for(policy: MediaPolicy, mon
 
 def no_file() -> None:
     raise Shortage("open files")
+
+
+def test_pillow_that_cannot_import_a_format_for_want_of_a_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_plugin(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Image, "open", open_plugin)
+    with pytest.raises(Shortage, match="open files"):
+        decode_image(b"a file")
 
 
 @pytest.mark.parametrize("short", [False, True])
