@@ -22,6 +22,7 @@ from tests.e2e.asked import Asked, ask_small
 from tests.e2e.barriers import Inside, eventually
 from tests.e2e.pinned import Asking
 from tests.e2e.running_server import ROOT, RunningServer, descendants, message
+from tests.faults.ground import stopped
 from tests.faults.load import ask
 
 # In their order; each is in another process, or another part of its work.
@@ -72,6 +73,89 @@ def test_a_start_that_is_interrupted_leaves_nothing(phase, number):
         assert status == expected[number], server.log
         server.assert_nothing_left(family)
         assert "Traceback" not in server.log
+
+
+VICTIMS = ("api 0", "core 0", "worker 0.0", "worker 0.1")
+FAST_DEATHS = {("worker 0.0", "loading-worker"), ("core 0", "loading-core")}
+
+
+def pid_of(server: RunningServer, role: str) -> int:
+    """Of a process that may just have been started."""
+
+    def check() -> int:
+        pid = server.pids().get(f"mini-engine: {role}")
+        assert pid, f"no {role}\n{server.log}"
+        return pid
+
+    return eventually(check, 60)
+
+
+def first_failure(server: RunningServer) -> str:
+    return next(line for line in server.log.splitlines() if "start failed: " in line)
+
+
+def deaths():
+    for role, phase in itertools.product(VICTIMS, ("loading-api", "loading-worker", "loading-core")):
+        marks = [] if (role, phase) in FAST_DEATHS else [pytest.mark.slow]
+        yield pytest.param(role, phase, marks=marks, id=f"{role}-{phase}")
+
+
+@pytest.mark.parametrize(("role", "phase"), list(deaths()))
+def test_a_death_in_the_first_start_ends_it_and_names_the_dead(role, phase):
+    """Not one of those that end for want of it, nor is the start tried again."""
+    flags = ["-tp", "2"] if role == "worker 0.1" else []
+    with (
+        Inside() as inside,
+        inside.barrier(phase) as barrier,
+        Starting("--restart-engine", *flags, environ=inside.environ) as server,
+    ):
+        barrier.wait_until_held(90)
+        victim, family = pid_of(server, role), descendants(server.process.pid)
+        os.kill(victim, signal.SIGKILL)
+        barrier.let_go()
+        assert server.process.wait(30) == 1, server.log
+        assert f"start failed: {role} (pid {victim}) died: killed by SIGKILL" in first_failure(server), server.log
+        server.assert_nothing_left(family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", VICTIMS)
+def test_who_stands_still_in_the_first_start_ends_it_and_is_named(role):
+    """Not one of those that only wait for it, who are not ready either."""
+    flags = ["-tp", "2"] if role == "worker 0.1" else []
+    with (
+        Inside() as inside,
+        inside.barrier("loading-worker") as barrier,
+        Starting("--startup-timeout", "30", *flags, environ=inside.environ) as server,
+    ):
+        barrier.wait_until_held(90)
+        victim, family = pid_of(server, role), descendants(server.process.pid)
+        os.kill(victim, signal.SIGSTOP)
+        barrier.let_go()
+        assert server.process.wait(90) == 1, server.log
+        why = f"{role} (pid {victim}) was killed: it was not ready after 30 s (--startup-timeout)"
+        assert f"start failed: {why}" in first_failure(server), server.log
+        assert server.log.count(" is killed: ") == 1 and f"{role} T" in server.log
+        server.assert_nothing_left(family)
+
+
+@pytest.mark.slow
+def test_a_supervisor_that_stands_still_in_the_first_start_goes_on_with_it_and_blames_nobody():
+    """Longer than a start may take; what its children say meanwhile is waited for."""
+    one = ask_small(33_005)
+    with (
+        Inside() as inside,
+        inside.barrier("loading-worker") as barrier,
+        Starting("--startup-timeout", "30", environ=inside.environ) as server,
+    ):
+        barrier.wait_until_held(90)
+        with stopped(server.process.pid):
+            barrier.let_go()
+            time.sleep(35)
+        server.url = RunningServer._wait_for_url(server)
+        assert ask(server, one).kind == "right"
+        assert "is killed" not in server.log
+        assert server.stop(signal.SIGTERM) == 0
 
 
 @pytest.mark.slow
