@@ -24,6 +24,7 @@ from prometheus_client import (
     multiprocess,
     values,
 )
+from prometheus_client.metrics_core import Metric
 
 from mini_engine.messages import EngineCounters, EngineStats, FinishReason, TransportName
 
@@ -294,12 +295,22 @@ class EngineFigures:
                 counter.inc(getattr(counters, name))
 
 
+class _Files(multiprocess.MultiProcessCollector):
+    """The figures in the files of a directory."""
+
+    def collect(self) -> Iterable[Metric]:
+        """All of them. Raises OSError where they cannot be listed: its base would find that there are none."""
+        assert _directory is not None
+        paths = [os.path.join(_directory, name) for name in os.listdir(_directory) if name.endswith(".db")]
+        return self.merge(paths, accumulate=True)
+
+
 def _everyone() -> CollectorRegistry:
     """What collects the figures of all API servers."""
     if _directory is None:
         return REGISTRY
     everyone = CollectorRegistry()
-    multiprocess.MultiProcessCollector(everyone, _directory)
+    _Files(everyone, _directory)
     return everyone
 
 
@@ -313,5 +324,5 @@ def samples() -> dict[str, list[float]]:
 
 
 def exposition() -> bytes:
-    """All figures in Prometheus's text format, summed over the API servers."""
+    """All figures in Prometheus's text format, summed over the API servers. Raises OSError: they cannot be read."""
     return generate_latest(_everyone())

@@ -112,6 +112,9 @@ def test_an_api_server_that_gets_no_more_descriptors_blames_no_client(tmp_path):
         for item in (local, remote) * 3:
             assert ask_on(connection, item) == (503, "overloaded")
         assert ask_on(connection, inline) == (200, inline.answer)
+        connection.request("GET", "/metrics")
+        with connection.getresponse() as figures:
+            assert figures.status == 503 and figures.read()
         waiting = pool.submit(ask, server, waits)
         eventually(lambda: assert_in("a connection could not be accepted", server.log))
         assert server.log.count("gets no more open files") == 1
