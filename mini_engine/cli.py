@@ -33,6 +33,7 @@ from mini_engine.config.sources import (
 from mini_engine.stdout import tell
 
 logger = logging.getLogger(__name__)
+INTERRUPTED = 128 + signal.SIGINT  # the exit status of a shell's command that Ctrl-C has ended
 MAX_PARTS = 20  # of an object's name, as in --media-io-kwargs.video.fps, which has two
 
 
@@ -164,9 +165,10 @@ def serve(argv: Sequence[str] | None = None) -> int:
             for warning in settings.warnings:
                 print(f"serve.py: {warning}", file=sys.stderr)
             return 1 if tell(to_yaml(settings.config, settings.origins), end="") else 0
-        # Nothing runs yet, so there is nothing to wait for, such as the threads of a download. Without it a process 1,
-        # as in a container, would not get the signal at all.
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        # Nothing runs yet, so there is nothing to wait for: a KeyboardInterrupt would, for the files of a download that
+        # are on their way. A process 1, as in a container, would not get a SIGTERM at all.
+        for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, INTERRUPTED)):
+            signal.signal(number, lambda *_, status=status: os._exit(status))
         from mini_engine.launch import Supervisor
 
         supervisor = Supervisor(settings.config, settings.origins)
@@ -177,5 +179,5 @@ def serve(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"serve.py: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # nothing has been started yet
-        return 130
+    except KeyboardInterrupt:
+        return INTERRUPTED

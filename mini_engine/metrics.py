@@ -24,6 +24,7 @@ from prometheus_client import (
     multiprocess,
     values,
 )
+from prometheus_client.metrics_core import Metric
 
 from mini_engine.messages import EngineCounters, EngineStats, FinishReason, TransportName
 
@@ -38,8 +39,8 @@ FALLBACK_REASONS = (
     "no_memory", "copy_failed", "send_failed", "lost", "cuda_ipc", "store_full", "store_oversize", "processor_memory"
 )  # fmt: skip
 
-# Why requests were refused with 429; see `api/admission.py`.
-REJECTION_REASONS = ("queued_requests", "inflight_bodies", "inflight_media")
+# Why requests were refused with 429, see `api/admission.py`; and with 503, since the host is short of something.
+REJECTION_REASONS = ("queued_requests", "inflight_bodies", "inflight_media", "host")
 
 NOTHING_HAPPENED = EngineCounters()
 
@@ -223,7 +224,9 @@ inflight_media_bytes = _gauge(
     "livesum",
 )
 requests_rejected_total = _counter(
-    "requests_rejected_total", "Requests refused because the server had enough to do.", ["reason"]
+    "requests_rejected_total",
+    "Requests refused because the server had enough to do, or its host too little for it.",
+    ["reason"],
 )
 
 
@@ -292,12 +295,22 @@ class EngineFigures:
                 counter.inc(getattr(counters, name))
 
 
+class _Files(multiprocess.MultiProcessCollector):
+    """The figures in the files of a directory."""
+
+    def collect(self) -> Iterable[Metric]:
+        """All of them. Raises OSError where they cannot be listed: its base would find that there are none."""
+        assert _directory is not None
+        paths = [os.path.join(_directory, name) for name in os.listdir(_directory) if name.endswith(".db")]
+        return self.merge(paths, accumulate=True)
+
+
 def _everyone() -> CollectorRegistry:
     """What collects the figures of all API servers."""
     if _directory is None:
         return REGISTRY
     everyone = CollectorRegistry()
-    multiprocess.MultiProcessCollector(everyone, _directory)
+    _Files(everyone, _directory)
     return everyone
 
 
@@ -311,5 +324,5 @@ def samples() -> dict[str, list[float]]:
 
 
 def exposition() -> bytes:
-    """All figures in Prometheus's text format, summed over the API servers."""
+    """All figures in Prometheus's text format, summed over the API servers. Raises OSError: they cannot be read."""
     return generate_latest(_everyone())

@@ -39,7 +39,7 @@ from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.openapi import FOR_TEXT, GUARDED, DescribedApp, in_path, refuses, takes
 from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place, placeholders, prompt_items
 from mini_engine.api.protocol import ChatRequest, GenerationRequest
-from mini_engine.api.refusal import error_response, explain
+from mini_engine.api.refusal import error_response, explain, refuse_for
 from mini_engine.api.request_log import RequestLog
 from mini_engine.api.sampling import SamplingResolver
 from mini_engine.api.timings import RequestClock
@@ -47,6 +47,7 @@ from mini_engine.api.tokens import DetokenizeRequest, TokenizeRequest
 from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.config import EngineConfig
 from mini_engine.log import about
+from mini_engine.media.shortage import shortage_in
 from mini_engine.messages import CachedMedia, EngineLimits, NewRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -283,6 +284,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return error_response(ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed}))
 
 
+async def _os_error(_: Request, error: Exception) -> Response:
+    """What operators ask for reads files, for which there may be no descriptor."""
+    shortage = shortage_in(error)
+    if shortage is None:
+        raise error
+    return error_response(refuse_for(shortage))
+
+
 def create_app(frontend: Frontend, config: EngineConfig) -> FastAPI:
     """The ASGI application over `frontend`."""
     app = DescribedApp(
@@ -310,4 +319,5 @@ def create_app(frontend: Frontend, config: EngineConfig) -> FastAPI:
     for part in ROUTERS:
         app.include_router(part)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(OSError, _os_error)
     return app

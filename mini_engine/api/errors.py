@@ -13,6 +13,7 @@ import msgspec
 
 from mini_engine.api.chat import ChatError
 from mini_engine.media.errors import MediaError
+from mini_engine.media.shortage import Shortage
 
 SHUTTING_DOWN = "The server is shutting down and takes no new requests; send this one again later."
 RETRY_SECONDS = 5  # about what a successor needs to start; another server is there at once
@@ -37,7 +38,7 @@ STATUSES: dict[Code, tuple[int, ...]] = {
     "missing_required_parameter": (400,),
     "model_not_found": (404,),
     "origin_not_allowed": (403,),
-    "overloaded": (429,),
+    "overloaded": (429, 503),
     "request_timeout": (408,),
     "request_too_large": (413,),
     "shutting_down": (503,),
@@ -142,6 +143,11 @@ def engine_unavailable(message: str) -> ApiError:
 def shutting_down(message: str = SHUTTING_DOWN) -> ApiError:
     """A 503: this server ends, and there may be another."""
     return ApiError(503, message, code="shutting_down", headers={"retry-after": str(RETRY_SECONDS)})
+
+
+def short(shortage: Shortage) -> ApiError:
+    """A 503: the host has run short of something, and may have some again soon."""
+    return ApiError(503, str(shortage), code="overloaded", headers={"retry-after": str(RETRY_SECONDS)})
 
 
 def as_api_error(error: Exception) -> ApiError | None:

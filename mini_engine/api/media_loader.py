@@ -13,7 +13,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,10 +21,12 @@ from mini_engine import metrics
 from mini_engine.api.chat import MediaRef
 from mini_engine.api.media_settings import KeyedSettings
 from mini_engine.api.media_threads import MediaThreads, Overdue
+from mini_engine.api.threads import Threads
 from mini_engine.api.timings import RequestClock
 from mini_engine.media.errors import DecodeCancelled, MediaError
 from mini_engine.media.fetch import declared_size, fetch, is_elsewhere
 from mini_engine.media.hashing import media_hash
+from mini_engine.media.http_fetch import tls_context
 from mini_engine.media.image import decode_image
 from mini_engine.media.limits import DecodeLimits, ImageLimits, decode_overdue
 from mini_engine.media.policy import MediaPolicy, Received
@@ -92,9 +93,11 @@ class MediaLoader:
         self.rules = rules
         seconds = max(rules.image.media_decode_timeout, rules.video.media_decode_timeout)
         self._threads = MediaThreads(threads, seconds + GRACE_SECONDS)
-        self._reading = ThreadPoolExecutor(threads, thread_name_prefix="read")
-        self._fetching = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="fetch")
+        self._reading = Threads(threads, "read")
+        self._fetching = Threads(FETCH_THREADS, "fetch")
         self._flights: dict[bytes, _Flight] = {}
+        if policy.allowed_hosts:
+            tls_context()
 
     def sizes(self, refs: Iterable[MediaRef]) -> list[int | None]:
         """The most bytes that each item can have; None where only its server knows. Fetches nothing.
@@ -241,7 +244,7 @@ class MediaLoader:
         return _Worked(processed, began, decoded, time.monotonic())
 
 
-async def _in_thread(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+async def _in_thread(pool: Threads, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 

@@ -10,10 +10,10 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from mini_engine import metrics
+from mini_engine.api.threads import Threads
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class MediaThreads:
     def __init__(self, threads: int, seconds: float) -> None:
         self._seconds = seconds
         self._free = asyncio.Semaphore(threads)
-        self._pool = ThreadPoolExecutor(threads + _MOST_GIVEN_UP, thread_name_prefix="media")
+        self._pool = Threads(threads + _MOST_GIVEN_UP, "media")
 
     async def run(self, work: Callable[[], T], in_time: threading.Event | None = None) -> T:
         """What `work` returns or raises. Being cancelled takes it out of the line; once begun it keeps its place.

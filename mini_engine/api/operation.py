@@ -89,9 +89,12 @@ def _check_origin(request: Request) -> None:
         raise ApiError(403, text, code="origin_not_allowed")
 
 
-@router.get("/metrics", responses=refuses(401))
+@router.get("/metrics", responses=refuses(401, 503))
 async def show_metrics(request: Request) -> Response:
-    """Figures of all API servers, and of the engines at this moment, in Prometheus's text format."""
+    """Figures of all API servers, and of the engines at this moment, in Prometheus's text format.
+
+    503 when the host gives no descriptors to read them with.
+    """
     await _engines(request).refresh_figures()
     return Response(await asyncio.to_thread(metrics.exposition), headers={"content-type": metrics.CONTENT_TYPE})
 

@@ -31,6 +31,7 @@ from mini_engine.api.media_store import MediaStore
 from mini_engine.api.processor_device import cuda_sender, limit_memory, processor_device, watch_device
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.stats_log import log_stats
+from mini_engine.api.threads import Threads
 from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.media.limits import DecodeLimits, ImageLimits
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from mini_engine.transport.shm_store import ShmStoreWriter
 
 logger = logging.getLogger(__name__)
+
+WORK_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as asyncio's own
 
 
 @dataclass(frozen=True)
@@ -208,6 +211,7 @@ def media_threads(config: EngineConfig) -> int:
 
 
 async def _main(child: Child, init: Init, front: ModelFront) -> None:
+    asyncio.get_running_loop().set_default_executor(Threads(WORK_THREADS, "work"))
     make_cuda = cuda_sender(init.config, child.encoder, int(child.index), len(init.cores))
     usable = [
         transports.connect(init.config, child.encoder, child.context, engine, init.ranks, make_cuda)

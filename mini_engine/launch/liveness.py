@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
@@ -39,23 +40,31 @@ class Liveness:
         if self.seconds_left():
             return
         self._next = time.monotonic() + self._interval
+        late = []
         for child in self._family.children:
             if child.killed_at is not None:
                 continue  # it is dying
             child.turns += 1
             if not child.serving:
                 if child.turns * self._interval > self._startup and (not child.ready or child.started):
-                    self._end(child, f"it was not ready after {self._startup:g} s (--startup-timeout)")
+                    late.append(child)
             elif child.role != "worker":
                 if (child.turns - 1) * self._interval >= self._silence:  # since it was asked first
-                    self._end(child, f"it gave no sign of life for {self._silence:g} s (--collective-timeout)")
+                    why = f"it gave no sign of life for {self._silence:g} s (--collective-timeout)"
+                    self._end(child, why, self._engine_of(child) or [child])
                 else:
                     self._family.send(child, Ping(child.turns))
+        # Most of those who are not ready only wait for another of them, asleep: who is not is to be blamed.
+        for child in [child for child in late if child.state != "S"] or late:
+            self._end(child, f"it was not ready after {self._startup:g} s (--startup-timeout)", late)
 
-    def _end(self, child: ChildProcess, why: str) -> None:
-        """Kill it, and say in which state its engine's processes are: T is stopped, D is waiting for a device."""
-        theirs = [other for other in self._family.children if other.engine is not None and other.engine == child.engine]
-        states = ", ".join(f"{other.name} {other.state}" for other in theirs or [child])
+    def _engine_of(self, child: ChildProcess) -> list[ChildProcess]:
+        """The processes of its engine."""
+        return [other for other in self._family.children if other.engine is not None and other.engine == child.engine]
+
+    def _end(self, child: ChildProcess, why: str, group: Sequence[ChildProcess]) -> None:
+        """Kill it, and say in which state those of its `group` are: T is stopped, D is waiting for a device."""
+        states = ", ".join(f"{other.name} {other.state}" for other in group)
         logger.error("%s is killed: %s (state in proc(5): %s)", child.title, why, states)
         child.verdict = why
         child.kill()

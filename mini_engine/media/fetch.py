@@ -34,6 +34,7 @@ def fetch(
     Raises:
         MediaError: its text starts with `item`.
         FetchCancelled: `cancelled` was set.
+        Shortage: the host has too little of something to fetch it now.
     """
     scheme = _scheme(url, item)
     if scheme == "data":
@@ -57,6 +58,7 @@ def declared_size(url: str, policy: MediaPolicy, item: str = "media item") -> in
 
     Raises:
         MediaError: `fetch` would refuse this URL, for its form, the policy, a missing file or its size.
+        Shortage: see `fetch`.
     """
     scheme = _scheme(url, item)
     if scheme == "data":

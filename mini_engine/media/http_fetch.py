@@ -24,6 +24,7 @@ from urllib.parse import quote, urljoin, urlsplit
 from mini_engine.media.addresses import Address, literal_address, parse_authority, resolve_within
 from mini_engine.media.errors import FetchCancelled, MediaError
 from mini_engine.media.policy import BLOCK_BYTES, MediaPolicy, Received, gather, too_large
+from mini_engine.media.shortage import check_host, raise_if_short
 
 QUIET_SECONDS = 10.0
 """Most seconds for a name's resolution, for one attempt to connect, and between two bytes of an answer."""
@@ -118,7 +119,7 @@ def fetch_http(
 ) -> bytes:
     """The body of a 200 answer, as it is: compressed ones are refused, so what is counted is what is returned.
 
-    Raises MediaError, FetchCancelled, what `received` raises.
+    Raises MediaError, FetchCancelled, Shortage, what `received` raises.
     """
     clock = _Clock(policy.media_fetch_timeout, cancelled)
     step = ""
@@ -137,6 +138,7 @@ def fetch_http(
     except _Refused as refused:
         raise MediaError(item, f"{step}{refused}") from refused
     except (OSError, HTTPException) as error:
+        raise_if_short(error)
         raise MediaError(item, f"{step}its server broke off, or does not speak HTTP") from error
 
 
@@ -202,6 +204,7 @@ def _addresses(url: _HttpUrl, policy: MediaPolicy, clock: _Clock) -> list[Addres
         found = resolve_within(clock.left(QUIET_SECONDS), policy.resolve, url.host, url.port)
     except OSError as error:
         clock.left(QUIET_SECONDS)
+        check_host()  # a resolver that could open nothing says that it has found nothing
         raise _Refused("the URL's host cannot be resolved") from error
     if not all(policy.is_allowed_address(address) for address in found):
         raise _Refused("the URL's host is not on the public internet")
@@ -217,13 +220,15 @@ def _connect(url: _HttpUrl, policy: MediaPolicy, clock: _Clock) -> socket.socket
             sock.connect((str(address), url.port))
             if url.scheme == "https":
                 sock.settimeout(clock.left(QUIET_SECONDS))
-                sock = _tls_context().wrap_socket(sock, server_hostname=url.host)
+                sock = tls_context().wrap_socket(sock, server_hostname=url.host)
             return sock
         except ssl.SSLError as error:
-            sock.close()
+            with sock:  # of an authority's file that could not be opened OpenSSL says that there is none
+                check_host()
             raise _Refused("no TLS connection: the server's certificate must be valid for the URL's host") from error
-        except OSError:
+        except OSError as error:
             sock.close()
+            raise_if_short(error)
         except (_Refused, FetchCancelled):
             sock.close()
             raise
@@ -232,8 +237,11 @@ def _connect(url: _HttpUrl, policy: MediaPolicy, clock: _Clock) -> socket.socket
 
 
 @cache
-def _tls_context() -> ssl.SSLContext:
-    """The system's trusted certificates, or those that SSL_CERT_FILE and SSL_CERT_DIR name."""
+def tls_context() -> ssl.SSLContext:
+    """The system's trusted certificates, or those that SSL_CERT_FILE and SSL_CERT_DIR name.
+
+    To be called once while there are descriptors: without one their file would count as empty, and so for ever.
+    """
     context = ssl.create_default_context()
     context.set_alpn_protocols(["http/1.1"])
     return context

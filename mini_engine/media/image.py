@@ -19,6 +19,7 @@ from mini_engine.media.limits import (
     decode_overdue,
     flag_of,
 )
+from mini_engine.media.shortage import raise_if_short
 
 # Pillow knows dozens of formats, some of which start other programs (EPS) or are rarely fuzzed.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -47,8 +48,9 @@ def decode_image(
 ) -> NDArray[np.uint8]:
     """Returns [H, W, 3], RGB, contiguous: upright as EXIF says, transparency laid over white.
 
-    The size is checked against the header before any pixel is decoded. Raises MediaError, and DecodeCancelled soon
-    after `cancelled` is set: a WebP or what is done with the pixels is not broken off.
+    The size is checked against the header before any pixel is decoded. Raises MediaError, Shortage or MemoryError where
+    the host has too little for it, and DecodeCancelled soon after `cancelled` is set: a WebP or what is done with the
+    pixels is not broken off.
     """
     limits = limits or ImageLimits()
     source = _Source(data, item, limits, cancelled)
@@ -69,6 +71,7 @@ def decode_image(
         raise
     # What Pillow raises for a damaged file depends on the format and on the damage.
     except (EOFError, OSError, ValueError, SyntaxError, LookupError, TypeError, OverflowError, struct.error) as error:
+        raise_if_short(error)  # Pillow imports its formats at the first file
         raise MediaError(item, _UNREADABLE) from error
 
 

@@ -16,6 +16,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 from mini_engine.media.errors import MediaError
 from mini_engine.media.policy import BLOCK_BYTES, MediaPolicy, gather, too_large
+from mini_engine.media.shortage import raise_if_short
 
 _NO_SUCH_FILE = "no such regular file under the directory that --allowed-local-media-path names"
 # The parser of the standard library drops some of these without a word.
@@ -23,7 +24,7 @@ _FORBIDDEN = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 def fetch_file(url: str, policy: MediaPolicy, item: str, cancelled: threading.Event | None) -> bytes:
-    """The file's bytes. Raises MediaError, FetchCancelled.
+    """The file's bytes. Raises MediaError, FetchCancelled, Shortage.
 
     The URL's path is percent-decoded once. Symlinks are followed where they end below the directory.
     """
@@ -32,14 +33,17 @@ def fetch_file(url: str, policy: MediaPolicy, item: str, cancelled: threading.Ev
 
 
 def declared_file_size(url: str, policy: MediaPolicy, item: str) -> int:
-    """The file's size at this moment, in bytes. Raises MediaError."""
+    """The file's size at this moment, in bytes. Raises MediaError, Shortage."""
     with _opened(url, policy, item) as file:
         return os.fstat(file.fileno()).st_size
 
 
 @contextmanager
 def _opened(url: str, policy: MediaPolicy, item: str) -> Iterator[FileIO]:
-    """The regular file that `url` names, open for reading, at this moment not above the limit. Raises MediaError."""
+    """The regular file that `url` names, open for reading, at this moment not above the limit.
+
+    Raises MediaError, Shortage.
+    """
     if policy.allowed_local_media_path is None:
         raise MediaError(item, "file:// URLs are not enabled; start the server with --allowed-local-media-path")
     path = _path_of(url, item)
@@ -58,6 +62,7 @@ def _opened(url: str, policy: MediaPolicy, item: str) -> Iterator[FileIO]:
         raise
     # RuntimeError: Path.resolve() on a loop of symlinks, before Python 3.13. ValueError: a NUL in the path.
     except (OSError, RuntimeError, ValueError) as error:
+        raise_if_short(error)
         raise MediaError(item, _NO_SUCH_FILE) from error
 
 

@@ -27,6 +27,7 @@ from mini_engine.media.frames import FrameRows
 from mini_engine.media.limits import CUT_SHORT, CancelSignal, Damage, DecodeLimits, Guard
 from mini_engine.media.packets import can_seek, in_order_of_showing, read_packets, runs_for, seconds, stamps_from
 from mini_engine.media.sampling import VideoSampling
+from mini_engine.media.shortage import check_host
 
 # FFmpeg's names. Others stay shut: a playlist (hls, dash, concat) is a list of addresses that FFmpeg would go and open.
 _CONTAINERS = "mov,matroska,avi,gif"
@@ -70,8 +71,8 @@ def decode_video(
     there are, and `missing` of the result says what is not there. Damage in frames that need not be decoded for those
     that are sampled goes unseen.
 
-    Raises MediaError for a file that cannot be read or exceeds a limit, and DecodeCancelled within a frame's time after
-    `cancelled` is set.
+    Raises MediaError for a file that cannot be read or exceeds a limit, DecodeCancelled within a frame's time after
+    `cancelled` is set, and Shortage or MemoryError where there is no memory for it.
     """
     guard = Guard(item, limits or DecodeLimits(), cancelled)
     damage = Damage(item, allow_partial)
@@ -96,6 +97,7 @@ def decode_video(
             return _Decode(container, sampling, guard, damage).run(len(data))
     except (av.error.FFmpegError, UnicodeDecodeError) as error:
         guard.tick()  # the clock ends a file for FFmpeg
+        _check_memory(error)
         raise MediaError(item, CUT_SHORT.format(damage.found[0]) if damage.found else _UNREADABLE) from error
 
 
@@ -233,15 +235,22 @@ class _Decode:
             self.guard.tick()
             try:
                 frames = self.stream.decode(packet)
-            except av.error.FFmpegError:
+            except av.error.FFmpegError as error:
                 if not tolerant:
                     raise
+                _check_memory(error)
                 self.damage.add(f"frame {count} cannot be decoded")
                 continue
             for frame in frames:
                 self.guard.tick()
                 count += 1
                 yield frame
+
+
+def _check_memory(error: Exception) -> None:
+    """Raises Shortage if FFmpeg wants for memory and there is none: it says the same of a file that claims too much."""
+    if isinstance(error, MemoryError):
+        check_host()
 
 
 def _video_stream(container: av.container.InputContainer, guard: Guard) -> av.video.VideoStream:

@@ -6,6 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from mini_engine import metrics
+from tests.shortages import no_descriptors
+
 COUNT = """
 from mini_engine import metrics
 from mini_engine.api.timings import RequestClock
@@ -150,3 +155,12 @@ print(metrics.obstacle)
 def test_a_process_without_room_for_files_counts_for_itself(tmp_path: Path) -> None:
     assert run(SCARCE, tmp_path) == "no room in TMPDIR for the figures of an API server (File too large)\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_figures_that_cannot_be_read_are_no_empty_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scraper would take it for a server that counts nothing any more."""
+    run(COUNT.format(running=5), tmp_path)
+    monkeypatch.setattr(metrics, "_directory", str(tmp_path))
+    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+        metrics.exposition()
+    assert b"num_requests_running" in metrics.exposition()

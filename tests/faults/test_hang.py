@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import pytest
@@ -124,15 +124,29 @@ def test_an_api_server_that_stands_still_is_replaced(server):
 
 
 @pytest.mark.slow
-def test_no_process_that_works_is_killed_for_being_slow():
-    """A worker and a core are given a fraction of a core: steps take long, and all end well."""
-    with RunningServer("--health-timeout", "1", "--collective-timeout", "20") as server:
-        pids = [server.pids()[f"mini-engine: {name}"] for name in ("worker 0.0", "core 0", "api 0")]
-        for _ in range(20):
-            with contextlib.ExitStack() as still:
-                for pid in pids:
-                    still.enter_context(stopped(pid))
-                time.sleep(1.5)
-            time.sleep(0.1)
-        assert server.pids()["mini-engine: core 0"] == pids[1]
-        assert ask(server, ask_small(32_004)).kind == "right"
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_process_that_works_is_killed_for_being_slow(ranks):
+    """A step takes many times --health-timeout, one of its ranks standing still for most of it, and less than
+    --collective-timeout: /health says so, and nothing is lost."""
+    one, another = ask_small(32_004), ask_small(32_005)
+    flags = ["--health-timeout", "1", "--collective-timeout", "40", "--max-num-batched-tokens", "12"]
+    with (
+        Inside() as inside,
+        RunningServer("-tp", str(ranks), *flags, environ=inside.environ) as server,
+        ThreadPoolExecutor() as pool,
+    ):
+        before = server.pids()
+        with inside.barrier("prefilling") as step:
+            asking = pool.submit(ask, server, one)
+            rank = step.wait_until_held()["pid"]
+            begun = time.monotonic()
+            for _ in range(6):
+                with stopped(rank):
+                    time.sleep(1.5)
+                    assert_health(server, 503)
+                assert not asking.done()
+            assert time.monotonic() - begun > 8
+        assert asking.result().kind == "right"
+        eventually(lambda: assert_health(server, 200))
+        assert ask(server, another).kind == "right"
+        assert server.pids() == before and "is killed" not in server.log

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import base64
+import http.client
+import itertools
+import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from tests.e2e.asked import ask_small
+from tests.e2e.asked import Asked, ask_small
 from tests.e2e.barriers import eventually
-from tests.e2e.pinned import Asking
-from tests.e2e.running_server import ROOT, RunningServer
+from tests.e2e.pinned import Asking, connect
+from tests.e2e.running_server import ROOT, RunningServer, message
 from tests.faults.ground import RECOVERY_SECONDS
 from tests.faults.load import Load, ask
 from tests.faults.test_death import assert_in
+from tests.media.web import WebServer, response
 
 
 def test_too_few_descriptors_are_refused_at_start_in_one_line():
@@ -60,3 +67,60 @@ def test_a_process_that_gets_no_more_descriptors_dies_not(role):
         resource.prlimit(pids[f"mini-engine: {role}"], resource.RLIMIT_NOFILE, (4096, 4096))
         assert server.pids() == pids
         assert ask(server, asked[1]).kind == "right"
+
+
+def take_descriptors(pid: int) -> None:
+    """From now on the process gets no further one; those that it has stay."""
+    taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    lowest = next(number for number in itertools.count() if number not in taken)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest, 4096))
+
+
+def ask_on(connection: http.client.HTTPConnection, one: Asked) -> tuple[int, str]:
+    """The status, and the answer or the error's code, of a question on a connection that stays open."""
+    body = {"messages": [message(one.text, one.urls)], "temperature": 0}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    got = connection.getresponse()
+    reply = json.loads(got.read())
+    if got.status == 200:
+        return 200, reply["choices"][0]["message"]["content"]
+    assert got.headers["retry-after"] and "short of open files" in reply["error"]["message"], reply
+    return got.status, reply["error"]["code"]
+
+
+@pytest.mark.slow
+def test_an_api_server_that_gets_no_more_descriptors_blames_no_client(tmp_path):
+    """What it would have to open is refused for now; what it has is served, by another way where that is needed; who
+    comes waits."""
+    one, first, inline, waits = (ask_small(34_200 + number) for number in range(4))
+    video = base64.b64decode(one.urls[0][1].partition(",")[2])
+    Path(tmp_path, "a.mp4").write_bytes(video)
+    flags = ["--allowed-local-media-path", str(tmp_path), "--allowed-media-domains", "127.0.0.1"]
+    with (
+        WebServer(response(video)) as web,
+        RunningServer("--mm-processor-cache-type", "lru", *flags) as server,
+        ThreadPoolExecutor() as pool,
+    ):
+        places = (f"file://{tmp_path}/a.mp4", f"http://127.0.0.1:{web.port}/a.mp4")
+        local, remote = (Asked(one.text, one.answer, [("video_url", url)]) for url in places)
+        connection, pids = connect(server, "mini-engine: api 0"), server.pids()
+        assert ask_on(connection, first) == (
+            200,
+            first.answer,
+        )  # libraries import some parts at the first
+        take_descriptors(pids["mini-engine: api 0"])
+        for item in (local, remote) * 3:
+            assert ask_on(connection, item) == (503, "overloaded")
+        assert ask_on(connection, inline) == (200, inline.answer)
+        connection.request("GET", "/metrics")
+        with connection.getresponse() as figures:
+            assert figures.status == 503 and figures.read()
+        waiting = pool.submit(ask, server, waits)
+        eventually(lambda: assert_in("a connection could not be accepted", server.log))
+        assert server.log.count("gets no more open files") == 1
+        resource.prlimit(pids["mini-engine: api 0"], resource.RLIMIT_NOFILE, (4096, 4096))
+        for item in (local, remote):
+            assert ask_on(connection, item) == (200, one.answer)
+        assert waiting.result().kind == "right"
+        assert server.pids() == pids and "Traceback" not in server.log
+        connection.close()

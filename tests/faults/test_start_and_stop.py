@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import itertools
 import json
 import os
@@ -10,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from tests.e2e.asked import Asked, ask_small
 from tests.e2e.barriers import Inside, eventually
 from tests.e2e.pinned import Asking
 from tests.e2e.running_server import ROOT, RunningServer, descendants, message
+from tests.faults.ground import stopped
 from tests.faults.load import ask
 
 # In their order; each is in another process, or another part of its work.
@@ -71,6 +75,89 @@ def test_a_start_that_is_interrupted_leaves_nothing(phase, number):
         assert "Traceback" not in server.log
 
 
+VICTIMS = ("api 0", "core 0", "worker 0.0", "worker 0.1")
+FAST_DEATHS = {("worker 0.0", "loading-worker"), ("core 0", "loading-core")}
+
+
+def pid_of(server: RunningServer, role: str) -> int:
+    """Of a process that may just have been started."""
+
+    def check() -> int:
+        pid = server.pids().get(f"mini-engine: {role}")
+        assert pid, f"no {role}\n{server.log}"
+        return pid
+
+    return eventually(check, 60)
+
+
+def first_failure(server: RunningServer) -> str:
+    return next(line for line in server.log.splitlines() if "start failed: " in line)
+
+
+def deaths():
+    for role, phase in itertools.product(VICTIMS, ("loading-api", "loading-worker", "loading-core")):
+        marks = [] if (role, phase) in FAST_DEATHS else [pytest.mark.slow]
+        yield pytest.param(role, phase, marks=marks, id=f"{role}-{phase}")
+
+
+@pytest.mark.parametrize(("role", "phase"), list(deaths()))
+def test_a_death_in_the_first_start_ends_it_and_names_the_dead(role, phase):
+    """Not one of those that end for want of it, nor is the start tried again."""
+    flags = ["-tp", "2"] if role == "worker 0.1" else []
+    with (
+        Inside() as inside,
+        inside.barrier(phase) as barrier,
+        Starting("--restart-engine", *flags, environ=inside.environ) as server,
+    ):
+        barrier.wait_until_held(90)
+        victim, family = pid_of(server, role), descendants(server.process.pid)
+        os.kill(victim, signal.SIGKILL)
+        barrier.let_go()
+        assert server.process.wait(30) == 1, server.log
+        assert f"start failed: {role} (pid {victim}) died: killed by SIGKILL" in first_failure(server), server.log
+        server.assert_nothing_left(family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", VICTIMS)
+def test_who_stands_still_in_the_first_start_ends_it_and_is_named(role):
+    """Not one of those that only wait for it, who are not ready either."""
+    flags = ["-tp", "2"] if role == "worker 0.1" else []
+    with (
+        Inside() as inside,
+        inside.barrier("loading-worker") as barrier,
+        Starting("--startup-timeout", "30", *flags, environ=inside.environ) as server,
+    ):
+        barrier.wait_until_held(90)
+        victim, family = pid_of(server, role), descendants(server.process.pid)
+        os.kill(victim, signal.SIGSTOP)
+        barrier.let_go()
+        assert server.process.wait(90) == 1, server.log
+        why = f"{role} (pid {victim}) was killed: it was not ready after 30 s (--startup-timeout)"
+        assert f"start failed: {why}" in first_failure(server), server.log
+        assert server.log.count(" is killed: ") == 1 and f"{role} T" in server.log
+        server.assert_nothing_left(family)
+
+
+@pytest.mark.slow
+def test_a_supervisor_that_stands_still_in_the_first_start_goes_on_with_it_and_blames_nobody():
+    """Longer than a start may take; what its children say meanwhile is waited for."""
+    one = ask_small(33_005)
+    with (
+        Inside() as inside,
+        inside.barrier("loading-worker") as barrier,
+        Starting("--startup-timeout", "30", environ=inside.environ) as server,
+    ):
+        barrier.wait_until_held(90)
+        with stopped(server.process.pid):
+            barrier.let_go()
+            time.sleep(35)
+        server.url = RunningServer._wait_for_url(server)
+        assert ask(server, one).kind == "right"
+        assert "is killed" not in server.log
+        assert server.stop(signal.SIGTERM) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_stop_in_the_pause_before_a_restart_leaves_nothing(number):
@@ -85,21 +172,79 @@ def test_a_stop_in_the_pause_before_a_restart_leaves_nothing(number):
         assert "Traceback" not in server.log
 
 
-def test_a_stop_does_not_wait_for_a_download(tmp_path):
-    """Not even for one that stands still; and a process 1, as in a container, has to handle a signal to get it."""
-    with socket.socket() as hub:
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A hub with one model, of one file, whose first bytes are all that comes of it."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._begin(1 << 20, {"ETag": '"0"', "X-Repo-Commit": "0" * 40})
+
+    def do_GET(self) -> None:
+        if "/api/" in self.path:
+            files = [{"type": "file", "path": "config.json", "size": 1 << 20, "oid": "0" * 40}]
+            model = {"id": "some/model", "sha": "0" * 40, "siblings": [{"rfilename": "config.json"}]}
+            body = json.dumps(files if "/tree/" in self.path else model).encode()
+            self._begin(len(body), {})
+            self.wfile.write(body)
+            return
+        self._begin(1 << 20, {})
+        self.wfile.write(b"{")
+        self.wfile.flush()
+        self.server.body_is_on_its_way.set()
+        self.server.over.wait()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _begin(self, length: int, headers: dict[str, str]) -> None:
+        self.send_response(200)
+        for name, value in {"Content-Length": str(length), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+
+@contextlib.contextmanager
+def hub_that_says_nothing():
+    """Its port, and what waits until it is asked."""
+    with socket.socket() as hub, contextlib.ExitStack() as connected:
         hub.bind(("127.0.0.1", 0))
         hub.listen()
         hub.settimeout(60)
-        environ = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HOME": str(tmp_path)}
+        yield hub.getsockname()[1], lambda: connected.enter_context(hub.accept()[0])
+
+
+@contextlib.contextmanager
+def hub_that_stands_still_in_a_file():
+    """As above."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        hub.body_is_on_its_way, hub.over = threading.Event(), threading.Event()
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        try:
+            yield hub.server_port, lambda: hub.body_is_on_its_way.wait(60) or pytest.fail("nobody asks for the file")
+        finally:
+            hub.over.set()
+            hub.shutdown()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("a_hub", [hub_that_says_nothing, hub_that_stands_still_in_a_file])
+def test_a_stop_does_not_wait_for_a_download(a_hub, number, status, tmp_path):
+    """Not even for one that stands still, of which a thread waits for a file; and a process 1, as in a container, has
+    to handle a signal to get it."""
+    with a_hub() as (port, wait_until_asked):
+        environ = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path)}
         environ.pop("HF_HUB_OFFLINE", None)
         with subprocess.Popen(
             [sys.executable, "serve.py", "some/model"], cwd=ROOT, env=environ, stderr=subprocess.PIPE
         ) as process:
-            with hub.accept()[0]:
-                process.send_signal(signal.SIGTERM)
-                assert process.wait(15) == 0
-            assert b"Traceback" not in process.stderr.read()
+            try:
+                wait_until_asked()
+                process.send_signal(number)
+                assert process.wait(5) == status
+                assert b"Traceback" not in process.stderr.read()
+            finally:
+                process.kill()
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,20 @@ import itertools
 import select
 import socket
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from mini_engine.config import EngineConfig
 from mini_engine.launch import family as family_module
 from mini_engine.launch import supervisor as supervisor_module
-from mini_engine.launch.family import Died, Family, Undying
+from mini_engine.launch.family import Died, Family, Said, Undying
 from mini_engine.launch.generation import Generation, Ground
 from mini_engine.launch.listeners import bind_listeners
 from mini_engine.launch.liveness import Liveness
 from mini_engine.launch.stopping import Stopping
-from mini_engine.launch.supervisor import GenerationOver, Stop, Supervisor
-from mini_engine.messages import MediaCachePlan
+from mini_engine.launch.supervisor import API_RESTARTS_IN_A_ROW, GenerationOver, Stop, Supervisor
+from mini_engine.messages import MediaCachePlan, Serving
 from tests.launch.conftest import make_unkillable
 
 DEATH_SECONDS = 1.0
@@ -137,6 +138,42 @@ def test_who_waits_in_line_at_an_api_server_that_dies_with_its_engine_is_told_at
         socket.create_connection(one.listeners[0].getsockname()).close()
     said = [record.getMessage() for record in caplog.records]
     assert all(any(line.startswith(f"{role} 0 (pid ") for line in said) for role in ("api", "core")), said
+
+
+@pytest.fixture
+def one_that_serves(family, runtime) -> Iterator[Supervisor]:
+    """Its one API server ends as soon as it has begun, as does each that takes its place."""
+    one = supervisor(family, runtime)
+    one.listeners += bind_listeners(EngineConfig(host="127.0.0.1", port=0))
+    one.ground.listeners.extend(one.listeners)
+    one.generation = Generation(1, one.ground)
+    one.generation.announced = True
+    one.generation.fill(0)
+    yield one
+    one.listeners[0].close()
+
+
+def deaths_until_the_end(one: Supervisor, caplog) -> tuple[int, str]:
+    """How many API servers have died, and the server's last words."""
+    before = caplog.text.count("died: exit status 0")
+    with pytest.raises(Stop) as stop:
+        while True:
+            one._poll(60)
+    assert stop.value.status == 1
+    return caplog.text.count("died: exit status 0") - before, stop.value.last_words
+
+
+def test_an_api_server_that_dies_before_it_serves_again_and_again_ends_the_server(one_that_serves, caplog):
+    deaths, last_words = deaths_until_the_end(one_that_serves, caplog)
+    assert deaths == API_RESTARTS_IN_A_ROW
+    assert "status 1: api 0 " in last_words and f"so did the {deaths - 1} before it" in last_words
+
+
+def test_one_that_serves_between_them_begins_a_new_row(one_that_serves, family, caplog):
+    one_that_serves.generation.early_deaths = API_RESTARTS_IN_A_ROW - 1
+    one_that_serves._handle(Said(family.api_servers()[0], Serving()))  # its own death is none before it served
+    deaths, _ = deaths_until_the_end(one_that_serves, caplog)
+    assert deaths == 1 + API_RESTARTS_IN_A_ROW
 
 
 def test_who_does_not_die_ends_the_server_though_another_death_is_found_at_once(family, runtime):

@@ -49,3 +49,20 @@ def test_who_gives_no_sign_of_life_is_killed_at_its_time_out_whatever_that_of_a_
 def test_who_does_not_get_ready_is_killed_at_the_time_out_of_a_start(collective, startup, monkeypatch):
     seconds = seconds_until_killed(Child(serving=False, ready=False, started=False), monkeypatch, collective, startup)
     assert startup < seconds <= (1 + 1 / TURNS) * startup
+
+
+@pytest.mark.parametrize(
+    ("states", "killed"),
+    [("SST", "T"), ("SDS", "D"), ("SRT", "RT"), ("SSS", "SSS")],
+)
+def test_of_those_that_are_not_ready_who_only_waits_for_another_is_not_blamed(states, killed, monkeypatch, caplog):
+    children = [Child(serving=False, ready=False, started=False, state=state, name=state) for state in states]
+    children.append(Child(serving=False, ready=True, started=False))  # it waits for them, too
+    now = 0.0
+    monkeypatch.setattr(liveness_module, "time", SimpleNamespace(monotonic=lambda: now))
+    liveness = Liveness(EngineConfig(startup_timeout=10), SimpleNamespace(children=children))
+    while not any(child.killed_at for child in children):
+        now += liveness.seconds_left()
+        liveness.turn()
+    assert "".join(child.state for child in children if child.killed_at) == killed
+    assert f"(state in proc(5): {', '.join(f'{state} {state}' for state in states)})" in caplog.text

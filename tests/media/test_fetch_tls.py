@@ -60,9 +60,9 @@ def server(certificate: tuple[Path, Path], server_names: list[str]) -> Iterator[
 def trusted(certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The certificate is the only one that is trusted, as an operator would set it."""
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
-    http_fetch._tls_context.cache_clear()
+    http_fetch.tls_context.cache_clear()
     yield
-    http_fetch._tls_context.cache_clear()
+    http_fetch.tls_context.cache_clear()
 
 
 @pytest.fixture

@@ -1,0 +1,36 @@
+"""A host that gives this process no more of something, while a block runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Each further one is EMFILE; those that are open stay."""
+    lowest = os.open("/", os.O_RDONLY)
+    os.close(lowest)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextlib.contextmanager
+def no_threads() -> Iterator[None]:
+    """Those that run go on; what the interpreter says of another one is in its `_start_new_thread`."""
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        yield
