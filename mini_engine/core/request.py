@@ -58,7 +58,7 @@ class Request:
     epoch: int = 0  # raised when it loses its blocks
     restarts: bool = True  # the ranks' block table for it begins anew with its next chunk
     announced: bool = False  # the ranks know the sequence
-    holds_media: bool = False  # its items are reserved in the encoder cache
+    holds_media: bool = False  # all its items, if any, are reserved in the encoder cache
     num_cached: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
     accepted_at: float = 0.0  # when all ranks had its media, by `time.monotonic()`
     scheduled_at: float = 0.0  # when a step first began to work on it
@@ -66,6 +66,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.new.prompt_token_ids)
+        self.holds_media = not self.new.media
 
     @property
     def media(self) -> list[MediaItem]:

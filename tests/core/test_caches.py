@@ -352,13 +352,15 @@ def test_a_preempted_request_needs_no_media_again():
     world.assert_at_rest()
 
 
-def test_encoder_cache_reserves_all_or_nothing():
+def test_the_encoder_cache_says_how_much_room_is_free_and_wanted():
     cache = EncoderCache(10)
-    assert cache.reserve({A: 6}, users=2)
-    assert not cache.reserve({A: 6, B: 5}, users=1)
+    cache.reserve({A: 6}, users=2)
+    assert cache.num_free == 4 and cache.room_for({A: 6, B: 5}) == 5
+    with pytest.raises(AssertionError):
+        cache.reserve({A: 6, B: 5}, users=1)
     assert cache.num_tokens == 6 and cache[A].users == 2
     cache.release({A: 6})
     cache.release({A: 6})
-    assert cache.num_tokens == 0
+    assert cache.num_tokens == 0 and cache.num_free == 10
     with pytest.raises(KeyError):
         cache[A]

@@ -115,7 +115,9 @@ def assert_invariants(world: World) -> None:
     users = sum(request.holds_media * len(request.media_tokens) for request in world.core.requests.values())
     assert users == sum(entry.users for entry in world.core.encoder._entries.values())
     assert world.core.encoder.num_tokens <= world.core.encoder.budget
-    assert len(world.core.scheduler.running) <= world.core.config.max_num_seqs
+    running = world.core.scheduler.running
+    assert len(running) <= world.core.config.max_num_seqs
+    assert all(len(request.blocks) >= world.pool.blocks_for(request.num_known - 1) for request in running)
     assert len(world.core.steps.in_flight) <= world.core.max_in_flight
 
 
