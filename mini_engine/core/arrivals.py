@@ -80,12 +80,12 @@ class AwaitingMedia:
     def add(self, request: Request, deadline: float) -> None:
         """`request` waits for its messages until `deadline`, which is no sooner than those of all before it."""
         self._deadlines[request.id] = (deadline, request)
-        self._by_message |= dict.fromkeys(request.messages, request)
+        self._by_message |= dict.fromkeys(request.tensors.messages, request)
 
     def remove(self, request: Request) -> None:
         """It waits no more, or never did."""
         if self._deadlines.pop(request.id, None) is not None:
-            for message in request.messages:
+            for message in request.tensors.messages:
                 del self._by_message[message]
 
     def request_for(self, message: MessageId) -> Request | None:

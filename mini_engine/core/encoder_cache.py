@@ -46,24 +46,29 @@ class EncoderCache:
         """Whether all of the item is encoded, or on the way to be."""
         return value in self._entries and self._entries[value].encoded_by is not None
 
-    def reserve(self, items: Mapping[bytes, int], users: int) -> bool:
-        """Become that many users of all these items (hash -> tokens), or of none when there is no room for them."""
-        missing = {value: tokens for value, tokens in items.items() if value not in self._entries}
-        wanted_idle = sum(tokens for value, tokens in items.items() if value in self.idle)
-        needed = sum(missing.values())
-        if self.num_tokens - self.idle.size + wanted_idle + needed > self.budget:
-            return False
+    @property
+    def num_free(self) -> int:
+        """Tokens of room that no request has reserved; unused items may take it."""
+        return self.budget - self.num_tokens + self.idle.size
+
+    def room_for(self, items: Mapping[bytes, int]) -> int:
+        """How much of `num_free` reserving these items (hash -> tokens) takes."""
+        return sum(tokens for value, tokens in items.items() if value not in self._entries or value in self.idle)
+
+    def reserve(self, items: Mapping[bytes, int], users: int) -> None:
+        """Become that many users of all these items (hash -> tokens), for which there is room."""
+        assert self.room_for(items) <= self.num_free, "more is reserved than fits"
         for value in items:
             if value in self.idle:
                 self.idle.remove(value)
-        while self.num_tokens + needed > self.budget:
+        missing = {value: tokens for value, tokens in items.items() if value not in self._entries}
+        while self.num_tokens + sum(missing.values()) > self.budget:
             self._evict(self.idle.longest_unused())
         for value, tokens in missing.items():
             self._entries[value] = Entry(tokens)
             self.num_tokens += tokens
         for value in items:
             self._entries[value].users += users
-        return True
 
     def release(self, items: Mapping[bytes, int]) -> None:
         """One user has ended. What was not encoded to its end is forgotten with its last user."""

@@ -24,7 +24,7 @@ from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.limits import budgets, engine_limits
 from mini_engine.core.links import Links
 from mini_engine.core.outbox import Outbox
-from mini_engine.core.request import Request, family, tensor_messages
+from mini_engine.core.request import Request, Tensors, family, tensor_messages
 from mini_engine.core.scheduler import Budgets, Counters, Plan, Scheduler
 from mini_engine.core.steps import InFlight, Steps
 from mini_engine.core.stored_media import StoredObjects
@@ -175,22 +175,22 @@ class EngineCore:
             self.links.send(sockets.identity(sender, incarnation), MediaMiss(new.request_id, missing))
             return
         new = self.media.resolve(new)
-        lead = family(new, sender, incarnation, self.numbers, self.config.enable_prefix_caching)
-        lead.references = self.media.references_of(new)
-        self.media.acquire(lead.references)
+        references = self.media.references_of(new)
+        self.media.acquire(references)
+        lead = family(new, references, sender, incarnation, self.numbers, self.config.enable_prefix_caching)
         self.requests.update((request.id, request) for request in (lead, *lead.siblings))
         problem = problem_with(lead.new, self.model, self.limits)
         if problem is not None:
             for member in [*lead.siblings, lead]:
                 self._finish(member, "error", problem)
-        elif self.arrivals.has_failed(lead.messages):
+        elif self.arrivals.has_failed(lead.tensors.messages):
             self._turn_down(lead)
         else:
             self._start(lead)
 
     def _start(self, request: Request) -> None:
         """Queue a request, as soon as its media are on all ranks."""
-        if request.released or self.arrivals.is_ready(request.messages):
+        if request.tensors.released or self.arrivals.is_ready(request.tensors.messages):
             self._enter(request)
             return
         patience = min(MEDIA_TIMEOUT_SECONDS, self.config.collective_timeout)
@@ -198,7 +198,7 @@ class EngineCore:
 
     def _start_if_ready(self, message: MessageId) -> None:
         request = self.awaiting_media.request_for(message)
-        if request is not None and self.arrivals.is_ready(request.messages):
+        if request is not None and self.arrivals.is_ready(request.tensors.messages):
             self.awaiting_media.remove(request)
             self._enter(request)
 
@@ -207,8 +207,8 @@ class EngineCore:
         request.accepted_at = time.monotonic()
         if request.media:
             self.outbox.accepted(sockets.identity(request.sender, request.incarnation), request.id)
-        if not request.released:
-            self.media.used_by(request.incarnation, request.references)
+        if not request.tensors.released:
+            self.media.used_by(request.incarnation, request.tensors.references)
             for item in request.media:
                 if isinstance(item.patches, TensorHandle) and item.cacheable:
                     self.media.arrived(item)
@@ -253,15 +253,15 @@ class EngineCore:
     def _release_encoded(self, plan: Plan) -> None:
         """Tensors whose items are all encoded, or are by this step, are of no more use."""
         for request in plan.requests.values():
-            if not request.released and all(self.encoder.holds(value) for value in request.media_tokens):
-                self._release(request)
+            if not request.tensors.released and all(self.encoder.holds(value) for value in request.media_tokens):
+                self._release(request.tensors)
 
-    def _release(self, request: Request) -> None:
-        """Give its tensors and references back, once: when the next step, which is the last to read them, retires."""
-        if not request.released:
-            request.released = True
-            self.steps.release += request.messages
-            self.steps.unreferenced += request.references
+    def _release(self, tensors: Tensors) -> None:
+        """Give them back, once: when the next step, which is the last to read them, retires."""
+        if not tensors.released:
+            tensors.released = True
+            self.steps.release += tensors.messages
+            self.steps.unreferenced += tensors.references
 
     # --- retire ------------------------------------------------------------------------------------------------------
 
@@ -339,15 +339,16 @@ class EngineCore:
             request.lead.siblings.remove(request)
         if request.siblings:
             self._promote(request)
-        self._release(request)
+        request.tensors.users -= 1
+        if not request.tensors.users:
+            self._release(request.tensors)
 
     def _promote(self, request: Request) -> None:
-        """The first of its siblings takes its place, and its tensors."""
+        """The first of its siblings takes its place."""
         heir, *rest = request.siblings
         heir.siblings, request.siblings, heir.lead = rest, [], None
         for sibling in rest:
             sibling.lead = heir
-        heir.released, heir.references, request.released = request.released, request.references, True
         self._start(heir)
 
     # --- tell --------------------------------------------------------------------------------------------------------

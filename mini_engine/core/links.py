@@ -26,6 +26,7 @@ class Links:
         self.ranks = [b""] * num_ranks  # addresses on `workers`
         self.identities: dict[int, bytes] = {}  # addresses on `api` of those that live, by incarnation
         self.gone: set[int] = set()  # dead incarnations: what they sent and still send is void
+        self.deaf: set[bytes] = set()  # peers that have left a whole queue unread
         self.supervisor = child.supervisor
         self.sockets = (child.supervisor, self.workers, self.api)
         self.poller = zmq.Poller()
@@ -70,12 +71,21 @@ class Links:
             self.workers.send_multipart([rank, frame], zmq.NOBLOCK)
 
     def send(self, peer: bytes, body: AnyMessage) -> None:
-        """To an API server or the supervisor. A peer that is gone, or reads nothing any more, is left to the latter."""
+        """To an API server or the supervisor. A peer that is gone, or reads nothing any more, is left to the latter,
+        which kills who is silent for `--collective-timeout`: long before its queue is full, but for the fastest steps.
+        """
         frame = self.encoder.encode(body)
         try:
             if peer == SUPERVISOR:
                 self.supervisor.send(frame, zmq.NOBLOCK)
             else:
                 self.api.send_multipart([peer, frame], zmq.NOBLOCK)
+        except zmq.Again:
+            if peer not in self.deaf:
+                self.deaf.add(peer)
+                logger.error(
+                    "%s has %d messages unread and is told no more until it reads: requests of it may never end there",
+                    peer.decode(), sockets.HIGH_WATER_MARK,
+                )  # fmt: skip
         except zmq.ZMQError:
-            logger.debug("%s does not take %s", peer.decode(), type(body).__name__)
+            logger.debug("%s is gone and does not take %s", peer.decode(), type(body).__name__)

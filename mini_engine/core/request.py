@@ -18,6 +18,20 @@ HASH_BYTES = 16
 
 
 @dataclasses.dataclass(eq=False, slots=True)
+class Tensors:
+    """What a family of samples has its media from: one object for all of them.
+
+    They are given back once every item is encoded, or with the last sample that ends. Not before: a prompt found in the
+    prefix cache needs no embeddings, but a sample that does not find it any more does.
+    """
+
+    messages: list[MessageId]  # tensor messages, each once
+    references: list[Any]  # keys of the cached media that they refer to
+    users: int  # samples that have not ended
+    released: bool  # given back, or about to be; or there are none
+
+
+@dataclasses.dataclass(eq=False, slots=True)
 class Request:
     """One accepted sample of a request: the ranks compute its tokens, the core counts them.
 
@@ -32,6 +46,7 @@ class Request:
     incarnation: int
     arrival: int  # counts up over the requests of an engine
     prefix_salt: bytes | None  # what its blocks are shared within; None when they are not
+    tensors: Tensors
     siblings: list[Request] = dataclasses.field(default_factory=list)  # they start when its prompt is computed
     lead: Request | None = None  # whose prompt it waits for
     tokens: list[int] = dataclasses.field(default_factory=list)  # the prompt and the output reported so far
@@ -43,9 +58,7 @@ class Request:
     epoch: int = 0  # raised when it loses its blocks
     restarts: bool = True  # the ranks' block table for it begins anew with its next chunk
     announced: bool = False  # the ranks know the sequence
-    holds_media: bool = False  # its items are reserved in the encoder cache
-    references: list[Any] = dataclasses.field(default_factory=list)  # keys of the cached media that it refers to
-    released: bool = False  # its tensor messages and references were given back, or are about to be; or it has none
+    holds_media: bool = False  # all its items, if any, are reserved in the encoder cache
     num_cached: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
     accepted_at: float = 0.0  # when all ranks had its media, by `time.monotonic()`
     scheduled_at: float = 0.0  # when a step first began to work on it
@@ -53,6 +66,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.new.prompt_token_ids)
+        self.holds_media = not self.new.media
 
     @property
     def media(self) -> list[MediaItem]:
@@ -90,11 +104,6 @@ class Request:
     def num_missing(self) -> int:
         """Known tokens that no dispatched step computes; 0 when no further token is wanted."""
         return 0 if self.num_sampled >= self.sampling.max_tokens else self.num_known - self.num_computed
-
-    @property
-    def messages(self) -> list[MessageId]:
-        """The tensor messages that carry its media, each once."""
-        return tensor_messages(self.new)
 
     def times_so_far(self, media_ready: float) -> EngineTimes | None:
         """What to tell with its first token, and with its last; None for a sibling. Called as the token comes.
@@ -135,18 +144,21 @@ def tensor_messages(new: NewRequest) -> list[MessageId]:
     return list(dict.fromkeys(handle.message for handle in handles))
 
 
-def family(new: NewRequest, sender: str, incarnation: int, arrivals: Iterator[int], share_prefixes: bool) -> Request:
+def family(
+    new: NewRequest, references: list[Any], sender: str, incarnation: int, arrivals: Iterator[int], share_prefixes: bool
+) -> Request:
     """The requests that `new` stands for: the first sample, and the others as its siblings.
 
-    Their blocks are shared with all requests of the same cache salt, or among themselves if prefixes are not shared.
+    `references`: keys of the cached media that they refer to. Their blocks are shared with all requests of the same
+    cache salt, or among themselves if prefixes are not shared.
     """
     salt = os.urandom(HASH_BYTES) if new.siblings else None
     if share_prefixes:
         salt = hashlib.blake2b(new.cache_salt.encode(), digest_size=HASH_BYTES, person=b"cache salt").digest()
-    lead = Request(new, new.request_id, new.sampling.seed, sender, incarnation, next(arrivals), salt)
-    for sibling in new.siblings:
-        request = Request(new, sibling.request_id, sibling.seed, sender, incarnation, next(arrivals), salt, lead=lead)
-        request.released = True  # the tensors are the lead's matter
-        lead.siblings.append(request)
-    lead.released = not new.media
+    tensors = Tensors(tensor_messages(new), references, 1 + len(new.siblings), released=not new.media)
+    lead = Request(new, new.request_id, new.sampling.seed, sender, incarnation, next(arrivals), salt, tensors)
+    for other in new.siblings:
+        sibling = Request(new, other.request_id, other.seed, sender, incarnation, next(arrivals), salt, tensors)
+        sibling.lead = lead
+        lead.siblings.append(sibling)
     return lead

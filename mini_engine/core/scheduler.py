@@ -145,7 +145,7 @@ class Scheduler:
     def _continue(self, request: Request, plan: Plan) -> None:
         length = self._prepare_chunk(request, plan)
         while length and not self._extend_blocks(request, length):
-            # The request is itself among the candidates, so none that goes before it has to give way.
+            # The request, a sequence that talks, is itself among the candidates: none before it has to give way.
             victim = next(other for other in reversed(self.running) if other.id not in plan.scheduled)
             self._preempt(victim)
             if victim is request:
@@ -171,22 +171,33 @@ class Scheduler:
     # --- waiting -----------------------------------------------------------------------------------------------------
 
     def _admit_waiting(self, plan: Plan) -> None:
-        """First come first served: nobody overtakes the one that waits for blocks. The one that waits for room in the
-        encoder cache is overtaken: by those that have theirs, since it may be what they will free, and by text."""
+        """First come first served: nobody overtakes the one that waits for blocks. Passed are: by a quick step, those
+        whose work is not quick; and those that wait for room in the encoder cache, by text and by those that have
+        theirs, since it may be what they will free. Nobody takes room from one that he has passed."""
+        kept = 0  # room for those that were passed
         for request in list(self.waiting):
             if not plan.tokens_left or len(self.running) >= self.budgets.max_seqs:
                 return
-            if request.media and not request.holds_media and not self._reserve_media(request):
-                continue
-            if not self._admit(request, plan):
-                return
+            room = 0 if request.holds_media else self.encoder.room_for(request.media_tokens)
+            if request.holds_media or kept + room <= self.encoder.num_free:
+                if not self._admit(request, plan):
+                    return
+            if not request.holds_media:
+                kept += room
 
     def _admit(self, request: Request, plan: Plan) -> bool:
-        """False when it has to wait for blocks, and so all behind it."""
+        """False when it has to wait for blocks, and so all behind it.
+
+        It gets the blocks of all its known tokens at once: a prompt under way that lacked some could be made to give
+        way by later sequences that talk, again and again.
+        """
         cached = self._cached_prefix(request)
         request.num_computed = len(cached) * self.blocks.block_size
-        length = self._prepare_chunk(request, plan)
-        needed = self.blocks.blocks_for(request.num_computed + length) - len(cached)
+        length = 0
+        if not plan.quick or self._is_quick(request, plan):
+            self._reserve_media(request)
+            length = self._prepare_chunk(request, plan)
+        needed = self.blocks.blocks_for(request.num_known) - len(cached)
         if not length or needed + self.blocks.num_idle(cached) > self.blocks.num_free:
             request.num_computed = 0
             return not length
@@ -199,16 +210,23 @@ class Scheduler:
         self._add_chunk(request, length, plan)
         return True
 
-    def _reserve_media(self, request: Request) -> bool:
-        items = request.media_tokens
-        hits = sum(self.encoder.holds(value) for value in items)
-        if not self.encoder.reserve(items, users=1 + len(request.siblings)):
+    def _is_quick(self, request: Request, plan: Plan) -> bool:
+        """Whether a quick step can compute what the request misses, and encode all that it needs for that."""
+        if request.num_missing > QUICK_PREFILL_TOKENS:
             return False
+        items = {item.media_hash: item.num_tokens for item, _ in self._items_between(request, request.num_known)}
+        return sum(tokens for value, tokens in items.items() if not self.encoder.holds(value)) <= plan.encoder_left
+
+    def _reserve_media(self, request: Request) -> None:
+        """For it and its siblings, where that has not been done; there is room."""
+        if request.holds_media:
+            return
+        items = request.media_tokens
         self.counters.encoder_cache_queries += len(items)
-        self.counters.encoder_cache_hits += hits
+        self.counters.encoder_cache_hits += sum(self.encoder.holds(value) for value in items)
+        self.encoder.reserve(items, users=1 + len(request.siblings))
         for member in (request, *request.siblings):
             member.holds_media = True
-        return True
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """Cached blocks that hold the beginning of its tokens; at least one token is left to compute."""
@@ -284,7 +302,9 @@ class Scheduler:
 
     def _extend_blocks(self, request: Request, length: int) -> bool:
         needed = self.blocks.blocks_for(request.num_computed + length) - len(request.blocks)
-        taken = self.blocks.allocate(max(0, needed))
+        if needed <= 0:
+            return True
+        taken = self.blocks.allocate(needed)
         request.blocks += taken or []
         return taken is not None
 
@@ -292,8 +312,9 @@ class Scheduler:
         self._announce(request, plan)
         start, end = request.num_computed, request.num_computed + length
         first_new = 0 if request.restarts else self.blocks.blocks_for(start)
+        blocks = request.blocks[first_new : self.blocks.blocks_for(end)]
         samples = end == request.num_known
-        plan.chunks.append(Chunk(request.id, start, length, request.blocks[first_new:], samples, request.restarts))
+        plan.chunks.append(Chunk(request.id, start, length, blocks, samples, request.restarts))
         plan.work.append(Work(request, request.epoch, end))
         plan.scheduled.add(request.id)
         plan.requests[request.id] = request

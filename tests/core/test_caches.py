@@ -320,6 +320,26 @@ def test_siblings_go_on_when_the_first_sample_is_aborted(turns, ready_first):
     world.assert_at_rest()
 
 
+def test_a_sample_that_does_not_find_the_prompt_any_more_has_its_media_encoded():
+    """The first sample found it past the video, whose embeddings were gone by then, and has ended."""
+    world = World(blocks=16, max_seqs=1, max_tokens=64, encoder_cache_tokens=8)
+
+    def ask(name, number, value, **more):
+        world.request(name, prompt=14, max_tokens=1, media=[item(message(number), 2, 8, media_hash=value)], **more)
+        world.media_ready(message(number))
+
+    for number, (name, value) in enumerate({"warm": A, "other": B}.items(), 1):
+        ask(name, number, value, first_token=100 * number)
+        finish(world, name)
+    ask("r0", 3, A, first_token=100, siblings=[Sibling("r1", 5)])
+    world.turn()
+    world.request("takes all blocks", prompt=60, max_tokens=2, priority=-1, first_token=300)
+    finish(world, "r0", "takes all blocks", "r1")
+    assert world.cached["r0"] == 12 and world.cached["r1"] == 0
+    assert world.links.num_encoded == 3 and set(world.consumed) == {message(1), message(2), message(3)}
+    world.assert_at_rest()
+
+
 def test_a_preempted_request_needs_no_media_again():
     world = World(blocks=9, block_size=4, max_tokens=32, enable_prefix_caching=False)
     world.request("first", prompt=12, max_tokens=14, first_token=40)
@@ -332,13 +352,15 @@ def test_a_preempted_request_needs_no_media_again():
     world.assert_at_rest()
 
 
-def test_encoder_cache_reserves_all_or_nothing():
+def test_the_encoder_cache_says_how_much_room_is_free_and_wanted():
     cache = EncoderCache(10)
-    assert cache.reserve({A: 6}, users=2)
-    assert not cache.reserve({A: 6, B: 5}, users=1)
+    cache.reserve({A: 6}, users=2)
+    assert cache.num_free == 4 and cache.room_for({A: 6, B: 5}) == 5
+    with pytest.raises(AssertionError):
+        cache.reserve({A: 6, B: 5}, users=1)
     assert cache.num_tokens == 6 and cache[A].users == 2
     cache.release({A: 6})
     cache.release({A: 6})
-    assert cache.num_tokens == 0
+    assert cache.num_tokens == 0 and cache.num_free == 10
     with pytest.raises(KeyError):
         cache[A]

@@ -6,23 +6,30 @@ import contextlib
 from types import SimpleNamespace
 
 from mini_engine.core.links import Links
-from mini_engine.messages import AskFigures
+from mini_engine.messages import AskFigures, Evicted
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder
 
 
-def test_what_a_dead_api_server_still_says_makes_nobody_of_it(runtime, context):
+@contextlib.contextmanager
+def core_links(runtime, context, *numbers):
+    """A core's sockets, and those of so many API servers."""
     endpoints = [f"ipc://{runtime}/{name}" for name in ("supervisor", "api", "workers")]
     supervisor = sockets.connect_dealer(context, endpoints[0], b"core 0:1")
     child = SimpleNamespace(encoder=Encoder("core 0", 1), context=context, supervisor=supervisor)
     links = Links(child, endpoints[1], endpoints[2], 1)
     apis = {
         number: sockets.connect_dealer(context, endpoints[1], sockets.identity(f"api {number}", number))
-        for number in (7, 8)
+        for number in numbers
     }
     with contextlib.ExitStack() as stack:
         for socket in (*links.sockets, *apis.values()):
             stack.enter_context(socket)
+        yield links, apis
+
+
+def test_what_a_dead_api_server_still_says_makes_nobody_of_it(runtime, context):
+    with core_links(runtime, context, 7, 8) as (links, apis):
 
         def say(number: int) -> None:
             apis[number].send(Encoder(f"api {number}", number).encode(AskFigures()))
@@ -34,3 +41,15 @@ def test_what_a_dead_api_server_still_says_makes_nobody_of_it(runtime, context):
         links.forget(7)
         say(7)
         assert links.identities.keys() == {8} and links.gone == {7}
+
+
+def test_an_api_server_that_reads_nothing_is_named_once_and_holds_nobody_up(runtime, context, monkeypatch, caplog):
+    monkeypatch.setattr(sockets, "HIGH_WATER_MARK", 2)
+    with core_links(runtime, context, 7) as (links, apis):
+        apis[7].send(Encoder("api 7", 7).encode(AskFigures()))
+        links.receive(10)
+        for _ in range(20):
+            links.send(links.identities[7], Evicted([bytes(1 << 20)]))  # more than the kernel takes
+        links.send(b"api 9:9", Evicted([]))  # one that is gone
+        (record,) = caplog.records
+        assert record.levelname == "ERROR" and record.getMessage().startswith("api 7:7 ")

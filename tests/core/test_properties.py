@@ -21,26 +21,44 @@ from tests.core.world import API, MODEL, TIMED, World, item
 class Asked:
     prompt: int
     output: int
-    media: list[int]  # number of each item's video
-    first_token: int
-    priority: int
-    siblings: int
-    abort: int | None  # after this many turns
-    stops: bool  # at the third token
     arrival: int
+    media: list[int] = dataclasses.field(default_factory=list)  # number of each item's video
+    first_token: int = 20
+    priority: int = 0
+    siblings: int = 0
+    abort: int | None = None  # after this many turns
+    stops: bool = False  # at the third token
 
 
 asked = st.builds(
     Asked,
     prompt=st.integers(1, 30),
     output=st.integers(1, 12),
+    arrival=st.integers(0, 10),
     media=st.lists(st.integers(0, 3), max_size=2),
     first_token=st.sampled_from([20, 60]),
     priority=st.integers(0, 1),
     siblings=st.integers(0, 2),
     abort=st.one_of(st.none(), st.integers(0, 25)),
     stops=st.booleans(),
-    arrival=st.integers(0, 10),
+)
+
+# Samples of one prompt about few videos, and urgent text that takes all blocks: each cache forgets what another holds.
+familiar = st.builds(
+    Asked,
+    prompt=st.just(14),
+    output=st.integers(1, 2),
+    media=st.sampled_from([[3], [7]]),
+    siblings=st.integers(1, 2),
+    arrival=st.integers(0, 40),
+)
+hungry = st.builds(
+    Asked,
+    prompt=st.just(60),
+    output=st.integers(1, 4),
+    first_token=st.integers(100, 400),
+    priority=st.just(-1),
+    arrival=st.integers(10, 80),
 )
 
 worlds = st.fixed_dictionaries(
@@ -55,6 +73,15 @@ worlds = st.fixed_dictionaries(
         "encoder_cache_tokens": st.integers(8, 14),
         "max_num_encoder_input_tokens": st.sampled_from([None, 1, 3, 6]),
         "long_prefill_token_threshold": st.sampled_from([0, 4]),
+    }
+)
+small_worlds = st.fixed_dictionaries(
+    {
+        "blocks": st.just(16),
+        "max_seqs": st.just(1),
+        "max_tokens": st.sampled_from([8, 64]),
+        "async_scheduling": st.booleans(),
+        "encoder_cache_tokens": st.just(4),
     }
 )
 
@@ -88,15 +115,16 @@ def assert_invariants(world: World) -> None:
     users = sum(request.holds_media * len(request.media_tokens) for request in world.core.requests.values())
     assert users == sum(entry.users for entry in world.core.encoder._entries.values())
     assert world.core.encoder.num_tokens <= world.core.encoder.budget
-    assert len(world.core.scheduler.running) <= world.core.config.max_num_seqs
+    running = world.core.scheduler.running
+    assert len(running) <= world.core.config.max_num_seqs
+    assert all(len(request.blocks) >= world.pool.blocks_for(request.num_known - 1) for request in running)
     assert len(world.core.steps.in_flight) <= world.core.max_in_flight
 
 
-@settings(max_examples=250, deadline=None)
-@given(requests=st.lists(asked, min_size=1, max_size=10), settings=worlds, timing=st.integers(0, 2**32))
-def test_any_load_ends_every_request_once_with_its_own_tokens(requests, settings, timing):
+def play(requests: list[Asked], settings: dict[str, object], timing: int) -> None:
     chance = random.Random(timing)
     world = World(block_size=4, **settings)
+    last_arrival = max(one.arrival for one in requests)
     sent: set[MessageId] = set()
     pending: list[tuple[int, object]] = []
     for turn in range(4000):
@@ -107,7 +135,7 @@ def test_any_load_ends_every_request_once_with_its_own_tokens(requests, settings
                 pending += [
                     (turn + chance.randint(0, 12), MediaReady(rank, message))
                     for message in messages
-                    for rank in range(settings["ranks"])
+                    for rank in range(world.links.num_ranks)
                 ]
                 # Some of those that a release overtakes are on their way to the core by then, some to the rank.
                 world.links.reported |= {
@@ -125,7 +153,7 @@ def test_any_load_ends_every_request_once_with_its_own_tokens(requests, settings
         assert_invariants(world)
         if world.links.steps and chance.random() < 0.5:
             world.links.run_step()
-        if turn > 10 and not pending and not world.links.inbox and not world.core.requests:
+        if turn > last_arrival and not pending and not world.links.inbox and not world.core.requests:
             break
     world.run()
     for number, one in enumerate(requests):
@@ -138,3 +166,19 @@ def test_any_load_ends_every_request_once_with_its_own_tokens(requests, settings
                 assert world.tokens[name] == expected
     assert set(world.consumed) == sent and len(world.consumed) == len(sent)
     world.assert_at_rest()
+
+
+@settings(max_examples=250, deadline=None)
+@given(requests=st.lists(asked, min_size=1, max_size=10), settings=worlds, timing=st.integers(0, 2**32))
+def test_any_load_ends_every_request_once_with_its_own_tokens(requests, settings, timing):
+    play(requests, settings, timing)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    requests=st.lists(st.one_of(familiar, familiar, hungry), min_size=6, max_size=12),
+    settings=small_worlds,
+    timing=st.integers(0, 2**32),
+)
+def test_so_does_a_load_whose_caches_forget_all_the_time(requests, settings, timing):
+    play(requests, settings, timing)

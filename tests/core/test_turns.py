@@ -62,3 +62,75 @@ def test_a_long_prompt_leaves_room_for_short_ones():
     world.turn()
     assert [(c.request_id, c.num_tokens) for c in world.links.steps[-1].chunks] == [("long", 32)]
     finish(world, "long", "short")
+
+
+def test_a_long_prompt_under_way_does_not_give_way_to_what_came_later():
+    world = World(blocks=80, block_size=4, max_tokens=16, enable_prefix_caching=False)
+    world.request("long", prompt=300, first_token=20)
+    for number in range(60):
+        world.request(f"short {number}", prompt=5, max_tokens=20, first_token=30 + number)
+        world.turn()
+        world.links.run_step()
+    assert world.ends["long"] == ["length"]
+    world.run()
+    world.assert_at_rest()
+
+
+@pytest.mark.parametrize("same_video", [True, False])
+def test_a_request_that_waits_for_encoder_room_is_not_overtaken_by_later_media(same_video):
+    world = World(blocks=256, max_tokens=64, encoder_cache_tokens=16)
+
+    def ask(name, number, num_tokens, **more):
+        value = b"the same video  " if same_video and name != "large" else None
+        world.request(name, prompt=20, media=[item(message(number), 2, num_tokens, media_hash=value)], **more)
+        world.media_ready(message(number))
+
+    for number in range(1, 60):
+        if number == 2:
+            ask("large", number, 12)
+        elif number % 4 == 1:
+            ask(f"small {number}", number, 6, max_tokens=10, first_token=20 + number)
+        world.turn()
+        if world.links.steps:
+            world.links.run_step()
+    assert world.ends["large"] == ["length"]
+    world.run()
+    world.assert_at_rest()
+
+
+def test_videos_in_line_keep_no_room_from_one_that_goes_before_them():
+    world = World(blocks=400, max_tokens=256, encoder_cache_tokens=16)
+    world.request("heavy", prompt=600)
+    world.turn()
+    for number, name in enumerate(["low 1", "low 2", "urgent"], 1):
+        media = [item(message(number), 2, 6)]
+        world.request(name, 200, 10, media, first_token=30 + number, priority=0 if name == "urgent" else 1)
+        world.media_ready(message(number))
+        if name == "low 2":
+            world.turn()  # a quick step, behind the heavy one
+    finish(world, "heavy", "urgent", "low 1", "low 2")
+    assert list(world.ends) == ["heavy", "urgent", "low 1", "low 2"]
+
+
+def test_a_quick_step_takes_no_encoder_room_from_the_video_that_it_passes():
+    world = World(blocks=400, max_tokens=256, encoder_cache_tokens=16)
+    world.request("heavy", prompt=600)
+    world.turn()
+    for number, (name, prompt, num_tokens) in enumerate([("video", 200, 12), ("small", 20, 4), ("image", 20, 6)], 1):
+        world.request(name, prompt, 30, [item(message(number), 2, num_tokens)], first_token=30 + number)
+        world.media_ready(message(number))
+    world.turn()
+    assert [request.id for request in world.core.scheduler.waiting] == ["video", "image"]
+    finish(world, "heavy", "small", "video", "image")
+    assert list(world.ends).index("video") < list(world.ends).index("image")
+
+
+def test_a_quick_step_begins_nothing_whose_media_would_need_a_heavy_one():
+    world = World(blocks=400, max_tokens=256)
+    world.request("heavy", prompt=600)
+    world.turn()
+    world.request("image", 100, media=[item(message(1), 5, 80)])
+    world.media_ready(message(1))
+    world.turn()
+    assert [request.id for request in world.core.scheduler.waiting] == ["image"]
+    finish(world, "heavy", "image")
