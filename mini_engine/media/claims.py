@@ -4,8 +4,8 @@ FFmpeg believes them: a hundred bytes can make it set aside gigabytes. It also r
 through the boxes comes to: behind a description of samples, in metadata, in what was a `moov` before a tool renamed it.
 But it reads none without its name of four letters, so these are looked for everywhere outside the `mdat` boxes of the
 outermost level, which FFmpeg steps over as the walk here does. Where the letters stand by chance, what follows them is
-taken for a number. In text it is one that FFmpeg refuses; in a megabyte of other bytes (a cover, say) about one file in
-two thousand is refused for it.
+taken for a number, unless it is text; of files with a megabyte of other bytes outside their `mdat` (a cover, say) about
+one in a thousand is refused for it.
 
 Knows nothing of codecs. The work goes by the file's length, and calls `tick`, which may raise, on its way.
 """
@@ -20,18 +20,18 @@ from mini_engine.media.containers import Tick, boxes
 _NUMBER_AT = {  # from the name on: how many entries there are
     b"stsz": 12, b"stz2": 12, b"trun": 8, b"dref": 8, b"senc": 8,
 }  # fmt: skip
-_READ_TO_THE_END = {b"stco": (8, 4), b"co64": (8, 8), b"tfra": (16, 11)}  # and how many bytes an entry takes at least
+_READ_TO_THE_END = {b"stco": (8, 4), b"co64": (8, 8)}  # and how many bytes an entry takes
 _ONE_EACH = (b"trak", b"infe", b"moof", b"mdat")
 _OTHERS = (b"stsc", b"ctts", b"sbgp", b"stts", b"elst", b"hdlr", b"iloc", b"iinf", b"saiz", b"sidx", b"cmov")
 _NAMES = re.compile(b"|".join((*_NUMBER_AT, *_READ_TO_THE_END, *_ONE_EACH, *_OTHERS)))
 _BLOCK = 1 << 16  # bytes looked at between two ticks
 _MOOVS = (b"moov", b"free", b"hoov")  # FFmpeg takes what was renamed for a `moov` if it finds no other
-_REFUSED = 1 << 29  # and all above, by FFmpeg itself: it sets aside no more than 2 GiB at once, and an entry is 4 bytes
+_TEXT = re.compile(rb"[\x20-\xf4]{4}", re.DOTALL)
 _ENDLESS = 0xFFFFFFFF
 
 
 def claimed_samples(data: bytes, tick: Tick = lambda: None) -> int:
-    """Returns how many entries of some 70 bytes FFmpeg would keep of an mp4 or mov; 0 for files that are none.
+    """Returns how many entries of some 70 bytes FFmpeg may come to keep of an mp4 or mov; 0 for files that are none.
 
     These are the frames of picture and sound, all tracks together, and what else a table can claim. Plain PCM counts by
     the thousand: its frames are single samples, of which FFmpeg takes 1024 for an entry.
@@ -46,11 +46,11 @@ def claimed_samples(data: bytes, tick: Tick = lambda: None) -> int:
         if is_track and tables.may_be_pcm and _is_sound(data, start, end, tick):
             forgiven += tables.edits * (tables.frames - tables.chunks)
         every.update(tables.counts)
-    if every[b"sidx"] or every[b"tfra"]:  # FFmpeg goes where they point, past what it reads otherwise
-        claims += _bytes_beyond(data, tick) // 64
+    if every[b"sidx"]:  # so that FFmpeg may come to the same again, and to a track where the walk finds none
+        claims = 3 * claims + _claims_by_going_back(data, tick)
     else:
         claims -= forgiven
-    fragments = every[b"moof"] + every[b"sidx"] + every[b"tfra"]
+    fragments = every[b"moof"] + every[b"sidx"]
     return claims + fragments * max(1, every[b"trak"] + every[b"infe"])  # a note of each track for each fragment
 
 
@@ -171,7 +171,7 @@ def _count(data: bytes, name: bytes, place: int) -> int:
     """What the table claims whose name is at `place`."""
     version = data[place + 4 : place + 5]
     if name in _NUMBER_AT:
-        return _number(data, place + _NUMBER_AT[name])
+        return max(0, _number(data, place + _NUMBER_AT[name]) - (name == b"dref"))  # every track has one of these
     if name in _READ_TO_THE_END:
         at, size = _READ_TO_THE_END[name]
         return min(_any_number(data, place + at), (len(data) - place) // size)
@@ -208,17 +208,24 @@ def _is_sound(data: bytes, start: int, end: int, tick: Tick) -> bool:
     return False
 
 
-def _bytes_beyond(data: bytes, tick: Tick) -> int:
-    """How far the last box claims to reach beyond the end. FFmpeg sets a byte or two aside for each in some boxes."""
-    beyond = 0
+def _claims_by_going_back(data: bytes, tick: Tick) -> int:
+    """What comes on top where FFmpeg has an index of fragments, and goes where that points.
+
+    It does not know the end of the file then, and in some boxes sets a byte or two aside for each that they claim. If
+    it is stopped by what is no box, it reads all fragments again from the next one on, and so for each; if by the end
+    of the file, once while it opens the file and once when there are no more packets.
+    """
+    last, end = b"", 0
     for name, _, after in boxes(data, 0, len(data), tick):
-        beyond = after - len(data) if name != b"mdat" and name.isalnum() else 0
-    return max(0, beyond)
+        last, end = name, after
+    if len(data) - end >= 8:
+        return _ENDLESS
+    return max(0, end - len(data)) // 64 if last != b"mdat" and last.isalnum() else 0
 
 
 def _number(data: bytes, place: int) -> int:
-    number = _any_number(data, place)
-    return number if number < _REFUSED else 0
+    """0 for four letters, which FFmpeg refuses by itself: it sets aside no more than 2 GiB at once."""
+    return 0 if _TEXT.match(data, place, place + 4) else _any_number(data, place)
 
 
 def _any_number(data: bytes, place: int) -> int:

@@ -92,6 +92,7 @@ def decode_video(
                 "protocol_whitelist": "",
                 "codec_whitelist": ",".join(_DECODERS),
                 "ignore_chapters": "1",  # an mp4's may have the same long title a million times
+                "use_mfra_for": "0",  # an index of an mp4's fragments at its end: for seeking, and a lie may be long
             },
             options={"max_pixels": str(guard.limits.max_frame_pixels)},
         ) as container:
