@@ -1,9 +1,8 @@
-"""What a video file's outermost structure says of itself: how long it should be, how long an index it claims to have.
+"""What a video file's outermost structure says of itself: how long it should be.
 
-FFmpeg reads most files that are cut short to their end without a word, and believes an mp4's tables: a hundred bytes
-can make it set aside gigabytes. Knows the frames of the four containers, nothing of codecs. Each walk calls `tick` for
-each step, which may raise: a file can be made of nothing but the smallest elements. What a step keeps is of one size
-for all, and no byte is come to more often than boxes may lie in each other.
+FFmpeg reads most files that are cut short to their end without a word. Knows the frames of the four containers, nothing
+of codecs. Each walk calls `tick` for each step, which may raise: a file can be made of nothing but the smallest
+elements. What a step keeps is of one size for all, and no byte is come to twice.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,11 +12,6 @@ Tick = Callable[[], None]
 _EBML = b"\x1a\x45\xdf\xa3"
 _SEGMENT = b"\x18\x53\x80\x67"
 _CLUSTER = b"\x1f\x43\xb6\x75"
-_BOXES_THAT_HOLD_BOXES = (  # any box, for FFmpeg
-    b"moov", b"mdia", b"minf", b"stbl", b"moof", b"traf", b"mvex", b"edts", b"dinf", b"tref", b"udta", b"wave", b"sinf",
-    b"schi",
-)  # fmt: skip
-_DEEPEST = 10  # as deep as FFmpeg goes
 _FIRST_BOXES = (b"ftyp", b"styp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
 
 
@@ -42,22 +36,6 @@ def declared_canvas(data: bytes) -> tuple[int, int]:
     if data[:3] != b"GIF":
         return (0, 0)
     return int.from_bytes(data[6:8], "little"), int.from_bytes(data[8:10], "little")
-
-
-def claimed_samples(data: bytes, tick: Tick = lambda: None) -> int:
-    """Returns how many frames of picture and sound an mp4's or mov's index claims, all tracks together; 0 for others.
-
-    Plain PCM counts by the thousand: its frames are single samples, of which FFmpeg takes 1024 for an entry.
-    """
-    if data[4:8] not in _FIRST_BOXES:
-        return 0
-    samples = 0
-    for name, start, after in _tables(data, 0, len(data), tick):
-        if name == b"trak":
-            samples += _samples_of_track(data, start, after, tick)
-        elif name == b"trun":  # a run of frames in a fragment
-            samples += _number(data, start + 4)
-    return samples
 
 
 def _end_of_matroska(data: bytes, tick: Tick) -> int | None:
@@ -142,14 +120,14 @@ def _palette(flags: int) -> int:
 def _end_of_boxes(data: bytes, tick: Tick) -> int | None:
     """The boxes of ISO/IEC 14496-12, section 4.2, one behind the other. What follows and is no box is no matter."""
     end = None
-    for name, _, after in _boxes(data, 0, len(data), tick):
+    for name, _, after in boxes(data, 0, len(data), tick):
         if not name.isalnum():
             break
         end = after
     return end
 
 
-def _boxes(data: bytes, place: int, end: int, tick: Tick) -> Iterator[tuple[bytes, int, int]]:
+def boxes(data: bytes, place: int, end: int, tick: Tick) -> Iterator[tuple[bytes, int, int]]:
     """Name, begin of the content and end (which may lie beyond the data) of each box between `place` and `end`."""
     while place + 8 <= end:
         tick()
@@ -158,60 +136,7 @@ def _boxes(data: bytes, place: int, end: int, tick: Tick) -> Iterator[tuple[byte
             size, head = int.from_bytes(data[place + 8 : place + 16], "big"), 16
         elif size == 0:  # up to the end
             size = end - place
-        if size < head:
+        if size < head or size >= 1 << 63:  # FFmpeg reads on at neither
             return
         yield name, place + head, place + size
         place += size
-
-
-def _tables(data: bytes, place: int, end: int, tick: Tick, depth: int = 0) -> Iterator[tuple[bytes, int, int]]:
-    """Name, begin of the content and end of each box that holds no boxes, and of each track, which is not gone into.
-
-    None ends behind `end`, whatever it says: as FFmpeg takes it, and what lies there would be walked once for each.
-    """
-    for name, start, claimed in _boxes(data, place, end, tick):
-        after = min(claimed, end)
-        if name in _BOXES_THAT_HOLD_BOXES and depth < _DEEPEST:
-            yield from _tables(data, start, after, tick, depth + 1)
-        else:
-            yield name, start, after
-
-
-def _samples_of_track(data: bytes, start: int, end: int, tick: Tick) -> int:
-    """The greater of what the track's table of sizes and its table of chunks claim."""
-    sizes, chunks, most_in_chunk = 0, 0, 0
-    has_sound = has_pictures = False
-    constant, varied = False, False  # whether there are tables of times that say 1 for all, and others
-    for name, place, after in _tables(data, start, end, tick):
-        if name in (b"stsz", b"stz2"):
-            sizes += _number(data, place + 8)
-        elif name in (b"stco", b"co64"):
-            chunks += _number(data, place + 4)
-        elif name == b"stsc":
-            most_in_chunk = max(most_in_chunk, _most_in_chunk(data, place, after, tick))
-        elif name == b"hdlr":
-            has_sound |= data[place + 8 : place + 12] == b"soun"
-            has_pictures |= data[place + 8 : place + 12] == b"vide"
-        elif name == b"stts":
-            is_constant = _number(data, place + 4) == _number(data, place + 12) == 1
-            constant, varied = constant or is_constant, varied or not is_constant
-    is_pcm = has_sound and not has_pictures and constant and not varied
-    return chunks + chunks * most_in_chunk // 1024 if is_pcm else sizes
-
-
-def _most_in_chunk(data: bytes, place: int, end: int, tick: Tick) -> int:
-    """The most frames that a table of chunks gives to one of them. If it claims to be longer than its box is, this may
-    be any number: FFmpeg reads on in what follows.
-    """
-    first, entries = place + 8, _number(data, place + 4)
-    if first + 12 * entries > end:
-        return 0xFFFFFFFF
-    most = 0
-    for entry in range(first, first + 12 * entries, 12):
-        tick()
-        most = max(most, _number(data, entry + 4))
-    return most
-
-
-def _number(data: bytes, place: int) -> int:
-    return int.from_bytes(data[place : place + 4], "big")

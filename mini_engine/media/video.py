@@ -21,7 +21,8 @@ import numpy as np
 from av.stream import Disposition
 from numpy.typing import NDArray
 
-from mini_engine.media.containers import claimed_samples, declared_canvas, declared_size
+from mini_engine.media.claims import claimed_samples
+from mini_engine.media.containers import declared_canvas, declared_size
 from mini_engine.media.errors import MediaError
 from mini_engine.media.frames import FrameRows
 from mini_engine.media.limits import CUT_SHORT, CancelSignal, Damage, DecodeLimits, Guard
@@ -77,9 +78,9 @@ def decode_video(
     guard = Guard(item, limits or DecodeLimits(), cancelled)
     damage = Damage(item, allow_partial)
     guard.check_size(*declared_canvas(data))
-    guard.check_index(claimed_samples(data, guard.tick))
     if (size := declared_size(data, guard.tick)) is not None and size > len(data):
         damage.add(f"{len(data)} of at least {size} bytes are there")
+    guard.check_index(claimed_samples(data, guard.tick))
     try:
         with av.open(
             _Source(data, guard),
@@ -91,6 +92,8 @@ def decode_video(
                 "format_whitelist": _CONTAINERS,
                 "protocol_whitelist": "",
                 "codec_whitelist": ",".join(_DECODERS),
+                "ignore_chapters": "1",  # an mp4's may have the same long title a million times
+                "use_mfra_for": "0",  # an index of an mp4's fragments at its end: for seeking, and a lie may be long
             },
             options={"max_pixels": str(guard.limits.max_frame_pixels)},
         ) as container:

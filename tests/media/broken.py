@@ -6,7 +6,21 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+FTYP = b"\0\0\0\x10ftypisom\0\0\2\0"
 _PARENTS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")
+
+
+def box(name: bytes, content: bytes = b"", size: int | None = None) -> bytes:
+    return struct.pack(">I4s", len(content) + 8 if size is None else size, name) + content
+
+
+def table(name: bytes, *numbers: int) -> bytes:
+    """A box of a version, which is 0, and numbers."""
+    return box(name, struct.pack(f">{1 + len(numbers)}I", 0, *numbers))
+
+
+def track(*tables: bytes) -> bytes:
+    return FTYP + box(b"moov", box(b"trak", b"".join(tables)))
 
 
 def boxes(data: bytes, place: int = 0, end: int | None = None) -> Iterator[tuple[bytes, int, int]]:
