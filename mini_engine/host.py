@@ -304,7 +304,9 @@ class runtime_directory:  # noqa: N801 - used as a function
         base = self.parent or Path(os.environ.get("TMPDIR", "/tmp"))
         try:
             if self.parent is None:
-                base = Path(tempfile.gettempdir())
+                base = Path(tempfile.gettempdir())  # which takes another where TMPDIR cannot be written to
+                if (named := os.environ.get("TMPDIR")) and base != Path(named).absolute():
+                    raise ConfigError(f"TMPDIR is {named}, where nothing can be written: set it to where that works")
                 if len(str(base)) + 50 > MAX_UNIX_PATH:
                     base = Path("/tmp")
             self.path = Path(tempfile.mkdtemp(prefix="mini-engine-", dir=base))

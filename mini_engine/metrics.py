@@ -181,7 +181,9 @@ mm_cache_oldest_seconds = _engine_gauge(
     "Since the cached item that is unused for longest was used, when the engine last spoke.",
 )
 num_preemptions_total = _counter("num_preemptions_total", "Requests that gave their KV blocks to others.", ["engine"])
-request_success_total = _counter("request_success_total", "Requests that ended, by how.", ["finished_reason"])
+request_success_total = _counter(
+    "request_success_total", "Requests that ended, by how; error: by a 5xx or an error event.", ["finished_reason"]
+)
 prompt_tokens_total = _counter("prompt_tokens_total", "Prompt tokens of requests that brought a token.")
 generation_tokens_total = _counter("generation_tokens_total", "Tokens delivered.")
 time_to_first_token_seconds = _histogram(

@@ -143,6 +143,12 @@ class Family:
         """Cores and workers."""
         return [child for child in self.children if child.role != "api"]
 
+    def engine_of(self, child: ChildProcess) -> list[ChildProcess]:
+        """The processes of its engine, if it belongs to one, that live."""
+        return [
+            other for other in self.engines() if (other.generation, other.engine) == (child.generation, child.engine)
+        ]
+
     def send(self, child: ChildProcess, body: AnyMessage) -> bool:
         """Whether it was taken. If not, the child is dying or hangs: its death or a time-out has the last word."""
         try:

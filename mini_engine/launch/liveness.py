@@ -51,20 +51,20 @@ class Liveness:
             elif child.role != "worker":
                 if (child.turns - 1) * self._interval >= self._silence:  # since it was asked first
                     why = f"it gave no sign of life for {self._silence:g} s (--collective-timeout)"
-                    self._end(child, why, self._engine_of(child) or [child])
+                    self._end(child, why, self._family.engine_of(child) or [child])
                 else:
                     self._family.send(child, Ping(child.turns))
         # Most of those who are not ready only wait for another of them, asleep: who is not is to be blamed.
         for child in [child for child in late if child.state != "S"] or late:
             self._end(child, f"it was not ready after {self._startup:g} s (--startup-timeout)", late)
 
-    def _engine_of(self, child: ChildProcess) -> list[ChildProcess]:
-        """The processes of its engine."""
-        return [other for other in self._family.children if other.engine is not None and other.engine == child.engine]
-
     def _end(self, child: ChildProcess, why: str, group: Sequence[ChildProcess]) -> None:
         """Kill it, and say in which state those of its `group` are: T is stopped, D is waiting for a device."""
-        states = ", ".join(f"{other.name} {other.state}" for other in group)
-        logger.error("%s is killed: %s (state in proc(5): %s)", child.title, why, states)
+        logger.error("%s is killed: %s (state in proc(5): %s)", child.title, why, states(group))
         child.verdict = why
         child.kill()
+
+
+def states(group: Sequence[ChildProcess]) -> str:
+    """What each does: `worker 0.1 T`, by the letters of proc(5)."""
+    return ", ".join(f"{child.name} {child.state}" for child in group)

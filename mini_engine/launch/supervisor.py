@@ -37,7 +37,7 @@ from mini_engine.launch import addresses
 from mini_engine.launch.family import Asked, Died, Event, Family, Said, Signals, Undying
 from mini_engine.launch.generation import Generation, Ground
 from mini_engine.launch.listeners import bind_listeners
-from mini_engine.launch.liveness import Liveness
+from mini_engine.launch.liveness import Liveness, states
 from mini_engine.launch.restarting import Restarts
 from mini_engine.launch.stopping import Stopping
 from mini_engine.messages import PROTOCOL_VERSION, Hello, Refused
@@ -199,7 +199,8 @@ class Supervisor:
 
     def _on_death(self, child: ChildProcess, how: str) -> None:
         in_short = f"{child.title} {how}"
-        text = f"{in_short}; {child.last_lines()}"
+        others = self.family.engine_of(child)  # who ends by himself may have waited for one of them in vain
+        text = f"{in_short}{f' (others in proc(5): {states(others)})' if others else ''}; {child.last_lines()}"
         if not self.generation.announced:
             self._start_failed(text, in_short)
         logger.error("%s", text)

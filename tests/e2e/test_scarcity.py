@@ -248,6 +248,12 @@ def test_a_tmpdir_without_room_for_directories_or_sockets_is_refused_in_one_line
     assert log.count("\n") == 1 and "no room for a directory in" in log and "set TMPDIR" in log, log
 
 
+@pytest.mark.parametrize("named", ["/nowhere", "/proc"])
+def test_a_tmpdir_that_cannot_be_written_to_is_not_passed_over_in_silence(named):
+    log = refused(environ={"TMPDIR": named})
+    assert log.count("\n") == 1 and f"TMPDIR is {named}, where nothing can be written" in log, log
+
+
 def refused(*flags: str, prefix: Sequence[str] = (), environ: dict[str, str] | None = None) -> str:
     """What `serve.py` says when it ends instead of starting."""
     command = [*prefix, sys.executable, "serve.py", "--host", "127.0.0.1", "--port", "0", *flags]

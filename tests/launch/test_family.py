@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
 import select
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -219,3 +222,18 @@ def test_an_api_server_that_cannot_be_started_is_tried_again_after_a_pause(famil
     assert len(tries) == 3 and polls > 6
     assert all(after - before >= 0.5 for before, after in itertools.pairwise(tries))
     assert caplog.text.count("cannot be started now") == 2
+
+
+def test_who_ends_by_himself_is_told_of_with_the_states_of_those_that_he_may_have_waited_for(family, runtime, caplog):
+    one = supervisor(family, runtime)
+    stopped, other = family.start("core", "0.sleeps", 2), family.start("core", "1.sleeps", 2)
+    family.start("worker", "0.fails", 2)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    one.generation.announced = True
+    with pytest.raises(GenerationOver):
+        while True:
+            one._poll(60)
+    assert re.search(
+        r"worker 0.fails \(pid \d+\) died: exit status 1 \(others in proc\(5\): core 0.sleeps T\)", caplog.text
+    )
+    assert other in family.children

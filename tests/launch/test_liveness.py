@@ -27,7 +27,7 @@ class Child(SimpleNamespace):
 def seconds_until_killed(child: Child, monkeypatch: pytest.MonkeyPatch, collective: float, startup: float) -> float:
     now = 0.0
     monkeypatch.setattr(liveness_module, "time", SimpleNamespace(monotonic=lambda: now))
-    family = SimpleNamespace(children=[child], send=lambda *_: True)
+    family = SimpleNamespace(children=[child], send=lambda *_: True, engine_of=lambda _: [child])
     config = EngineConfig(collective_timeout=collective, startup_timeout=startup, health_timeout=1)
     liveness = Liveness(config, family)
     while child.killed_at is None:
