@@ -245,9 +245,11 @@ class Supervisor:
         """
         listener = self.listeners[slot]
         accepting = [child for child in self.family.api_servers() if child.started and not child.dismissed]
-        if listener.family != socket.AF_UNIX and all(int(child.index) != slot for child in accepting):
-            with contextlib.suppress(OSError):  # it does not listen
-                listener.shutdown(socket.SHUT_RDWR)
+        if listener.family == socket.AF_UNIX or any(int(child.index) == slot for child in accepting):
+            return
+        # One that does not listen must be left alone: all connections that it accepted later would be shut down, too.
+        if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            listener.shutdown(socket.SHUT_RDWR)
 
     def _fill_vacant(self) -> None:
         """Start API servers for the slots that lack one; where the host gives no process, later."""

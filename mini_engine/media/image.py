@@ -7,7 +7,7 @@ import warnings
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401 - see below
 
 from mini_engine.media.errors import DecodeCancelled, MediaError
 from mini_engine.media.jpeg import MOST_SCANS, count_scans
@@ -35,6 +35,8 @@ _TURNS = {  # how what is stored with an orientation, of EXIF 2.3, is set uprigh
     8: Image.Transpose.ROTATE_90,
 }
 
+# The formats are imported now, and not at their first file, when the host may have no more to give.
+Image.preinit()
 # Pillow refuses twice as many. It looks at them before it hands out the size, and must: a WebP's canvas and what a GIF
 # puts in its first frame's place are allocated by then.
 Image.MAX_IMAGE_PIXELS = MOST_IMAGE_PIXELS // 2

@@ -58,7 +58,7 @@ def check_host() -> None:
     """
     try:
         os.close(os.open("/", os.O_RDONLY))
-        mmap.mmap(-1, _TRIED_BYTES).close()
+        mmap.mmap(-1, _TRIED_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except OSError as error:
         raise_if_short(error)
         raise

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import av
 import av.container
+import av.subtitles.stream  # or PyAV does it at the first video, when the host may have no more to give
 import av.video
 import numpy as np
 from av.stream import Disposition
@@ -100,7 +101,7 @@ def decode_video(
             return _Decode(container, sampling, guard, damage).run(len(data))
     except (av.error.FFmpegError, UnicodeDecodeError) as error:
         guard.tick()  # the clock ends a file for FFmpeg
-        _check_memory(error)
+        check_host()  # for want of memory it may say the same as of a damaged file
         raise MediaError(item, CUT_SHORT.format(damage.found[0]) if damage.found else _UNREADABLE) from error
 
 
@@ -238,22 +239,16 @@ class _Decode:
             self.guard.tick()
             try:
                 frames = self.stream.decode(packet)
-            except av.error.FFmpegError as error:
+            except av.error.FFmpegError:
                 if not tolerant:
                     raise
-                _check_memory(error)
+                check_host()
                 self.damage.add(f"frame {count} cannot be decoded")
                 continue
             for frame in frames:
                 self.guard.tick()
                 count += 1
                 yield frame
-
-
-def _check_memory(error: Exception) -> None:
-    """Raises Shortage if FFmpeg wants for memory and there is none: it says the same of a file that claims too much."""
-    if isinstance(error, MemoryError):
-        check_host()
 
 
 def _video_stream(container: av.container.InputContainer, guard: Guard) -> av.video.VideoStream:

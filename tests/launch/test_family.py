@@ -179,6 +179,23 @@ def test_one_that_serves_between_them_begins_a_new_row(one_that_serves, family, 
     assert deaths == 1 + API_RESTARTS_IN_A_ROW
 
 
+def test_a_line_that_is_left_twice_is_joined_again_all_the_same(family, runtime):
+    """As when the successor of a dead API server dies while it loads."""
+    one = supervisor(family, runtime)
+    one.listeners = bind_listeners(EngineConfig(host="127.0.0.1", port=0))
+    with one.listeners[0] as listener:
+        for _ in range(2):
+            listener.listen()
+            for _ in range(3):
+                one._leave_line(0)
+        listener.listen()
+        with socket.create_connection(listener.getsockname()) as client, listener.accept()[0] as server:
+            client.sendall(b"?")
+            assert server.recv(1) == b"?"
+            server.sendall(b"!")
+            assert client.recv(1) == b"!"
+
+
 def test_who_does_not_die_ends_the_server_though_another_death_is_found_at_once(family, runtime):
     one = supervisor(family, runtime)
     undying = make_unkillable(family.start("worker", "sleeps", 1))
