@@ -32,7 +32,7 @@ JSON_FILES = (
     "special_tokens_map.json", "added_tokens.json", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 DEFAULT_MEDIA_CACHE_BYTES = 4 << 30
-SMALLEST_MEDIA_CACHE = 1 << 20  # bytes of one holder; a store's probe alone takes a tenth
+SMALLEST_MEDIA_CACHE = 256 << 10  # bytes of one holder; a store's probe alone takes 98 KiB
 SPARE_DESCRIPTORS = 128  # for what is open in each process however many there are, and some clients
 MAX_UNIX_PATH = 107  # sun_path without its terminating zero
 
