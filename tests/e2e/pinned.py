@@ -31,7 +31,7 @@ def connect(server: RunningServer, title: str, seconds: float = 60) -> http.clie
         connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
         try:
             connection.connect()
-        except ConnectionRefusedError:  # nobody listens now
+        except (ConnectionRefusedError, ConnectionResetError):  # nobody listens now, or any more
             time.sleep(0.05)
             continue
         inode = accepted_as(connection.sock, patience)
