@@ -9,27 +9,34 @@ import pytest
 from tests.e2e.asked import Asked, ask_image, ask_two, ask_video
 from tests.e2e.running_server import RunningServer, message
 
-NUM_REQUESTS = 32
+NUM_REQUESTS = 40
+STORY_TOKENS = 150  # five stories that run together do not fit into "few blocks", though all their prompts do
 
 
 def text(words: str) -> Asked:
     return Asked(words, "", [])
 
 
+STORIES = [text(f"story {number}") for number in range(8)]
+
+
 @pytest.fixture(scope="module")
 def asked() -> list[Asked]:
-    """Videos, images, two videos in a prompt, and text; some media twice."""
+    """Long answers, videos, images, two videos in a prompt, and text; some media twice."""
     videos = [ask_video(seed) for seed in range(12)]
     again = [Asked("What is it?", "", one.urls) for one in videos[:6]]
     texts = [text("hello"), text("tell me what you can do"), text("zebra " * 60), text("0123456789 " * 30)]
-    return [*videos, *again, *(ask_image(seed) for seed in range(5)), *(ask_two(2 * seed) for seed in range(5)), *texts]
+    images, pairs = [ask_image(seed) for seed in range(5)], [ask_two(2 * seed) for seed in range(5)]
+    return [*STORIES, *videos, *again, *images, *pairs, *texts]
 
 
 def tokens_of(server: RunningServer, one: Asked) -> list[str]:
     """The answer's tokens, one by one."""
+    story = one in STORIES
     reply = server.client.chat.completions.create(
-        model=server.model, messages=[message(one.text, one.urls)], temperature=0, max_tokens=40, logprobs=True
-    )
+        model=server.model, messages=[message(one.text, one.urls)], temperature=0, logprobs=True,
+        max_tokens=STORY_TOKENS if story else 40, extra_body={"ignore_eos": story},
+    )  # fmt: skip
     return [entry.token for entry in reply.choices[0].logprobs.content]
 
 

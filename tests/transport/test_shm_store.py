@@ -108,15 +108,18 @@ def test_a_failed_write_leaves_no_object(make) -> None:
 
 
 def test_memory_comes_as_it_is_needed(make, start, address, run, small_extents) -> None:
+    gc.collect()  # what earlier tests left to the collector goes now, not in the middle of a count
+    others, others_written = resident("r--s"), resident("rw-s")
     rank, writer = start(), make([address(0)], 8 * MIB)
     writer.connect(10)
     assert writer.allocated_bytes == MIB and os.fstat(writer._segment.fd).st_blocks * 512 == MIB
-    assert resident("r--s") == MIB == resident("rw-s"), "nothing is mapped that has no memory"
+    assert resident("r--s") - others == MIB, "nothing is mapped that has no memory"
+    assert resident("rw-s") - others_written == MIB
     assert writer.reserve(3 * MIB) is None
     assert run(writer.grow(3 * MIB))
     assert writer.allocated_bytes == 3 * MIB + memory.PAGE, "what is missing behind the free megabyte"
     slot = writer.reserve(3 * MIB)
-    assert eventually(lambda: resident("r--s") == writer.allocated_bytes), "the ranks map it ahead of use"
+    assert eventually(lambda: resident("r--s") - others == writer.allocated_bytes), "the ranks map it ahead of use"
     tensor = torch.randint(0, 256, (3 * MIB,), dtype=torch.uint8)
     assert torch.equal(rank.view(slot.fill(tensor)), tensor)
     assert run(writer.grow(1000)) and writer.allocated_bytes == 4 * MIB + memory.PAGE
@@ -220,8 +223,8 @@ def test_a_rank_that_does_not_read_misses_the_news_only(make, start, address, ru
     while not sent or sent[-1]:
         assert run(writer.grow(1))
     rank.paused = False
-    read = (len(sent) - 1) * memory.PAGE + MIB + memory.PAGE * 2
-    assert eventually(lambda: resident("r--s") == others + read)
+    told = MIB + memory.PAGE * len(sent)  # without the last page, which a fault beside it maps or not
+    assert eventually(lambda: resident("r--s") - others in (told, told + memory.PAGE))
     assert run(writer.grow(MIB)) and sent[-1], "the connection goes on"
     handle = writer.write(torch.full((MIB,), 7, dtype=torch.uint8))
     assert set(rank.view(handle).tolist()) == {7}
