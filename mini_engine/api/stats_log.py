@@ -57,12 +57,12 @@ async def log_stats(engines: EngineClient) -> None:
     """Log the lines until cancelled."""
     stats: Stats | None = None
     while True:
-        await engines.refresh_figures()
         try:
             if stats is None:
-                stats = await asyncio.to_thread(Stats)
+                stats = Stats()  # at once: what runs from now on is in the first line
             elif (line := await asyncio.to_thread(stats.line)) is not None:
                 logger.info("%s", line)
         except OSError as error:  # no descriptor is free: the next line counts it all
             logger.debug("the figures cannot be read now: %s", error)
         await asyncio.sleep(SECONDS)
+        await engines.refresh_figures()

@@ -27,6 +27,7 @@ class Links:
         self.identities: dict[int, bytes] = {}  # addresses on `api` of those that live, by incarnation
         self.gone: set[int] = set()  # dead incarnations: what they sent and still send is void
         self.deaf: set[bytes] = set()  # peers that have left a whole queue unread
+        self.early: list[Envelope] = []  # what came before all ranks had loaded
         self.supervisor = child.supervisor
         self.sockets = (child.supervisor, self.workers, self.api)
         self.poller = zmq.Poller()
@@ -35,8 +36,9 @@ class Links:
 
     def receive(self, timeout: float | None) -> list[Envelope]:
         """All messages that are there; waits at most `timeout` seconds for the first."""
-        self.poller.poll(None if timeout is None else int(timeout * 1000) + 1)
-        envelopes = []
+        envelopes, self.early = self.early, []
+        if not envelopes:
+            self.poller.poll(None if timeout is None else int(timeout * 1000) + 1)
         for socket in self.sockets:
             while True:
                 try:
@@ -58,10 +60,17 @@ class Links:
         self.identities.pop(incarnation, None)
 
     def wait_for_workers(self) -> list[WorkerReady]:
-        """Block until every rank has loaded."""
+        """Block until every rank has loaded. What others say meanwhile comes by the next `receive`: API servers are
+        often ready long before a large model is."""
         ready: list[WorkerReady] = []
+        others: list[Envelope] = []
         while len(ready) < len(self.ranks):
-            ready += [envelope.body for envelope in self.receive(None) if isinstance(envelope.body, WorkerReady)]
+            for envelope in self.receive(None):
+                if isinstance(envelope.body, WorkerReady):
+                    ready.append(envelope.body)
+                else:
+                    others.append(envelope)
+        self.early = others
         return ready
 
     def send_step(self, step: Step) -> None:

@@ -6,7 +6,7 @@ import contextlib
 from types import SimpleNamespace
 
 from mini_engine.core.links import Links
-from mini_engine.messages import AskFigures, Evicted
+from mini_engine.messages import AskFigures, Evicted, WorkerReady
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder
 
@@ -41,6 +41,23 @@ def test_what_a_dead_api_server_still_says_makes_nobody_of_it(runtime, context):
         links.forget(7)
         say(7)
         assert links.identities.keys() == {8} and links.gone == {7}
+
+
+def test_what_api_servers_say_while_ranks_load_is_kept(runtime, context):
+    """They are often ready before: of what they asked then they would wait for the answer forever."""
+    with core_links(runtime, context, 7, 8) as (links, apis):
+        for number, api in apis.items():
+            api.send(Encoder(f"api {number}", number).encode(AskFigures()))
+        links.poller.poll()
+        with sockets.connect_dealer(context, f"ipc://{runtime}/workers", b"worker 0.0:2") as worker:
+            worker.send(Encoder("worker 0.0", 2).encode(WorkerReady(0, 100, "cpu")))
+            assert [ready.num_blocks for ready in links.wait_for_workers()] == [100]
+        heard: list[int] = []
+        while len(heard) < 2:
+            envelopes = links.receive(10)
+            assert envelopes
+            heard += [envelope.incarnation for envelope in envelopes]
+        assert sorted(heard) == [7, 8] == sorted(links.identities)
 
 
 def test_an_api_server_that_reads_nothing_is_named_once_and_holds_nobody_up(runtime, context, monkeypatch, caplog):
