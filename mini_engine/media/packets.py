@@ -4,7 +4,8 @@ Reading packets costs next to nothing beside decoding them. Knows nothing of pix
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import av
 import av.container
@@ -98,6 +99,22 @@ def runs_for(packets: Sequence[av.Packet], places: Iterable[int], tick: Callable
         else:
             runs.append(range(start, stop))
     return runs
+
+
+def unbroken(packets: Sequence[av.Packet]) -> Iterator[Sequence[av.Packet]]:
+    """The packets in runs, each of which must be decoded by itself.
+
+    An mp4's edit begins with the frames from its last key frame on, again if they were in the edit before. There the
+    times of decoding go back, and a decoder that is not told may take frames for those that it has shown.
+    """
+    start = 0
+    for place, (before, packet) in enumerate(pairwise(packets), 1):
+        if before.dts is None or packet.dts is None:
+            continue
+        if packet.is_keyframe and packet.dts <= before.dts:
+            yield packets[start:place]
+            start = place
+    yield packets[start:]
 
 
 def _is_shown(packet: av.Packet, codec: str) -> bool:
