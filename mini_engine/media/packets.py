@@ -22,15 +22,18 @@ def read_packets(
 ) -> list[av.Packet]:
     """All packets of the stream that hold anything, in decoding order."""
     packets: list[av.Packet] = []
-    read = nbytes = 0
+    read = shown = nbytes = 0
     try:
         for packet in container.demux(stream):
             guard.tick()
             if packet.is_corrupt:
                 damage.add(f"frame {read} is incomplete")
                 continue
-            read += packet.size > 0 or packet.dts is not None  # the last is empty: it would end the decoder
-            guard.check_frames(read)
+            is_frame = packet.size > 0 or packet.dts is not None  # the last is empty: it would end the decoder
+            read += is_frame
+            shown += is_frame and not packet.is_discard
+            # Of the frames around an mp4's edits, which come for the decoder alone, there may be as many again.
+            guard.check_frames(max(shown, (read + 1) // 2))
             nbytes += packet.size
             # An index may name the same bytes again and again, and Matroska may compress them.
             if nbytes > 2 * file_bytes + (1 << 20):

@@ -15,6 +15,7 @@ import pytest
 from mini_engine.media import claims
 from mini_engine.media.claims import claimed_samples
 from mini_engine.media.errors import MediaError
+from mini_engine.media.limits import DecodeLimits
 from mini_engine.media.sampling import VideoSampling
 from mini_engine.media.video import decode_video
 from tests.media import broken, clips
@@ -189,6 +190,15 @@ def test_never_does_ffmpeg_copy_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told > 400
 
 
+def showing(data: bytes, shown: Edits) -> bytes:
+    """An edit for each count of frames and the first of them, of a video with ten frames a second."""
+    place = data.index(b"elst") + 16
+    first = int.from_bytes(data[place : place + 4], "big")
+    place = data.index(b"mdhd") + 16
+    frame = int.from_bytes(data[place : place + 4], "big") // 10
+    return edited(data, [(count * 100, first + begin * frame) for count, begin in shown])
+
+
 OPEN = "keyint=12:min-keyint=12:scenecut=0:bframes=3:open-gop=1"
 
 
@@ -220,12 +230,20 @@ def test_each_edit_shows_its_frames(codec: str, options: dict[str, str], shown: 
     if clips.lacks(codec):
         pytest.skip(f"no encoder {codec} here")
     data = clips.cached(codec, "mp4", 120, **options)
-    place = data.index(b"elst") + 12
-    first = int.from_bytes(data[place + 4 : place + 8], "big")
-    frame = int.from_bytes(data[(at := data.index(b"mdhd") + 16) : at + 4], "big") // 10
-    cut = edited(data, [(count * 100, first + begin * frame) for count, begin in shown])
+    cut = showing(data, shown)
     every = decode_video(data, ALL).frames
     wanted = [begin + number for count, begin in shown for number in range(count)]
     np.testing.assert_array_equal(decode_video(cut, ALL).frames, every[wanted])
     few = decode_video(cut, VideoSampling(num_frames=5))
     np.testing.assert_array_equal(few.frames, every[np.array(wanted)[few.frames_indices]])
+
+
+def test_frames_that_are_not_shown_do_not_count_as_frames() -> None:
+    """But there may be no more of them than of others: FFmpeg hands out all from the one key frame on, for each."""
+    data = clips.cached("libx264", "mp4", 120, **{"x264-params": "keyint=600:scenecut=0"})
+    limits = DecodeLimits(max_video_frames=120)
+    halves = [(60, 0), (60, 60)]
+    assert copied(showing(data, halves)) == 240
+    assert decode_video(showing(data, halves), VideoSampling(num_frames=8), limits).total_frames == 120
+    with pytest.raises(MediaError, match="more than 120 frames, the limit of --max-video-frames"):
+        decode_video(showing(data, [(40, 0), (40, 40), (40, 80)]), VideoSampling(num_frames=8), limits)
