@@ -53,7 +53,7 @@ def claimed_samples(data: bytes, tick: Tick = lambda: None) -> int:
         if is_track and tables.may_be_pcm and _is_sound(data, start, end, tick):
             forgiven += tables.edits * (tables.frames - tables.chunks)
         elif is_track:
-            not_copied += _not_copied(data, tables, movie_scale)
+            not_copied += _not_copied(memoryview(data)[:end], tables, movie_scale)
     if every[b"sidx"]:  # so that FFmpeg may come to the same again, and to a track where the walk finds none
         claims = 3 * claims + _claims_by_going_back(data, tick)
     else:
@@ -210,8 +210,8 @@ def _edits(data: bytes, place: int, end: int, is_wide: bool) -> int:
     return max(0, after - place - 12) // (20 if data[place + 4 : place + 5] == b"\1" else 12)
 
 
-def _not_copied(data: bytes, tables: _Tables, movie_scale: int) -> int:
-    """How much less FFmpeg copies for the edits of one whole track than all its index for each."""
+def _not_copied(data: memoryview, tables: _Tables, movie_scale: int) -> int:
+    """How much less FFmpeg copies for the edits of one whole track, with which `data` ends, than its index for each."""
     if tables.edits == 1 or any(tables.counts[name] > 1 for name in _OF_EDITS) or tables.counts[b"trak"]:
         return 0
     copied = copied_frames(data, tables.places, tables.frames, tables.edits, movie_scale)

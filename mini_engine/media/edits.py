@@ -21,7 +21,9 @@ _LONG_EDIT = np.dtype([("lasts", ">i8"), ("start", ">i8"), ("rate", ">u4")])
 Numbers = NDArray[np.int64]
 
 
-def copied_frames(data: bytes, places: Mapping[bytes, int], frames: int, edits: int, movie_scale: int) -> int | None:
+def copied_frames(
+    data: memoryview, places: Mapping[bytes, int], frames: int, edits: int, movie_scale: int
+) -> int | None:
     """Returns at least as many as FFmpeg copies for all `edits` of a track of `frames` frames. None: unknown.
 
     `places` are those of the names of the track's tables, of which it has one each. `movie_scale` is how many of the
@@ -41,7 +43,7 @@ def copied_frames(data: bytes, places: Mapping[bytes, int], frames: int, edits: 
     return int((track.second_key(np.maximum(track.frames_before(end - track.earliest), first)) - first).sum())
 
 
-def time_scale(data: bytes, place: int) -> int:
+def time_scale(data: bytes | memoryview, place: int) -> int:
     """Of the movie or a track: what stands in the box whose name, `mvhd` or `mdhd`, is at `place`."""
     at = place + (24 if data[place + 4 : place + 5] == b"\1" else 16)
     return int.from_bytes(data[at : at + 4], "big")
@@ -61,7 +63,7 @@ class _Track:
     latest: int  # at least 0
 
     @classmethod
-    def read(cls, data: bytes, places: Mapping[bytes, int], frames: int) -> "_Track | None":
+    def read(cls, data: memoryview, places: Mapping[bytes, int], frames: int) -> "_Track | None":
         """None for tables that are missing, or not what FFmpeg goes by as they stand."""
         runs, chunks = _entries(data, places, b"stts", ">u4", 2), _entries(data, places, b"stsc", ">u4", 3)
         if runs is None or chunks is None or b"mdhd" not in places:
@@ -108,7 +110,7 @@ class _Track:
         return np.minimum(np.append(self.keys + 1, [self.frames] * 2)[place], self.frames)
 
 
-def _entries(data: bytes, places: Mapping[bytes, int], name: bytes, kind: str, width: int) -> Numbers | None:
+def _entries(data: memoryview, places: Mapping[bytes, int], name: bytes, kind: str, width: int) -> Numbers | None:
     """The table of this name, [N, width], N >= 1. None: there is none, or not all of it."""
     place = places.get(name, len(data))
     count = int.from_bytes(data[place + 8 : place + 12], "big")

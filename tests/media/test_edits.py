@@ -151,6 +151,17 @@ def test_a_movie_whose_scale_is_uncertain() -> None:
     assert claimed_samples(data.replace(b"mvhd", b"skip")) == 8 * 3000
 
 
+def test_a_table_is_read_no_further_than_its_track() -> None:
+    """Or the entries of one could be those of many tracks."""
+    cut_short = box(b"stts", struct.pack(">4I", 0, 2, 2990, LASTS))
+    data = broken.rebuilt(
+        film(3000),
+        {b"trak": lambda old: old.replace(b"stts", b"free") + cut_short, b"udta": lambda _: bytes(2)},
+    )
+    assert cut_short + struct.pack(">I", 10) + b"udta" in data  # another entry: ten frames
+    assert claimed_samples(short(data)) == 8 * 3000
+
+
 def any_film(chance: random.Random) -> bytes:
     frames = chance.randint(1, 100)
     keys = sorted(chance.sample(range(1, frames + 1), chance.randint(1, min(frames, chance.choice([1, 3, 50])))))
