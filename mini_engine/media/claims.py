@@ -16,18 +16,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mini_engine.media.containers import Tick, boxes
+from mini_engine.media.edits import copied_frames, time_scale
 
 _NUMBER_AT = {  # from the name on: how many entries there are
     b"stsz": 12, b"stz2": 12, b"trun": 8, b"dref": 8, b"senc": 8,
 }  # fmt: skip
 _READ_TO_THE_END = {b"stco": (8, 4), b"co64": (8, 8)}  # and how many bytes an entry takes
-_ONE_EACH = (b"trak", b"infe", b"moof", b"mdat")
+_ONE_EACH = (b"trak", b"infe", b"moof", b"mdat", b"mvhd", b"mdhd", b"stss")
+_OF_EDITS = (b"elst", b"mdhd", b"stts", b"stss", b"ctts", b"stsc")  # the tables that tell what an edit costs
 _OTHERS = (b"stsc", b"ctts", b"sbgp", b"stts", b"elst", b"hdlr", b"iloc", b"iinf", b"saiz", b"sidx", b"cmov")
 _NAMES = re.compile(b"|".join((*_NUMBER_AT, *_READ_TO_THE_END, *_ONE_EACH, *_OTHERS)))
 _BLOCK = 1 << 16  # bytes looked at between two ticks
 _MOOVS = (b"moov", b"free", b"hoov")  # FFmpeg takes what was renamed for a `moov` if it finds no other
 _TEXT = re.compile(rb"[\x20-\xf4]{4}", re.DOTALL)
 _ENDLESS = 0xFFFFFFFF
+_WIDE = b"\0\0\0\1"  # instead of a size: that has 64 bits and follows the name
+_STEPS = 256  # along an index to where an edit begins: as many for an entry make a tenth of a second in all
 
 
 def claimed_samples(data: bytes, tick: Tick = lambda: None) -> int:
@@ -38,18 +42,22 @@ def claimed_samples(data: bytes, tick: Tick = lambda: None) -> int:
     """
     if data.startswith((b"\x1a\x45\xdf\xa3", b"RIFF", b"GIF")) and not data[4:8].isalpha():
         return 0  # with letters FFmpeg could take it for a box of a gigabyte
-    claims = forgiven = 0
+    claims = forgiven = not_copied = movie_scale = 0
     every: Counter[bytes] = Counter()
     for start, end, is_track in _stretches(data, tick):
         tables = _tables(data, start, end, tick)
         claims += tables.claims
+        every.update(tables.counts)
+        if b"mvhd" in tables.places:
+            movie_scale = time_scale(data, tables.places[b"mvhd"])
         if is_track and tables.may_be_pcm and _is_sound(data, start, end, tick):
             forgiven += tables.edits * (tables.frames - tables.chunks)
-        every.update(tables.counts)
+        elif is_track:
+            not_copied += _not_copied(memoryview(data)[:end], tables, movie_scale)
     if every[b"sidx"]:  # so that FFmpeg may come to the same again, and to a track where the walk finds none
         claims = 3 * claims + _claims_by_going_back(data, tick)
     else:
-        claims -= forgiven
+        claims -= forgiven + (not_copied if every[b"mvhd"] == 1 else 0)
     fragments = every[b"moof"] + every[b"sidx"]
     return claims + fragments * max(1, every[b"trak"] + every[b"infe"])  # a note of each track for each fragment
 
@@ -59,6 +67,7 @@ class _Tables:
     """What the tables in one stretch of the file claim."""
 
     counts: Counter[bytes] = field(default_factory=Counter)  # by name
+    places: dict[bytes, int] = field(default_factory=dict)  # of the last of each name
     most_in_chunk: int = 0
     listed_edits: int = 0
     times: int = 0  # frames, as the tables of times and groups have it
@@ -67,7 +76,7 @@ class _Tables:
 
     @property
     def edits(self) -> int:
-        """How often FFmpeg may copy the index: for each edit as much of it as that says."""
+        """How often FFmpeg may copy the index: where the tables do not tell more, all of it for each edit."""
         return max(1, self.listed_edits)
 
     @property
@@ -108,8 +117,13 @@ def _tables(data: bytes, start: int, end: int, tick: Tick) -> _Tables:
     tables = _Tables()
     room = end - start  # so that no byte is read as an entry of many tables
     for name, place in _names(data, start, end, tick):
-        if name in _ONE_EACH:
+        is_wide = data[max(0, place - 4) : place] == _WIDE
+        if is_wide:
+            place += 8  # all the rest is as far from here as otherwise from the name
+        tables.places[name] = place
+        if name in _OF_EDITS or name in _ONE_EACH:
             tables.counts[name] += 1
+        if name in _ONE_EACH:
             tables.may_be_pcm &= name not in (b"trak", b"mdat")  # where FFmpeg ends the track, or begins another
         elif name in (b"stsc", b"ctts", b"sbgp"):
             room -= _read_entries(data, name, place, min(end, place + room), tables, tick)
@@ -119,7 +133,7 @@ def _tables(data: bytes, start: int, end: int, tick: Tick) -> _Tables:
         elif name == b"hdlr":
             tables.may_be_pcm &= data[place + 12 : place + 16] not in (b"vide", b"subp", b"clcp")
         elif name == b"elst":
-            tables.listed_edits += _edits(data, place, end)
+            tables.listed_edits += _edits(data, place, end, is_wide)
         else:
             tables.counts[name] += _count(data, name, place)
     tables.may_be_pcm &= tables.has_times
@@ -189,11 +203,20 @@ def _count(data: bytes, name: bytes, place: int) -> int:
     return _ENDLESS if data[place + 8 : place + 16] == b"dcomzlib" else 0  # cmov: a whole `moov`, compressed
 
 
-def _edits(data: bytes, place: int, end: int) -> int:
+def _edits(data: bytes, place: int, end: int, is_wide: bool) -> int:
     """FFmpeg goes by the size of the box, not by the count."""
-    size = int.from_bytes(data[place - 4 : place], "big") if place >= 4 else 0
+    size = 0 if is_wide or place < 4 else int.from_bytes(data[place - 4 : place], "big")
     after = min(place - 4 + size, end) if size >= 8 else end
     return max(0, after - place - 12) // (20 if data[place + 4 : place + 5] == b"\1" else 12)
+
+
+def _not_copied(data: memoryview, tables: _Tables, movie_scale: int) -> int:
+    """How much less FFmpeg copies for the edits of one whole track, with which `data` ends, than its index for each."""
+    if tables.edits == 1 or any(tables.counts[name] > 1 for name in _OF_EDITS) or tables.counts[b"trak"]:
+        return 0
+    copied = copied_frames(data, tables.places, tables.frames, tables.edits, movie_scale)
+    most = tables.edits * tables.frames
+    return 0 if copied is None else max(0, most - max(copied, tables.frames, most // _STEPS))
 
 
 def _is_sound(data: bytes, start: int, end: int, tick: Tick) -> bool:

@@ -13,6 +13,7 @@ _EBML = b"\x1a\x45\xdf\xa3"
 _SEGMENT = b"\x18\x53\x80\x67"
 _CLUSTER = b"\x1f\x43\xb6\x75"
 _FIRST_BOXES = (b"ftyp", b"styp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
+_LATER_BOXES = (b"moof", b"sidx", b"ssix", b"emsg", b"prft", b"mfra", b"meta", b"udta", b"uuid", b"pdin")
 
 
 def declared_size(data: bytes, tick: Tick = lambda: None) -> int | None:
@@ -118,12 +119,17 @@ def _palette(flags: int) -> int:
 
 
 def _end_of_boxes(data: bytes, tick: Tick) -> int | None:
-    """The boxes of ISO/IEC 14496-12, section 4.2, one behind the other. What follows and is no box is no matter."""
-    end = None
+    """The boxes of ISO/IEC 14496-12, section 4.2, one behind the other. What follows and is no box is no matter.
+
+    Such as a music player's tag, whose letters may read as a name and as a size of a gigabyte. So once the `moov` is
+    there, a box that is not whole is taken for one if its name is a standard's.
+    """
+    end, has_moov = None, False
     for name, _, after in boxes(data, 0, len(data), tick):
-        if not name.isalnum():
+        known = name in _FIRST_BOXES or name in _LATER_BOXES
+        if not name.isalnum() or (has_moov and after > len(data) and not known):
             break
-        end = after
+        end, has_moov = after, has_moov or name == b"moov"
     return end
 
 

@@ -4,7 +4,8 @@ Reading packets costs next to nothing beside decoding them. Knows nothing of pix
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import av
 import av.container
@@ -21,15 +22,18 @@ def read_packets(
 ) -> list[av.Packet]:
     """All packets of the stream that hold anything, in decoding order."""
     packets: list[av.Packet] = []
-    read = nbytes = 0
+    read = shown = nbytes = 0
     try:
         for packet in container.demux(stream):
             guard.tick()
             if packet.is_corrupt:
                 damage.add(f"frame {read} is incomplete")
                 continue
-            read += packet.size > 0 or packet.dts is not None  # the last is empty: it would end the decoder
-            guard.check_frames(read)
+            is_frame = packet.size > 0 or packet.dts is not None  # the last is empty: it would end the decoder
+            read += is_frame
+            shown += is_frame and not packet.is_discard
+            # Of the frames around an mp4's edits, which come for the decoder alone, there may be as many again.
+            guard.check_frames(max(shown, (read + 1) // 2))
             nbytes += packet.size
             # An index may name the same bytes again and again, and Matroska may compress them.
             if nbytes > 2 * file_bytes + (1 << 20):
@@ -98,6 +102,22 @@ def runs_for(packets: Sequence[av.Packet], places: Iterable[int], tick: Callable
         else:
             runs.append(range(start, stop))
     return runs
+
+
+def unbroken(packets: Sequence[av.Packet]) -> Iterator[Sequence[av.Packet]]:
+    """The packets in runs, each of which must be decoded by itself.
+
+    An mp4's edit begins with the frames from its last key frame on, again if they were in the edit before. There the
+    times of decoding go back, and a decoder that is not told may take frames for those that it has shown.
+    """
+    start = 0
+    for place, (before, packet) in enumerate(pairwise(packets), 1):
+        if before.dts is None or packet.dts is None:
+            continue
+        if packet.is_keyframe and packet.dts <= before.dts:
+            yield packets[start:place]
+            start = place
+    yield packets[start:]
 
 
 def _is_shown(packet: av.Packet, codec: str) -> bool:

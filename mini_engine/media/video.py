@@ -27,7 +27,15 @@ from mini_engine.media.containers import declared_canvas, declared_size
 from mini_engine.media.errors import MediaError
 from mini_engine.media.frames import FrameRows
 from mini_engine.media.limits import CUT_SHORT, CancelSignal, Damage, DecodeLimits, Guard
-from mini_engine.media.packets import can_seek, in_order_of_showing, read_packets, runs_for, seconds, stamps_from
+from mini_engine.media.packets import (
+    can_seek,
+    in_order_of_showing,
+    read_packets,
+    runs_for,
+    seconds,
+    stamps_from,
+    unbroken,
+)
 from mini_engine.media.sampling import VideoSampling
 from mini_engine.media.shortage import check_host
 
@@ -233,22 +241,23 @@ class _Decode:
 
     def _frames_of(self, packets: Sequence[av.Packet], tolerant: bool = False) -> Iterator[av.VideoFrame]:
         """Decodes `packets`, of which the first is a key frame. Being tolerant is going on, if `damage` allows it."""
-        self.codec.flush_buffers()
         count = 0
-        for packet in (*packets, None):
-            self.guard.tick()
-            try:
-                frames = self.stream.decode(packet)
-            except av.error.FFmpegError:
-                if not tolerant:
-                    raise
-                check_host()
-                self.damage.add(f"frame {count} cannot be decoded")
-                continue
-            for frame in frames:
+        for run in unbroken(packets):
+            self.codec.flush_buffers()
+            for packet in (*run, None):
                 self.guard.tick()
-                count += 1
-                yield frame
+                try:
+                    frames = self.stream.decode(packet)
+                except av.error.FFmpegError:
+                    if not tolerant:
+                        raise
+                    check_host()
+                    self.damage.add(f"frame {count} cannot be decoded")
+                    continue
+                for frame in frames:
+                    self.guard.tick()
+                    count += 1
+                    yield frame
 
 
 def _video_stream(container: av.container.InputContainer, guard: Guard) -> av.video.VideoStream:

@@ -79,6 +79,15 @@ def edited(data: bytes) -> bytes:
     return broken.rebuilt(data, {b"edts": lambda _: table(b"elst", 3, *[1 << 28, 0, 1 << 16] * 3)})
 
 
+def wide(data: bytes, name: bytes) -> bytes:
+    """With sizes of 64 bits for all boxes of this name."""
+    content = whole(data, name)[8:]
+    longer = broken.rebuilt(data, {name: lambda content: bytes(8) + content})
+    head = struct.pack(">I4sQ", len(content) + 16, name, 0)
+    assert head in longer
+    return longer.replace(head, struct.pack(">I4sQ", 1, name, len(content) + 16))
+
+
 HIDDEN: dict[str, Callable[[bytes], bytes]] = {
     "behind a description of samples": behind_a_description,
     "in a handler's metadata": in_metadata,
@@ -92,6 +101,11 @@ HIDDEN: dict[str, Callable[[bytes], bytes]] = {
     "after a box of no known name": lambda data: box(b"abcd", bytes(16)) + data,
     "in a track outside the moov": lambda data: data + whole(data, b"trak"),
     "for each edit": edited,
+    "in a box with a size of 64 bits": lambda data: wide(data, b"stsz"),
+    "for each edit of such a box": lambda data: broken.rebuilt(
+        data,
+        {b"edts": lambda _: struct.pack(">I4sQ4x10I", 1, b"elst", 56 + 4, 3, *[1 << 28, 0, 1 << 16] * 3)},
+    ),
 }
 
 

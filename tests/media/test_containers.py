@@ -1,11 +1,21 @@
-"""The walks through what a file says of itself take steps by its length, whatever it says. Steps are counted."""
+"""The walks through what a file says of itself take steps by its length, whatever it says. Steps are counted.
 
+And what is behind the end of an mp4 is told from a part of it that is missing.
+"""
+
+import struct
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mini_engine.media.claims import claimed_samples
 from mini_engine.media.containers import declared_size
+from mini_engine.media.errors import MediaError
+from mini_engine.media.sampling import VideoSampling
+from mini_engine.media.video import decode_video
+from tests.media import clips
 from tests.media.broken import FTYP, box, table, track
 
 
@@ -51,3 +61,44 @@ def test_steps_go_by_the_length(what: str) -> None:
 def test_each_entry_of_a_table_is_a_step() -> None:
     """So that a table as long as the largest file may be ends with its time."""
     assert steps(claimed_samples, HOSTILE["one that has all its entries"]) > 20_000
+
+
+TRAILERS = {
+    "a tag of ID3v1": b"TAGMorning" + bytes(117) + b"\x0c",
+    "one without a title": b"TAG" + bytes(125),
+    "a tag of APEv2": b"APETAGEX" + struct.pack("<4I8x", 2000, 32, 0, 1 << 31),
+    "lyrics": b"LYRICSBEGININD0000210LYRICS200",
+    "the end of a form": b"\r\n--boundary1234--\r\n",
+    "text": b"downloaded by a program",
+    "zeros": bytes(500),
+    "a few": bytes(3),
+    "ones": b"\xff" * 500,
+    "a maker's box, cut short": b"\0\1\0\0gps0" + bytes(30),
+    "another video": clips.cached("mpeg4", "mp4"),
+}
+
+
+@pytest.mark.parametrize("what", TRAILERS)
+def test_what_follows_the_last_box_is_no_matter(what: str, tmp_path: Path) -> None:
+    files = [clips.cached("libx264", "mp4"), clips.encode_live(21)]
+    files.append(clips.encode_with_index_first(21, tmp_path / "clip.mp4"))
+    for data in files:
+        decoded = decode_video(data + TRAILERS[what], VideoSampling(num_frames=30))
+        np.testing.assert_array_equal(decoded.frames, clips.decode_all(data))
+        for cut in (data[:-1], data[: len(data) // 2]):
+            assert (declared_size(cut) or 0) > len(cut)
+
+
+@pytest.mark.parametrize(
+    "name", ["mdat", "moov", "moof", "free", "uuid", "sidx", "emsg", "styp", "mfra", "meta", "udta", "skip"]
+)
+def test_a_box_that_is_not_whole_is_a_file_cut_short(name: str) -> None:
+    data = clips.encode_live(9) + box(name.encode(), bytes(100))[:50]
+    assert declared_size(data) == len(data) + 58
+    with pytest.raises(MediaError, match="cut short"):
+        decode_video(data, VideoSampling(num_frames=8))
+
+
+def test_before_the_moov_any_box_counts() -> None:
+    """For the frames' table may have been behind it."""
+    assert declared_size(FTYP + box(b"gps0", bytes(100))[:50]) == len(FTYP) + 108
