@@ -16,12 +16,12 @@ import zmq
 import zmq.asyncio
 
 from mini_engine import metrics
-from mini_engine.api.errors import EngineError
+from mini_engine.api.errors import EngineError, MediaNotSent
 from mini_engine.api.generation import Generation, Sample
 from mini_engine.api.media_cache import MediaCopy
 from mini_engine.api.media_store import MediaStore
 from mini_engine.api.pulse import Pulse
-from mini_engine.api.sending import MEDIA_NOT_SENT, RequestSender
+from mini_engine.api.sending import RequestSender
 from mini_engine.log import about
 from mini_engine.messages import (
     Accepted,
@@ -132,7 +132,7 @@ class Engine:
         the request again and it is sent anew. Cancelling it leaves nothing behind.
 
         Raises:
-            EngineError: the engine is gone, or no transport takes the tensors.
+            EngineError: the engine is gone, or no transport takes the tensors (MediaNotSent).
             MediaError: by `refill`.
         """
         generation = Generation(self, [request.request_id, *(sibling.request_id for sibling in request.siblings)])
@@ -153,7 +153,7 @@ class Engine:
                     self._figures.resends.inc()
                     request = await refill(request, named)
                 elif lost:
-                    raise EngineError(MEDIA_NOT_SENT)
+                    raise MediaNotSent()
                 else:  # or tensors that were sent: once more, by another transport
                     logger.warning(
                         "%s: its tensors have not reached engine %d", request.request_id, self.number,

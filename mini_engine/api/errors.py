@@ -99,6 +99,14 @@ class EngineError(Exception):
         self.begun = begun
 
 
+class MediaNotSent(EngineError):
+    """No transport has brought a request's media to its engine. The next time one may: a connection is made again, or
+    there is room."""
+
+    def __init__(self) -> None:
+        super().__init__("The media of this request could not be handed to the engine; send the request again.")
+
+
 class ServerStopping(EngineError):
     """This server ends, and requests that it has not answered with it."""
 
@@ -136,7 +144,7 @@ def internal_error(request_id: str) -> ApiError:
 
 
 def engine_unavailable(message: str) -> ApiError:
-    """A 503: there is no engine, but there may be one soon."""
+    """A 503: there is no engine, or no way to it, but there may be one soon."""
     return ApiError(503, message, code="engine_unavailable", headers={"retry-after": str(RETRY_SECONDS)})
 
 
@@ -163,7 +171,7 @@ def as_api_error(error: Exception) -> ApiError | None:
             return shutting_down(str(error))
         case EngineError(engine_gone=True, begun=True):
             return ApiError(500, str(error), code="engine_unavailable")
-        case EngineError(engine_gone=True):
+        case EngineError(engine_gone=True) | MediaNotSent():
             return engine_unavailable(str(error))
         case EngineError():
             return ApiError(500, str(error), code="internal_error")

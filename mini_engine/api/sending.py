@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from mini_engine import metrics
-from mini_engine.api.errors import EngineError
+from mini_engine.api.errors import EngineError, MediaNotSent
 from mini_engine.api.media_store import INLINE_COPY_BYTES
 from mini_engine.log import about
 from mini_engine.messages import MessageId, NewRequest, StoreHandle, Withdraw
@@ -28,7 +28,6 @@ from mini_engine.transport.codec import Encoder
 logger = logging.getLogger(__name__)
 
 SHM_STORE = "shm_store"  # beside the transports' names, for figures
-MEDIA_NOT_SENT = "The media of this request could not be handed to the engine; send the request again."
 
 
 class RequestSender:
@@ -66,7 +65,7 @@ class RequestSender:
             again: the first transport has lost its tensors.
 
         Raises:
-            EngineError: the engine is gone, or no transport takes the tensors.
+            EngineError: the engine is gone, or no transport takes the tensors (MediaNotSent).
         """
         tensors = [item.patches for item in request.media if not isinstance(item.patches, StoreHandle | None)]
         if tensors:
@@ -120,7 +119,7 @@ class RequestSender:
                 )  # fmt: skip
                 if fallback is not None:
                     metrics.ipc_fallbacks_total.labels(failed.reason).inc()
-        raise EngineError(MEDIA_NOT_SENT)
+        raise MediaNotSent()
 
     async def _submitted_by_device(self, request: NewRequest, tensors: Sequence[Any]) -> bool:
         if self._by_device is None:
@@ -203,7 +202,7 @@ async def _on_host(request: NewRequest) -> tuple[NewRequest, list[Any]]:
             "%s: its tensors cannot be copied from the device: %s", request.request_id, error,
             extra=about(request.request_id),
         )  # fmt: skip
-        raise EngineError(MEDIA_NOT_SENT) from error
+        raise MediaNotSent() from error
     return moved, [item.patches for item in moved.media if not isinstance(item.patches, StoreHandle | None)]
 
 

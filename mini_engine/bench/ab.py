@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mini_engine.bench.serving.settings import Settings
 
 HELP = "two servers with different flags on the same prompts, in turn"
+MOST_ROUNDS = 1000
 THROUGHPUTS = ("request_throughput", "output_throughput", "total_token_throughput")
 ROW = ("request_throughput", "median_ttft_ms", "median_e2el_ms")  # what one line of a document holds
 Runs = dict[str, list["Measured"]]
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("servers")
     group.add_argument("--a", required=True, metavar="FLAGS", help='Flags of the one server, such as "" for none.')
     group.add_argument("--b", required=True, metavar="FLAGS", help="Flags of the other.")
-    group.add_argument("--rounds", type=at_least(1), default=2, help="Runs of each (default: 2).")
+    group.add_argument("--rounds", type=at_least(1, MOST_ROUNDS), default=2, help="Runs of each (default: 2).")
     flags.add_arguments(parser)
 
 
@@ -56,24 +57,24 @@ def run(args: argparse.Namespace) -> Report:
     sides = {"A": server_flags("--a", f"{both} {args.a}"), "B": server_flags("--b", f"{both} {args.b}")}
     settings = settings_of(argparse.Namespace(**{**vars(args), "launch": both}))
     runs: Runs = {"A": [], "B": []}
-    failures: list[str] = []
+    report = Report({})
     order = [(side, number + 1) for number in range(args.rounds) for side in ("AB", "BA")[number % 2]]
     with prepared(settings) as ready:
         for side, number in order:
             mine = dataclasses.replace(settings, launch=sides[side])
             name = f"{side}{number}"
             once = partial(run_once, dataclasses.replace(ready, settings=mine), f"{side}, round {number}")
-            measured = next_of(bool(runs["A"]), name, failures, once)
+            measured = next_of(bool(runs["A"]), name, report, once)
             if measured is None:
                 break
-            failures += tell(f"{measured.text}\n")
+            report.failures += tell(f"{measured.text}\n")
             runs[side].append(measured)
-            failures += [f"{name}: {failure}" for failure in measured.failures]
+            report.failures += [f"{name}: {failure}" for failure in measured.failures]
             if settings.output.save_result:
-                failures += write([partial(results.save, mine, measured, config_of(args), name)])
-    figures = compare(runs, settings)
-    failures += tell(describe(figures, args, settings))
-    return Report(figures, failures)
+                report.failures += write([partial(results.save, mine, measured, config_of(args), name)])
+    report.figures = compare(runs, settings)
+    report.failures += tell(describe(report.figures, args, settings))
+    return report
 
 
 def compare(runs: Runs, settings: Settings) -> dict[str, Any]:

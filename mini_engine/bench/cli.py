@@ -50,6 +50,7 @@ class Regime(Protocol):
 
 
 PACKAGES = ("aiohttp", "matplotlib", "tqdm")  # of the extra `bench`
+INTERRUPTED = 128 + signal.SIGINT  # the exit status of a shell's command that Ctrl-C has ended
 DEFAULT_REGIME = "serve"
 REGIMES: dict[str, Regime] = {
     "serve": serve,
@@ -113,7 +114,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one regime; returns the exit status: 0, 1 if something failed while it was measured, 2 for bad flags, 130
-    after Ctrl-C.
+    after Ctrl-C, also where what was finished by then is told.
     """
     signal.signal(signal.SIGTERM, _terminate)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -121,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return INTERRUPTED
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -148,6 +149,8 @@ def _run(argv: Sequence[str]) -> int:
     unwritten = write(report.files)
     for failure in unwritten:
         say(failure)
+    if report.interrupted:
+        return INTERRUPTED
     return 1 if report.failures or untold or unwritten else 0
 
 

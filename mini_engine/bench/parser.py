@@ -7,6 +7,7 @@ Knows nothing of regimes; which flags of other programs are refused, and why, is
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
@@ -60,12 +61,14 @@ def whole(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Reads a whole number that is not below `least`."""
+def at_least(least: int, most: float = math.inf, why: str = "") -> Callable[[str], int]:
+    """Reads a whole number that is not below `least`, and, for what is made in memory, not above `most`, and `why`."""
 
     def number(text: str) -> int:
         if whole(text) < least:
             raise argparse.ArgumentTypeError(f"{text} is below {least}")
+        if whole(text) > most:
+            raise argparse.ArgumentTypeError(f"{text} is above {most}{why and ': ' + why}")
         return whole(text)
 
     return number

@@ -24,14 +24,16 @@ class BenchError(RuntimeError):
 
 @dataclasses.dataclass
 class Report:
-    """What a regime found. `figures` must be plain JSON data; `failures` are sentences, and make the exit status 1.
-    `files` write what else was asked for, and return where it is; they are called when the figures have been told.
+    """What a regime found. `figures` must be plain JSON data; `failures` are sentences, and make the exit status 1, or
+    that of an interrupt where Ctrl-C has cut it short. `files` write what else was asked for, and return where it is;
+    they are called when the figures have been told.
     """
 
     figures: dict[str, Any]
     failures: list[str] = dataclasses.field(default_factory=list)
     files: list[Callable[[], Sequence[Path]]] = dataclasses.field(default_factory=list)
     all_here: bool = True  # what was measured ran on this machine, with these packages
+    interrupted: bool = False  # this is what was finished by then
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,21 +57,21 @@ def run(args: argparse.Namespace) -> Report:
         say("the server runs on from value to value, and the prompts are the same: all but the first find its caches "
             "filled. Leave out --base-url, --host and --port to have a fresh server for each")  # fmt: skip
     found: list[Measured] = []
-    failures: list[str] = []
+    report = Report({}, all_here=points[0][1].launch is not None)
     for value, settings in points:
         say(f"{flag} {value}")
-        measured = next_of(bool(found), f"{flag} {value}", failures, partial(_measured, settings, f"{flag} {value}"))
+        measured = next_of(bool(found), f"{flag} {value}", report, partial(_measured, settings, f"{flag} {value}"))
         if measured is None:
             break
         found.append(measured)
-        failures += [f"{flag} {value}: {failure}" for failure in measured.failures]
+        report.failures += [f"{flag} {value}: {failure}" for failure in measured.failures]
         if settings.output.save_result:
-            failures += write([partial(results.save, settings, measured, config_of(args), value.replace("/", "_"))])
-    figures = {"flag": flag, "values": values[: len(found)], "runs": [measured.figures for measured in found]}
-    failures += tell(describe(figures))
-    report = Report(figures, failures, all_here=points[0][1].launch is not None)
+            name = value.replace("/", "_")
+            report.failures += write([partial(results.save, settings, measured, config_of(args), name)])
+    report.figures = {"flag": flag, "values": values[: len(found)], "runs": [measured.figures for measured in found]}
+    report.failures += tell(describe(report.figures))
     if args.plot is not None:
-        report.files.append(lambda: plot.draw(plot.of_sweep(figures), args.plot))
+        report.files.append(lambda: plot.draw(plot.of_sweep(report.figures), args.plot))
     return report
 
 

@@ -4,6 +4,7 @@
 the caller's business.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -14,6 +15,30 @@ from torch import Tensor
 # Of what the length of a rank's part of an inner axis is made a multiple, by the device's type. CUDA's fastest matrix
 # kernels want rows that begin at multiples of 16 bytes; a Qwen2.5-VL's tower has an inner size of 3,420.
 GRANULES = {"cuda": 64}
+
+
+class RankLost(RuntimeError):
+    """Another rank has not come where it was waited for; the text says which, as far as that is known."""
+
+
+class RankEnded(RankLost):
+    """It has ended, or is about to."""
+
+
+# Gloo's own words, in errors that torch passes on as they are.
+_ENDED = ("closed by peer", "reset by peer", "Broken pipe")
+_LATE = ("Timed out waiting",)
+
+
+def _loss_in(error: RuntimeError) -> RankLost | None:
+    """What `error` says of the loss of another rank; None if it is about something else."""
+    if isinstance(error, RankLost):
+        return error
+    if any(sign in str(error) for sign in _ENDED):
+        return RankEnded("a rank has ended")
+    if any(sign in str(error) for sign in _LATE):
+        return RankLost("a rank has not come in time (--collective-timeout)")
+    return None
 
 
 class Collectives(Protocol):
@@ -45,7 +70,11 @@ class TorchCollectives:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """A rank's place in its group."""
+    """A rank's place in its group.
+
+    Raises, from each collective:
+        RankLost: another rank did not come to it.
+    """
 
     rank: int = 0
     size: int = 1
@@ -58,7 +87,7 @@ class TensorParallel:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place where there is more than one; returns its argument."""
         if self.size > 1:
-            self.collectives.all_reduce(tensor)
+            self._together(self.collectives.all_reduce, tensor)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -66,14 +95,25 @@ class TensorParallel:
         if self.size == 1:
             return tensor.unsqueeze(0)
         gathered = tensor.new_empty(self.size, *tensor.shape)
-        self.collectives.all_gather(gathered, tensor.contiguous())
+        self._together(self.collectives.all_gather, gathered, tensor.contiguous())
         return gathered
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with rank 0's, in place; returns its argument."""
         if self.size > 1:
-            self.collectives.broadcast(tensor)
+            self._together(self.collectives.broadcast, tensor)
         return tensor
+
+    @staticmethod
+    def _together(collective: Callable[..., None], *tensors: Tensor) -> None:
+        """Do it; the loss of a rank is told with its name."""
+        try:
+            collective(*tensors)
+        except RuntimeError as error:
+            lost = _loss_in(error)
+            if lost is None:
+                raise
+            raise type(lost)(f"{collective.__name__}: {lost}") from error
 
     def part(self, total: int) -> slice:
         """This rank's share of `total` rows; shares differ by at most one."""

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mini_engine.model.parallel import RankEnded, RankLost
 from mini_engine.transport import memory
 
 SLOT_BYTES = 1 << 20  # larger tensors go in pieces; a piece stays in a core's cache between writing and reading
@@ -40,7 +41,7 @@ class SharedMemoryCollectives:
     All ranks call the same methods in the same order with tensors of equal shape and dtype, on the CPU.
 
     Raises, from each method:
-        RuntimeError: another rank has ended, or has not come within `timeout` seconds.
+        RankLost: another rank has ended (RankEnded), or has not come within `timeout` seconds.
     """
 
     def __init__(self, rank: int, links: Links, fd: int, timeout: float):
@@ -107,7 +108,7 @@ def _send(rank: int, link: socket.socket, descriptors: Sequence[int] = ()) -> No
     try:
         socket.send_fds(link, [_READY], descriptors) if descriptors else link.send(_READY)
     except ConnectionError:
-        raise RuntimeError(f"rank {rank} has ended") from None
+        raise RankEnded(f"rank {rank} has ended") from None
 
 
 def _hear(rank: int, link: socket.socket, timeout: float, descriptors: int = 0) -> list[int]:
@@ -115,13 +116,11 @@ def _hear(rank: int, link: socket.socket, timeout: float, descriptors: int = 0) 
     try:
         heard, received = socket.recv_fds(link, 1, descriptors)[:2] if descriptors else (link.recv(1), [])
     except (BlockingIOError, TimeoutError):
-        raise RuntimeError(
-            f"rank {rank} has not come to a collective within {timeout:g} s (--collective-timeout)"
-        ) from None
+        raise RankLost(f"rank {rank} has not come within {timeout:g} s (--collective-timeout)") from None
     except ConnectionError:
         heard, received = b"", []
     if not heard:
-        raise RuntimeError(f"rank {rank} has ended")
+        raise RankEnded(f"rank {rank} has ended")
     return received
 
 
@@ -137,7 +136,7 @@ def meet(path: Path, rank: int, size: int, patience: float, timeout: float) -> S
     each collective.
 
     Raises:
-        RuntimeError: not all have come in time, or one has ended.
+        RankLost: not all have come in time, or one has ended.
         OSError: no memory or no descriptors.
     """
     until = time.monotonic() + patience
@@ -161,11 +160,11 @@ def _host(path: Path, size: int, until: float, patience: float, opened: contextl
             try:
                 link, _ = listener.accept()
             except TimeoutError:
-                raise RuntimeError(f"{links.count(None) - 1} ranks have not come within {patience:g} s") from None
+                raise RankLost(f"{links.count(None) - 1} ranks have not come within {patience:g} s") from None
             opened.enter_context(link)
             (other,) = link.recv(1) or [0]
             if not other:
-                raise RuntimeError("a rank has ended")
+                raise RankEnded("a rank has ended")
             links[other] = link
     path.unlink()
     fd = memory.create_sealed(shared_bytes(size))
@@ -193,7 +192,7 @@ def _join(
             break
         except (FileNotFoundError, ConnectionRefusedError):
             if time.monotonic() > until:
-                raise RuntimeError(f"rank 0 has not come within {patience:g} s") from None
+                raise RankLost(f"rank 0 has not come within {patience:g} s") from None
             time.sleep(0.005)  # only while a server starts
     host.sendall(bytes([rank]))
     host.settimeout(max(until - time.monotonic(), 0.001))

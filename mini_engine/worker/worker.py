@@ -1,7 +1,8 @@
 """A worker's process: one rank of one engine, from its start to the loop of `serving.py`.
 
 Beside the main thread there are the receiver of `media_inputs.py` and, on CUDA, the `Watch` of `serving.py`. An
-exception ends the process: the supervisor sees it and ends the engine.
+exception ends the process: the supervisor sees it and ends the engine. A rank that has lost another one says so in a
+line, and leaves it to the supervisor to tell what became of that one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import gc
 import logging
 import os
+import sys
 import time
 from datetime import timedelta
 from functools import partial
@@ -23,7 +25,7 @@ from mini_engine.config import AttentionBackendName, ConfigError, EngineConfig
 from mini_engine.messages import Chunk, Init, NewSequence, SamplingParams, Step, WorkerReady
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import VisionConfig
-from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.parallel import RankEnded, RankLost, TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
@@ -42,9 +44,23 @@ from mini_engine.worker.shared_collectives import meet
 
 logger = logging.getLogger(__name__)
 
+# For the supervisor to end this engine, because of a rank that has closed its connections. That one may take a while to
+# end, and who ended before it would be named in its place.
+LAST_WORD_SECONDS = 10
+
 
 def run(child: Child) -> None:
     """Main function of a worker process; returns never."""
+    try:
+        _run(child)
+    except RankLost as lost:
+        logger.error("%s", lost)
+        if isinstance(lost, RankEnded):
+            time.sleep(LAST_WORD_SECONDS)
+        sys.exit(1)
+
+
+def _run(child: Child) -> None:
     init = child.init()
     engine, rank = (int(part) for part in child.index.split("."))
     device = choose_device(init.config, engine, rank)

@@ -188,7 +188,7 @@ def test_tensors_that_were_lost_are_sent_once_more(
         if losses == 1:
             assert response.json()["choices"][0]["message"]["content"] == "a red circle"
         else:
-            assert response.status_code == 500
+            assert (response.status_code, response.headers["retry-after"]) == (503, "5")
             assert "could not be handed" in response.json()["error"]["message"]
             assert served.core.finishes == []
         assert [len(transport.sent) for transport in served.transports] == [1, 1]  # the other one has its turn

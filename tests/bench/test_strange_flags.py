@@ -41,6 +41,23 @@ def test_values_of_no_use(flags: tuple[str, ...]):
     assert said.startswith("--") and "\n" not in said and len(said) < 500
 
 
+@pytest.mark.parametrize("flag", ["--num-prompts", "--num-warmups"])
+def test_more_prompts_than_memory_holds(flag: str):
+    with pytest.raises(ConfigError, match=f"^{flag}: 1000000000000 is above 100000: .*; send more in several runs"):
+        parse([flag, str(10**12)])
+
+
+@pytest.mark.parametrize("flag", ["--input-len", "--random-prefix-len", "--random-mm-base-items-per-request"])
+def test_a_prompt_that_memory_does_not_hold(flag: str):
+    with pytest.raises(ConfigError, match=f"^{flag}.*: 1000000000000 is above "):
+        parse([flag, str(10**12)])
+
+
+def test_more_rounds_than_anybody_waits_for():
+    with pytest.raises(ConfigError, match="^--rounds: 1000000000000 is above 1000$"):
+        parse(["ab", "--a", "", "--b", "", "--rounds", str(10**12)])
+
+
 def test_no_error_tells_a_key(monkeypatch):
     for flags in (["--header", "Authorization=sesame\n"], ["--base-url", "http://me:sesame@host"]):
         with pytest.raises(ConfigError) as caught:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from mini_engine.bench.serving.media import MediaPlace, media_place
 from mini_engine.bench.serving.target import Target
 from tests.bench.misbehaving import MisbehavingServer
 from tests.e2e.running_server import ROOT
+from tests.transport.store_ranks import eventually
 
 
 @pytest.fixture
@@ -53,17 +56,20 @@ def servers(monkeypatch: pytest.MonkeyPatch, broken: MisbehavingServer) -> list[
 
 
 @pytest.mark.parametrize(
-    ("error", "said"), [(BenchError("it did not start"), "it did not start"), (KeyboardInterrupt(), "interrupted")]
+    ("error", "said", "status"),
+    [(BenchError("it did not start"), "it did not start", 1), (KeyboardInterrupt(), "interrupted", 130)],
 )
-def test_a_server_of_ab_that_fails_keeps_the_others(bench, servers, prompts, error: BaseException, said: str):
+def test_a_server_of_ab_that_fails_keeps_the_others(
+    bench, servers, prompts, error: BaseException, said: str, status: int
+):
     servers += [None, None, None, error]
     ran = bench("ab", *prompts, "--a", "", "--b", "--max-num-seqs 2")
-    assert ran.status == 1 and ran.last["failures"] == [f"A2: {said}"]
+    assert ran.status == status and ran.last["failures"] == [f"A2: {said}"]
     assert {side: len(runs) for side, runs in ran.figures["runs"].items()} == {"A": 1, "B": 2}
     assert "request_throughput" in ran.figures["ratios"] and "One round" in ran.out
     servers += [None, error]
     ran = bench("ab", *prompts, "--a", "", "--b", "")
-    assert ran.status == 1 and ran.last["failures"] == [f"B1: {said}"]
+    assert ran.status == status and ran.last["failures"] == [f"B1: {said}"]
     assert ran.figures["ratios"] == {} and len(ran.figures["runs"]["A"]) == 1
 
 
@@ -80,6 +86,24 @@ def test_a_value_of_a_sweep_that_fails_keeps_the_others(bench, servers, prompts,
     ran = bench("sweep", *prompts, "--flag", "max-num-seqs", "--values", "1,2,3", "--plot", plot)
     assert ran.status == 1 and ran.last["failures"] == ["--max-num-seqs 2: it did not start"]
     assert ran.figures["values"] == ["1"] and len(ran.figures["runs"]) == 1 and plot.exists()
+
+
+def test_an_interrupted_sweep_tells_what_is_finished(start, broken, prompts, tmp_path: Path):
+    (tmp_path / "silent.jsonl").write_text('{"prompt": "silent"}\n')
+    values = [str(tmp_path / name) for name in ("prompts.jsonl", "silent.jsonl")]
+    flags = [*prompts, "--base-url", broken.url, "--flag", "dataset-path", "--values", ",".join(values)]
+    sweep = start("sweep", *flags, "--output", tmp_path / "last.json")
+    assert eventually(lambda: len(broken.bodies) == 2, 60)
+    sweep.send_signal(signal.SIGINT)
+    out, err = sweep.communicate(timeout=30)
+    assert sweep.returncode == 130 and "Traceback" not in err
+    *told, last = out.splitlines()
+    assert (
+        any(line.startswith(f"{values[0]}  ") for line in told) and (tmp_path / "last.json").read_text() == last + "\n"
+    )
+    found = json.loads(last)
+    assert found["failures"] == [f"--dataset-path {values[1]}: interrupted"]
+    assert found["figures"]["values"] == values[:1] and found["figures"]["runs"][0]["completed"] == 1
 
 
 def test_a_server_that_ends_by_itself_leaves_what_was_measured(bench, monkeypatch, broken, prompts, tmp_path: Path):

@@ -139,8 +139,9 @@ def test_unknown_path_is_404(server):
         server.get("/nothing")
 
 
-def test_a_rank_that_hangs_ends_the_engine_with_its_requests_answered():
-    with RunningServer("-tp", "2", "--collective-timeout", "3") as server:
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_a_rank_that_hangs_ends_the_engine_with_its_requests_answered(backend):
+    with RunningServer("-tp", "2", "--collective-timeout", "3", "--distributed-backend", backend) as server:
         one = ask_video(3)
         assert server.ask(one.text, one.urls) == one.answer
         family = descendants(server.process.pid)
@@ -152,3 +153,4 @@ def test_a_rank_that_hangs_ends_the_engine_with_its_requests_answered():
         assert time.monotonic() - begun < 15
         assert server.process.wait(10) == 1
         server.assert_nothing_left(family)
+        assert "(--collective-timeout)" in server.log and "Traceback" not in server.log

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from mini_engine.model.parallel import RankEnded, RankLost
 from mini_engine.worker import shared_collectives
 from mini_engine.worker.shared_collectives import SLOT_BYTES, meet
 
@@ -84,16 +85,14 @@ def test_a_rank_that_is_ahead_does_not_write_over_what_others_read(ranks, monkey
 def test_a_rank_that_ends_is_told_at_once(ranks):
     ranks[1].close()
     for rank in (0, 2):
-        with pytest.raises(RuntimeError, match="rank 1 has ended"):
+        with pytest.raises(RankEnded, match="rank 1 has ended"):
             ranks[rank].all_reduce(torch.zeros(4))
 
 
 def test_a_rank_that_does_not_come_is_waited_for_so_long(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda rank: meet(tmp_path / "ranks", rank, 2, 0.2, 0.2), range(2))
-    with pytest.raises(
-        RuntimeError, match=r"rank 1 has not come to a collective within 0.2 s \(--collective-timeout\)"
-    ):
+    with pytest.raises(RankLost, match=r"rank 1 has not come within 0.2 s \(--collective-timeout\)"):
         first.all_reduce(torch.zeros(4))
     first.close()
     second.close()
@@ -101,7 +100,7 @@ def test_a_rank_that_does_not_come_is_waited_for_so_long(tmp_path):
 
 @pytest.mark.parametrize(("rank", "problem"), [(0, "1 ranks have not come within 0.2 s"), (1, "rank 0 has not come")])
 def test_ranks_that_never_meet(rank, problem, tmp_path):
-    with pytest.raises(RuntimeError, match=problem):
+    with pytest.raises(RankLost, match=problem):
         meet(tmp_path / "ranks", rank, 2, 0.2, 0.2)
 
 

@@ -45,30 +45,46 @@ def links(tmp_path):
 
 
 @pytest.fixture
-def process(tmp_path, links):
-    spec = ChildSpec("worker", "0.0", INCARNATION, os.getpid(), f"ipc://{tmp_path}/supervisor", LogSettings("warning"))
-    child = subprocess.Popen(
-        [sys.executable, "-m", "mini_engine.child", msgspec.json.encode(spec).decode()],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-    )
-    yield child
-    child.kill()
-    child.wait()
-    child.stderr.close()
+def start(tmp_path, links):
+    """Starts the process of a rank."""
+    children = []
+
+    def started(rank: int) -> subprocess.Popen:
+        supervisor, log = f"ipc://{tmp_path}/supervisor", LogSettings("warning")
+        spec = ChildSpec("worker", f"0.{rank}", INCARNATION + rank, os.getpid(), supervisor, log)
+        child = subprocess.Popen(
+            [sys.executable, "-m", "mini_engine.child", msgspec.json.encode(spec).decode()],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+        )
+        children.append(child)
+        return child
+
+    yield started
+    for child in children:
+        child.kill()
+        child.wait()
+        child.stderr.close()
 
 
-def test_from_hello_to_tokens_and_an_end_on_error(tmp_path, links, process, checkpoint, expected):
+def init_with(tmp_path, checkpoint, config: EngineConfig) -> Init:
+    """What the supervisor answers to each rank of one engine."""
+    ranks = [
+        RankAddress(0, rank, f"{tmp_path}/tensors{rank}", f"ipc://{tmp_path}/tensors-rpc{rank}")
+        for rank in range(config.tensor_parallel_size)
+    ]
+    cache = MediaCachePlan("off", 0, "")
+    return Init(config, str(checkpoint), str(tmp_path), [], [f"ipc://{tmp_path}/core"], ranks, cache)
+
+
+def test_from_hello_to_tokens_and_an_end_on_error(tmp_path, links, start, checkpoint, expected):
     supervisor, core = links
+    process = start(0)
     encoder = Encoder("supervisor", 0)
     peer, frame = supervisor.recv_multipart()
     assert decode(frame).body == Hello("worker", "0.0")
-    rank = RankAddress(0, 0, f"{tmp_path}/tensors", f"ipc://{tmp_path}/tensors-rpc")
     config = EngineConfig(device="cpu", kv_cache_memory_bytes=1 << 20)
-    init = Init(
-        config, str(checkpoint), str(tmp_path), [], [f"ipc://{tmp_path}/core"], [rank], MediaCachePlan("off", 0, "")
-    )
-    supervisor.send_multipart([peer, encoder.encode(init)])
+    supervisor.send_multipart([peer, encoder.encode(init_with(tmp_path, checkpoint, config))])
 
     rank_peer, frame = core.recv_multipart()
     ready = decode(frame)
@@ -90,6 +106,35 @@ def test_from_hello_to_tokens_and_an_end_on_error(tmp_path, links, process, chec
     core.send_multipart([rank_peer, encoder.encode(Step(4, chunks=[Chunk("unknown", 0, 1, [0], True)]))])
     assert process.wait(timeout=20) == 1
     assert "KeyError: 'unknown'" in process.stderr.read().decode()
+
+
+@pytest.mark.parametrize(("backend", "who"), [("shm", "rank 1"), ("gloo", "a rank")])
+def test_who_loses_another_rank_says_so_in_a_line_and_does_not_end_before_it(
+    tmp_path, links, start, checkpoint, backend, who
+):
+    """The supervisor is to find one death, and this is it."""
+    supervisor, core = links
+    encoder = Encoder("supervisor", 0)
+    survivor, dying = start(0), start(1)
+    config = EngineConfig(
+        device="cpu", kv_cache_memory_bytes=1 << 20, tensor_parallel_size=2, distributed_backend=backend
+    )
+    for _ in range(2):
+        peer, _ = supervisor.recv_multipart()
+        supervisor.send_multipart([peer, encoder.encode(init_with(tmp_path, checkpoint, config))])
+    peers = {decode(frame).body.rank: peer for peer, frame in (core.recv_multipart() for _ in range(2))}
+
+    new = NewSequence("one", [17], SamplingParams(max_tokens=9, seed=0, temperature=0.0), [])
+    chunk = Chunk("one", 0, 1, [0], True)
+    core.send_multipart([peers[0], encoder.encode(Step(1, started=[new], chunks=[chunk]))])
+    core.send_multipart([peers[1], encoder.encode(Step(1, chunks=[chunk]))])  # of which it knows nothing
+    assert dying.wait(timeout=20) == 1
+    assert "KeyError: 'one'" in dying.stderr.read().decode()
+    said = survivor.stderr.readline().decode()
+    assert said.endswith(f"ERROR   worker 0.0 | all_reduce: {who} has ended\n")
+    assert survivor.poll() is None
+    survivor.kill()
+    assert survivor.stderr.read() == b""
 
 
 @pytest.mark.parametrize(("given", "threads"), [("3", 3), ("", 2), ("0", 2), ("x", 2)])

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import urllib.parse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ BACKENDS = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}
 RANDOM_TOKENS = 1024  # of a text of random
 LEAST_RATE = 1e-9
 MOST_SHAPE = 1e6
+MOST_PROMPTS = 100_000  # of synthetic videos some GB
+MOST_TOKENS = 1 << 24
+MOST_ITEMS = 1000
 MOST_SIDE = 1 << 14  # what H.264 holds
 MOST_PIXELS = 1 << 30  # which take 3 GiB while a video is made
 SHOWN = 200  # characters of a value in an error
@@ -61,18 +65,18 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     add("--dataset-path", metavar="PATH", help="File of sharegpt or custom; file, folder or hub name of hf.")
     add("--hf-subset", metavar="NAME", help="Subset of a data set of the hub.")
     add("--hf-split", metavar="NAME", help="Split of a data set of hf (default: train).")
-    add("--num-prompts", type=at_least(1), default=100, help="Default: 100.")
-    add("--num-warmups", type=at_least(0), default=4,
+    add("--num-prompts", type=prompts(1), default=100, help="Default: 100.")
+    add("--num-warmups", type=prompts(0), default=4,
         help="Requests before those that count, with media of their own (default: 4).")  # fmt: skip
     add("--output-len", "--random-output-len", "--custom-output-len", type=at_least(1), metavar="TOKENS",
         help="Most tokens to generate; default: 32 for synthetic ones, as many as the record's own answer has for "
         "files, else 128.")  # fmt: skip
     add("--sharegpt-output-len", type=at_least(1), metavar="TOKENS", help="The same, for sharegpt.")
     add("--hf-output-len", type=at_least(1), metavar="TOKENS", help="The same, for hf.")
-    add("--input-len", "--random-input-len", type=at_least(1), metavar="TOKENS",
+    add("--input-len", "--random-input-len", type=at_least(1, MOST_TOKENS), metavar="TOKENS",
         help="Length of the text of random, text and random-mm, in words that are one token each, without a chat's "
         f"template (default: {RANDOM_TOKENS} for random, else a short question).")  # fmt: skip
-    add("--random-prefix-len", type=at_least(0), metavar="TOKENS",
+    add("--random-prefix-len", type=at_least(0, MOST_TOKENS), metavar="TOKENS",
         help="Length of a text before it that is the same for all prompts (default: 0).")  # fmt: skip
     add("--random-range-ratio", type=share, metavar="SHARE",
         help="By which share the lengths of texts and answers are less or more, drawn (default: 0).")  # fmt: skip
@@ -85,7 +89,7 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     add("--random-mm-bucket-config", type=buckets, metavar="DICT",
         help="Sizes of random-mm with their weights, as {(height, width, frames): weight, ...}; one frame is an image. "
         "Sizes of videos are even.")  # fmt: skip
-    add("--random-mm-base-items-per-request", type=at_least(1), metavar="N", help="Default: 1.")
+    add("--random-mm-base-items-per-request", type=at_least(1, MOST_ITEMS), metavar="N", help="Default: 1.")
     add("--media-transport", choices=("data", "file", "http"), default="data",
         help="Media inside the request, as files for the server, or from a file server (default: data). URLs in a data "
         "set stay as they are.")  # fmt: skip
@@ -132,6 +136,12 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
     add("--disable-tqdm", action="store_true", help="Show no progress.")
     add("--metadata", type=pair, nargs="+", default=[], metavar="KEY=VALUE", help="For the results.")
     add("--plot", type=Path, metavar="FILE", help="Draw latencies, throughput and stages, such as out.png.")
+
+
+def prompts(least: int) -> Callable[[str], int]:
+    """Reads a number of prompts."""
+    return at_least(least, MOST_PROMPTS, "they are all made before the first is sent; send more in several runs, each "
+                    "with a --seed of its own")  # fmt: skip
 
 
 def filled(text: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from mini_engine.bench.datasets.loading import load
 from mini_engine.bench.datasets.sample import Prompts, draws
 from mini_engine.bench.datasets.tokenized import load_tokenizer
-from mini_engine.bench.report import BenchError, say
+from mini_engine.bench.report import BenchError, Report, say
 from mini_engine.bench.serving import figures, table
 from mini_engine.bench.serving.arrivals import arrivals
 from mini_engine.bench.serving.bodies import requests_of
@@ -82,16 +82,17 @@ def run_once(ready: Prepared, title: str) -> Measured:
     return measured
 
 
-def next_of(before: bool, name: str, failures: list[str], run: Callable[[], Measured]) -> Measured | None:
-    """What one of several runs measured; None if it came to nothing, or was interrupted. This is among the failures
-    then, under its `name`: what others measured `before` stands. Of the first run the error is raised.
+def next_of(before: bool, name: str, report: Report, run: Callable[[], Measured]) -> Measured | None:
+    """What one of several runs measured; None if it came to nothing, or was interrupted. This is in the report then,
+    under its `name`: what others measured `before` stands. Of the first run the error is raised.
     """
     try:
         return run()
     except (BenchError, ConfigError, KeyboardInterrupt) as error:
         if not before:
             raise
-        failures.append(f"{name}: {str(error) or 'interrupted'}")
+        report.interrupted = isinstance(error, KeyboardInterrupt)
+        report.failures.append(f"{name}: {'interrupted' if report.interrupted else error}")
         return None
 
 
