@@ -18,7 +18,7 @@ T = TypeVar("T")
 INSIDE = Path(__file__).parent / "inside"
 
 
-def eventually(check: Callable[[], T], seconds: float = 15) -> T:
+def eventually(check: Callable[[], T], seconds: float = 60) -> T:
     """The result of `check` once it raises no AssertionError any more; the last one when time is up."""
     deadline = time.monotonic() + seconds
     pause = 0.01
@@ -62,7 +62,7 @@ class Inside:
             AssertionError: it cannot tell: it is dead, or has only just begun.
         """
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(10)
+            connection.settimeout(60)
             try:
                 connection.connect(f"{self.directory}/{pid}.figures")
                 with connection.makefile() as answer:
@@ -76,9 +76,9 @@ class Barrier:
 
     def __init__(self, directory: Path, name: str):
         self.armed = directory / f"{name}.armed"
-        self._held = str(directory / f"{name}.held.*[0-9]")
+        self._held = str(directory / f"{name}.held.*")
 
-    def wait_until_held(self, seconds: float = 30) -> dict[str, Any]:
+    def wait_until_held(self, seconds: float = 240) -> dict[str, Any]:
         """What the process that is held tells: its `pid`, and more. Raises AssertionError when nobody comes."""
         return eventually(self._told, seconds)
 
