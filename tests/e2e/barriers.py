@@ -1,4 +1,5 @@
-"""The test's end of `tests/e2e/inside/sitecustomize.py`: hold a process of the server at a place, and look into it."""
+"""The test's end of `tests/e2e/inside/sitecustomize.py`: hold a process of the server at a place, and look into it. And
+others to wait for what happens in them."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import contextlib
 import glob
 import json
 import os
+import signal
 import socket
 import tempfile
 import time
@@ -30,6 +32,17 @@ def eventually(check: Callable[[], T], seconds: float = 60) -> T:
                 raise
         time.sleep(pause)
         pause = min(2 * pause, 0.2)
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Let the process stand still; in the end it goes on, unless it is dead."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 class Inside:

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.e2e.asked import ask_small
-from tests.e2e.barriers import Inside, eventually
+from tests.e2e.barriers import Inside, eventually, stopped
 from tests.e2e.held import GAUGES, memory
 from tests.e2e.running_server import RunningServer, alive, message
-from tests.faults.ground import RECOVERY_SECONDS, stopped
+from tests.faults.ground import RECOVERY_SECONDS
 from tests.faults.load import ask
 from tests.faults.test_death import assert_health, get, in_flight
 

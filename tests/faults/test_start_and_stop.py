@@ -19,10 +19,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.asked import Asked, ask_small
-from tests.e2e.barriers import Inside, eventually
+from tests.e2e.barriers import Inside, eventually, stopped
 from tests.e2e.pinned import Asking
 from tests.e2e.running_server import ROOT, RunningServer, descendants, message
-from tests.faults.ground import stopped
 from tests.faults.load import ask
 
 # In their order; each is in another process, or another part of its work.
