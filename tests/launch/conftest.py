@@ -33,7 +33,7 @@ def family(runtime, monkeypatch) -> Iterator[Family]:
     def start_mortal(*args: object) -> ChildProcess:
         child = start(*args)
         kill = child._popen.kill
-        child._popen.kill = lambda: (kill(), os.waitid(os.P_PIDFD, child.pidfd, os.WEXITED | os.WNOWAIT))
+        child._popen.kill = lambda: (kill(), select.select([child.pidfd], [], [], 60))
         children.append(child)
         return child
 

@@ -15,6 +15,7 @@ import pytest
 from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
 from mini_engine.launch import family as family_module
+from mini_engine.launch import stopping
 from mini_engine.launch import supervisor as supervisor_module
 from mini_engine.launch.family import Died, Family, Said, Undying
 from mini_engine.launch.generation import Generation, Ground
@@ -87,6 +88,14 @@ def test_a_stop_waits_for_nobody_who_does_not_die(family, caplog):
     undying = Stopping(family, Liveness(config, family), 0).run(0.0)
     assert [event.child for event in undying] == [children[1]] and not family.children
     assert "does not die" in caplog.text
+
+
+@pytest.mark.parametrize(("interrupts", "warnings"), [(0, 1), (1, 0)])
+def test_an_api_server_that_does_not_end_when_it_is_told_to_is_named(interrupts, warnings, family, monkeypatch, caplog):
+    monkeypatch.setattr(stopping, "API_STOP_SECONDS", 0.0)
+    child = family.start("api", "sleeps", 1)
+    assert not Stopping(family, Liveness(EngineConfig(), family), interrupts).run(0.0)
+    assert caplog.text.count(f"{child.title} is killed: it has not ended within 0 s") == warnings
 
 
 def supervisor(family, runtime) -> Supervisor:
