@@ -205,6 +205,21 @@ def test_a_line_that_is_left_twice_is_joined_again_all_the_same(family, runtime)
             assert client.recv(1) == b"!"
 
 
+def test_the_line_of_a_dead_api_server_is_left_before_its_death_is_in_the_log(family, runtime, monkeypatch):
+    """As when its engine has died before it: who reads of it may count on that."""
+    one = supervisor(family, runtime)
+    one.listeners = bind_listeners(EngineConfig(host="127.0.0.1", port=0))
+    accepting: list[int] = []
+    with one.listeners[0] as listener:
+        listener.listen()
+        dead_together(one, [family.start("api", "0", 1)])
+        one.generation = Generation(2, one.ground)
+        look = lambda *_: accepting.append(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))  # noqa: E731
+        monkeypatch.setattr(supervisor_module.logger, "error", look)
+        one._poll(60)
+    assert accepting == [0]
+
+
 def test_who_does_not_die_ends_the_server_though_another_death_is_found_at_once(family, runtime):
     one = supervisor(family, runtime)
     undying = make_unkillable(family.start("worker", "sleeps", 1))
