@@ -96,14 +96,16 @@ def test_a_directory_outlives_neither_its_process_nor_a_signal_to_all(tmp_path: 
 
     def janitor() -> int:
         (found,) = descendants(held.pid) or [0]
-        assert found and int(re.findall(r"SigIgn:\s+(\w+)", Path(f"/proc/{found}/status").read_text())[0], 16) & 1 << 14
+        ignored = int(re.findall(r"SigIgn:\s+(\w+)", Path(f"/proc/{found or held.pid}/status").read_text())[0], 16)
+        assert found and all(ignored & 1 << number - 1 for number in numbers)
         return found
 
     def check() -> None:
         assert not list(tmp_path.iterdir())
 
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as held:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in numbers:
             os.kill(eventually(janitor), number)
         assert len(list(tmp_path.iterdir())) == 1
         held.kill()

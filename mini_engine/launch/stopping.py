@@ -37,6 +37,8 @@ class Stopping:
             child.terminate()
         self._wait_for_api_servers(API_STOP_SECONDS)
         for child in self._family.children:
+            if child.role == "api" and not self._interrupts:
+                logger.warning("%s is killed: it has not ended within %g s", child.title, API_STOP_SECONDS)
             child.kill()
         while self._family.children:
             for event in self._family.wait(None):

@@ -215,10 +215,10 @@ class Supervisor:
     def _on_late_death(self, child: ChildProcess, how: str, expected: bool) -> None:
         """Of an API server whose engines are dead, and that was to answer 503 until its successor serves; or of a
         process of these engines, found with the death that has ended them."""
+        if child.role == "api":  # first: who reads of its death finds nobody waiting for it
+            self._leave_line(int(child.index))
         if not expected:
             logger.error("%s %s; %s", child.title, how, child.last_lines())
-        if child.role == "api":
-            self._leave_line(int(child.index))
 
     def _start_failed(self, text: str, in_short: str | None = None) -> NoReturn:
         """This generation will not serve. The first of all is not tried again: most often the settings are at fault."""

@@ -1,4 +1,5 @@
-"""The test's end of `tests/e2e/inside/sitecustomize.py`: hold a process of the server at a place, and look into it."""
+"""The test's end of `tests/e2e/inside/sitecustomize.py`: hold a process of the server at a place, and look into it. And
+others to wait for what happens in them."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import contextlib
 import glob
 import json
 import os
+import signal
 import socket
 import tempfile
 import time
@@ -18,7 +20,7 @@ T = TypeVar("T")
 INSIDE = Path(__file__).parent / "inside"
 
 
-def eventually(check: Callable[[], T], seconds: float = 15) -> T:
+def eventually(check: Callable[[], T], seconds: float = 60) -> T:
     """The result of `check` once it raises no AssertionError any more; the last one when time is up."""
     deadline = time.monotonic() + seconds
     pause = 0.01
@@ -30,6 +32,17 @@ def eventually(check: Callable[[], T], seconds: float = 15) -> T:
                 raise
         time.sleep(pause)
         pause = min(2 * pause, 0.2)
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Let the process stand still; in the end it goes on, unless it is dead."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 class Inside:
@@ -62,7 +75,7 @@ class Inside:
             AssertionError: it cannot tell: it is dead, or has only just begun.
         """
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(10)
+            connection.settimeout(60)
             try:
                 connection.connect(f"{self.directory}/{pid}.figures")
                 with connection.makefile() as answer:
@@ -76,9 +89,9 @@ class Barrier:
 
     def __init__(self, directory: Path, name: str):
         self.armed = directory / f"{name}.armed"
-        self._held = str(directory / f"{name}.held.*[0-9]")
+        self._held = str(directory / f"{name}.held.*")
 
-    def wait_until_held(self, seconds: float = 30) -> dict[str, Any]:
+    def wait_until_held(self, seconds: float = 240) -> dict[str, Any]:
         """What the process that is held tells: its `pid`, and more. Raises AssertionError when nobody comes."""
         return eventually(self._told, seconds)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.e2e.barriers import Inside
 from tests.e2e.pinned import call
-from tests.e2e.running_server import RunningServer
+from tests.e2e.running_server import RunningServer, figures
 
 # Each is 0 when no request is there.
 GAUGES = (
@@ -19,14 +19,14 @@ GAUGES = (
 
 def samples(server: RunningServer, title: str) -> dict[str, float]:
     """`/metrics` as one API server shows it, by name with labels, without the prefix."""
-    lines = call(server, title, "GET", "/metrics").splitlines()
+    lines = figures(lambda: call(server, title, "GET", "/metrics")).splitlines()
     pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
     return {name.removeprefix("mini_engine:"): float(value) for name, _, value in pairs}
 
 
-def total(figures: dict[str, float], name: str) -> float:
+def total(shown: dict[str, float], name: str) -> float:
     """A metric of `samples`, summed over its labels."""
-    found = [value for key, value in figures.items() if key.partition("{")[0] == name]
+    found = [value for key, value in shown.items() if key.partition("{")[0] == name]
     assert found, f"/metrics has no {name}"
     return sum(found)
 
@@ -54,8 +54,8 @@ def mappings(pid: int) -> int:
 
 def assert_nothing_held(server: RunningServer, inside: Inside, witness: str, titles: Iterable[str]) -> None:
     """By the gauges that the API server `witness` shows, and by the count of each process, no request is there."""
-    figures = samples(server, witness)
-    left: dict[str, object] = {name: value for name in GAUGES if (value := total(figures, name))}
+    shown = samples(server, witness)
+    left: dict[str, object] = {name: value for name in GAUGES if (value := total(shown, name))}
     pids = processes(server)
     for title in titles:
         held = inside.figures(pids[title])["held"]
@@ -69,6 +69,6 @@ def holdings(server: RunningServer, inside: Inside) -> dict[str, dict[str, int]]
     for title, pid in processes(server).items():
         state[title] = {"descriptors": descriptors(pid), "mappings": mappings(pid)}
         if title != "supervisor":
-            figures = inside.figures(pid)
-            state[title] |= figures["held"] | figures["kept"]
+            counted = inside.figures(pid)
+            state[title] |= counted["held"] | counted["kept"]
     return state

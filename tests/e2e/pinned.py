@@ -19,16 +19,16 @@ from urllib.parse import urlsplit
 
 from tests.e2e.asked import Asked
 from tests.e2e.barriers import eventually
-from tests.e2e.running_server import RunningServer, message
+from tests.e2e.running_server import START_SECONDS, RunningServer, figures, message
 
 
-def connect(server: RunningServer, title: str, seconds: float = 60) -> http.client.HTTPConnection:
+def connect(server: RunningServer, title: str, seconds: float = START_SECONDS) -> http.client.HTTPConnection:
     """A connection that the process with this title has accepted."""
     address = urlsplit(server.url)
     deadline = time.monotonic() + seconds
     patience = 0.25  # a busy server takes longer; in the line of one that has just died nobody accepts
     while time.monotonic() < deadline:
-        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=120)
         try:
             connection.connect()
         except (ConnectionRefusedError, ConnectionResetError):  # nobody listens now, or any more
@@ -89,6 +89,13 @@ def call(server: RunningServer, title: str, method: str, path: str) -> str:
         body = response.read().decode()
         assert response.status == 200, body
         return body
+
+
+def catch_up(server: RunningServer, *titles: str) -> None:
+    """Until each of these API servers has read all that the engines have told it up to now, such as which media they
+    keep: for `/metrics` it asks the engines, and their answer comes last."""
+    for title in titles:
+        figures(lambda title=title: call(server, title, "GET", "/metrics"))
 
 
 class Asking:

@@ -11,13 +11,14 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from openai import OpenAI
 
 ROOT = Path(__file__).parent.parent.parent
 START_SECONDS = 240  # on a machine with more at work
+FIGURES_SECONDS = 1.0  # after which `/metrics` shows what is known of an engine that has not answered, see `figures`
 
 # The types of the media cache, and the flags for each.
 CACHES = {
@@ -81,13 +82,13 @@ class RunningServer:
 
     def get(self, path: str) -> str:
         """The body of a GET on the server's root, such as `/metrics`."""
-        with urllib.request.urlopen(self.url.removesuffix("/v1") + path, timeout=30) as response:
+        with urllib.request.urlopen(self.url.removesuffix("/v1") + path, timeout=120) as response:
             return response.read().decode()
 
     def metrics(self) -> dict[str, float]:
         """`/metrics` by sample name with labels, such as `mini_engine:ipc_messages_total{transport="torch_shm"}`."""
         samples = {}
-        for line in self.get("/metrics").splitlines():
+        for line in figures(lambda: self.get("/metrics")).splitlines():
             if line and not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
                 samples[name] = float(value)
@@ -129,7 +130,7 @@ class RunningServer:
             names = set(os.listdir("/dev/shm")) - self.shm_before
             assert not any(not in_use(name) for name in names), names
 
-    def stop(self, number: int = signal.SIGINT, seconds: float = 15) -> int:
+    def stop(self, number: int = signal.SIGINT, seconds: float = 60) -> int:
         """Send a signal to the supervisor and wait; asserts that nothing is left. Returns the exit status."""
         if self.process.poll() is None:
             family = descendants(self.process.pid)
@@ -138,7 +139,7 @@ class RunningServer:
             self.assert_nothing_left(family)
         return self.process.returncode
 
-    def assert_nothing_left(self, family: list[int], seconds: float = 5) -> None:
+    def assert_nothing_left(self, family: list[int], seconds: float = 60) -> None:
         """No process of `family`, no runtime directory and nothing in /dev/shm is left within `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
@@ -172,6 +173,21 @@ def where_to_serve(flags: Sequence[str], environ: Mapping[str, str], devices: in
     if given.device or given.distributed_backend or not 0 < devices < workers:
         return {}
     return {"MINI_ENGINE_DEVICE": "cpu"}
+
+
+def figures(ask: Callable[[], str]) -> str:
+    """What `ask` has of `/metrics`, once that came too soon for an engine to have been given up that does not tell how
+    it is: then it is all of this moment.
+
+    Raises:
+        AssertionError: it never does.
+    """
+    deadline = time.monotonic() + START_SECONDS
+    while (begun := time.monotonic()) < deadline:
+        text = ask()
+        if time.monotonic() - begun < 0.9 * FIGURES_SECONDS:
+            return text
+    raise AssertionError("/metrics always takes as long as if an engine did not answer")
 
 
 def message(question: str, urls: list[tuple[str, str]]) -> dict:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 from tests.e2e.asked import Asked, ask_small
-from tests.e2e.barriers import eventually
+from tests.e2e.barriers import eventually, stopped
 from tests.e2e.pinned import Asking, call
 from tests.e2e.running_server import RunningServer
 
@@ -19,14 +16,10 @@ def assert_total(server: RunningServer, name: str, wanted: float) -> None:
 
 
 def test_a_request_shows_while_its_prompt_is_computed(server):
-    worker = server.pids()["mini-engine: worker 0.0"]
-    os.kill(worker, signal.SIGSTOP)
-    try:
+    with stopped(server.pids()["mini-engine: worker 0.0"]):
         asking = Asking(server, API, Asked("tell me", "", []), max_tokens=2)
-        eventually(lambda: assert_total(server, "num_requests_running", 1), 2)
-    finally:
-        os.kill(worker, signal.SIGCONT)
-        asking.answer()
+        eventually(lambda: assert_total(server, "num_requests_running", 1))
+    asking.answer()
 
 
 def test_empty_caches_show(server):
@@ -34,5 +27,9 @@ def test_empty_caches_show(server):
     assert server.ask(one.text, one.urls) == one.answer
     assert server.total("encoder_cache_tokens") > 0 and server.metrics()[STORED] > 0
     call(server, API, "POST", "/reset_caches")
-    eventually(lambda: assert_total(server, "encoder_cache_tokens", 0), 2)
+    eventually(lambda: assert_total(server, "encoder_cache_tokens", 0))
+    eventually(lambda: assert_nothing_stored(server))
+
+
+def assert_nothing_stored(server: RunningServer) -> None:
     assert server.metrics()[STORED] == 0

@@ -29,7 +29,7 @@ from tests.e2e.barriers import eventually
 from tests.e2e.running_server import RunningServer, message
 from tests.media.web import WebServer
 
-DECODE_SECONDS = 10  # --media-decode-timeout
+DECODE_SECONDS = 30  # --media-decode-timeout: many times what the costliest of the bad inputs takes
 # What one API server may need beyond what it had: a body, the media in it, and what malloc keeps of them for later.
 MAX_GROWTH_BYTES = 384 << 20
 
@@ -109,7 +109,7 @@ def test_no_request_that_the_document_leads_to_fails_in_the_server(strict, docum
     def send(case: schemathesis.Case) -> None:
         if manner == "answerable":
             case.body = answerable(case.body)
-        response = case.call(base_url=strict.url.removesuffix("/v1"), timeout=60)
+        response = case.call(base_url=strict.url.removesuffix("/v1"), timeout=120)
         statuses[response.status_code] += 1
         assert response.status_code < 500 or response.status_code in DOCUMENTED.get(label, ()), response.text
         if response.status_code >= 400:
@@ -125,7 +125,7 @@ def test_no_request_that_the_document_leads_to_fails_in_the_server(strict, docum
 def post(server: RunningServer, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
     """Status and body of the answer to a chat request, on a connection of its own."""
     address = urlsplit(server.url)
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=120)
     with contextlib.closing(connection):
         connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"} | headers)
         response = connection.getresponse()
@@ -190,7 +190,7 @@ def leave(server: RunningServer, body: bytes, sent: int, seconds: float, abruptl
     address = urlsplit(server.url)
     start = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     head = start + b"Content-Length: %d\r\n\r\n" % len(body)
-    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=120) as connection:
         connection.sendall((head + body)[: len(head) + sent])
         time.sleep(seconds)
         if abruptly:  # a reset instead of an orderly end
@@ -216,16 +216,16 @@ def test_a_hundred_clients_that_leave_at_random_moments(strict, root, web):
         sent = len(body) if dice.random() < 0.85 else dice.randrange(len(body))
         leaving.append((body, sent, dice.random() ** 2 * 2, dice.random() < 0.5))
     dice.shuffle(leaving)
-    seen: Counter[str] = Counter()
+    aborted, tokens = (
+        'mini_engine:request_success_total{finished_reason="abort"}',
+        "mini_engine:generation_tokens_total",
+    )
+    before = strict.metrics()
     with ThreadPoolExecutor(16) as pool:
-        clients = [pool.submit(leave, strict, *one) for one in leaving]
-        while not all(client.done() for client in clients):
-            for name in ("num_requests_running", "inflight_media_bytes"):
-                seen[name] = max(seen[name], int(strict.total(name)))
-            time.sleep(0.02)
-        for client in clients:
+        for client in [pool.submit(leave, strict, *one) for one in leaving]:
             client.result()
-    assert all(seen.values()), seen
     eventually(lambda: check_at_rest(strict))
+    after = strict.metrics()
+    assert after[aborted] - before[aborted] >= 10 and after[tokens] > before[tokens]
     check_good(strict, root, 900)
     assert "Traceback" not in strict.log

@@ -21,7 +21,7 @@ import pytest
 from tests.e2e.asked import Asked, ask_video
 from tests.e2e.barriers import Inside, eventually
 from tests.e2e.held import assert_nothing_held, descriptors, mappings, processes, samples, total
-from tests.e2e.pinned import Asking, call, wait_for_no_clients
+from tests.e2e.pinned import Asking, call, catch_up, wait_for_no_clients
 from tests.e2e.running_server import CACHES, RunningServer
 
 CLIENTS, FEW_CLIENTS = 48, 16
@@ -98,6 +98,7 @@ class Crowd:
 
     def counted(self, work: Callable[[], None]) -> Counted:
         """What has been counted while `work` ran and all came to rest."""
+        catch_up(self.server, *self.apis)
         before = self.samples()
         work()
         eventually(self.assert_at_rest)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from openai import OpenAI
 
 from tests.e2e.asked import Asked, ask_two, ask_video
-from tests.e2e.running_server import RunningServer, message
+from tests.e2e.barriers import eventually
+from tests.e2e.pinned import catch_up
+from tests.e2e.running_server import START_SECONDS, RunningServer, message
+from tests.e2e.test_gauges import assert_nothing_stored
 from tests.e2e.test_topologies import assert_at_rest
 
 CLIENTS = 48
+AT_ONCE = 4  # of which one engine has never so many more than another that it is passed over
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +57,12 @@ def test_a_video_is_decoded_once_whatever_api_server_it_comes_to(kind, transport
         assert ask_all(server, asked) == right
         assert server.total("media_decodes_total") == CLIENTS
         assert server.metrics()[f'mini_engine:ipc_messages_total{{transport="{way}"}}'] == CLIENTS * ranks
-        assert ask_all(server, asked) == right
-        decodes = server.total("media_decodes_total") - CLIENTS
-        if kind == "shm" or engines == 1:
-            assert decodes == 0
-        else:  # an engine that is much busier than the other is passed over: then its media are made again
-            assert decodes < CLIENTS // 2
-        assert server.total("ipc_messages_total") == (CLIENTS + decodes) * ranks
-        assert server.total("mm_cache_hits_total") >= CLIENTS - decodes
+        catch_up(server, *(f"mini-engine: api {slot}" for slot in range(3)))
+        # An engine that is much busier than the other would be passed over: then its media would be made again.
+        assert ask_all(server, asked, CLIENTS if engines == 1 else AT_ONCE) == right
+        assert server.total("media_decodes_total") == CLIENTS
+        assert server.total("ipc_messages_total") == CLIENTS * ranks
+        assert server.total("mm_cache_hits_total") >= CLIENTS
         assert server.total("mm_cache_references") == 0 == server.total("ipc_fallbacks_total")
         assert_at_rest(server)
 
@@ -115,25 +116,30 @@ def test_the_copies_survive_the_api_server_that_made_them(asked):
 
 
 def test_what_a_dead_api_server_had_stored_is_forgotten_and_its_successor_stores_anew(asked):
-    with RunningServer("-tp", "2") as server:
+    with RunningServer("-tp", "2", "--mm-processor-cache-gb", "0.5") as server:
         some = asked[:8]
         assert ask_all(server, some) == [one.answer for one in some]
         kill_and_wait_for_successor(server)
-        assert server.metrics()['mini_engine:mm_store_bytes{engine="0",state="used"}'] == 0
-        segments = segments_mapped(server.pids()["mini-engine: worker 0.1"])
+        eventually(lambda: assert_nothing_stored(server))
+        eventually(lambda: assert_one_segment(server))
         for _ in range(2):
             assert ask_all(server, some) == [one.answer for one in some]
         assert server.total("media_decodes_total") == 2 * len(some)
         assert server.total("ipc_messages_total") == 4 * len(some)
-        assert segments_mapped(server.pids()["mini-engine: worker 0.1"]) == segments == 1
+        assert_one_segment(server)
 
 
 def kill_and_wait_for_successor(server: RunningServer) -> None:
     os.kill(server.pids()["mini-engine: api 0"], signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while "serves in the place of" not in server.log:
-        assert time.monotonic() < deadline, server.log
-        time.sleep(0.1)
+    eventually(lambda: assert_in("serves in the place of", server.log), START_SECONDS)
+
+
+def assert_in(text: str, log: str) -> None:
+    assert text in log, log
+
+
+def assert_one_segment(server: RunningServer) -> None:
+    assert segments_mapped(server.pids()["mini-engine: worker 0.1"]) == 1
 
 
 def segments_mapped(pid: int) -> int:

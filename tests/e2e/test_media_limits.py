@@ -6,7 +6,6 @@ import base64
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 
 from mini_engine.demo import questions, videos
 from tests.e2e.asked import ask_video, video_url
+from tests.e2e.barriers import eventually
 from tests.e2e.running_server import RunningServer, message
 from tests.media.web import WebServer, response
 
@@ -78,7 +78,7 @@ def held_back(data: bytes) -> Iterator[tuple[WebServer, threading.Event]]:
     go = threading.Event()
 
     def answer(connection: socket.socket, _: str) -> None:
-        assert go.wait(60)
+        assert go.wait(600)
         connection.sendall(response(data))
 
     with WebServer(answer) as web:
@@ -94,7 +94,7 @@ def strict():
     with RunningServer(
         "--allow-partial-video", "--allowed-media-domains", "127.0.0.1", "--max-media-bytes", str(ITEM_BYTES),
         "--max-inflight-media-gb", str(2.7 * ITEM_BYTES / 2**30), "--max-num-queued-reqs", "2",
-        "--max-request-bytes", "8M",
+        "--max-request-bytes", "8M", "--media-fetch-timeout", "600",
     ) as running:  # fmt: skip
         yield running
 
@@ -150,7 +150,7 @@ def check_refusal(server: RunningServer, flag: str, urls: list[tuple[str, str]])
 
 
 def wait_for(server: RunningServer, name: str, value: float) -> None:
-    deadline = time.monotonic() + 20
-    while server.total(name) != value:
-        assert time.monotonic() < deadline, f"{name} is {server.total(name)}, not {value}"
-        time.sleep(0.02)
+    def check() -> None:
+        assert server.total(name) == value, name
+
+    eventually(check)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mini_engine.api import engine_client
 from mini_engine.cli import parse
-from tests.e2e.running_server import RunningServer, where_to_serve
+from tests.e2e.running_server import FIGURES_SECONDS, RunningServer, where_to_serve
 
 ON_THE_CPU = {"MINI_ENGINE_DEVICE": "cpu"}
 
@@ -42,3 +43,7 @@ def test_a_server_is_started_so(monkeypatch):
     server = RunningServer("-tp", "2", environ={"NAME": "value"})
     assert (server.environ["NAME"], server.environ["MINI_ENGINE_DEVICE"]) == ("value", "cpu")
     assert "MINI_ENGINE_DEVICE" not in RunningServer().environ
+
+
+def test_how_long_engines_may_take_to_tell_their_figures_is_known():
+    assert FIGURES_SECONDS == engine_client.FIGURES_SECONDS

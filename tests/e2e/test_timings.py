@@ -11,6 +11,7 @@ from mini_engine.metrics import stage_seconds
 from tests.e2e.asked import Asked, ask_video
 from tests.e2e.running_server import RunningServer, message
 
+MOST_BESIDE_STAGES, MOST_TRIES = 0.2, 50
 HISTOGRAMS = [histogram.describe()[0].name.removeprefix("mini_engine:") for histogram in stage_seconds.values()]
 
 
@@ -42,19 +43,30 @@ def ask(server: RunningServer, one: Asked, stream: bool = False) -> tuple[dict[s
 @pytest.mark.parametrize("stream", [False, True])
 def test_cold_and_kept(server: RunningServer, stream: bool) -> None:
     ask(server, ask_video(7000 + stream))  # what is slow the first time is no matter of this test
-    before = {name: server.total(f"{name}_count") for name in HISTOGRAMS}
-    one = ask_video(7002 + stream, "describe")
-    (cold, cold_seconds), (warm, warm_seconds) = (ask(server, one, stream) for _ in range(2))
-    for spent, seconds in ((cold, cold_seconds), (warm, warm_seconds)):
-        assert list(spent) == list(Timings.__struct_fields__)
-        assert all(value >= 0 for value in spent.values()), spent
-        slack = max(0.2 * seconds, 0.15)  # the client's own share, on a machine with other work
-        assert seconds - slack <= sum(spent.values()) <= seconds, spent
-        assert spent["other"] <= slack, spent
-        assert all(spent[stage] > 0 for stage in ("fetch", "transport", "queue", "prefill", "generation")), spent
-    assert all(cold[stage] > 0 for stage in ("media_decode", "process", "encode")), cold
-    assert warm["media_decode"] == warm["process"] == warm["encode"] == 0, warm
-    assert {name: server.total(f"{name}_count") for name in HISTOGRAMS} == {
-        name: count + 2 for name, count in before.items()
-    }
-    assert server.total("ipc_buffered_tensors") == 0
+    shares = []
+    for number in range(MOST_TRIES):
+        before = {name: server.total(f"{name}_count") for name in HISTOGRAMS}
+        one = ask_video(7002 + stream + 2 * number, "describe")
+        both = [ask(server, one, stream) for _ in range(2)]
+        (cold, _), (warm, _) = both
+        for spent, seconds in both:
+            assert list(spent) == list(Timings.__struct_fields__)
+            assert all(value >= 0 for value in spent.values()), spent
+            assert sum(spent.values()) <= seconds, spent
+            assert all(spent[stage] > 0 for stage in ("fetch", "transport", "queue", "prefill", "generation")), spent
+        assert all(cold[stage] > 0 for stage in ("media_decode", "process", "encode")), cold
+        assert warm["media_decode"] == warm["process"] == warm["encode"] == 0, warm
+        assert {name: server.total(f"{name}_count") for name in HISTOGRAMS} == {
+            name: count + 2 for name, count in before.items()
+        }
+        assert server.total("ipc_buffered_tensors") == 0
+        shares.append(max(share_beside_stages(spent, seconds) for spent, seconds in both))
+        if shares[-1] <= MOST_BESIDE_STAGES:
+            return
+    pytest.fail(f"so much of the time of each try was in no stage: {shares}")
+
+
+def share_beside_stages(spent: dict[str, float], seconds: float) -> float:
+    """The part of a client's time that the server has not counted, or counted for no stage. Other work on the machine
+    makes it more, by chance; what is not counted is missing each time."""
+    return (seconds - sum(spent.values()) + spent["other"]) / seconds

@@ -46,13 +46,14 @@ class UnixServer(RunningServer):
         assert self.url == f"https+unix://{self.path}:/v1"
         context = ssl.create_default_context(cafile=self.certificate)
         transport = httpx.HTTPTransport(uds=str(self.path), verify=context)
+        # Retries, for the server has as little patience with a slow machine's handshakes as with silent clients.
         http = httpx.Client(transport=transport, headers={"connection": "close"})
-        return OpenAI(base_url="https://localhost/v1", api_key="none", max_retries=0, timeout=60, http_client=http)
+        return OpenAI(base_url="https://localhost/v1", api_key="none", max_retries=9, timeout=120, http_client=http)
 
 
 def connect(path: Path) -> socket.socket:
     client = socket.socket(socket.AF_UNIX)
-    client.settimeout(20)
+    client.settimeout(60)
     client.connect(str(path))
     return client
 
@@ -69,7 +70,7 @@ def test_a_unix_socket_for_all_api_servers(certificate: tuple[Path, Path], tmp_p
         for client in (silent, plain):  # no TLS comes of them
             with client:
                 assert client.recv(100) == b""
-        second = subprocess.run(server.command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        second = subprocess.run(server.command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert second.returncode == 2 and "another server listens" in second.stderr
         assert server.ask("hello", [], max_tokens=3)
         assert stat.S_ISSOCK(path.stat().st_mode)
@@ -86,6 +87,6 @@ def test_what_cannot_be_listened_with(certificate: tuple[Path, Path], tmp_path: 
         (["--ssl-certfile", str(certificate[0]), "--ssl-keyfile", str(a_file)], "--ssl-keyfile"),
     ):
         command = [sys.executable, "serve.py", *flags]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert result.returncode == 2 and named in result.stderr and "Traceback" not in result.stderr
     assert a_file.read_text() == "precious"

@@ -18,18 +18,19 @@ import pytest
 
 from tests.e2e.asked import Asked, ask_small, ask_video
 from tests.e2e.barriers import Inside, eventually
+from tests.e2e.held import processes
 from tests.e2e.running_server import RunningServer, alive, descendants, message
 from tests.faults.ground import RECOVERY_SECONDS
 from tests.faults.load import ask
 
-TOLD_WITHIN_SECONDS = 2  # of a death: one, and some for a machine with more at work
+TOLD_WITHIN_SECONDS = 5  # of a death: one, and some for a machine with more at work
 ENDLESS = {"max_tokens": 60_000, "extra_body": {"ignore_eos": True}}
 
 
 def get(server: RunningServer, path: str) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body."""
     try:
-        with urllib.request.urlopen(server.url.removesuffix("/v1") + path, timeout=30) as response:
+        with urllib.request.urlopen(server.url.removesuffix("/v1") + path, timeout=120) as response:
             return response.status, dict(response.headers), response.read()
     except urllib.error.HTTPError as error:
         with error:
@@ -53,8 +54,8 @@ def in_flight(server: RunningServer) -> Iterator[None]:
         eventually(lambda: assert_running(server, 2))
         yield
         dead_at = time.monotonic()
-        in_stream, told_stream_at = stream.result(30)
-        error, told_at = whole.result(30)
+        in_stream, told_stream_at = stream.result(60)
+        error, told_at = whole.result(60)
     assert in_stream.code == "engine_unavailable" and "has stopped" in str(in_stream)
     assert isinstance(error, openai.InternalServerError) and error.status_code == 500
     assert error.code == "engine_unavailable"
@@ -68,7 +69,7 @@ def assert_running(server: RunningServer, number: int) -> None:
 def assert_503_with_retry_after(server: RunningServer) -> None:
     request = urllib.request.Request(server.url + "/chat/completions", b"{}", {"Content-Type": "application/json"})
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request, timeout=30)
+        urllib.request.urlopen(request, timeout=120)
     with caught.value as error:
         assert error.code == 503 and int(error.headers["retry-after"]) > 0
         assert json.load(error)["error"]["code"] == "engine_unavailable"
@@ -80,18 +81,18 @@ def test_the_death_of_a_worker_is_survived_as_often_as_allowed_and_then_ends_the
         Inside() as inside,
         RunningServer("-tp", "2", "--restart-engine", "1", environ=inside.environ) as server,
     ):
-        with in_flight(server):
-            killed = server.pids()["mini-engine: worker 0.1"]
-            before = set(server.pids().values())
-            os.kill(killed, signal.SIGKILL)
         with inside.barrier("loading-core") as starting:
+            with in_flight(server):
+                before = processes(server)
+                killed = before["mini-engine: worker 0.1"]
+                os.kill(killed, signal.SIGKILL)
             starting.wait_until_held(RECOVERY_SECONDS)
             assert_503_with_retry_after(server)
             status, headers, _ = get(server, "/health")
             assert status == 503 and headers["retry-after"]
             assert get(server, "/live")[0] == 200
         eventually(lambda: assert_health(server, 200), RECOVERY_SECONDS)
-        eventually(lambda: assert_gone(before - {server.process.pid}))
+        eventually(lambda: assert_gone(before))
         assert server.ask(one.text, one.urls) == one.answer
         assert server.total("engine_restarts") == 1
 
@@ -99,10 +100,10 @@ def test_the_death_of_a_worker_is_survived_as_often_as_allowed_and_then_ends_the
         with in_flight(server):
             core = server.pids()["mini-engine: core 0"]
             os.kill(core, signal.SIGKILL)
-        assert server.process.wait(30) == 1
+        assert server.process.wait(60) == 1
         last = server.log.splitlines()[-1]
         assert f"core 0 (pid {core}) died: killed by SIGKILL" in last and "status 1" in last
-        others = r"\(others in proc\(5\): core 0 \w, worker 0.0 \w\)"
+        others = r"\(others in proc\(5\): core 0 \w(, worker 0.0 \w)?\)"  # which may have ended for want of the dead
         told = rf"worker 0.1 \(pid {killed}\) died: killed by SIGKILL {others}; its last log lines:\n    "
         assert re.search(told, server.log), server.log
         server.assert_nothing_left(family)
@@ -112,8 +113,8 @@ def assert_health(server: RunningServer, status: int) -> None:
     assert get(server, "/health")[0] == status
 
 
-def assert_gone(pids: set[int]) -> None:
-    left = {pid for pid in pids if alive(pid) and "sh" not in os.readlink(f"/proc/{pid}/exe")}
+def assert_gone(before: dict[str, int]) -> None:
+    left = {title: pid for title, pid in before.items() if title != "supervisor" and alive(pid)}
     assert not left, left
 
 
@@ -135,7 +136,7 @@ def test_a_dead_engine_of_two_ends_both_and_all_start_anew():
     asked = [ask_small(31_000 + number) for number in range(6)]
     with Inside() as inside, RunningServer("-dp", "2", "--restart-engine", environ=inside.environ) as server:
         assert {ask(server, one).kind for one in asked} == {"right"}
-        before = set(server.pids().values()) - {server.process.pid}
+        before = processes(server)
         os.kill(server.pids()["mini-engine: worker 1.0"], signal.SIGKILL)
         eventually(lambda: assert_health(server, 503))
         eventually(lambda: assert_health(server, 200), RECOVERY_SECONDS)
@@ -147,7 +148,7 @@ def test_while_a_successor_loads_the_other_api_server_serves_everybody():
     with Inside() as inside, RunningServer("--api-server-count", "2", environ=inside.environ) as server:
         with inside.barrier("loading-api") as loading:
             os.kill(server.pids()["mini-engine: api 0"], signal.SIGKILL)
-            loading.wait_until_held(60)
+            loading.wait_until_held()
             outcomes = [ask(server, Asked("tell me", "", []), max_tokens=1) for _ in range(20)]
             assert {outcome.kind for outcome in outcomes} <= {"wrong"}, outcomes  # answered: of one token
 

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.e2e.asked import ask_small
-from tests.e2e.barriers import Inside, eventually
+from tests.e2e.barriers import Inside, eventually, stopped
 from tests.e2e.held import GAUGES, memory
 from tests.e2e.running_server import RunningServer, alive, message
-from tests.faults.ground import RECOVERY_SECONDS, stopped
+from tests.faults.ground import RECOVERY_SECONDS
 from tests.faults.load import ask
 from tests.faults.test_death import assert_health, get, in_flight
 
@@ -56,7 +56,7 @@ def test_a_client_that_never_reads_is_given_up(server):
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
         eventually(lambda: assert_begun(server))
-        eventually(lambda: assert_at_rest(server), 60)
+        eventually(lambda: assert_at_rest(server))
     assert memory(api, "VmHWM") - before < MAX_GROWTH_BYTES
     assert "cut off" in server.log
     one = ask_small(32_000)
@@ -64,7 +64,7 @@ def test_a_client_that_never_reads_is_given_up(server):
 
 
 def assert_begun(server: RunningServer) -> None:
-    assert server.total("num_requests_running") == 4
+    assert server.total("prompt_tokens_total") > 0, "no other has been asked for yet"
 
 
 def test_children_go_on_while_the_supervisor_stands_still_and_nobody_reads_what_they_log(server):
@@ -88,7 +88,7 @@ def test_an_engine_that_stands_still_is_ended_and_handled_as_dead(server):
         core = server.pids()["mini-engine: core 0"]
         os.kill(core, signal.SIGSTOP)
         assert_health(server, 503)
-        eventually(lambda: assert_dead(core), 30)
+        eventually(lambda: assert_dead(core))
     assert re.search(rf"core 0 \(pid {core}\) is killed: it gave no sign of life .* core 0 T, worker 0.0 S", server.log)
     eventually(lambda: assert_health(server, 200), RECOVERY_SECONDS)
     one = ask_small(32_002)

@@ -19,10 +19,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.asked import Asked, ask_small
-from tests.e2e.barriers import Inside, eventually
+from tests.e2e.barriers import Inside, eventually, stopped
 from tests.e2e.pinned import Asking
 from tests.e2e.running_server import ROOT, RunningServer, descendants, message
-from tests.faults.ground import stopped
 from tests.faults.load import ask
 
 # In their order; each is in another process, or another part of its work.
@@ -30,6 +29,7 @@ PHASES = (
     "resolving", "binding", "founding", "greeting", "loading-api", "loading-worker", "loading-core", "warming-up",
     "listening",
 )  # fmt: skip
+ENDLESS = {"max_tokens": 60_000, "ignore_eos": True, "stream": True}
 FAST = {("founding", signal.SIGTERM), ("loading-worker", signal.SIGKILL), ("loading-api", signal.SIGINT)}
 
 
@@ -61,12 +61,12 @@ def cells():
 @pytest.mark.parametrize(("phase", "number"), list(cells()))
 def test_a_start_that_is_interrupted_leaves_nothing(phase, number):
     with Inside() as inside, inside.barrier(phase) as barrier, Starting(environ=inside.environ) as server:
-        held = barrier.wait_until_held(90)["pid"]
+        held = barrier.wait_until_held()["pid"]
         family = descendants(server.process.pid)
         server.process.send_signal(number)
         if held == server.process.pid:
             barrier.let_go()
-        status = server.process.wait(30)
+        status = server.process.wait(60)
         expected = {signal.SIGKILL: -number, signal.SIGTERM: 0, signal.SIGINT: 0}
         if phase == "resolving":  # nothing has to be stopped yet: an interrupt has its usual effect
             expected[signal.SIGINT] = 130
@@ -87,7 +87,7 @@ def pid_of(server: RunningServer, role: str) -> int:
         assert pid, f"no {role}\n{server.log}"
         return pid
 
-    return eventually(check, 60)
+    return eventually(check)
 
 
 def first_failure(server: RunningServer) -> str:
@@ -109,11 +109,11 @@ def test_a_death_in_the_first_start_ends_it_and_names_the_dead(role, phase):
         inside.barrier(phase) as barrier,
         Starting("--restart-engine", *flags, environ=inside.environ) as server,
     ):
-        barrier.wait_until_held(90)
+        barrier.wait_until_held()
         victim, family = pid_of(server, role), descendants(server.process.pid)
         os.kill(victim, signal.SIGKILL)
         barrier.let_go()
-        assert server.process.wait(30) == 1, server.log
+        assert server.process.wait(60) == 1, server.log
         assert f"start failed: {role} (pid {victim}) died: killed by SIGKILL" in first_failure(server), server.log
         server.assert_nothing_left(family)
 
@@ -241,7 +241,7 @@ def test_a_stop_does_not_wait_for_a_download(a_hub, number, status, tmp_path):
             try:
                 wait_until_asked()
                 process.send_signal(number)
-                assert process.wait(5) == status
+                assert process.wait(60) == status
                 assert b"Traceback" not in process.stderr.read()
             finally:
                 process.kill()
@@ -252,16 +252,16 @@ def test_a_stop_does_not_wait_for_a_download(a_hub, number, status, tmp_path):
 )
 def test_a_stop_does_not_wait_for_who_is_stuck_longer_than_it_may(role):
     """With an endless request, and a process that stands still: a second signal ends all at once."""
-    with RunningServer() as server:
+    with RunningServer("--shutdown-timeout", "600") as server:
         family = descendants(server.process.pid)
-        asking = Asking(server, "mini-engine: api 0", Asked("tell me", "", []), stream=True, max_tokens=60_000)
+        asking = Asking(server, "mini-engine: api 0", Asked("tell me", "", []), **ENDLESS)
         asking.read_events(1)
         os.kill(server.pids()[f"mini-engine: {role}"], signal.SIGSTOP)
         server.process.send_signal(signal.SIGTERM)
         eventually(lambda: assert_in("stopping on SIGTERM", server.log))
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(15) == 0
+        assert server.process.wait(60) == 0
         server.assert_nothing_left(family)
         asking.hang_up()
 
@@ -271,7 +271,7 @@ def test_a_stop_does_not_wait_for_who_is_stuck_longer_than_it_may(role):
 def test_who_stands_still_is_not_waited_for_longer_than_the_time_out(number):
     with RunningServer("--shutdown-timeout", "3") as server:
         family = descendants(server.process.pid)
-        asking = Asking(server, "mini-engine: api 0", Asked("tell me", "", []), stream=True, max_tokens=60_000)
+        asking = Asking(server, "mini-engine: api 0", Asked("tell me", "", []), **ENDLESS)
         asking.read_events(1)
         for role in ("core 0", "worker 0.0", "api 0"):
             os.kill(server.pids()[f"mini-engine: {role}"], signal.SIGSTOP)
@@ -328,7 +328,7 @@ def test_a_log_that_nobody_reads_or_that_has_no_room_ends_nothing():
             assert one.answer.encode() in over_chat(f"{temporary}/socket", one)
             family = descendants(process.pid)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
         finally:
             process.kill()
             process.wait()

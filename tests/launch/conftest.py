@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import select
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -12,19 +13,31 @@ import pytest
 from mini_engine.child_process import ChildProcess
 from mini_engine.launch.family import Family
 from mini_engine.log import LogSettings
+from tests.e2e.barriers import eventually
 
 PROGRAM = "tests.launch.program"
 
 
 @pytest.fixture
 def family(runtime, monkeypatch) -> Iterator[Family]:
-    """Its children run `program.py`; the test's own signals are left alone."""
+    """Its children run `program.py`; the test's own signals are left alone.
+
+    Whoever kills one goes on when it is dead: time passes for those only that are not to die.
+    """
     monkeypatch.setattr(ChildProcess, "start", functools.partial(ChildProcess.start, module=PROGRAM))
     read_end, write_end = os.pipe()
     made = Family(runtime, LogSettings("info"), SimpleNamespace(fd=read_end, take=list))
     children: list[ChildProcess] = []
     start = made.start
-    monkeypatch.setattr(made, "start", lambda *args: children.append(start(*args)) or children[-1])
+
+    def start_mortal(*args: object) -> ChildProcess:
+        child = start(*args)
+        kill = child._popen.kill
+        child._popen.kill = lambda: (kill(), select.select([child.pidfd], [], [], 60))
+        children.append(child)
+        return child
+
+    monkeypatch.setattr(made, "start", start_mortal)
     yield made
     for child in children:
         if child._popen.poll() is None:
@@ -42,3 +55,13 @@ def make_unkillable(child: ChildProcess) -> ChildProcess:
     """SIGKILL ends it as little as a process that waits in the kernel for a device that never answers."""
     child._popen.kill = lambda: None
     return child
+
+
+def until_in_state(child: ChildProcess, letter: str) -> None:
+    """Wait for what proc(5) says of one that sleeps, once it has said that it does."""
+
+    def check() -> None:
+        assert child.state == letter
+
+    assert select.select([child.output], [], [], 60)[0]
+    eventually(check)

@@ -11,6 +11,7 @@ figures of a process are asked for by connecting to its socket, `PID.figures`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.machinery
 import json
@@ -40,11 +41,10 @@ def hold(name: str, tell: Callable[[], dict[str, Any]] = dict) -> None:
     held = f"{DIRECTORY}/{name}.held.{os.getpid()}"
     try:
         os.rename(f"{DIRECTORY}/{name}.armed", held)
+        with open(held, "r+") as file:  # which is gone if nobody is to be held any more
+            json.dump({"pid": os.getpid(), **tell()}, file)
     except FileNotFoundError:
         return
-    with open(held + ".part", "w") as file:
-        json.dump({"pid": os.getpid(), **tell()}, file)
-    os.rename(held + ".part", held)
     while os.path.exists(held):
         time.sleep(POLL_SECONDS)
 
@@ -259,20 +259,24 @@ def watch(cls: type, figures: Callable[[Any], Figures]) -> None:
 
 
 def all_figures() -> Mapping[str, Mapping[str, int]]:
-    """The sums over all instances."""
-    held: Counter[str] = Counter()
-    kept: Counter[str] = Counter()
-    for instance, figures in list(watched.items()):
-        theirs, keeps = figures(instance)
-        held.update(theirs)
-        kept.update(keeps)
-    return {"held": held, "kept": kept}
+    """The sums over all instances, counted while they are at work."""
+    while True:
+        held: Counter[str] = Counter()
+        kept: Counter[str] = Counter()
+        try:
+            for instance, figures in list(watched.items()):
+                theirs, keeps = figures(instance)
+                held.update(theirs)
+                kept.update(keeps)
+        except RuntimeError:  # something that was gone through has changed meanwhile
+            continue
+        return {"held": held, "kept": kept}
 
 
 def answer_for_good(listener: socket.socket) -> None:
     while True:
         connection, _ = listener.accept()
-        with connection:
+        with connection, contextlib.suppress(OSError):  # who asked has not waited
             connection.sendall(json.dumps(all_figures()).encode())
 
 
