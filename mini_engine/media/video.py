@@ -27,12 +27,13 @@ from mini_engine.media.containers import declared_canvas, declared_size
 from mini_engine.media.errors import MediaError
 from mini_engine.media.frames import FrameRows
 from mini_engine.media.limits import CUT_SHORT, CancelSignal, Damage, DecodeLimits, Guard
+from mini_engine.media.matroska import is_matroska, plain_file
 from mini_engine.media.packets import can_seek, in_order_of_showing, read_packets, runs_for, seconds, stamps_from
 from mini_engine.media.sampling import VideoSampling
 from mini_engine.media.shortage import check_host
 
 # FFmpeg's names. Others stay shut: a playlist (hls, dash, concat) is a list of addresses that FFmpeg would go and open.
-_CONTAINERS = "mov,matroska,avi,gif"
+_CONTAINERS = "mov,avi,gif"
 # FFmpeg's decoders, of the hundreds that it has: the others are seldom fuzzed, and some spend minutes on one packet.
 _DECODERS = ("h264", "hevc", "vp8", "vp9", "libdav1d", "libaom-av1", "av1", "mpeg4", "gif")
 _READABLE = "send a GIF, or H.264, H.265, VP8, VP9, AV1 or MPEG-4 in mp4, mov, mkv, webm or avi"
@@ -81,16 +82,21 @@ def decode_video(
     guard.check_size(*declared_canvas(data))
     if (size := declared_size(data, guard.tick)) is not None and size > len(data):
         damage.add(f"{len(data)} of at least {size} bytes are there")
-    guard.check_index(claimed_samples(data, guard.tick))
+    file: io.RawIOBase | io.BytesIO
+    if is_matroska(data):
+        file, containers = plain_file(data, item, guard.tick, guard.check_frames, damage.add), "matroska"
+    else:
+        guard.check_index(claimed_samples(data, guard.tick))
+        file, containers = io.BytesIO(data), _CONTAINERS
     try:
         with av.open(
-            _Source(data, guard),
+            _Source(file, guard),
             mode="r",
             metadata_errors="replace",
             # FFmpeg decodes a little while it opens a file: nothing else may run, and nothing above the limit be
             # allocated, there either.
             container_options={
-                "format_whitelist": _CONTAINERS,
+                "format_whitelist": containers,
                 "protocol_whitelist": "",
                 "codec_whitelist": ",".join(_DECODERS),
                 "ignore_chapters": "1",  # an mp4's may have the same long title a million times
@@ -105,15 +111,15 @@ def decode_video(
         raise MediaError(item, CUT_SHORT.format(damage.found[0]) if damage.found else _UNREADABLE) from error
 
 
-class _Source(io.BytesIO):
-    """The file, which comes to its end when the decode must: FFmpeg may read for long before it hands out anything."""
+class _Source:
+    """A file that comes to its end when the decode must: FFmpeg may read for long before it hands out anything."""
 
-    def __init__(self, data: bytes, guard: Guard) -> None:
-        super().__init__(data)
-        self._guard = guard
+    def __init__(self, file: io.RawIOBase | io.BytesIO, guard: Guard) -> None:
+        self._file, self._guard = file, guard
+        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
 
-    def read(self, size: int | None = -1) -> bytes:
-        return b"" if self._guard.time_is_up or self._guard.is_cancelled else super().read(size)
+    def read(self, size: int) -> bytes | None:
+        return b"" if self._guard.time_is_up or self._guard.is_cancelled else self._file.read(size)
 
 
 class _Decode:
