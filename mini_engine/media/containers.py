@@ -1,4 +1,4 @@
-"""What a video file's outermost structure says of itself: how long it should be.
+"""What a video file's outermost structure says of itself: which of four containers it is, and how long it should be.
 
 FFmpeg reads most files that are cut short to their end without a word. Knows the frames of the four containers, nothing
 of codecs. Each walk calls `tick` for each step, which may raise: a file can be made of nothing but the smallest
@@ -13,6 +13,16 @@ EBML = b"\x1a\x45\xdf\xa3"
 SEGMENT = b"\x18\x53\x80\x67"
 CLUSTER = b"\x1f\x43\xb6\x75"
 _FIRST_BOXES = (b"ftyp", b"styp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
+
+
+def container_of(data: bytes) -> str:
+    """Returns FFmpeg's name of the only one of the four that the file can be, by how it begins."""
+    name, _, end = element(data, 0) or (b"", 0, None)
+    if name == EBML and end is not None:
+        return "matroska"
+    if data[:4] == b"RIFF":
+        return "avi"
+    return "gif" if data[:3] == b"GIF" else "mov"
 
 
 def declared_size(data: bytes, tick: Tick = lambda: None) -> int | None:

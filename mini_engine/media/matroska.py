@@ -11,9 +11,9 @@ RFC 8794 is EBML, RFC 9559 Matroska.
 """
 
 import io
-import re
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -23,25 +23,34 @@ from mini_engine.media.errors import MediaError
 _INFO, _TRACKS, _TRACK_ENTRY = b"\x15\x49\xa9\x66", b"\x16\x54\xae\x6b", b"\xae"
 _TIMESTAMP, _SIMPLE_BLOCK, _BLOCK_GROUP, _BLOCK = b"\xe7", b"\xa3", b"\xa0", b"\xa1"
 _DURATION, _REFERENCE = b"\x9b", b"\xfb"
-_TRACK_NUMBER, _TRACK_TYPE, _CODEC_PRIVATE = b"\xd7", b"\x83", b"\x63\xa2"
+_TRACK_NUMBER, _TRACK_TYPE = b"\xd7", b"\x83"
 _ENCODINGS, _ENCODING, _SCOPE = b"\x6d\x80", b"\x62\x40", b"\x50\x32"
 _COMPRESSION, _ALGORITHM, _SETTINGS = b"\x50\x34", b"\x42\x54", b"\x42\x55"
-_KEPT_OF_INFO = (b"\x2a\xd7\xb1", b"\x44\x89", b"\x4d\x80")  # unit of time, duration, what wrote it
-_KEPT_OF_TRACK = (  # and its codec's data
-    _TRACK_NUMBER, _TRACK_TYPE, b"\x86", b"\x23\xe3\x83", b"\x23\x31\x4f", b"\x56\xaa", b"\x88", b"\x55\xaa", b"\xe0",
-)  # fmt: skip
-_MOST_KEPT = 4096  # bytes of any of these
 _MOST_TRACKS = 4  # of video
-_MOST_IN_BLOCK = 1 << 28  # where FFmpeg refuses one
+_MOST_IN_BLOCK = (1 << 28) - 4096  # bytes: FFmpeg takes none that is longer, with what is added to it here
 _VIDEO, _HEADER_STRIPPING, _LACING = 1, 3, 6
-# What FFmpeg searches the bytes for where it cannot read on.
-_SEARCHED = re.compile(
-    rb"\x15\x49\xa9\x66|\x16\x54\xae\x6b|\x1c\x53\xbb\x6b|\x12\x54\xc3\x67|\x11\x4d\x9b\x74|\x19\x41\xa4\x69"
-    rb"|\x1f\x43\xb6\x75|\x10\x43\xa7\x70",
-    re.DOTALL,
-)
 _UNKNOWN = b"\xff"  # a size
 _BEGIN = b"\x1a\x45\xdf\xa3\x8b\x42\x82\x88matroska" + SEGMENT + _UNKNOWN
+
+
+def _names(sizes: Container[int], names: str) -> dict[bytes, Container[int]]:
+    """The elements of these names, in hex, and how long what they hold may be."""
+    return {bytes.fromhex(name): sizes for name in names.split()}
+
+
+_UINT, _REAL, _TEXT, _DATA = range(9), (4, 8), range(4096), range(1 << 20)
+_COLOURS = "55b1 55b2 55b3 55b4 55b5 55b6 55b7 55b8 55b9 55ba 55bb 55bc 55bd"
+_SIZES = "b0 ba 54b0 54ba 54b2 54aa 54bb 54cc 54dd 9a 9d 53b8"  # as coded, as shown, and how fields are put together
+_KEPT = {  # What is handed on of an element's children, where FFmpeg would take it for no error.
+    _INFO: _names(_UINT, "2ad7b1") | _names(_REAL, "4489") | _names(_TEXT, "4d80"),
+    _TRACK_ENTRY: _names(_UINT, "d7 83 23e383 56aa 88 55aa 55ab 55ac")
+    | _names(_REAL, "23314f")
+    | _names(_TEXT, "86")
+    | _names(_DATA, "63a2 e0"),
+    b"\xe0": _names(_UINT, _SIZES) | _names(_REAL, "2383e3") | _names(_TEXT, "2eb524") | _names(_DATA, "55b0 7670"),
+    b"\x55\xb0": _names(_UINT, _COLOURS),
+    b"\x76\x70": _names(_UINT, "7671") | _names(_TEXT, "7672") | _names(_REAL, "7673 7674 7675"),
+}
 
 
 class PlainFile(io.RawIOBase):
@@ -57,24 +66,17 @@ class PlainFile(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         parts: list[memoryview] = []
-        room = size
+        room = sys.maxsize if size < 0 else size
         while room:
             if not self._rest:
                 piece = next(self._pieces, None)
                 if piece is None:
                     break
                 self._rest = self._file[piece.start : piece.stop] if isinstance(piece, range) else memoryview(piece)
-            end = room if size >= 0 else len(self._rest)
-            parts.append(self._rest[:end])
-            self._rest = self._rest[end:]
-            room -= len(parts[-1]) if size >= 0 else 0
+            parts.append(self._rest[:room])
+            self._rest = self._rest[room:]
+            room -= len(parts[-1])
         return b"".join(parts)
-
-
-def is_matroska(data: bytes) -> bool:
-    """Whether the file begins as one."""
-    name, _, end = element(data, 0) or (b"", 0, None)
-    return name == EBML and end is not None
 
 
 def plain_file(
@@ -156,12 +158,12 @@ class _Walk:
             yield name, start, inner, after
             start = after
 
-    def _contents(self, start: int, end: int, names: tuple[bytes, ...], most: int | None = None) -> dict[bytes, bytes]:
-        """What the elements of these names hold, of at most `most` bytes; the last one's of each name."""
+    def _contents(self, start: int, end: int, sizes: Container[int], *names: bytes) -> dict[bytes, bytes]:
+        """What the elements of these names and sizes hold; the last one's of each name."""
         return {
             name: self.data[inner:after]
             for name, _, inner, after in self._children(start, end)
-            if name in names and (most is None or after - inner <= most)
+            if name in names and after - inner in sizes
         }
 
     def _at(self, start: int, end: int, *path: bytes) -> Iterator[tuple[int, int]]:
@@ -174,30 +176,33 @@ class _Walk:
         info = tracks = b""
         for name, _, start, end in self._elements():
             if name == _INFO and not info:
-                kept = self._contents(start, end, _KEPT_OF_INFO, _MOST_KEPT)
-                info = b"".join(_whole(*item) for item in kept.items())
+                info = self._rebuilt(name, start, end)
             elif name == _TRACKS and not tracks:
                 tracks = self._tracks(start, end)
             if info and tracks:
                 break
-        if _SEARCHED.search(info) or _SEARCHED.search(tracks):  # should FFmpeg lose its way there
-            self.lose("its header cannot be read")
-            self.stripped.clear()
-            tracks = info = b""
-        return _BEGIN + _whole(_INFO, info) + _whole(_TRACKS, tracks)
+        return _BEGIN + info + tracks
 
     def _tracks(self, start: int, end: int) -> bytes:
         """Those of video."""
         kept: list[bytes] = []
         for name, _, inner, after in self._children(start, end):
             if name == _TRACK_ENTRY and len(kept) < _MOST_TRACKS:
-                parts = self._contents(inner, after, _KEPT_OF_TRACK, _MOST_KEPT)
-                number = _number(parts.get(_TRACK_NUMBER, b""))
-                if _number(parts.get(_TRACK_TYPE, b"")) == _VIDEO and number not in self.stripped:
-                    parts |= self._contents(inner, after, (_CODEC_PRIVATE,))
+                track = self._contents(inner, after, _UINT, _TRACK_NUMBER, _TRACK_TYPE)
+                number = _value(track.get(_TRACK_NUMBER, b""))
+                if _value(track.get(_TRACK_TYPE, b"")) == _VIDEO and number not in self.stripped:
                     self.stripped[number] = self._stripped(inner, after)
-                    kept.append(_whole(_TRACK_ENTRY, b"".join(_whole(*item) for item in parts.items())))
-        return b"".join(kept)
+                    kept.append(self._rebuilt(name, inner, after))
+        return _whole(_TRACKS, b"".join(kept))
+
+    def _rebuilt(self, name: bytes, start: int, end: int) -> bytes:
+        """The element of this content, with what FFmpeg needs of it, once each."""
+        kept: dict[bytes, bytes] = {}
+        for child, _, inner, after in self._children(start, end):
+            if after - inner in _KEPT[name].get(child, ()):
+                is_leaf = child not in _KEPT
+                kept[child] = _whole(child, self.data[inner:after]) if is_leaf else self._rebuilt(child, inner, after)
+        return _whole(name, b"".join(kept.values()))
 
     def _stripped(self, start: int, end: int) -> bytes:
         """What is left out where each frame of a track begins. Raises MediaError for frames that are packed."""
@@ -206,11 +211,11 @@ class _Walk:
             return b""
         settings: dict[bytes, bytes] = {}
         for place in self._at(*encodings[0], _COMPRESSION):
-            settings = self._contents(*place, (_ALGORITHM, _SETTINGS), _MOST_KEPT)
-        if len(encodings) > 1 or _number(settings.get(_ALGORITHM, b"")) != _HEADER_STRIPPING:
+            settings = self._contents(*place, _TEXT, _ALGORITHM, _SETTINGS)
+        if len(encodings) > 1 or _value(settings.get(_ALGORITHM, b"")) != _HEADER_STRIPPING:
             raise MediaError(self.item, "its frames are packed (zlib) or encrypted; mux it again without that")
-        scope = self._contents(*encodings[0], (_SCOPE,), 8).get(_SCOPE) or b"\1"
-        return settings.get(_SETTINGS, b"") if _number(scope) & 1 else b""
+        scope = self._contents(*encodings[0], _UINT, _SCOPE).get(_SCOPE) or b"\1"
+        return settings.get(_SETTINGS, b"") if _value(scope) & 1 else b""
 
     def _add_group(self, start: int, end: int) -> None:
         """A frame of which more is told."""
@@ -268,5 +273,5 @@ def _whole(name: bytes, content: bytes) -> bytes:
     return _opening(name, len(content)) + content
 
 
-def _number(content: bytes) -> int:
+def _value(content: bytes) -> int:
     return int.from_bytes(content, "big")
