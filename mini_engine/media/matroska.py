@@ -104,11 +104,11 @@ class _Walk:
     stripped: dict[int, bytes] = field(default_factory=dict)  # of each track of video: how all its frames begin
     counts: Counter[int] = field(default_factory=Counter)  # frames by track
     pieces: list[bytes | range] = field(default_factory=list)
-    cluster: bytes = b""  # what must come before the next frame
+    cluster: bytes = CLUSTER + _UNKNOWN  # what must come before the next frame
     timestamp: bytes = b""
 
     def run(self) -> PlainFile:
-        self.pieces.append(self._header() + CLUSTER + _UNKNOWN)  # so that there is one
+        self.pieces.append(self._header())
         for name, begin, start, end in self._elements():
             if name == CLUSTER:
                 self.cluster = CLUSTER + _UNKNOWN
@@ -118,6 +118,8 @@ class _Walk:
                 self._add(begin, start, end)
             elif name == _BLOCK_GROUP:
                 self._add_group(start, end)
+        if len(self.pieces) == 1:  # for FFmpeg a file is none without a cluster
+            self.pieces.append(CLUSTER + _UNKNOWN)
         return PlainFile(self.data, self.pieces)
 
     def _elements(self) -> Iterator[tuple[bytes, int, int, int]]:

@@ -10,7 +10,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_engine.media.containers import container_of, element
@@ -350,6 +350,7 @@ def test_nothing_of_a_hostile_file_is_handed_on(what: str) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 40])
+@settings(deadline=None)
 @given(st.data())
 def test_garbage_is_refused_and_what_is_handed_on_is_sound(size: int, draw: st.DataObject) -> None:
     """What is made of what was handed on is the same again: nothing of it is lost."""
@@ -368,6 +369,7 @@ def test_garbage_is_refused_and_what_is_handed_on_is_sound(size: int, draw: st.D
     assert plain(given_on).read() == given_on
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5000))
 def test_it_is_the_same_however_much_is_read_at_once(size: int) -> None:
     whole, file = plain(KINDS["groups"]()).read(), plain(KINDS["groups"]())
