@@ -1,6 +1,7 @@
 """What FFmpeg is given of a Matroska file: all frames of a real one, as they stand there; nothing of a hostile one."""
 
 import io
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mini_engine.media import matroska
 from mini_engine.media.containers import container_of, element
 from mini_engine.media.errors import MediaError
 from mini_engine.media.limits import Damage, DecodeLimits
@@ -43,14 +45,17 @@ def plain(data: bytes, lost: list[str] | None = None) -> PlainFile:
     return plain_file(data, "video 1", lambda: None, lambda _: None, lose)
 
 
-def told(file: Any) -> tuple[list[Any], list[Any]]:
+def told(make: Callable[[], Any]) -> tuple[list[Any], list[Any]]:
     """All that the decoder uses of what FFmpeg says of a file."""
-    with av.open(file, format="matroska") as container:
+    with av.open(make(), format="matroska") as container:
+        first = next(container.decode(video=0))
+    with av.open(make(), format="matroska") as container:
         stream = container.streams.video[0]
         codec = stream.codec_context
         facts = [stream.average_rate, stream.guessed_rate, stream.time_base, stream.disposition, codec.name]
         facts += [codec.width, codec.height, codec.extradata, codec.pix_fmt, codec.color_range, codec.colorspace]
         facts += [codec.sample_aspect_ratio, codec.color_primaries, codec.color_trc]
+        facts += [first.pts, first.rotation, first.color_range, first.colorspace]
         packets = [(p.pts, p.dts, p.duration, p.is_keyframe, p.is_discard, bytes(p)) for p in container.demux(stream)]
     return facts, packets
 
@@ -85,7 +90,7 @@ def test_ffmpeg_tells_the_same_of_it_as_of_the_file(which: str) -> None:
     if args and clips.lacks(next(arg for arg in args if isinstance(arg, str))):
         pytest.skip("no encoder here")
     data = make(*args)
-    assert told(Readable(plain(data))) == told(io.BytesIO(data))
+    assert told(lambda: Readable(plain(data))) == told(lambda: io.BytesIO(data))
 
 
 @cache
@@ -163,10 +168,25 @@ ATTACHMENTS = broken.element("1941A469", broken.element("61A7", FONT) * 20)
 SOUND = broken.element("AE", broken.element("D7", b"\2") + broken.element("83", b"\2"))
 
 
+COLOURS = broken.element("55B0", broken.element("55B1", b"\1") + broken.element("55B9", b"\2"))
+TURN = broken.element("7670", broken.element("7671", b"\0") + broken.element("7675", struct.pack(">f", 90)))
+RATE = broken.element("2383E3", struct.pack(">f", 12.5))
+
+
+def parts_of_picture() -> bytes:
+    """Its width and height."""
+    return broken.element("B0", b"\x40") + broken.element("BA", b"\x30")
+
+
+def inside(data: bytes) -> bytes:
+    """What the element holds."""
+    _, start, _ = element(data, 0) or (b"", 0, None)
+    return data[start:]
+
+
 def also(more: bytes, data: bytes) -> bytes:
     """A segment's tracks element with more in it."""
-    _, start, _ = element(data, 0) or (b"", 0, None)
-    return broken.element("1654AE6B", data[start:] + more)
+    return broken.element("1654AE6B", inside(data) + more)
 
 
 def in_groups(*more: bytes) -> bytes:
@@ -174,13 +194,15 @@ def in_groups(*more: bytes) -> bytes:
     return cluster(*groups)
 
 
-def stripped() -> tuple[bytes, bytes]:
+def stripped(scope: bytes = b"\1") -> tuple[bytes, bytes]:
     """The tracks and a cluster, of which each frame has lost the bytes with which all of them begin."""
     common = blocks()[0][4:5]
     assert sum(block[4:5] == common for block in blocks()) >= 3
     kept = [block for block in blocks() if block[4:5] == common]
     settings = broken.element("4254", b"\3") + broken.element("4255", common)
-    encodings = broken.element("6D80", broken.element("6240", broken.element("5034", settings)))
+    encodings = broken.element(
+        "6D80", broken.element("6240", broken.element("5032", scope) + broken.element("5034", settings))
+    )
     return in_entry(encodings), cluster(*[simple(block[:4] + block[5:]) for block in kept])
 
 
@@ -228,6 +250,17 @@ KINDS: dict[str, Callable[[], bytes]] = {
     "groups with additions": lambda: segment(
         info(), tracks(), in_groups(broken.element("75A1", broken.element("A6", broken.element("A5", bytes(99)))))
     ),
+    "groups of frames that refer to others": lambda: segment(
+        info(), tracks(), in_groups(broken.element("FB", b"\xff") * 2 + broken.element("9B", b"\x32"))
+    ),
+    "colours, a turn and a rate": lambda: segment(
+        info(),
+        in_entry(broken.element("E0", parts_of_picture() + COLOURS + TURN + RATE)).replace(
+            b"\x23\xe3\x83", b"\x23\xe3\x84"
+        ),
+        all_blocks(),
+    ),
+    "only its codec's data without such bytes": lambda: segment(info(), stripped(scope=b"\2")[0], all_blocks()),
     "frames without the bytes that all begin with": lambda: segment(info(), *stripped()),
     "a track of sound": lambda: segment(
         info(), also(SOUND, tracks()), cluster(*[simple(block) + simple(b"\x82\0\0\6\xff") for block in blocks()])
@@ -243,8 +276,12 @@ def test_every_kind_of_file_is_read(kind: str) -> None:
     assert container_of(data) == "matroska"
     got = frames(data)
     assert len(got) >= 3
-    if "begin with" not in kind:
+    if kind == "colours, a turn and a rate":
+        assert got.shape[1:] == (64, 48, 3)
+    elif "begin with" not in kind:
         np.testing.assert_array_equal(got, clips.decode_all(clip()))
+    if kind != "tracks behind the frames":  # which FFmpeg does not look for there
+        assert told(lambda: Readable(plain(data))) == told(lambda: io.BytesIO(data))
 
 
 def test_what_is_stripped_comes_back() -> None:
@@ -257,7 +294,7 @@ def test_what_is_stripped_comes_back() -> None:
 def test_of_two_recordings_in_one_file_both_are_read() -> None:
     """FFmpeg goes on where another begins; so does what it is given."""
     data = as_written(info(), tracks(), all_blocks())
-    assert len(told(Readable(plain(data * 2)))[1]) == 2 * len(blocks()) + 1
+    assert len(told(lambda: Readable(plain(data * 2)))[1]) == 2 * len(blocks()) + 1
 
 
 def test_frames_that_are_packed_are_refused() -> None:
@@ -265,6 +302,19 @@ def test_frames_that_are_packed_are_refused() -> None:
         packed = in_entry(broken.element("6D80", broken.element("6240", broken.element("5034", packing))))
         with pytest.raises(MediaError, match="video 1: its frames are packed .zlib. or encrypted; mux it again"):
             decode_video(segment(info(), packed, all_blocks()), ALL, item="video 1")
+
+
+def test_frames_that_are_packed_twice_are_refused() -> None:
+    encoding = broken.element("6240", broken.element("5034", broken.element("4254", b"\3")))
+    decode_video(segment(info(), in_entry(broken.element("6D80", encoding)), all_blocks()), ALL)
+    with pytest.raises(MediaError, match="its frames are packed"):
+        decode_video(segment(info(), in_entry(broken.element("6D80", encoding * 2)), all_blocks()), ALL)
+
+
+def test_of_tracks_with_one_number_the_first_is_read() -> None:
+    data = segment(info(), also(inside(tracks()), tracks()), all_blocks())
+    with av.open(Readable(plain(data))) as container:
+        assert len(container.streams) == 1
 
 
 def test_more_frames_than_may_be_are_refused_before_ffmpeg_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,12 +349,13 @@ def test_the_main_one_of_several_tracks_of_video_is_read() -> None:
         assert len(container.streams) == 4
 
 
-@pytest.mark.parametrize("where", ["a track", "a block", "a group", "between clusters", "a time"])
+@pytest.mark.parametrize("where", ["a track", "a block", "a block's end", "a group", "between clusters", "a time"])
 def test_what_cannot_be_read_is_told_and_passed_over(where: str) -> None:
     beyond = broken.element("A3", b"", size=99)
     bad = {
         "a track": segment(info(), also(broken.element("AE", beyond), tracks()), all_blocks()),
-        "a block": segment(info(), tracks(), cluster(simple(b"\0" * 9)), all_blocks()),
+        "a block": segment(info(), tracks(), cluster(simple(b"\0" * 20)), all_blocks()),
+        "a block's end": segment(info(), tracks(), cluster(beyond), all_blocks()),
         "a group": segment(info(), tracks(), cluster(broken.element("A0", beyond)), all_blocks()),
         "between clusters": segment(info(), tracks(), b"\0", all_blocks()),
         "a time": segment(info(), tracks(), broken.element("1F43B675", b"\xe7\xff"), all_blocks()),
@@ -326,10 +377,24 @@ def test_frames_that_share_a_block_are_not_taken() -> None:
 def test_of_a_header_nothing_is_handed_on_that_ffmpeg_could_not_read() -> None:
     """It would search for more where it cannot, byte by byte, and might come to a list of tags in a codec's data."""
     bad = [broken.element(name, bytes(size)) for name, size in [("D7", 9), ("23314F", 5), ("86", 5000), ("B0", 1)]]
+    bad += [broken.element("63A2", bytes(1 << 20))]
     hidden = in_entry(broken.element("63A2", TAGS) + b"".join(bad) * 100 + broken.element("E0", b"".join(bad)))
     assert len(plain(segment(info(), hidden, all_blocks())).read()) < len(clip()) + len(TAGS) + 200
+    long, block = broken.element("E7", bytes(9)), blocks()[0]
+    group = broken.element("A0", broken.element("A1", block) + broken.element("9B", bytes(9)))
+    info_of_bad = broken.element("1549A966", broken.element("4489", bytes(5)))
+    given_on = plain(segment(info_of_bad, tracks(), cluster(long, simple(block), group))).read()
+    assert given_on.count(block) == 2
+    assert not any(name in given_on for name in (b"\x44\x89", long, b"\x9b"))
     data = segment(info(), in_entry(b"".join(bad)), all_blocks())
     np.testing.assert_array_equal(frames(data), clips.decode_all(clip()))
+
+
+def test_a_frame_that_is_too_long_for_ffmpeg_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matroska, "_MOST_IN_BLOCK", 100)
+    lost: list[str] = []
+    plain(segment(info(), tracks(), cluster(simple(b"\x81" + bytes(100)), simple(b"\x81" + bytes(99)))), lost)
+    assert len(lost) == 1
 
 
 def elements(data: bytes) -> Iterator[bytes]:
