@@ -35,13 +35,11 @@ _STEPS = 256  # along an index to where an edit begins: as many for an entry mak
 
 
 def claimed_samples(data: bytes, tick: Tick = lambda: None) -> int:
-    """Returns how many entries of some 70 bytes FFmpeg may come to keep of an mp4 or mov; 0 for files that are none.
+    """Returns how many entries of some 70 bytes FFmpeg may come to keep of an mp4 or mov.
 
     These are the frames of picture and sound, all tracks together, and what else a table can claim. Plain PCM counts by
     the thousand: its frames are single samples, of which FFmpeg takes 1024 for an entry.
     """
-    if data.startswith((b"\x1a\x45\xdf\xa3", b"RIFF", b"GIF")) and not data[4:8].isalpha():
-        return 0  # with letters FFmpeg could take it for a box of a gigabyte
     claims = forgiven = not_copied = movie_scale = 0
     every: Counter[bytes] = Counter()
     for start, end, is_track in _stretches(data, tick):

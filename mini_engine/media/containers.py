@@ -1,4 +1,4 @@
-"""What a video file's outermost structure says of itself: how long it should be.
+"""What a video file's outermost structure says of itself: which of four containers it is, and how long it should be.
 
 FFmpeg reads most files that are cut short to their end without a word. Knows the frames of the four containers, nothing
 of codecs. Each walk calls `tick` for each step, which may raise: a file can be made of nothing but the smallest
@@ -9,11 +9,21 @@ from collections.abc import Callable, Iterator
 
 Tick = Callable[[], None]
 
-_EBML = b"\x1a\x45\xdf\xa3"
-_SEGMENT = b"\x18\x53\x80\x67"
-_CLUSTER = b"\x1f\x43\xb6\x75"
+EBML = b"\x1a\x45\xdf\xa3"
+SEGMENT = b"\x18\x53\x80\x67"
+CLUSTER = b"\x1f\x43\xb6\x75"
 _FIRST_BOXES = (b"ftyp", b"styp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
 _LATER_BOXES = (b"moof", b"sidx", b"ssix", b"emsg", b"prft", b"mfra", b"meta", b"udta", b"uuid", b"pdin")
+
+
+def container_of(data: bytes) -> str:
+    """Returns FFmpeg's name of the only one of the four that the file can be, by how it begins."""
+    name, _, end = element(data, 0) or (b"", 0, None)
+    if name == EBML and end is not None:
+        return "matroska"
+    if data[:4] == b"RIFF":
+        return "avi"
+    return "gif" if data[:3] == b"GIF" else "mov"
 
 
 def declared_size(data: bytes, tick: Tick = lambda: None) -> int | None:
@@ -21,7 +31,7 @@ def declared_size(data: bytes, tick: Tick = lambda: None) -> int | None:
 
     More than there are means that the file is cut short. Fewer mean that something else follows it.
     """
-    if data.startswith(_EBML):
+    if data.startswith(EBML):
         return _end_of_matroska(data, tick)
     if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
         return _end_of_riff(data, tick)
@@ -44,39 +54,39 @@ def _end_of_matroska(data: bytes, tick: Tick) -> int | None:
 
     A live recording leaves the sizes of the segment and its clusters open; what lies in them still has sizes.
     """
-    place: int | None = _end_of_element(data, len(_EBML))
-    if place is None or data[place : place + 4] != _SEGMENT:
-        return None
-    end = _end_of_element(data, place + 4)
+    start, end = 0, None
+    for expected in (EBML, SEGMENT):
+        name, start, end = element(data, end or 0) or (b"", 0, None)
+        if name != expected or (end is None and name == EBML):
+            return None
     if end is not None:
         return end
-    place = _content_of_element(data, place + 4)
-    while place is not None and place < len(data):
+    place = start
+    while place < len(data):
         tick()
-        size_at = place + 9 - data[place].bit_length()  # the length of an id is told as that of a size
-        end = _end_of_element(data, size_at)
-        if end is None:
-            if data[place:size_at] != _CLUSTER:
-                return None
-            end = _content_of_element(data, size_at)
-        place = end
+        name, start, end = element(data, place) or (b"", 0, None)
+        if end is None and name != CLUSTER:
+            return None
+        place = start if end is None else end
     return place
 
 
-def _content_of_element(data: bytes, place: int) -> int | None:
-    """Where the content begins of an element whose size stands at `place`; None: beyond the end of the file."""
-    length = 9 - data[place].bit_length() if place < len(data) else 9
-    return place + length if length <= 8 and place + length <= len(data) else None
+def element(data: bytes, place: int) -> tuple[bytes, int, int | None] | None:
+    """Id, begin of the content and end (which may lie beyond the data) of the EBML element at `place`.
 
-
-def _end_of_element(data: bytes, place: int) -> int | None:
-    """Where the element ends whose size stands at `place`, right after its id; None: unknown size."""
-    start = _content_of_element(data, place)
-    if start is None:
+    An end of None: of unknown size. In place of all three, None: no element's id and size are there.
+    """
+    if place >= len(data):
         return None
-    marker = 1 << (7 * (start - place))  # the leading zero bits tell how many bytes the number has
-    size = int.from_bytes(data[place:start], "big")
-    return None if size == 2 * marker - 1 else start + size - marker  # all ones: not known when it was written
+    size_at = place + 9 - data[place].bit_length()  # the leading zero bits tell how many bytes a number has
+    if size_at > place + 4 or size_at >= len(data):
+        return None
+    start = size_at + 9 - data[size_at].bit_length()
+    if start > size_at + 8 or start > len(data):
+        return None
+    size = int.from_bytes(data[size_at:start], "big")
+    marker = 1 << 7 * (start - size_at)
+    return data[place:size_at], start, None if size == 2 * marker - 1 else start + size - marker
 
 
 def _end_of_riff(data: bytes, tick: Tick) -> int | None:

@@ -136,7 +136,8 @@ class Damage:
         """`what` goes on from "the file is cut short or damaged". Of several frames that are lost, one is enough."""
         if not self.allow_partial:
             raise MediaError(self.item, CUT_SHORT.format(what))
-        self.found.append(what)
+        if not self.found:  # the first is told, and a file may be of nothing but damage
+            self.found.append(what)
 
     def account(self, read: int, promised: int) -> str | None:
         """What is to be said of a file of which `read` of at least `promised` frames were read. None: all is well."""

@@ -23,10 +23,11 @@ from av.stream import Disposition
 from numpy.typing import NDArray
 
 from mini_engine.media.claims import claimed_samples
-from mini_engine.media.containers import declared_canvas, declared_size
+from mini_engine.media.containers import container_of, declared_canvas, declared_size
 from mini_engine.media.errors import MediaError
 from mini_engine.media.frames import FrameRows
 from mini_engine.media.limits import CUT_SHORT, CancelSignal, Damage, DecodeLimits, Guard
+from mini_engine.media.matroska import plain_file
 from mini_engine.media.packets import (
     can_seek,
     in_order_of_showing,
@@ -39,12 +40,13 @@ from mini_engine.media.packets import (
 from mini_engine.media.sampling import VideoSampling
 from mini_engine.media.shortage import check_host
 
-# FFmpeg's names. Others stay shut: a playlist (hls, dash, concat) is a list of addresses that FFmpeg would go and open.
-_CONTAINERS = "mov,matroska,avi,gif"
 # FFmpeg's decoders, of the hundreds that it has: the others are seldom fuzzed, and some spend minutes on one packet.
 _DECODERS = ("h264", "hevc", "vp8", "vp9", "libdav1d", "libaom-av1", "av1", "mpeg4", "gif")
 _READABLE = "send a GIF, or H.264, H.265, VP8, VP9, AV1 or MPEG-4 in mp4, mov, mkv, webm or avi"
 _UNREADABLE = f"cannot be read as a video; {_READABLE}"
+_MOST_STREAMS = 100  # FFmpeg sets up a decoder for each, of up to a megabyte
+_TOO_MANY_STREAMS = f"has more than {_MOST_STREAMS} tracks, or is damaged; send it with fewer tracks"
+_PROBED_OF_AVI = 1 << 18  # bytes: FFmpeg may keep the packets of so many while it opens one, each at half a kilobyte
 _WORTH_SEEKING = 0.75  # decode runs of packets when they are at most this share of all
 
 
@@ -89,20 +91,28 @@ def decode_video(
     guard.check_size(*declared_canvas(data))
     if (size := declared_size(data, guard.tick)) is not None and size > len(data):
         damage.add(f"{len(data)} of at least {size} bytes are there")
-    guard.check_index(claimed_samples(data, guard.tick))
+    container_name = container_of(data)
+    file: io.RawIOBase | io.BytesIO = io.BytesIO(data)
+    if container_name == "matroska":
+        file = plain_file(data, item, guard.tick, guard.check_frames, damage.add)
+    elif container_name == "mov":
+        guard.check_index(claimed_samples(data, guard.tick))
     try:
         with av.open(
-            _Source(data, guard),
+            _Source(file, guard),
             mode="r",
             metadata_errors="replace",
             # FFmpeg decodes a little while it opens a file: nothing else may run, and nothing above the limit be
             # allocated, there either.
             container_options={
-                "format_whitelist": _CONTAINERS,
+                # Others stay shut: a playlist (hls, dash, concat) is a list of addresses that FFmpeg would open.
+                "format_whitelist": container_name,
                 "protocol_whitelist": "",
                 "codec_whitelist": ",".join(_DECODERS),
                 "ignore_chapters": "1",  # an mp4's may have the same long title a million times
+                "max_streams": str(_MOST_STREAMS),
                 "use_mfra_for": "0",  # an index of an mp4's fragments at its end: for seeking, and a lie may be long
+                **({"probesize": str(_PROBED_OF_AVI)} if container_name == "avi" else {}),
             },
             options={"max_pixels": str(guard.limits.max_frame_pixels)},
         ) as container:
@@ -110,18 +120,19 @@ def decode_video(
     except (av.error.FFmpegError, UnicodeDecodeError) as error:
         guard.tick()  # the clock ends a file for FFmpeg
         check_host()  # for want of memory it may say the same as of a damaged file
-        raise MediaError(item, CUT_SHORT.format(damage.found[0]) if damage.found else _UNREADABLE) from error
+        problem = CUT_SHORT.format(damage.found[0]) if damage.found else _UNREADABLE
+        raise MediaError(item, _TOO_MANY_STREAMS if isinstance(error, MemoryError) else problem) from error
 
 
-class _Source(io.BytesIO):
-    """The file, which comes to its end when the decode must: FFmpeg may read for long before it hands out anything."""
+class _Source:
+    """A file that comes to its end when the decode must: FFmpeg may read for long before it hands out anything."""
 
-    def __init__(self, data: bytes, guard: Guard) -> None:
-        super().__init__(data)
-        self._guard = guard
+    def __init__(self, file: io.RawIOBase | io.BytesIO, guard: Guard) -> None:
+        self._file, self._guard = file, guard
+        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
 
-    def read(self, size: int | None = -1) -> bytes:
-        return b"" if self._guard.time_is_up or self._guard.is_cancelled else super().read(size)
+    def read(self, size: int) -> bytes | None:
+        return b"" if self._guard.time_is_up or self._guard.is_cancelled else self._file.read(size)
 
 
 class _Decode:

