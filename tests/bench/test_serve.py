@@ -166,10 +166,10 @@ def test_the_share_that_is_cancelled_of_short_answers(bench, root):
     assert "--cancel-rate" not in ran.err
 
 
-def clips(folder: Path, count: int) -> list[dict[str, str]]:
-    """Records with a video each, beside their file, a question and the right answer."""
+def clips(folder: Path, numbers: range) -> list[dict[str, str]]:
+    """Records with a video each, beside their file, a question and the right answer. No other test has the same."""
     records = []
-    for number in range(count):
+    for number in numbers:
         clip = videos.render(10**9 + 500 + number)
         (folder / f"{number}.mp4").write_bytes(videos.encode(clip))
         question = questions.ask([clip], None, number)
@@ -179,7 +179,7 @@ def clips(folder: Path, count: int) -> list[dict[str, str]]:
 
 def test_hf_twice_the_second_time_from_the_caches(bench, server, root, tmp_path: Path):
     """The command of vLLM's users, run twice, and the texts of both runs compared."""
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in clips(tmp_path, 6)))
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in clips(tmp_path, range(6))))
     command = f"""--endpoint-type openai-chat --endpoint /v1/chat/completions --dataset-name hf
         --dataset-path {tmp_path} --hf-split train --model {server.model} --max-concurrency 4 --num-prompts 6
         --hf-output-len 16 --num-warmups 0 --base-url {root} --save-result --save-detailed --result-dir {tmp_path}"""
@@ -199,7 +199,7 @@ def test_hf_twice_the_second_time_from_the_caches(bench, server, root, tmp_path:
 
 def test_sharegpt_as_users_of_vllm_type_it(bench, server, root, media_dir: Path, tmp_path: Path):
     """With videos that the file names by URL, as the server may read them."""
-    records = clips(media_dir, 4)
+    records = clips(media_dir, range(6, 10))
     turns = [
         [{"from": "human", "value": [{"type": "video_url", "video_url": {"url": (media_dir / one["video"]).as_uri()}},
                                      {"type": "text", "text": one["question"]}]},

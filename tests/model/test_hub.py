@@ -99,7 +99,8 @@ def test_names_and_shapes_are_transformers(raw: dict[str, Any], tmp_path):
     model = VisionLanguageModel(ModelConfig.from_dict(raw), Placement(TensorParallel(), torch.bfloat16, nowhere))
     ours = {piece.source: piece.shape for piece in pieces_of(model)}
     with nowhere:
-        oracle = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**raw))
+        # A copy: transformers writes into what it is given.
+        oracle = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**copy.deepcopy(raw)))
     theirs = {canonical_name(name): tuple(tensor.shape) for name, tensor in oracle.state_dict().items()}
     if raw["tie_word_embeddings"]:
         del theirs["lm_head.weight"]
@@ -115,6 +116,7 @@ def test_names_and_shapes_are_transformers(raw: dict[str, Any], tmp_path):
 @pytest.mark.parametrize("tied", [None, False, True])
 @pytest.mark.parametrize("text_tied", [None, False, True])
 def test_what_is_tied_is_what_transformers_ties(tied: bool | None, text_tied: bool | None, raw: dict[str, Any]):
+    raw = copy.deepcopy(raw)  # transformers writes into what it is given
     nested = {key: raw[key] for key in ("vision_config", "model_type", "architectures", *TOKENS)}
     nested["text_config"] = {k: v for k, v in raw.get("text_config", raw).items() if k not in nested}
     for part, value in ((nested, tied), (nested["text_config"], text_tied)):
