@@ -1,4 +1,4 @@
-"""What tests of several folders share: a short directory for sockets, and a ZMQ context."""
+"""What tests of several folders share: a short directory for sockets, a ZMQ context, and hypothesis' ways."""
 
 from __future__ import annotations
 
@@ -7,8 +7,20 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import zmq
+
+# The same examples in each run, however long the machine takes for them: a run that fails does so for what was changed.
+# To search further: --hypothesis-profile default.
+hypothesis.settings.register_profile(
+    "certain",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("certain")
 
 
 @pytest.fixture

@@ -46,6 +46,7 @@ from mini_engine.messages import (
 from mini_engine.transport import sockets
 from mini_engine.transport.base import DeviceType, TransportError
 from mini_engine.transport.codec import Encoder, decode
+from tests.api.patience import PATIENCE
 
 STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=8)
 
@@ -291,7 +292,7 @@ class ScriptedCore:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until something that has come makes `condition` true."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()
@@ -329,8 +330,21 @@ def logprobs_of(token: int, likeliest: int) -> list[TokenLogprob]:
     return [TokenLogprob(token, -0.25), *(TokenLogprob(65 + rank, -1.0 - rank) for rank in range(likeliest))]
 
 
+class Calls:
+    """How many calls of a method have begun from now on; each goes on as it would."""
+
+    def __init__(self, owner: Any, method: str):
+        self.begun = 0
+        self._method = getattr(owner, method)
+        setattr(owner, method, self)
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        self.begun += 1
+        return self._method(*args, **more)
+
+
 async def eventually(condition: Callable[[], bool]) -> None:
     """Wait until `condition` holds."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110 - a test looks from outside: nothing tells it
             await asyncio.sleep(0.005)

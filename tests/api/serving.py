@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from mini_engine.media.policy import MediaPolicy
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import EngineLimits, NewRequest
 from mini_engine.transport.codec import Encoder
+from tests.api.patience import PATIENCE
 from tests.api.peers import MemoryTransport, ScriptedCore
 
 MAX_MODEL_LEN = 600
@@ -116,9 +118,10 @@ async def serve(
     rules: DecodeRules | None = None,
 ) -> AsyncIterator[Served]:
     """Everything up, a request may be sent; everything down again at the end."""
-    config = EngineConfig(**(settings or {}))
+    config = EngineConfig(**{"timeout_keep_alive": 3600, **(settings or {})})
     context = zmq.asyncio.Context()
-    endpoint = f"ipc://{directory}/core"
+    sockets = tempfile.TemporaryDirectory(prefix="mini-")  # whose path, unlike `directory`'s, leaves room for a name
+    endpoint = f"ipc://{sockets.name}/core"
     core = ScriptedCore(context, endpoint, script)
     transports = transports or [MemoryTransport("torch_shm"), MemoryTransport("direct_rpc")]
     engines = EngineClient(
@@ -155,8 +158,8 @@ async def serve(
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await started.wait()
     url = f"http://127.0.0.1:{port}"
-    http = httpx.AsyncClient(base_url=url, timeout=10)
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10)
+    http = httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=httpx.Limits(keepalive_expiry=None))
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
     try:
         async with http, client:
             yield Served(frontend, core, transports, client, http, port, app.state.work)
@@ -170,3 +173,4 @@ async def serve(
         engines.close()
         core.close()
         context.destroy(linger=0)
+        sockets.cleanup()

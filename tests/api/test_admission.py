@@ -9,6 +9,7 @@ from mini_engine.api.admission import MediaAdmission, RequestAdmission, Reservat
 from mini_engine.api.errors import ApiError
 from mini_engine.media.errors import FetchCancelled
 from mini_engine.metrics import REGISTRY
+from tests.api.patience import PATIENCE
 
 
 async def hold(admission: MediaAdmission, items: int, entered: list[int], leave: asyncio.Event) -> None:
@@ -184,7 +185,7 @@ def test_threads_that_receive_at_once_are_counted_each() -> None:
     start, most = threading.Barrier(threads), []
 
     def receive(reservation: Reservation) -> int:
-        start.wait(5)
+        start.wait(PATIENCE)
         for count in itertools.count():
             try:
                 reservation.receive(1)

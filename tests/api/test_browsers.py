@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mini_engine.media.processor import MediaProcessor
+from tests.api.patience import PATIENCE
 from tests.api.serving import Served, chat_body, hang_up, serve, words
 
 PAGE = "https://page.test"
@@ -93,7 +94,7 @@ def test_a_body_that_is_not_called_json_is_refused_unread(processor: MediaProces
                 reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
                 typed = "" if given is None else f"content-type: {given}\r\n"
                 writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\n{typed}content-length: 9\r\n\r\n".encode())
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(PATIENCE):
                     head = await reader.readuntil(b"\r\n\r\n")
                     error = json.loads(await reader.readuntil(b"}}"))["error"]
                 assert b" 415 " in head.splitlines()[0] and b"accept: application/json" in head.splitlines(), given

@@ -10,8 +10,9 @@ import pytest
 from mini_engine.api import engine_client, operation
 from mini_engine.api.errors import ServerStopping
 from mini_engine.media.processor import MediaProcessor
-from mini_engine.messages import EngineCounters, NewRequest, SamplingParams
-from tests.api.peers import eventually, logprobs_of
+from mini_engine.messages import EngineCounters, Figures, NewRequest, SamplingParams
+from tests.api.patience import PATIENCE
+from tests.api.peers import STATS, Calls, eventually, logprobs_of
 from tests.api.serving import LIMITS, Served, hang_up, image, serve, words
 from tests.api.test_app import metric
 
@@ -192,15 +193,23 @@ def test_resetting_the_caches(processor: MediaProcessor, tmp_path: Path, monkeyp
     asyncio.run(scenario())
 
 
-def test_the_engines_figures_are_asked_for_when_the_metrics_are_read(processor: MediaProcessor, tmp_path: Path) -> None:
+def test_the_engines_figures_are_asked_for_when_the_metrics_are_read(
+    processor: MediaProcessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "FIGURES_SECONDS", PATIENCE)
+
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor, "a red")) as served:
             hits = metric("prefix_cache_hits_total", engine="0")
             served.core.counters = EngineCounters(10, 4, 0, 0, 0)
-            both = await asyncio.gather(served.http.get("/metrics"), served.http.get("/metrics"))
-            assert (
-                f'mini_engine:prefix_cache_hits_total{{engine="0"}} {hits + 4}' in both[0].text
-            )  # asked once for both
+            served.core.answers_figures = False
+            calls = Calls(served.frontend.engines, "refresh_figures")
+            both = [asyncio.create_task(served.http.get("/metrics")) for _ in range(2)]
+            await eventually(lambda: calls.begun == 2)
+            await served.core.tell(Figures(STATS, served.core.counters))  # asked once for both
+            for answer in await asyncio.gather(*both):
+                assert f'mini_engine:prefix_cache_hits_total{{engine="0"}} {hits + 4}' in answer.text
+            served.core.answers_figures = True
             assert (await served.http.get("/metrics")).status_code == 200
             assert metric("prefix_cache_hits_total", engine="0") == hits + 2 * 4
 

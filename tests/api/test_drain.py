@@ -8,6 +8,7 @@ import pytest
 
 from mini_engine.api.errors import ServerStopping
 from mini_engine.media.processor import MediaProcessor
+from tests.api.patience import PATIENCE
 from tests.api.peers import eventually
 from tests.api.serving import hang_up, serve, words
 
@@ -38,7 +39,7 @@ def test_what_runs_ends_and_what_comes_is_refused(processor: MediaProcessor, tmp
                 assert chunks[-1].choices[0].finish_reason == "length"
             else:
                 assert answer.choices[0].message.content == "a red"
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE):
                 await draining
 
     asyncio.run(scenario())
@@ -66,7 +67,7 @@ def test_nothing_runs(processor: MediaProcessor, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor, "a red"), settings={"api_key": ["k"]}) as served:
             await served.http.get("/health")
-            async with asyncio.timeout(1):
+            async with asyncio.timeout(PATIENCE):
                 await served.work.drain()
             assert (await served.post()).status_code == 401, "an outsider need not know"
 
@@ -80,7 +81,7 @@ def test_half_a_body_does_not_hold_up_the_end(processor: MediaProcessor, tmp_pat
             head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             writer.write(head + b"content-length: 20\r\n\r\n{")
             await eventually(lambda: bool(served.work._unread))
-            async with asyncio.timeout(1):
+            async with asyncio.timeout(PATIENCE):
                 await served.work.drain()
                 assert b" 503 " in await reader.readline()
                 assert b'"code":"shutting_down"' in (await reader.readuntil(b"}}"))

@@ -17,16 +17,17 @@ from mini_engine.api.generation import Generation, NewTokens
 from mini_engine.api.media_store import INLINE_COPY_BYTES
 from mini_engine.messages import MediaItem, NewRequest, SamplingParams, Sibling
 from mini_engine.transport.codec import Encoder
+from tests.api.patience import PATIENCE
 from tests.api.peers import MemoryOutgoing, MemoryTransport, ScriptedCore, eventually
 
 
 @contextlib.asynccontextmanager
 async def connected(
-    directory: Path, transports: list[MemoryTransport], script: Any = lambda request: [[1], [2, 3]]
+    runtime: Path, transports: list[MemoryTransport], script: Any = lambda request: [[1], [2, 3]]
 ) -> AsyncIterator[tuple[EngineClient, list[ScriptedCore]]]:
     """A client and one held core for each of `transports`."""
     context = zmq.asyncio.Context()
-    endpoints = [f"ipc://{directory}/core{number}" for number in range(len(transports))]
+    endpoints = [f"ipc://{runtime}/core{number}" for number in range(len(transports))]
     cores = [ScriptedCore(context, endpoint, script) for endpoint in endpoints]
     for core in cores:
         core.hold = True
@@ -61,9 +62,9 @@ async def submit(client: EngineClient, request: NewRequest) -> Generation:
     return await engine.submit(request, refill)
 
 
-def test_tokens_that_pile_up_come_together(tmp_path: Path) -> None:
+def test_tokens_that_pile_up_come_together(runtime: Path) -> None:
     async def scenario() -> None:
-        async with connected(tmp_path, [MemoryTransport()]) as (client, (core,)):
+        async with connected(runtime, [MemoryTransport()]) as (client, (core,)):
             generation = await submit(client, request("a"))
             await core.until(lambda: bool(core.requests))
             await core.end(core.requests[0], "length")
@@ -75,9 +76,9 @@ def test_tokens_that_pile_up_come_together(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_the_engine_with_the_fewest_requests_is_taken(tmp_path: Path) -> None:
+def test_the_engine_with_the_fewest_requests_is_taken(runtime: Path) -> None:
     async def scenario() -> None:
-        async with connected(tmp_path, [MemoryTransport(), MemoryTransport()]) as (client, cores):
+        async with connected(runtime, [MemoryTransport(), MemoryTransport()]) as (client, cores):
             for number in range(4):
                 await submit(client, request(f"r{number}"))
             for core in cores:
@@ -90,9 +91,9 @@ def test_the_engine_with_the_fewest_requests_is_taken(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_an_aborted_request_counts_until_its_core_has_ended_it(tmp_path: Path) -> None:
+def test_an_aborted_request_counts_until_its_core_has_ended_it(runtime: Path) -> None:
     async def scenario() -> None:
-        async with connected(tmp_path, [MemoryTransport()]) as (client, (core,)):
+        async with connected(runtime, [MemoryTransport()]) as (client, (core,)):
             generation = await submit(client, request("a"))
             generation.abort()
             generation.stop(0)
@@ -104,9 +105,9 @@ def test_an_aborted_request_counts_until_its_core_has_ended_it(tmp_path: Path) -
     asyncio.run(scenario())
 
 
-def test_after_the_death_of_all_engines_nothing_is_accepted(tmp_path: Path) -> None:
+def test_after_the_death_of_all_engines_nothing_is_accepted(runtime: Path) -> None:
     async def scenario() -> None:
-        async with connected(tmp_path, [MemoryTransport()]) as (client, _):
+        async with connected(runtime, [MemoryTransport()]) as (client, _):
             generation = await submit(client, request("a"))
             waiting = asyncio.create_task(anext(generation))
             await asyncio.sleep(0)
@@ -120,9 +121,9 @@ def test_after_the_death_of_all_engines_nothing_is_accepted(tmp_path: Path) -> N
     asyncio.run(scenario())
 
 
-def test_what_waits_for_an_engine_ends_with_the_last_of_them(tmp_path: Path) -> None:
+def test_what_waits_for_an_engine_ends_with_the_last_of_them(runtime: Path) -> None:
     async def scenario() -> None:
-        async with connected(tmp_path, [MemoryTransport(), MemoryTransport()]) as (client, _):
+        async with connected(runtime, [MemoryTransport(), MemoryTransport()]) as (client, _):
 
             async def wait() -> None:
                 async with client.while_running():
@@ -154,7 +155,7 @@ class SlowOutgoing(MemoryOutgoing):
 
     def __call__(self, tensor: Any) -> Any:
         self.transport.copier = threading.current_thread()
-        assert self.go.wait(5)
+        assert self.go.wait(PATIENCE)
         self.transport.events.append("copied")
         return super().__call__(tensor)
 
@@ -175,11 +176,11 @@ class SlowTransport(MemoryTransport):
 
 
 @pytest.mark.parametrize("cancel", [False, True])
-def test_a_large_copy_holds_up_nobody(tmp_path: Path, cancel: bool) -> None:
+def test_a_large_copy_holds_up_nobody(runtime: Path, cancel: bool) -> None:
     async def scenario() -> None:
         transport = SlowTransport()
         SlowOutgoing.go.clear()
-        async with connected(tmp_path, [transport]) as (client, (core,)):
+        async with connected(runtime, [transport]) as (client, (core,)):
             large = asyncio.create_task(submit(client, request("large", INLINE_COPY_BYTES + 1)))
             await eventually(lambda: transport.copier is not None)
             assert transport.copier is not threading.main_thread()
@@ -203,11 +204,11 @@ def test_a_large_copy_holds_up_nobody(tmp_path: Path, cancel: bool) -> None:
     asyncio.run(scenario())
 
 
-def test_an_engine_that_dies_during_a_copy_gets_nothing(tmp_path: Path) -> None:
+def test_an_engine_that_dies_during_a_copy_gets_nothing(runtime: Path) -> None:
     async def scenario() -> None:
         transport = SlowTransport()
         SlowOutgoing.go.clear()
-        async with connected(tmp_path, [transport]) as (client, (core,)):
+        async with connected(runtime, [transport]) as (client, (core,)):
             large = asyncio.create_task(submit(client, request("large", INLINE_COPY_BYTES + 1)))
             await eventually(lambda: transport.copier is not None)
             client.stop(ServerStopping())
@@ -219,9 +220,9 @@ def test_an_engine_that_dies_during_a_copy_gets_nothing(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_siblings_are_taken_in_turns_and_aborted_together(tmp_path: Path) -> None:
+def test_siblings_are_taken_in_turns_and_aborted_together(runtime: Path) -> None:
     async def scenario() -> None:
-        async with connected(tmp_path, [MemoryTransport()]) as (client, (core,)):
+        async with connected(runtime, [MemoryTransport()]) as (client, (core,)):
             asked = NewRequest("a", [5], SamplingParams(8, 1), siblings=[Sibling("a-1", 2), Sibling("a-2", 3)])
             generation = await submit(client, asked)
             assert list(client.engines[0].requests) == ["a", "a-1", "a-2"]
@@ -237,9 +238,9 @@ def test_siblings_are_taken_in_turns_and_aborted_together(tmp_path: Path) -> Non
     asyncio.run(scenario())
 
 
-def test_a_sample_that_fails_ends_the_request(tmp_path: Path) -> None:
+def test_a_sample_that_fails_ends_the_request(runtime: Path) -> None:
     async def scenario() -> None:
-        async with connected(tmp_path, [MemoryTransport()], lambda request: []) as (client, (core,)):
+        async with connected(runtime, [MemoryTransport()], lambda request: []) as (client, (core,)):
             generation = await submit(client, NewRequest("a", [5], SamplingParams(8, 1), siblings=[Sibling("a-1", 2)]))
             await core.until(lambda: len(core.running) == 2)
             await core.end(core.running["a-1"], "error", "lost")
@@ -251,9 +252,9 @@ def test_a_sample_that_fails_ends_the_request(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_caches_are_reset_once_all_engines_have_answered(tmp_path: Path) -> None:
+def test_caches_are_reset_once_all_engines_have_answered(runtime: Path) -> None:
     async def scenario() -> None:
-        async with connected(tmp_path, [MemoryTransport(), MemoryTransport()]) as (client, cores):
+        async with connected(runtime, [MemoryTransport(), MemoryTransport()]) as (client, cores):
             await client.reset_caches()
             assert [len(core.resets) for core in cores] == [1, 1]
             cores[1].answers_resets = False

@@ -16,6 +16,7 @@ from mini_engine.api import media_loader
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.errors import ServerStopping
 from mini_engine.media.processor import MediaProcessor
+from tests.api.patience import PATIENCE
 from tests.api.peers import eventually
 from tests.api.serving import MAX_MEDIA_BYTES, Served, image
 from tests.api.test_app import metric
@@ -38,7 +39,7 @@ class HeldDecoder:
 
     def __call__(self, *args: Any, **more: Any) -> Any:
         self.begun += 1
-        assert self.go.wait(20)
+        assert self.go.wait(PATIENCE)
         return self._decode(*args, **more)
 
 
@@ -79,7 +80,7 @@ def test_wherever_they_are_on_their_way_to_an_engine(
             asking.append(post(elsewhere))
             await eventually(lambda: front.admission.inflight_bytes > MAX_MEDIA_BYTES)
             ENDS[code](front.engines)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE):
                 for response in await asyncio.gather(*asking):
                     check_told(response, code)
             assert not decoder.go.is_set() and not slow.go.is_set()
@@ -107,7 +108,7 @@ def test_one_whose_media_are_made_again(
         await eventually(lambda: decoder.begun == 1)
         assert served.core.misses
         served.frontend.engines.peer_gone("worker 0.1")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             check_told(await asking, "engine_unavailable")
         check_nothing_held(served)
         decoder.go.set()
@@ -123,7 +124,7 @@ def test_a_completion_whose_prompt_is_not_in_tokens_yet(
 
         def encode(*_: Any) -> list[int]:
             begun.set()
-            assert go.wait(20)
+            assert go.wait(PATIENCE)
             return [5]
 
         monkeypatch.setattr(served.frontend.renderer, "encode", encode)
@@ -131,7 +132,7 @@ def test_a_completion_whose_prompt_is_not_in_tokens_yet(
         asking = asyncio.create_task(served.http.post("/v1/completions", json=body))
         await eventually(begun.is_set)
         served.frontend.engines.peer_gone("core 0")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             check_told(await asking, "engine_unavailable")
         check_nothing_held(served)
         go.set()

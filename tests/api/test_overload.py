@@ -23,6 +23,7 @@ from mini_engine.config import flag_of
 from mini_engine.media.limits import DecodeLimits, ImageLimits
 from mini_engine.media.policy import BLOCK_BYTES
 from mini_engine.media.processor import MediaProcessor
+from tests.api.patience import PATIENCE
 from tests.api.peers import eventually
 from tests.api.serving import (
     MAX_INFLIGHT_BYTES,
@@ -49,7 +50,7 @@ class SlowWeb:
         self.body = self.png
 
     def answer(self, connection: socket.socket, _: str) -> None:
-        assert self.go.wait(10)
+        assert self.go.wait(PATIENCE)
         connection.sendall(response(self.body))
 
     @contextlib.contextmanager
@@ -148,7 +149,7 @@ def test_downloads_of_one_request_end_with_the_block_that_is_too_much(
 
         with WebServer(answer) as web:
             part = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{web.port}/"}}
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE):
                 refusal = await served.post(content=[part] * 6, stream=stream)
             assert (refusal.status_code, refusal.json()["error"]["code"]) == (400, "media_too_large")
             assert f"more than the {MAX_INFLIGHT_BYTES} of --max-inflight-media-gb" in refusal.text
@@ -156,7 +157,7 @@ def test_downloads_of_one_request_end_with_the_block_that_is_too_much(
             assert MAX_INFLIGHT_BYTES < nbytes <= MAX_INFLIGHT_BYTES + BLOCK_BYTES
             assert at_rest(served) and served.frontend.admission.unknown_bytes == 0
             for _ in range(6):
-                assert await asyncio.to_thread(gone.acquire, timeout=5)
+                assert await asyncio.to_thread(gone.acquire, timeout=PATIENCE)
         assert (await served.post(content=[image()], stream=stream)).status_code == 200
 
     with_server(processor, tmp_path, scenario)
@@ -271,14 +272,14 @@ def test_a_body_that_is_refused_is_not_read(processor: MediaProcessor, tmp_path:
         start = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         head = f"{start}content-length: {MAX_REQUEST_BYTES + 1}\r\n\r\n"
         writer.write(head.encode())
-        assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)
+        assert b" 413 " in await asyncio.wait_for(reader.readline(), PATIENCE)
         await hang_up(writer)
         with contextlib.ExitStack() as places:
             for _ in range(MAX_REQUESTS):
                 places.enter_context(served.frontend.requests.admit())
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
             writer.write(head.replace(str(MAX_REQUEST_BYTES + 1), "1000").encode())
-            assert b" 429 " in await asyncio.wait_for(reader.readline(), 5)
+            assert b" 429 " in await asyncio.wait_for(reader.readline(), PATIENCE)
             await hang_up(writer)
 
     with_server(processor, tmp_path, scenario)
@@ -298,7 +299,7 @@ def test_bodies_that_are_received_at_once(processor: MediaProcessor, tmp_path: P
             writer.write(head + part)
         await eventually(lambda: room.received_bytes == 2 * len(part))
         clients[2][1].write(head + part)
-        assert b" 429 " in await asyncio.wait_for(clients[2][0].readline(), 5)
+        assert b" 429 " in await asyncio.wait_for(clients[2][0].readline(), PATIENCE)
         assert metric("requests_rejected_total", reason="inflight_bodies") == before + 1
         assert (await served.post()).status_code == 200  # a small one finds room
         for _, writer in clients:

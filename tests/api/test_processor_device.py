@@ -14,6 +14,7 @@ from mini_engine.free_memory import CUDA_CONTEXT_BYTES, processor_bytes, process
 from mini_engine.host import plan_media_cache
 from mini_engine.messages import RankAddress
 from mini_engine.transport.codec import Encoder
+from tests.api.patience import PATIENCE
 
 GIB = 1 << 30
 CUDA = {"mm_processor_device": "cuda"}
@@ -97,7 +98,7 @@ def test_a_device_that_is_lost_ends_the_server_and_an_error_that_passes_does_not
 
     async def serve() -> None:  # as `server.py` does
         watch = asyncio.create_task(watch_device("cuda:1"))
-        (ended,), _ = await asyncio.wait([watch], timeout=10)
+        (ended,), _ = await asyncio.wait([watch], timeout=PATIENCE)
         ended.result()
 
     with pytest.raises(DeviceLost, match="cuda:1 cannot be used by this process any more: CUDA error: an illegal"):

@@ -18,6 +18,7 @@ from openai.types.model import Model
 from pydantic import BaseModel
 
 from mini_engine.media.processor import MediaProcessor
+from tests.api.patience import PATIENCE
 from tests.api.serving import MAX_REQUESTS, Served, chat_body, image, serve, words
 from tests.api.test_media_settings import video
 from tests.media.web import WebServer, response
@@ -256,7 +257,8 @@ def test_the_blocking_client(processor: MediaProcessor, tmp_path: Path) -> None:
         texts: list[str] = []
 
         def ask() -> None:
-            with openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", timeout=10) as client:
+            url = f"http://127.0.0.1:{served.port}/v1"
+            with openai.OpenAI(base_url=url, api_key="none", timeout=PATIENCE) as client:
                 messages: list[Any] = chat_body()["messages"]
                 with client.chat.completions.create(model="tiny", messages=messages, stream=True) as stream:
                     texts.append("".join(chunk.choices[0].delta.content or "" for chunk in stream))

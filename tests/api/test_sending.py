@@ -28,6 +28,7 @@ from mini_engine.messages import (
 from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.credit import ByteCredit
+from tests.api.patience import PATIENCE
 from tests.api.peers import MemoryOutgoing, MemoryTransport, eventually
 from tests.transport.test_tensor_ipc import MIB, Pair
 
@@ -105,7 +106,7 @@ def test_a_request_that_ends_between_a_part_and_the_fallback_holds_nothing(world
         assert world.queue._credit.used == 0 == world.queue.buffered_bytes
         assert {buffer.number for buffer in world.queue._pool._idle} == world.queue._pool.alive
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
 
 
 def test_a_part_does_not_keep_its_fallback_from_the_credit(world: World) -> None:
@@ -118,7 +119,7 @@ def test_a_part_does_not_keep_its_fallback_from_the_credit(world: World) -> None
         request = world.told[1]
         assert request.media[0].patches.message == MessageId(41, 2) and world.fallback.sent == [MessageId(41, 2)]
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
 
 
 def test_an_engine_that_dies_before_a_part_is_withdrawn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +135,7 @@ def test_an_engine_that_dies_before_a_part_is_withdrawn(world: World, monkeypatc
             await world.submit()
         assert world.queue._credit.used == 0 == world.fallback.waiting
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
 
 
 def test_a_rank_that_is_gone_costs_no_copy_and_one_line(
@@ -154,7 +155,7 @@ def test_a_rank_that_is_gone_costs_no_copy_and_one_line(
             assert fallbacks() - before == number
         assert [type(each) for each in world.told] == [NewRequest] * 3
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
     (said,) = [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"]
     assert said.startswith("The tensor connection to rank 1 of engine 0 has broken: ")
 

@@ -21,6 +21,7 @@ from mini_engine.api.timings import RequestClock
 from mini_engine.media import http_fetch
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.media.processor import MediaProcessor
+from tests.api.patience import PATIENCE
 from tests.api.serving import Served, image, serve, words
 from tests.api.test_app import metric
 from tests.media.web import WebServer, response
@@ -112,8 +113,8 @@ def test_work_that_gets_no_thread_is_done_by_those_that_are_there() -> None:
         with no_threads():
             done = [loop.run_in_executor(pool, gate.wait), *(loop.run_in_executor(pool, int) for _ in range(3))]
             gate.set()
-            assert await asyncio.wait_for(asyncio.gather(*done), 10) == [True, 0, 0, 0]
-            assert await asyncio.wait_for(asyncio.gather(*(media.run(int) for _ in range(5))), 10) == [0] * 5
+            assert await asyncio.wait_for(asyncio.gather(*done), PATIENCE) == [True, 0, 0, 0]
+            assert await asyncio.wait_for(asyncio.gather(*(media.run(int) for _ in range(5))), PATIENCE) == [0] * 5
         pool.shutdown()
         media.close()
 

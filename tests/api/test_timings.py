@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mini_engine.api import media_loader
+from mini_engine.api import generation, media_loader, timings
 from mini_engine.api.timings import RequestClock
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import EngineTimes
 from mini_engine.metrics import REGISTRY, stage_seconds
+from tests.api import peers
+from tests.api.patience import PATIENCE
 from tests.api.peers import eventually
 from tests.api.serving import Served, image, serve, words
 from tests.api.test_media_loader import Gated, fetch, image_ref, loader, waiters
 
-PAUSE = 0.06
-AT_LEAST = 0.9 * PAUSE  # clocks are coarse
+PAUSE = 100.0  # of the test's clock
 ANSWER = ("a red", " circle")
 
 
@@ -38,9 +40,38 @@ def name_of(stage: str) -> str:
     return stage_seconds[stage].describe()[0].name.removeprefix("mini_engine:")
 
 
+class Clock:
+    """Goes when the test says so, and a little at each look, so that nothing takes no time. For all who take times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self._now = 1000.0
+        self._lock = threading.Lock()  # those who decode look too
+        for module in (timings, media_loader, generation, peers):
+            monkeypatch.setattr(module, "time", self)
+
+    def monotonic(self) -> float:
+        with self._lock:
+            self._now += 0.001
+            return self._now
+
+    def pause(self) -> None:
+        with self._lock:
+            self._now += PAUSE
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def about(pauses: int) -> Any:
+    """So many pauses, and the looks at the clock."""
+    return pytest.approx(pauses * PAUSE, abs=PAUSE / 2)
+
+
 def test_the_stages_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 50.0
-    monkeypatch.setattr("mini_engine.api.timings.time.monotonic", lambda: now)
+    monkeypatch.setattr(timings, "time", SimpleNamespace(monotonic=lambda: now))
     before, sums = counts(), {stage: sample(f"{name_of(stage)}_sum") for stage in stage_seconds}
     clock = RequestClock()
     now = 51.0  # 1 s of other
@@ -64,8 +95,8 @@ def test_the_stages_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         "admission": 2.0, "fetch": 3.0, "media_decode": 3.0, "process": 2.0, "transport": 9.5,
         "queue": 1.5, "encode": 3.0, "prefill": 4.0, "generation": 20.25, "other": 1.75,
     }  # fmt: skip
-    timings = clock.timings()
-    assert {field: getattr(timings, field) for field in timings.__struct_fields__} == spent
+    told = clock.timings()
+    assert {field: getattr(told, field) for field in told.__struct_fields__} == spent
     assert sum(spent.values()) == 50.0
     assert counts() == {stage: count + 1 for stage, count in before.items()}
     assert {stage: sample(f"{name_of(stage)}_sum") - sums[stage] for stage in stage_seconds} == pytest.approx(
@@ -77,7 +108,7 @@ def test_sizes_and_pace_of_a_request_are_counted_at_its_end(monkeypatch: pytest.
     names = ("request_prompt_tokens", "request_generation_tokens", "request_time_per_output_token_seconds")
     figures = [f"{name}_{part}" for name in names for part in ("sum", "count")]
     now = 10.0
-    monkeypatch.setattr("mini_engine.api.timings.time.monotonic", lambda: now)
+    monkeypatch.setattr(timings, "time", SimpleNamespace(monotonic=lambda: now))
 
     def counted(*tokens: tuple[float, int, int]) -> list[float]:
         """What a request adds whose tokens come at these times: so many, of this choice."""
@@ -114,14 +145,20 @@ def test_overlapping_spans_count_once(spans: list[tuple[float, float]], seconds:
     assert media_loader._covered(spans, since=0) == seconds
 
 
-def slow_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode_image = media_loader.decode_image
+class SlowDecoder:
+    """Takes a pause for each image, and waits at its door when it begins."""
 
-    def slow(*args: Any, **more: Any) -> Any:
-        time.sleep(PAUSE)
-        return decode_image(*args, **more)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, clock: Clock, together: int):
+        self._clock = clock
+        self._decode = media_loader.decode_image
+        self._door = threading.Barrier(together)
+        monkeypatch.setattr(media_loader, "decode_image", self)
 
-    monkeypatch.setattr(media_loader, "decode_image", slow)
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        if self._door.wait(PATIENCE) == 0:  # one pause for all who decode at once
+            self._clock.pause()
+        self._door.wait(PATIENCE)
+        return self._decode(*args, **more)
 
 
 async def loaded(one: Any, *sides: int) -> tuple[float, float]:
@@ -135,22 +172,22 @@ async def loaded(one: Any, *sides: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_decoding_and_processing_share_the_wait(
-    processor: MediaProcessor, monkeypatch: pytest.MonkeyPatch, threads: int
+    processor: MediaProcessor, monkeypatch: pytest.MonkeyPatch, clock: Clock, threads: int
 ) -> None:
-    slow_decoding(monkeypatch)
+    SlowDecoder(monkeypatch, clock, together=threads)
     one = loader(processor, threads)
-    started = time.monotonic()
+    started = clock.monotonic()
     decode, process = asyncio.run(loaded(one, 56, 57, 58, 59))
-    assert decode >= AT_LEAST * 4 / threads
+    assert decode == about(4 // threads)
     assert 0 < process
-    assert decode + process <= time.monotonic() - started
+    assert decode + process <= clock.monotonic() - started
     one.close()
 
 
 def test_shared_work_counts_from_when_it_is_waited_for(
-    processor: MediaProcessor, monkeypatch: pytest.MonkeyPatch
+    processor: MediaProcessor, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    slow_decoding(monkeypatch)
+    SlowDecoder(monkeypatch, clock, together=1)
 
     async def scenario() -> None:
         gated = Gated(processor)
@@ -159,11 +196,11 @@ def test_shared_work_counts_from_when_it_is_waited_for(
         await eventually(lambda: gated.inside == 1)  # it is decoded
         second = asyncio.create_task(loaded(one, 56))
         await eventually(lambda: waiters(one) == [2])
-        await asyncio.sleep(PAUSE)
+        clock.pause()
         gated.door.set()
         (decode, process), (no_decode, also) = await asyncio.gather(first, second)
-        assert decode >= AT_LEAST > no_decode
-        assert process >= also >= AT_LEAST
+        assert (decode, no_decode) == (about(1), about(0))
+        assert (process, also) == (about(1), about(1)) and process >= also
         one.close()
 
     asyncio.run(scenario())
@@ -175,7 +212,7 @@ async def asked(served: Served, **more: Any) -> dict[str, float]:
     return response.json()["metrics"]
 
 
-def test_each_pause_falls_to_its_stage(processor: MediaProcessor, tmp_path: Path) -> None:
+def test_each_pause_falls_to_its_stage(processor: MediaProcessor, tmp_path: Path, clock: Clock) -> None:
     async def scenario() -> None:
         async with serve(processor, tmp_path, lambda request: []) as served:
             core, before, whole = served.core, counts(), sample("e2e_request_latency_seconds_sum")
@@ -183,24 +220,24 @@ def test_each_pause_falls_to_its_stage(processor: MediaProcessor, tmp_path: Path
             async with served.frontend.admission.in_line(4):
                 asking = asyncio.create_task(asked(served, content=[image()], n=2))
                 await eventually(lambda: len(served.frontend.admission.waiting) == 1)
-                await asyncio.sleep(PAUSE)
+                clock.pause()
             await core.until(lambda: bool(core.requests))
             (request,) = core.requests
             sibling = core.running[request.siblings[0].request_id]
-            await asyncio.sleep(PAUSE)
+            clock.pause()
             await core.accept(request)
-            await asyncio.sleep(PAUSE)
+            clock.pause()
             await core.output(request, [65])
-            await asyncio.sleep(PAUSE)
+            clock.pause()
             await core.end(request, "length", tokens=[66])
             await core.output(sibling, [65])
-            await asyncio.sleep(PAUSE)
+            clock.pause()
             await core.end(sibling, "length")
             spent = await asking
             for stage in ("admission", "transport", "queue", "generation", "other"):
-                assert spent[stage] >= AT_LEAST, stage
+                assert spent[stage] == about(1), stage
             assert (spent["encode"], spent["prefill"]) == (0, 0)
-            assert all(spent[stage] > 0 for stage in ("fetch", "media_decode", "process"))
+            assert all(0 < spent[stage] < PAUSE / 2 for stage in ("fetch", "media_decode", "process"))
             whole = sample("e2e_request_latency_seconds_sum") - whole
             assert sum(spent.values()) == pytest.approx(whole, abs=1e-5)
             assert counts() == {stage: count + 1 for stage, count in before.items()}
@@ -241,23 +278,25 @@ def test_who_does_not_ask_is_not_told(
     asyncio.run(scenario())
 
 
-def test_a_stop_string_ends_the_generation(processor: MediaProcessor, tmp_path: Path) -> None:
+def test_a_stop_string_ends_the_generation(processor: MediaProcessor, tmp_path: Path, clock: Clock) -> None:
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor, "a")) as served:
             core = served.core
             core.hold = True
             asking = asyncio.create_task(asked(served, stop="red"))
             await core.until(lambda: bool(core.requests))
-            await asyncio.sleep(PAUSE)
+            clock.pause()
             (red,) = words(processor, " red circle")(core.requests[0])
             await core.output(core.requests[0], red)
             spent = await asking
-            assert spent["generation"] >= AT_LEAST > spent["other"]
+            assert (spent["generation"], spent["other"]) == (about(1), about(0))
 
     asyncio.run(scenario())
 
 
-def test_kept_media_cost_nothing_and_a_miss_what_it_costs(processor: MediaProcessor, tmp_path: Path) -> None:
+def test_kept_media_cost_nothing_and_a_miss_what_it_costs(
+    processor: MediaProcessor, tmp_path: Path, clock: Clock
+) -> None:
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor, *ANSWER)) as served:
             served.core.keeps = True
@@ -270,10 +309,10 @@ def test_kept_media_cost_nothing_and_a_miss_what_it_costs(processor: MediaProces
             gated = served.frontend.media.processor = Gated(processor)  # type: ignore[assignment]
             asking = asyncio.create_task(asked(served, content=[image()]))
             await eventually(lambda: gated.inside == 1)
-            await asyncio.sleep(PAUSE)
+            clock.pause()
             gated.door.set()
             missed = await asking
-            assert missed["process"] >= AT_LEAST > missed["transport"] > 0
+            assert missed["process"] == about(1) and 0 < missed["transport"] < PAUSE / 2
 
     asyncio.run(scenario())
 

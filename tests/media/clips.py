@@ -21,6 +21,7 @@ ALL = [
     *[("mpeg4", container) for container in ("mp4", "mov", "matroska", "avi")],
     ("gif", "gif"),
 ]
+SAME_BYTES = {"fflags": "+bitexact"}  # else Matroska has numbers drawn at random
 QUIET = {"libx265": {"x265-params": "log-level=none"}}
 
 
@@ -103,7 +104,7 @@ def encode(
     buffer = io.BytesIO()
     if frames == 1 and codec == "libx265":  # now and then it leaves out the time that mp4 wants of a single frame
         options = {"x265-params": "log-level=none:bframes=0"}
-    with av.open(buffer, "w", format=container) as output:
+    with av.open(buffer, "w", format=container, options=SAME_BYTES) as output:
         stream = video_stream(output, codec, width, height, rate, options or {})
         write_frames(output, stream, range(frames), stamps)
     return buffer.getvalue()
@@ -120,7 +121,7 @@ def encode_live(frames: int, codec: str = "libx264", container: str = "mp4") -> 
     """As one writes who sends at once: no sizes, no duration, an mp4 in fragments. A key frame every five."""
     pipe: Any = Pipe()
     muxer = {"movflags": "frag_keyframe+empty_moov"} if container in ("mp4", "mov") else {}
-    with av.open(pipe, "w", format=container, options=muxer) as output:
+    with av.open(pipe, "w", format=container, options=muxer | SAME_BYTES) as output:
         write_frames(output, video_stream(output, codec, 64, 48, 10, {"g": "5"}), range(frames))
     return bytes(pipe.data)
 

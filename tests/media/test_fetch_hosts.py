@@ -18,7 +18,7 @@ def test_a_name_that_takes_too_long_to_resolve(policy: MediaPolicy) -> None:
     done = threading.Event()
 
     def resolve(host: str, port: int) -> list[str]:
-        done.wait(10)
+        done.wait(60)
         return []
 
     slow = replace(policy, resolve=resolve, media_fetch_timeout=0.2)
@@ -27,11 +27,12 @@ def test_a_name_that_takes_too_long_to_resolve(policy: MediaPolicy) -> None:
 
 
 def test_no_server_there(policy: MediaPolicy, names: Names) -> None:
-    with WebServer(b"") as server:
-        pass
-    assert "takes no connection" in refusal(f"http://media.test:{server.port}/", policy)
-    del names.names["media.test"]
-    assert "cannot be resolved" in refusal(f"http://media.test:{server.port}/", policy)
+    with socket.socket() as bound:  # which keeps the port from others, and does not listen
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://media.test:{bound.getsockname()[1]}/"
+        assert "takes no connection" in refusal(url, policy)
+        del names.names["media.test"]
+        assert "cannot be resolved" in refusal(url, policy)
 
 
 def test_the_next_address_is_tried(policy: MediaPolicy, names: Names) -> None:
@@ -133,12 +134,12 @@ def test_an_address_that_the_operator_named(with_port: bool) -> None:
     ],
 )
 def test_urls_that_are_refused_before_a_name_is_resolved(url: str, policy: MediaPolicy, names: Names) -> None:
-    start = time.monotonic()
+    start = time.thread_time()
     refusal(url, policy)
     with pytest.raises(MediaError):
         declared_size(url, policy)
     assert not names.asked
-    assert time.monotonic() - start < 1
+    assert time.thread_time() - start < 1  # of work: the machine may be busy with other things
 
 
 def test_a_name_beyond_ascii(policy: MediaPolicy, names: Names) -> None:

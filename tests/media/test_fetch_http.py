@@ -119,9 +119,12 @@ def test_blocks_are_told_of_before_they_are_kept(policy: MediaPolicy) -> None:
     assert len(told) == 2
 
 
+DRIPPING = 20  # seconds at least
+
+
 def drip(connection: socket.socket, head: bytes, one: bytes) -> None:
     connection.sendall(head)
-    for _ in range(400):
+    for _ in range(20 * DRIPPING):
         connection.sendall(one)
         time.sleep(0.05)
 
@@ -140,8 +143,9 @@ def drip(connection: socket.socket, head: bytes, one: bytes) -> None:
 def test_dripping_answers_end_at_the_total_time_out(head: bytes, one: bytes, policy: MediaPolicy) -> None:
     with WebServer(lambda connection, _: drip(connection, head, one)) as server:
         start = time.monotonic()
-        text = refusal(f"http://media.test:{server.port}/", replace(policy, media_fetch_timeout=0.4))
-        assert 0.3 < time.monotonic() - start < 3
+        impatient = replace(policy, allowed_media_domains=["127.0.0.1"], media_fetch_timeout=0.4)
+        text = refusal(f"http://127.0.0.1:{server.port}/", impatient)
+        assert 0.3 < time.monotonic() - start < DRIPPING
     assert "within 0.4 seconds, the limit of --media-fetch-timeout" in text
 
 
@@ -153,23 +157,23 @@ def test_a_silent_server(head: bytes, policy: MediaPolicy, monkeypatch: pytest.M
 
     def silent(connection: socket.socket, _: str) -> None:
         connection.sendall(head)
-        done.wait(10)
+        done.wait(60)
 
     with WebServer(silent) as server:
-        assert "sent nothing for 0.3 seconds" in refusal(f"http://media.test:{server.port}/", policy)
+        by_address = replace(policy, allowed_media_domains=["127.0.0.1"])  # a name may take 0.3 seconds too
+        assert "sent nothing for 0.3 seconds" in refusal(f"http://127.0.0.1:{server.port}/", by_address)
         done.set()
 
 
 def test_a_cancelled_fetch_ends_soon(policy: MediaPolicy) -> None:
+    """Before it would for want of bytes, which is another error."""
     cancelled, done = threading.Event(), threading.Event()
 
     def silent(connection: socket.socket, _: str) -> None:
         cancelled.set()
-        done.wait(10)
+        done.wait(60)
 
     with WebServer(silent) as server:
-        start = time.monotonic()
         with pytest.raises(FetchCancelled):
             fetch(f"http://media.test:{server.port}/", policy, cancelled=cancelled)
-        assert time.monotonic() - start < 3
         done.set()

@@ -2,9 +2,11 @@ import subprocess
 import sys
 
 PROBE = """
-import resource, sys, threading
+import ctypes, resource, sys, threading
 from mini_engine.media.memory import keep_freed_memory
 
+PR_SET_THP_DISABLE = 41  # one fault of a huge page stands for hundreds
+ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 

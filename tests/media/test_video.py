@@ -1,3 +1,4 @@
+import os
 import threading
 from pathlib import Path
 
@@ -55,16 +56,16 @@ def test_threads_decode_at_once_with_the_same_result() -> None:
 
 def test_decoding_starts_no_threads() -> None:
     data = clips.encode(20, width=320, height=240)
-    before = len(list(Path("/proc/self/task").iterdir()))
-    during = []
+    before = set(os.listdir("/proc/self/task"))
+    during: list[set[str]] = []
 
     class Watch:
         def is_set(self) -> bool:
-            during.append(len(list(Path("/proc/self/task").iterdir())))
+            during.append(set(os.listdir("/proc/self/task")))
             return False
 
     decode_video(data, EIGHT, cancelled=Watch())
-    assert max(during) == before
+    assert set().union(*during) <= before  # one that others had started may end meanwhile
     assert len(during) >= 20  # asked for each frame
 
 

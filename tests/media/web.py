@@ -43,7 +43,7 @@ class WebServer:
 
     def _serve(self, connection: socket.socket) -> None:
         with suppress(OSError), connection:  # the other side may leave at any time
-            connection.settimeout(10)
+            connection.settimeout(60)
             if self._tls is not None:
                 connection = self._tls.wrap_socket(connection, server_side=True)
             with connection:
