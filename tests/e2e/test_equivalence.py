@@ -78,6 +78,7 @@ def test_the_tokens_are_the_same(variant, asked, alone):
     with RunningServer(*VARIANTS[variant]) as server:
         cold = answers(server, asked, NUM_REQUESTS)
         warm = answers(server, asked, NUM_REQUESTS)
+        assert [tokens_of(server, asked[-1]) for _ in range(2)] == [alone[-1]] * 2  # whose prefix nobody takes between
         preemptions, hits = server.total("num_preemptions_total"), server.total("prefix_cache_hits_total")
     assert cold == alone
     assert warm == alone
