@@ -166,8 +166,8 @@ def test_published_command_lines_are_taken_as_they_stand():
 
 def test_requests_are_sent_as_they_arrive(bench, root, tmp_path: Path):
     ran = bench("--base-url", root, "--dataset-name", "text", "--output-len", 1, "--num-prompts", 12, "--seed", 5,
-                "--max-concurrency", 12, "--num-warmups", 1, "--request-rate", 20, "--burstiness", 0.5,
-                "--save-result", "--save-detailed", "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
+                "--max-concurrency", 12, "--num-warmups", 1, "--request-rate", 20, "--burstiness", 0.5, "--save-result",
+                "--save-detailed", "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
     assert ran.status == 0, ran.err
     sent = np.array(json.loads((tmp_path / "r.json").read_text())["start_times"])
     late = sent - arrivals(12, 20, 0.5, draws(5, "arrivals"))
