@@ -1,14 +1,16 @@
 """A chat server that does what a prompt's text tells it to: answer, refuse, stall, break off.
 
 A real HTTP/1.1 server on asyncio, in a thread of its own. Behaviours: `ok` (three chunks and usage), `bare` (no usage),
-`long` (a hundred chunks), `refuse` (500), `stall` (one chunk, then nothing), `silent` (no answer), `error` (an error in
-the stream), `cut` (no [DONE]), `garbage` (no JSON), `empty` ([DONE] alone), `hang up` (closes the connection).
+`long` (a hundred chunks; see `leavers`), `refuse` (500), `stall` (one chunk, then nothing), `silent` (no answer),
+`error` (an error in the stream), `cut` (no [DONE]), `garbage` (no JSON), `empty` ([DONE] alone), `hang up` (closes the
+connection).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from typing import Any
 
@@ -20,13 +22,15 @@ USAGE = {"prompt_tokens": 10, "completion_tokens": 6, "total_tokens": 16}
 class MisbehavingServer:
     """`with MisbehavingServer() as server:` listens at `server.url`. `bodies` are the requests that came."""
 
-    def __init__(self, port: int = 0) -> None:
-        self._port = port  # 0 for a free one
+    def __init__(self, listener: socket.socket | None = None) -> None:
+        self._listener = listener  # bound, and its own from then on; None: to a free port
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[bytes] = []
         self.sent: list[int] = []  # chunks of each `long` stream, when its client had left or it was through
         self.at_once = 0
         self.most_at_once = 0
+        self.wanted_at_once = 0  # no answer begins before there were so many requests at once
+        self.leavers = 0  # a `long` stream sends ten chunks, and the rest once so many clients have left
 
     def __enter__(self) -> MisbehavingServer:
         ready = threading.Event()
@@ -41,7 +45,8 @@ class MisbehavingServer:
 
     async def _serve(self, ready: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        server = await asyncio.start_server(self._connection, "127.0.0.1", self._port)
+        where: dict[str, Any] = {"host": "127.0.0.1", "port": 0} if self._listener is None else {"sock": self._listener}
+        server = await asyncio.start_server(self._connection, **where)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         ready.set()
         await self._stop.wait()
@@ -79,6 +84,8 @@ class MisbehavingServer:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
+            while self.most_at_once < self.wanted_at_once:  # noqa: ASYNC110 - other connections change it
+                await asyncio.sleep(0.001)
             behaviour = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
             await self._behave(writer, behaviour.partition(":")[0], "messages" in body)
         finally:
@@ -95,10 +102,9 @@ class MisbehavingServer:
         sent = 0
         try:
             for data in events(behaviour, chat):
-                await asyncio.sleep(0.01)
-                raw = b"data: %s\n\n" % data
-                writer.write(b"%x\r\n%s\r\n" % (len(raw), raw))
-                await writer.drain()
+                while behaviour == "long" and sent == 10 and len(self.sent) < self.leavers:
+                    await self._chunk(writer, b": a comment, by which it is seen who has left\n\n")
+                await self._chunk(writer, b"data: %s\n\n" % data)
                 sent += 1
             if behaviour == "stall":
                 await asyncio.sleep(3600)
@@ -106,6 +112,12 @@ class MisbehavingServer:
             if behaviour == "long":
                 self.sent.append(sent)
         writer.write(b"0\r\n\r\n")
+
+    @staticmethod
+    async def _chunk(writer: asyncio.StreamWriter, raw: bytes) -> None:
+        await asyncio.sleep(0.01)
+        writer.write(b"%x\r\n%s\r\n" % (len(raw), raw))
+        await writer.drain()
 
 
 def events(behaviour: str, chat: bool) -> list[bytes]:

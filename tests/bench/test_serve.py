@@ -17,11 +17,15 @@ import pytest
 
 from mini_engine.bench import cli
 from mini_engine.bench.datasets.sample import draws
+from mini_engine.bench.serving import load
 from mini_engine.bench.serving.arrivals import arrivals
+from mini_engine.bench.serving.bodies import cancel_plan
+from mini_engine.bench.serving.client import Outcome
 from mini_engine.bench.serving.settings import settings_of
 from mini_engine.bench.serving.vllm import REFUSED
 from mini_engine.demo import questions, videos
 from tests.e2e.running_server import ROOT, alive, descendants
+from tests.transport.store_ranks import eventually
 
 LABELS = {
     "Successful requests:": "completed",
@@ -100,7 +104,18 @@ def test_table_files_and_counters_agree(bench, server, root, tmp_path: Path):
     assert set(figures["stages_ms"]) == set(lines[0]["stages"])
     assert sum(stage["share"] for stage in figures["stages_ms"].values()) == pytest.approx(1, abs=1e-4)
     bar = re.search(r"requests: 100%.* 24/24 .* (\d+) tok/s, 0 failed", ran.err)
-    assert bar and int(bar[1]) == pytest.approx(figures["output_throughput"], rel=0.2, abs=2)
+    assert bar and 0 < int(bar[1])
+
+
+def test_the_bar_says_the_tokens_a_second_so_far(monkeypatch, capfd):
+    now = [10.0]
+    monkeypatch.setattr(load.time, "perf_counter", lambda: now[0])
+    bar = load.Progress(2, "requests", True)
+    for number, error in enumerate((None, "broken")):
+        now[0] += 2
+        bar.note(Outcome(number, output_tokens=30, error=error))
+    bar.close()
+    assert " 2/2 " in (said := capfd.readouterr().err) and "15 tok/s, 1 failed" in said
 
 
 def test_without_flags(bench, server, root):
@@ -151,12 +166,12 @@ def test_published_command_lines_are_taken_as_they_stand():
 
 def test_requests_are_sent_as_they_arrive(bench, root, tmp_path: Path):
     ran = bench("--base-url", root, "--dataset-name", "text", "--output-len", 1, "--num-prompts", 12, "--seed", 5,
-                "--num-warmups", 1, "--request-rate", 20, "--burstiness", 0.5, "--save-result", "--save-detailed",
-                "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
+                "--max-concurrency", 12, "--num-warmups", 1, "--request-rate", 20, "--burstiness", 0.5, "--save-result",
+                "--save-detailed", "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
     assert ran.status == 0, ran.err
     sent = np.array(json.loads((tmp_path / "r.json").read_text())["start_times"])
     late = sent - arrivals(12, 20, 0.5, draws(5, "arrivals"))
-    assert late.min() >= 0 and np.median(late) < 0.2
+    assert late.min() >= 0 and late.max() < 0.2 + ran.figures["client"]["lag_max_ms"] / 1000
 
 
 def test_the_share_that_is_cancelled_of_short_answers(bench, root):
@@ -235,32 +250,36 @@ def test_a_killed_bench_leaves_nothing(tmp_path: Path):
     command = [sys.executable, "bench.py", "--launch", "", "--media-transport", "http", "--media-dir", str(short),
                "--num-prompts", "1"]  # fmt: skip
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as ran:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while len(family := descendants(ran.pid)) < 4:  # the shell that waits, the file server, serve.py, its children
             assert ran.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         assert list(short.glob("mini-engine-*/0.mp4"))
         ran.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while left := [pid for pid in family if alive(pid)] + list(short.iterdir()):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
     short.rmdir()
 
 
-def test_streams_that_are_cancelled_leave_nothing(bench, server, root):
+def test_streams_that_are_cancelled_leave_nothing(bench, server, root, tmp_path: Path):
+    """Those would be long: however late a client leaves, the server is not done with them."""
+    lengths = [50 if after is None else 20_000 for after in cancel_plan([50] * 20, 0.25, 0)]
+    records = [{"prompt": f"Number {number}", "output_tokens": length} for number, length in enumerate(lengths)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     before = server.metrics()
-    ran = bench("--base-url", root, "--dataset-name", "text", "--num-prompts", 20, "--num-warmups", 0,
-                "--cancel-rate", 0.25, "--ignore-eos", "--output-len", 200, "--request-rate", 100)  # fmt: skip
+    ran = bench("--base-url", root, "--dataset-name", "custom", "--dataset-path", tmp_path / "p.jsonl",
+                "--disable-shuffle", "--num-prompts", 20, "--num-warmups", 0, "--cancel-rate", 0.25, "--seed", 0,
+                "--ignore-eos", "--request-rate", 100)  # fmt: skip
     assert ran.status == 0 and (ran.figures["completed"], ran.figures["cancelled"]) == (15, 5)
-    assert ran.figures["total_output_tokens"] == 15 * 200
-    deadline = time.monotonic() + 30
+    assert ran.figures["total_output_tokens"] == 15 * 50
+    deadline = time.monotonic() + 60
     while moved(server, before, "request_success_total") < 20 or server.total("num_requests_running"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     aborted = 'mini_engine:request_success_total{finished_reason="abort"}'
-    # Where the server is slow to send, a few chunks hold so much that it is done before its client leaves.
-    assert 1 <= server.metrics()[aborted] - before[aborted] <= 5
+    assert server.metrics()[aborted] - before[aborted] == 5
 
 
 def test_a_server_of_its_own_and_media_by_http(tmp_path: Path):
@@ -274,7 +293,7 @@ def test_a_server_of_its_own_and_media_by_http(tmp_path: Path):
         time.sleep(0.1)
     out, err = ran.communicate()
     assert ran.returncode == 0, out + err
-    assert len(family) >= 5 and not [pid for pid in family if alive(pid)]
+    assert len(family) >= 5 and eventually(lambda: not [pid for pid in family if alive(pid)])
     found = json.loads(out.splitlines()[-1])
     assert found == json.loads((tmp_path / "last.json").read_text())
     assert found["surroundings_of"] == "all"

@@ -64,12 +64,12 @@ def test_each_failure_is_counted_and_told(bench, broken, prompts, tmp_path):
 
 
 def test_a_stalled_request_ends_with_its_time(bench, broken, prompts):
-    ran = bench(*prompts("stall", "silent", "ok"), "--base-url", broken.url, "--request-timeout", 0.5)
+    ran = bench(*prompts("stall", "silent", "ok"), "--base-url", broken.url, "--request-timeout", 3)
     assert ran.status == 1
     assert ran.figures["completed"] == 1 and ran.figures["failed"] == 2
     assert ran.last["failures"] == [
-        "1 of 3 requests: not ended within the 0.5 s of --request-timeout; 1 chunks had come",
-        "1 of 3 requests: not ended within the 0.5 s of --request-timeout; nothing had come",
+        "1 of 3 requests: not ended within the 3 s of --request-timeout; 1 chunks had come",
+        "1 of 3 requests: not ended within the 3 s of --request-timeout; nothing had come",
     ]
 
 
@@ -82,6 +82,7 @@ def test_failed_warm_ups_are_told_apart(bench, broken, prompts):
 
 
 def test_cancelled_streams_are_no_failures(bench, broken, prompts):
+    broken.leavers = 4
     ran = bench(*prompts(*["long"] * 10), "--base-url", broken.url, "--cancel-rate", 0.4)
     assert ran.status == 0, ran.last["failures"]
     assert (ran.figures["completed"], ran.figures["cancelled"], ran.figures["failed"]) == (6, 4, 0)
@@ -109,10 +110,13 @@ def test_a_client_that_is_busy_says_so(bench, broken, prompts, monkeypatch):
 
     monkeypatch.setattr(client, "_take", slow)
     ran = bench(*prompts(*["ok"] * 12), "--base-url", broken.url)
-    assert ran.figures["client"]["bottleneck"] and "The client was a bottleneck" in ran.out
+    found = ran.figures["client"]
+    assert found["bottleneck"] != found["host_busy"], "unless others had its core: then it is they"
+    assert ("The client was a bottleneck" in ran.out) == found["bottleneck"]
 
 
 def test_no_more_than_the_given_number_at_once(bench, broken, prompts):
+    broken.wanted_at_once = 3
     ran = bench(*prompts(*["ok"] * 12), "--base-url", broken.url, "--max-concurrency", 3)
     assert ran.status == 0 and broken.most_at_once == 3 == ran.figures["max_concurrent_requests"]
     assert ran.figures["max_concurrency"] == 3
@@ -158,9 +162,11 @@ def test_what_is_sent_with_the_flags_of_vllm(bench, broken, prompts, tmp_path):
 
 
 def test_a_server_that_does_not_answer_yet_is_waited_for(bench, prompts):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    server = MisbehavingServer(port)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))  # so that the port is nobody else's; it listens later
+    port = listener.getsockname()[1]
+    assert bench(*prompts("ok"), "--port", port, "--ready-check-timeout-sec", 0.1).status == 1
+    server = MisbehavingServer(listener)
     start = threading.Timer(0.5, server.__enter__)
     start.start()
     try:
@@ -169,7 +175,6 @@ def test_a_server_that_does_not_answer_yet_is_waited_for(bench, prompts):
         start.join()
         server.__exit__()
     assert ran.status == 0 and ran.figures["completed"] == 1
-    assert bench(*prompts("ok"), "--port", port, "--ready-check-timeout-sec", 0.1).status == 1
 
 
 def test_a_long_body_is_sent_whole(bench, broken, prompts):

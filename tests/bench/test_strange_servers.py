@@ -15,7 +15,7 @@ STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: clo
 CHUNK = b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
 MODELS = b'HTTP/1.0 200 OK\r\n\r\n{"data": [{"id": "m"}]}'
 DONE = b"data: [DONE]\n\n"
-PROMPT = ["--dataset-name", "text", "--num-prompts", "1", "--num-warmups", "0", "--request-timeout", "20"]
+PROMPT = ["--dataset-name", "text", "--num-prompts", "1", "--num-warmups", "0", "--request-timeout", "60"]
 
 
 def usage(**counts: object) -> bytes:

@@ -42,7 +42,8 @@ def test_tiny_payloads_and_the_last_line(start, assert_nothing_left):
         parts = {part: row[f"{part}_ms"] for part in PARTS}
         assert min(parts.values()) >= 0 and parts["copy"] > 0 and parts["checksum"] > 0
         assert (parts["map"] > 0) == (row["buffer"] == "cold"), "the ranks map a buffer once"
-        assert row["total_over_memcpy"] == pytest.approx(parts["total"] / row["memcpy_ms"], rel=0.02)
+        rounded = 0.0001 / row["memcpy_ms"]  # which is a few microseconds for what is small
+        assert row["total_over_memcpy"] == pytest.approx(parts["total"] / row["memcpy_ms"], rel=0.001 + rounded)
         assert row["best_over_memcpy"] > 0
         start_of_line = [f"{row['payload_mb']:g}", "MB", row["transport"], row["buffer"], str(row["ranks"])]
         shown = next(line.split() for line in lines if line.split()[:5] == start_of_line)
@@ -51,7 +52,7 @@ def test_tiny_payloads_and_the_last_line(start, assert_nothing_left):
 
 def test_a_killed_bench_leaves_nothing(start, assert_nothing_left, short_tmp: Path):
     bench = start("transport", "--payloads", "1", "--repeats", "100000")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(family := descendants(bench.pid)) < 3 or not list(short_tmp.glob("mini-engine-*/core")):
         assert bench.poll() is None and time.monotonic() < deadline, bench.communicate()
         time.sleep(0.05)

@@ -51,7 +51,7 @@ def serve(rank: int, size: int, directory: Path, parent: int) -> None:
     die_with_parent(parent)
     torch.set_num_threads(1)
     job = torch.load(directory / "job.pt", weights_only=False)
-    dist.init_process_group("gloo", init_method=job["init"], rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", init_method=job["init"], rank=rank, world_size=size, timeout=timedelta(seconds=300))
     tp = TensorParallel(rank, size)
     results: dict = {name: run(path, prompts, tp) for name, (path, prompts) in job["checkpoints"].items()}
     results["broadcast"] = tp.broadcast(torch.tensor([float(rank + 1)]))

@@ -173,4 +173,4 @@ def test_reading_a_config_imports_no_torch(tmp_path):
         "import sys; from mini_engine.model.config import ModelConfig; "
         f"ModelConfig.from_dir({str(tmp_path)!r}); assert not {{'torch', 'numpy', 'transformers'}} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True)

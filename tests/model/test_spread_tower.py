@@ -47,7 +47,7 @@ def results(checkpoints, calls, tmp_path_factory) -> dict[tuple[int, int], dict]
     torch.save({"checkpoints": paths, "sizes": SIZES, "calls": calls}, directory / "job.pt")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(PROGRAM), str(directory)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     return {(size, rank): torch.load(directory / f"{size}.{rank}.pt") for size in SIZES for rank in range(size)}
 

@@ -26,7 +26,7 @@ def ranks(checkpoints, tmp_path_factory, request) -> list[dict]:
     torch.save(job, directory / "job.pt")
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.model.rank_program", str(size), str(directory)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert not done.returncode, done.stderr
     return [torch.load(directory / f"rank{rank}.pt") for rank in range(size)]
 

@@ -18,7 +18,7 @@ from mini_engine.model.weights import load_model
 @torch.inference_mode()
 def run_rank(directory: Path, job: dict, size: int, rank: int) -> None:
     store = dist.FileStore(str(directory / f"store-{size}"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300))
     seen: list[int] = []
     results: dict = {}
     for family, path in job["checkpoints"].items():

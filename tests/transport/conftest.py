@@ -46,8 +46,11 @@ class Held:
     def descriptors(self) -> int:
         return len(os.listdir("/proc/self/fd"))
 
+    def mapped(self) -> list[str]:
+        return [line for line in self._lines() if "memfd:mini-engine" in line and line not in self._before]
+
     def mappings(self) -> int:
-        return sum("memfd:mini-engine" in line for line in self._lines() if line not in self._before)
+        return len(self.mapped())
 
     def in_dev_shm(self) -> list[str]:
         """Also what this process alone has there: other processes may use the directory at the same time."""

@@ -26,6 +26,7 @@ class HostStream:
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._awake = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -36,8 +37,13 @@ class HostStream:
         return done
 
     def sleep(self, seconds: float) -> None:
-        """What comes later waits so long."""
-        self.begin(lambda: time.sleep(seconds))
+        """What comes later waits so long, or until `wake`."""
+        self._awake.clear()
+        self.begin(lambda: self._awake.wait(seconds))
+
+    def wake(self) -> None:
+        """End the `sleep` that was begun last."""
+        self._awake.set()
 
     def close(self) -> None:
         self._work.put(None)
@@ -68,6 +74,9 @@ class SharedEvents:
         number = self._counters[2 * slot] if number is None else number
         while self._counters[2 * slot + 1] < number:
             time.sleep(0.0002)
+
+    def has_come(self, slot: int) -> bool:
+        return self._counters[2 * slot + 1] == self._counters[2 * slot]
 
     def _come(self, slot: int, number: int) -> None:
         self._counters[2 * slot + 1] = number
@@ -106,6 +115,10 @@ class HostStaging:
     def settle(self, slot: int) -> None:
         self._events.until(slot - 1)
 
+    def is_filled(self, slot: int) -> bool:
+        """Whether the slot's event has come."""
+        return self._events.has_come(slot - 1)
+
     def free(self) -> None:
         self.freed = True
 
@@ -127,6 +140,9 @@ class HostCopy:
 
     def synchronize(self) -> None:
         self._done.wait()
+
+    def is_done(self) -> bool:
+        return self._done.is_set()
 
 
 class HostMapped:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
+import threading
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from mini_engine.transport.cuda_memory import CudaMapped, CudaStaging
 from mini_engine.transport.cuda_slots import CudaSender
 from mini_engine.transport.packing import checksum
 from mini_engine.worker.media_inputs import MediaInputs
-from tests.transport.host_slots import HostMapped, HostStaging
+from tests.transport.host_slots import HostCopy, HostMapped, HostStaging
 
 VICTIM = 77  # incarnation of the sender that is killed
 CYCLES_PER_SECOND = 2_000_000_000  # of a device's clock, about
@@ -43,6 +43,16 @@ def delay(user: Any, seconds: float) -> None:
         return
     with torch.cuda.stream(user._stream):
         torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
+
+
+def is_filled(staging: Any, slot: int) -> bool:
+    """Whether the bytes that this slot was given last are there."""
+    return staging.is_filled(slot) if isinstance(staging, HostStaging) else staging._filled[slot - 1].query()
+
+
+def is_copied(copy: Any) -> bool:
+    """Whether a rank's copy has ended."""
+    return copy.is_done() if isinstance(copy, HostCopy) else copy._done.query()
 
 
 def pattern(number: int, kind: str, nbytes: int = 100_000) -> torch.Tensor:
@@ -82,19 +92,32 @@ class Rank:
         tensor = self.media.tensor(msgspec.convert(handle, TensorHandle))
         return [checksum(tensor.reshape(-1).view(torch.uint8).cpu()), str(tensor.dtype), list(tensor.shape)]
 
+    def wake_after(self, seconds: float) -> None:
+        """Let the stream that is slow go on so much later; a device's wakes up by itself."""
+        if isinstance(self.mapped[-1], HostMapped):
+            threading.Timer(seconds, self.mapped[-1].stream.wake).start()
+
+    def copied(self, message: list[int]) -> bool:
+        """Whether the copy of a message has ended."""
+        return is_copied(self._copy(message))
+
     def hold(self, message: list[int]) -> None:
         """Keep a message's memory in spite of its release, without waiting for its copy."""
+        self.held.append(self._copy(message).memory)
+
+    def _copy(self, message: list[int]) -> Any:
         incarnation, number = message
-        self.held.append(self.media._senders[incarnation].messages[number].copied.memory)
+        return self.media._senders[incarnation].messages[number].copied
 
     def begin_clone(self, handle: Any) -> None:
         """What the model does: it begins to read, and does not wait until it has read."""
         self.held.append(self.media.tensor(msgspec.convert(handle, TensorHandle)).clone())
 
-    def release(self, message: list[int]) -> float:
-        begun = time.monotonic()
+    def release(self, message: list[int]) -> bool:
+        """Returns whether its copy had ended when it was released."""
+        copy = self._copy(message)
         self.media.release([MessageId(*message)])
-        return time.monotonic() - begun
+        return is_copied(copy)
 
     def checksums(self, _: None) -> list[int]:
         """Of all that is held, and is no more."""

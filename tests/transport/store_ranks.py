@@ -29,7 +29,7 @@ class StoreRank:
         self.segments: dict[int, MappedSegment] = {}
         self.messages: list[Received | Failed] = []
         self.refuse = refuse
-        self.paused = False
+        self.still = threading.RLock()  # who holds it finds the rank between two rounds, and keeps it there
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -38,7 +38,8 @@ class StoreRank:
         return self.segments[handle.object.incarnation].view(handle)
 
     def connections(self) -> int:
-        return len(self.receiver._connections)
+        with self.still:  # one that has ended is closed, too
+            return len(self.receiver._connections)
 
     def close(self) -> None:
         self._stop.set()
@@ -48,10 +49,11 @@ class StoreRank:
 
     def _serve(self) -> None:
         while not self._stop.is_set():
-            for fd in [] if self.paused else self.receiver.descriptors():
-                for arrival in self.receiver.receive(fd):
-                    self._take(arrival)
-                arrival = None  # a mapping is not to wait for the next one
+            with self.still:
+                for fd in self.receiver.descriptors():
+                    for arrival in self.receiver.receive(fd):
+                        self._take(arrival)
+                    arrival = None  # a mapping is not to wait for the next one
             time.sleep(0.001)
 
     def _take(self, arrival: Received | Failed | Attached) -> None:
@@ -63,7 +65,7 @@ class StoreRank:
             self.segments[arrival.incarnation] = arrival.segment
 
 
-def eventually(holds, seconds: float = 5) -> bool:
+def eventually(holds, seconds: float = 60) -> bool:
     """Whether `holds()` becomes true in time."""
     deadline = time.monotonic() + seconds
     while not holds():

@@ -30,7 +30,7 @@ class Client:
     def __init__(self, path: str):
         self.encoder = Encoder("api 9", 9)
         self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(5)
+        self.socket.settimeout(60)
         self.socket.connect(path)
         self.staging = HostStaging()
         self.memory = self.staging.allocate(3, NBYTES)
@@ -77,7 +77,7 @@ def test_a_bad_message_fails_alone(client, drain) -> None:
     client.head(9, slot=2, generation=1 << 60, tensors=[TensorLayout(64, (1,), "uint8")])
     client.head(0, slot=2, generation=1 << 61)  # no message
     client.head(10, slot=3, generation=5)
-    arrivals = drain(client.receiver, 5, count=10)
+    arrivals = drain(client.receiver, 60, count=10)
     assert [arrival.message.number for arrival in arrivals] == list(range(1, 11))
     good = {arrival.message.number: arrival for arrival in arrivals if isinstance(arrival, Received)}
     assert list(good) == [2, 10]
@@ -86,12 +86,12 @@ def test_a_bad_message_fails_alone(client, drain) -> None:
         "generation 2 of staging slot 1 is past",
         f"{NBYTES + 1} bytes announced in a staging slot of {NBYTES}",
     ]
+    for arrival in good.values():
+        arrival.copied.synchronize()
     for number, value in ((2, 1), (10, 3)):
-        good[number].copied.synchronize()
         assert good[number].tensors[0].unique().tolist() == [value]
         client.memory.fill_(0)
         assert good[number].tensors[0].unique().tolist() == [value]  # the rank's own memory
-        client.memory[2 * NBYTES :] = 3
     assert client.answer() == ProbeResult(checksum(torch.ones(64, dtype=torch.uint8)))
 
 
@@ -121,7 +121,7 @@ def test_slots_that_come_twice_are_refused_and_the_first_stay(client, drain) -> 
     assert client.answer().error is None
     client.send(client.slots)
     client.head(1, generation=2)
-    (arrival,) = drain(client.receiver, 5, count=1)
+    (arrival,) = drain(client.receiver, 60, count=1)
     assert "a second time" in client.answer().error and isinstance(arrival, Received)
 
 
@@ -141,7 +141,7 @@ def test_the_end_of_the_connection_lets_go_of_the_slots(client, drain, monkeypat
     monkeypatch.setattr(RankSlots, "close", lambda self: (closed.append(self), close(self)))
     client.send(client.slots)
     client.head(1, generation=2)
-    (arrival,) = drain(client.receiver, 5, count=1)
+    (arrival,) = drain(client.receiver, 60, count=1)
     client.socket.sendall(b"\xff" * 10)  # no frame
     drain(client.receiver, 0.05)
     assert len(closed) == 1 and not client.receiver._connections
@@ -183,7 +183,7 @@ def test_a_message_that_finds_no_slot_idle_is_refused(make_sender, message, run)
     async def scenario() -> None:
         first, second = [await sender.reserve(message(number), 10) for number in (1, 2)]
         with pytest.raises(TransportError, match="no staging slot is idle"):
-            await asyncio.wait_for(sender.reserve(message(3), NBYTES), 5)
+            await asyncio.wait_for(sender.reserve(message(3), NBYTES), 60)
         assert sender.buffered_bytes == 20
         second.discard()
         third = await sender.reserve(message(3), NBYTES)

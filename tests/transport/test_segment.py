@@ -166,12 +166,12 @@ def test_a_slot_cannot_be_freed_while_a_thread_fills_it(both, monkeypatch) -> No
 
     def slow(tensor: torch.Tensor, memory: torch.Tensor) -> None:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
 
     monkeypatch.setattr(module, "copy_bytes", slow)
     thread = threading.Thread(target=slot.fill, args=[torch.zeros(100, dtype=torch.uint8)])
     thread.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     with pytest.raises(RuntimeError, match="while a thread writes it"):
         slot.void(scrub=True)
     go_on.set()

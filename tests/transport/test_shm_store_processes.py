@@ -114,7 +114,8 @@ while True:  # killed while it writes
 def test_a_killed_owner_leaves_its_objects_to_those_who_read_them(address, held) -> None:
     rank = StoreRank(address(0))
     try:
-        baseline = held.descriptors()
+        with rank.still:
+            baseline = held.descriptors()
         process = subprocess.Popen([sys.executable, "-c", OWNER, address(0).tensor_ipc], stdout=subprocess.PIPE)
         assert process.stdout is not None
         handles = [msgspec.json.decode(process.stdout.readline(), type=StoreHandle) for _ in range(3)]

@@ -50,7 +50,7 @@ class Pair:
         for thread in threads:
             thread.start()
         try:
-            self.sender.probe(5)
+            self.sender.probe(60)
         finally:
             stop.set()
             for thread in threads:
@@ -88,7 +88,7 @@ def test_a_request_with_tensors_reaches_every_rank(make_pair, me, message, drain
     assert outgoing.send() == 4
     handles = [item.patches for item in decode(frame).body.media]
     for receiver in pair.receivers:
-        (arrival,) = drain(receiver, 5, count=1)
+        (arrival,) = drain(receiver, 60, count=1)
         assert arrival.message == message(1)
         for handle, tensor in zip(handles, patches, strict=True):
             assert torch.equal(arrival.tensors[handle.index], tensor)
@@ -102,7 +102,7 @@ def test_a_buffer_is_used_again_after_consumed_and_never_before(make_pair, messa
         outgoing = run(pair.sender.reserve(message(number), 1000))
         outgoing(torch.full((1000,), number, dtype=torch.uint8))
         outgoing.send()
-        (arrival,) = drain(pair.receivers[0], 5, count=1)
+        (arrival,) = drain(pair.receivers[0], 60, count=1)
         tensors[number] = arrival.tensors[0]
     assert [int(tensor[0]) for tensor in tensors.values()] == [1, 2, 3]
     assert len({tensor.data_ptr() for tensor in tensors.values()}) == 3
@@ -110,7 +110,7 @@ def test_a_buffer_is_used_again_after_consumed_and_never_before(make_pair, messa
     outgoing = run(pair.sender.reserve(message(4), 1000))
     outgoing(torch.full((1000,), 4, dtype=torch.uint8))
     outgoing.send()
-    (arrival,) = drain(pair.receivers[0], 5, count=1)
+    (arrival,) = drain(pair.receivers[0], 60, count=1)
     assert arrival.tensors[0].data_ptr() == tensors[2].data_ptr()
     assert [int(tensor[0]) for tensor in tensors.values()] == [1, 4, 3]
 
@@ -130,7 +130,7 @@ def test_a_descriptor_crosses_once_per_buffer_and_rank(make_pair, message, drain
         outgoing(torch.full((100_000,), number, dtype=torch.int32))
         outgoing.send()
         for receiver in pair.receivers:
-            (arrival,) = drain(receiver, 5, count=1)
+            (arrival,) = drain(receiver, 60, count=1)
             assert int(arrival.tensors[0].sum()) == 100_000 * number
         del arrival
         pair.sender.consumed([message(number)])
@@ -148,7 +148,7 @@ def test_everything_returns_to_the_baseline(make_pair, message, drain, run, held
         outgoing(torch.full((nbytes,), number, dtype=torch.uint8))
         outgoing.send()
         for receiver in pair.receivers:
-            (arrival,) = drain(receiver, 5, count=1)
+            (arrival,) = drain(receiver, 60, count=1)
             assert int(arrival.tensors[0].max()) == number == int(arrival.tensors[0].min())
             assert known_buffers(receiver) <= len(pair.sender._pool.alive)
         del arrival
@@ -164,7 +164,7 @@ def test_an_oversize_buffer_does_not_outlive_its_message(make_pair, message, dra
     outgoing = run(pair.sender.reserve(message(1), 3 * MIB))
     outgoing(torch.ones(3 * MIB, dtype=torch.uint8))
     outgoing.send()
-    (arrival,) = drain(pair.receivers[0], 5, count=1)
+    (arrival,) = drain(pair.receivers[0], 60, count=1)
     tensor = arrival.tensors[0]
     del arrival, outgoing
     pair.sender.consumed([message(1)])
@@ -255,6 +255,8 @@ def test_who_waits_for_the_credit_of_a_sender_that_closes_is_told(make_pair, mes
 
 def test_a_rank_that_does_not_read_is_a_transport_error(make_pair, message, drain, run) -> None:
     pair = make_pair()
+    ((_, link),) = pair.sender._links
+    link._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     sent = 0
     with pytest.raises(TransportError, match="does not read"):
         for number in range(1, 10_000):
@@ -262,7 +264,7 @@ def test_a_rank_that_does_not_read_is_a_transport_error(make_pair, message, drai
             outgoing.send()
             pair.sender.consumed([message(number)])
             sent = number
-    assert len(drain(pair.receivers[0], 5, count=sent)) == sent  # the stream itself is whole
+    assert len(drain(pair.receivers[0], 60, count=sent)) == sent  # the stream itself is whole
     outgoing = run(pair.sender.reserve(message(20_000), 10))
     assert outgoing.send() == 0
 
@@ -288,14 +290,14 @@ def test_probe_compares_the_bytes(make_pair, monkeypatch) -> None:
 
 
 def test_probe_waits_for_a_rank_that_binds_later(me, address) -> None:
-    made = []
+    made, probed = [], threading.Event()
 
     def bind_later() -> None:
-        time.sleep(0.1)
+        time.sleep(0.1)  # were it too short, the probe would find the rank there at once
         made.append(TensorIpcReceiver(Encoder("worker", 2), address(0)))
-        while not made[0]._connections:
+        while not made[0]._connections and not probed.is_set():
             made[0]._accept()
-        for _ in range(500):
+        while not probed.is_set():
             for fd in list(made[0]._connections):
                 list(made[0].receive(fd))
             time.sleep(0.001)
@@ -303,8 +305,11 @@ def test_probe_waits_for_a_rank_that_binds_later(me, address) -> None:
     thread = threading.Thread(target=bind_later)
     thread.start()
     sender = TensorIpcSender(me, [address(0)], ByteCredit(MIB))
-    sender.probe(5)
-    thread.join()
+    try:
+        sender.probe(60)
+    finally:
+        probed.set()
+        thread.join()
     sender.close()
     made[0].close()
 

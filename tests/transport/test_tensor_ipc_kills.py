@@ -38,7 +38,7 @@ torch.set_num_threads(1)  # so that a fork of this process is whole
 
 def send(incarnation):
     sender = TensorIpcSender(Encoder("api", incarnation), [RankAddress(0, 0, sys.argv[1], "")], ByteCredit(1 << 20))
-    sender.probe(10)
+    sender.probe(60)
     async def forever():
         number = 0
         while True:
@@ -59,7 +59,7 @@ for incarnation, delay in enumerate(map(float, sys.argv[2:]), start=1):
     child = os.fork()
     if child == 0:
         send(incarnation)
-    time.sleep(delay)
+    sys.stdin.readline() if delay < 0 else time.sleep(delay)
     os.kill(child, signal.SIGKILL)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
 """
@@ -68,8 +68,9 @@ for incarnation, delay in enumerate(map(float, sys.argv[2:]), start=1):
 def test_senders_killed_at_random_moments(victim, address, drain, held) -> None:
     """What arrived is whole, what did not leaves nothing behind, and the next sender is served."""
     baseline = held.descriptors()
-    delays = [f"{random.uniform(0.005, 0.08):.4f}" for _ in range(12)] + ["0.5"]
-    process = subprocess.Popen([sys.executable, "-c", SENDER, address(0).tensor_ipc, *delays])
+    delays = [f"{random.uniform(0.005, 0.08):.4f}" for _ in range(12)] + ["-1"]  # the last one when it was heard
+    process = subprocess.Popen([sys.executable, "-c", SENDER, address(0).tensor_ipc, *delays], stdin=subprocess.PIPE)
+    assert process.stdin is not None
     seen: dict[int, list[int]] = {}
     kept: list[Received] = []
     while process.poll() is None:
@@ -82,7 +83,9 @@ def test_senders_killed_at_random_moments(victim, address, drain, held) -> None:
             if number % 4:  # not consumed: its bytes are ours for good
                 assert set(numbers.tolist()) == {number}
                 kept.append(arrival)
-    assert process.returncode == 0 and len(seen) >= 1
+        if len(delays) in seen and not process.stdin.closed:
+            process.stdin.close()
+    assert process.returncode == 0
     drain(victim, 0.1)
     assert len(victim._connections) == 0
     assert all(numbers == sorted(set(numbers)) for numbers in seen.values())

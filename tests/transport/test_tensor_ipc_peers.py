@@ -6,7 +6,6 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ class Client:
     def __init__(self, receiver: TensorIpcReceiver, path: str):
         self.encoder = Encoder("api 9", 9)
         self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(5)
+        self.socket.settimeout(60)
         self.socket.connect(path)
 
     def head(self, number: int, fd: int | None = None, **fields: object) -> None:
@@ -66,7 +65,7 @@ def test_a_bad_message_fails_alone(victim, client, drain) -> None:
     client.head(5, buffer=2)  # never announced
     client.head(6, generation=4, tensors=[TensorLayout(0, (1,), "nonsense")])
     client.head(7, generation=5)
-    arrivals = drain(victim, 5, count=7)
+    arrivals = drain(victim, 60, count=7)
     assert [type(arrival) for arrival in arrivals] == [Received, Failed, Failed, Failed, Failed, Failed, Received]
     assert [arrival.message.number for arrival in arrivals] == list(range(1, 8))
     assert bytes(arrivals[-1].tensors[0].numpy()) == b"a" * 64
@@ -87,7 +86,7 @@ def test_a_bad_descriptor_fails_its_message_and_ends_the_connection(victim, clie
     baseline = held.descriptors()
     client.head(1, shared(b"a" * 64))
     client.head(2, make())  # of a buffer that is known already, or not sealed memory
-    first, second = drain(victim, 5, count=2)
+    first, second = drain(victim, 60, count=2)
     assert isinstance(first, Received) and isinstance(second, Failed) and second.message.number == 2
     drain(victim, 0.05)
     assert len(victim._connections) == 0 and int(first.tensors[0][0]) == ord("a")
@@ -111,7 +110,7 @@ def test_garbage_ends_its_own_connection_only(victim, client, drain, address, st
     client.socket.sendall(stream)
     client.socket.close()
     other.head(1, shared(b"b" * 64))
-    (arrival,) = drain(victim, 5, count=1)
+    (arrival,) = drain(victim, 60, count=1)
     drain(victim, 0.05)
     assert isinstance(arrival, Received) and len(victim._connections) == 1
     other.socket.close()
@@ -230,12 +229,12 @@ def test_a_buffer_that_comes_back_is_pinned_once_and_unpinned_before_it_goes(hel
     assert calls[1:] == [1] and held.mappings() == 0
 
 
-def test_a_write_by_a_rank_is_impossible() -> None:
+def test_a_write_by_a_rank_is_impossible(held) -> None:
     """The model reads the sender's pages; a rank that wrote to them would change what the others read."""
     fd = shared(b"e" * 4096)
     view = memory.map_for_reading(fd)
     os.close(fd)
-    (entry,) = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:mini-engine" in line]
+    (entry,) = held.mapped()
     assert entry.split()[1] == "r--s"
     assert (
         bytes(

@@ -72,7 +72,7 @@ def inputs(context, runtime, core) -> Iterator[MediaInputs]:
 def connect(context) -> Iterator[Callable[..., TensorSender]]:
     made: list[TensorSender] = []
 
-    def connect_to(transport: str, addresses: list[RankAddress], timeout: float = 10) -> TensorSender:
+    def connect_to(transport: str, addresses: list[RankAddress], timeout: float = 60) -> TensorSender:
         me = Encoder("api 0", API)
         if transport == "torch_shm":
             made.append(TensorIpcSender(me, addresses, ByteCredit(16 * MIB)))

@@ -19,7 +19,7 @@ from tests.worker.test_families import run
 def run_rank(rank: int) -> None:
     folder, family, out, budget = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
     store = dist.FileStore(f"{out}.store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=300))
     tp, media = TensorParallel(rank, 2), tiny.MemoryMedia()
     model = load_model(folder, tp, None, torch.device("cpu"))
     tokens = run(model, folder, tiny.mixed_requests(media, family), media, budget, tp=tp)

@@ -36,7 +36,7 @@ class Core:
         self.endpoint = f"ipc://{runtime}/core"
         self.socket = bind_router(context, self.endpoint)
 
-    def reports(self, count: int, seconds: float = 10) -> list[MediaReady | MediaFailed]:
+    def reports(self, count: int, seconds: float = 60) -> list[MediaReady | MediaFailed]:
         """The next `count` reports, or what came of them in time."""
         bodies = []
         deadline = time.monotonic() + seconds

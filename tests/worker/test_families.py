@@ -68,7 +68,7 @@ def test_tokens_of_two_ranks_are_those_of_transformers(folder, expected, tmp_pat
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.worker.family_program", str(folder), family_of(folder)]
     ended = subprocess.run(
-        [*command, str(tmp_path / "tokens"), "40"], env=environment, capture_output=True, text=True, timeout=100
+        [*command, str(tmp_path / "tokens"), "40"], env=environment, capture_output=True, text=True, timeout=600
     )
     assert ended.returncode == 0, ended.stderr
     assert json.loads((tmp_path / "tokens").read_text()) == expected

@@ -156,7 +156,7 @@ def test_two_ranks_give_the_tokens_of_one(device, backend, checkpoint, make_runn
         for rank in range(2)
     ]
     try:
-        errors = [child.communicate(timeout=100)[1].decode() for child in children]
+        errors = [child.communicate(timeout=600)[1].decode() for child in children]
     finally:
         for child in children:
             child.kill()

@@ -16,6 +16,7 @@ from mini_engine.transport.codec import Encoder, decode
 from mini_engine.worker.launched import Launched
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.serving import AHEAD, Watch, serve, serve_ahead
+from tests.transport.store_ranks import eventually
 from tests.worker import script, tiny
 from tests.worker.conftest import NUM_BLOCKS
 
@@ -92,10 +93,12 @@ def test_some_steps_are_launched_before_one_has_ended_and_no_more(core):
     core, _ = core
     for number in range(5):
         core.send(Step(number))
+    assert eventually(lambda: len(core.launched) == AHEAD)
     assert core.result(0.3) is None
     assert core.launched == list(range(AHEAD))
     core.gate.release()
     assert core.result().number == 0
+    assert eventually(lambda: len(core.launched) == AHEAD + 1)
     assert core.result(0.3) is None
     assert core.launched == list(range(AHEAD + 1))
     core.gate.release(4)
@@ -126,7 +129,7 @@ def test_a_device_that_fails_ends_the_loop_with_its_own_words(make_runner):
 
         worker = threading.Thread(target=work, daemon=True)
         worker.start()
-        worker.join(20)
+        worker.join(60)
         assert not worker.is_alive(), "it waits for a step that never ends"
         assert "illegal memory access" in str(raised[0].__cause__)
     context.term()

@@ -24,7 +24,7 @@ def size(request) -> int:
 def ranks(size, tmp_path):
     """One end for each rank, for threads of this process."""
     with ThreadPoolExecutor(size) as pool:
-        yield (met := list(pool.map(lambda rank: meet(tmp_path / "ranks", rank, size, 5.0, 5.0), range(size))))
+        yield (met := list(pool.map(lambda rank: meet(tmp_path / "ranks", rank, size, 60.0, 60.0), range(size))))
     for end in met:
         end.close()
 
@@ -91,7 +91,7 @@ def test_a_rank_that_ends_is_told_at_once(ranks):
 
 def test_a_rank_that_does_not_come_is_waited_for_so_long(tmp_path):
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda rank: meet(tmp_path / "ranks", rank, 2, 0.2, 0.2), range(2))
+        first, second = pool.map(lambda rank: meet(tmp_path / "ranks", rank, 2, 60.0, 0.2), range(2))
     with pytest.raises(RankLost, match=r"rank 1 has not come within 0.2 s \(--collective-timeout\)"):
         first.all_reduce(torch.zeros(4))
     first.close()
@@ -118,10 +118,10 @@ def test_a_late_rank_is_waited_for_longer_at_the_start_than_in_a_collective(tmp_
 def test_nothing_is_left(tmp_path):
     before, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
     with ThreadPoolExecutor(3) as pool:
-        ends = list(pool.map(lambda rank: meet(tmp_path / "ranks", rank, 3, 5.0, 5.0), range(3)))
+        ends = list(pool.map(lambda rank: meet(tmp_path / "ranks", rank, 3, 60.0, 60.0), range(3)))
     for end in ends:
         end.close()
     del end, ends  # and with them their mappings
-    assert set(os.listdir("/proc/self/fd")) <= before and threading.active_count() == threads
+    assert set(os.listdir("/proc/self/fd")) <= before and threading.active_count() <= threads
     assert not list(tmp_path.iterdir())
     assert shared_collectives.shared_bytes(3) == 2 * 3 * SLOT_BYTES
