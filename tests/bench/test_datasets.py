@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import datasets
 import pytest
 from PIL import Image
 from transformers import AutoTokenizer
@@ -20,6 +21,12 @@ from mini_engine.bench.report import BenchError
 from mini_engine.bench.serving.bodies import cancel_plan
 from mini_engine.config import BUNDLED_MODEL, ConfigError
 from mini_engine.demo import questions, videos
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Hugging Face's package keeps what it has read: not in the home directory, which may not be writable."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
 
 
 def settings(name: str, **more) -> DataSettings:
@@ -270,8 +277,6 @@ def test_hf_reads_local_json_by_split(tmp_path: Path):
 
 
 def test_a_subset_is_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    import datasets
-
     with pytest.raises(ConfigError, match="--hf-subset: .* is here and not on the hub"):
         load(settings("hf", path=write(tmp_path / "train.jsonl", [{"prompt": "a"}]), subset="x"))
     asked = []  # there is no hub here

@@ -17,6 +17,12 @@ from tests.worker.conftest import NUM_BLOCKS
 COUNT = 20
 
 
+@pytest.fixture
+def tmp_path(runtime: Path) -> Path:
+    """Short, unlike pytest's: there are sockets in it."""
+    return runtime
+
+
 def without_devices(count: int) -> pytest.MarkDecorator:
     return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"fewer than {count} CUDA device(s)")
 

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,12 @@ from mini_engine.worker import shared_collectives
 from mini_engine.worker.shared_collectives import SLOT_BYTES, meet
 
 SIZES = (2, 3, 4)
+
+
+@pytest.fixture
+def tmp_path(runtime: Path) -> Path:
+    """Short, unlike pytest's: there are sockets in it."""
+    return runtime
 
 
 @pytest.fixture(params=SIZES)

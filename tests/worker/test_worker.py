@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -31,6 +32,12 @@ from mini_engine.worker import worker
 
 INCARNATION = 5
 TIMEOUT_MS = 60_000
+
+
+@pytest.fixture
+def tmp_path(runtime: Path) -> Path:
+    """Short, unlike pytest's: there are sockets in it."""
+    return runtime
 
 
 @pytest.fixture
