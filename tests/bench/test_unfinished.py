@@ -95,7 +95,7 @@ def test_an_interrupted_sweep_tells_what_is_finished(start, broken, prompts, tmp
     sweep = start("sweep", *flags, "--output", tmp_path / "last.json")
     assert eventually(lambda: len(broken.bodies) == 2, 60)
     sweep.send_signal(signal.SIGINT)
-    out, err = sweep.communicate(timeout=30)
+    out, err = sweep.communicate(timeout=60)
     assert sweep.returncode == 130 and "Traceback" not in err
     *told, last = out.splitlines()
     assert (

@@ -135,7 +135,7 @@ def test_who_loses_another_rank_says_so_in_a_line_and_does_not_end_before_it(
     chunk = Chunk("one", 0, 1, [0], True)
     core.send_multipart([peers[0], encoder.encode(Step(1, started=[new], chunks=[chunk]))])
     core.send_multipart([peers[1], encoder.encode(Step(1, chunks=[chunk]))])  # of which it knows nothing
-    assert dying.wait(timeout=20) == 1
+    assert dying.wait(timeout=60) == 1
     assert "KeyError: 'one'" in dying.stderr.read().decode()
     said = survivor.stderr.readline().decode()
     assert said.endswith(f"ERROR   worker 0.0 | all_reduce: {who} has ended\n")
