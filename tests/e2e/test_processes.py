@@ -146,7 +146,7 @@ def test_unknown_path_is_404(server):
         server.get("/nothing")
 
 
-@pytest.mark.parametrize("backend", ["auto", "gloo"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_ends_the_engine_with_its_requests_answered(backend):
     with RunningServer("-tp", "2", "--collective-timeout", "6", "--distributed-backend", backend) as server:
         one = ask_video(3)
