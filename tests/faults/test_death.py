@@ -23,7 +23,7 @@ from tests.e2e.running_server import RunningServer, alive, descendants, message
 from tests.faults.ground import RECOVERY_SECONDS
 from tests.faults.load import ask
 
-TOLD_WITHIN_SECONDS = 5  # of a death: one, and some for a machine with more at work
+TOLD_WITHIN_SECONDS = 2  # of a death: one, and some for a machine with more at work
 ENDLESS = {"max_tokens": 60_000, "extra_body": {"ignore_eos": True}}
 
 
