@@ -6,10 +6,8 @@ parent-death signal is set; each role's module is imported last.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
-import os
 import signal
 import sys
 
@@ -19,10 +17,10 @@ import zmq
 from mini_engine import log
 from mini_engine.config import ConfigError
 from mini_engine.messages import EngineLimits, Hello, Init, PeerGone, Ready, Refused, Role, TransportChoice
+from mini_engine.parent_death import die_with_parent
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 REFUSAL_SECONDS = 10  # within which the supervisor ends a process that refused its settings
 
 ROLE_MODULES: dict[Role, str] = {
@@ -82,18 +80,6 @@ class Child:
         may take its last message with it."""
         self.supervisor.send(self.encoder.encode(Refused(reason)))
         self.supervisor.poll(REFUSAL_SECONDS * 1000)
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends.
-
-    The parent may have died before the request was made: then nobody would ever send the signal, so look.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:
-        os._exit(1)
 
 
 def main() -> None:

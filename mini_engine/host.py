@@ -276,7 +276,9 @@ def raise_descriptor_limit(config: EngineConfig) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     ranks = config.data_parallel_size * config.tensor_parallel_size
     # The supervisor has up to four for a child; an API server connects to every rank, and a rank to every API server.
+    # It also has up to three for each of its media decoders.
     needed = SPARE_DESCRIPTORS + 4 * (config.api_server_count + config.data_parallel_size + ranks)
+    needed += 3 * (2 * (len(os.sched_getaffinity(0)) // config.api_server_count) + 1)
     if hard < needed:
         raise ConfigError(
             f"a process may have {hard} open files here, and this server needs {needed} to start: raise the limit "

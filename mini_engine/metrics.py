@@ -42,6 +42,10 @@ FALLBACK_REASONS = (
 # Why requests were refused with 429, see `api/admission.py`; and with 503, since the host is short of something.
 REJECTION_REASONS = ("queued_requests", "inflight_bodies", "inflight_media", "host")
 
+# Why a media decoder process ended: it crashed, exceeded its time or its memory, was killed from outside, did not stop
+# when its job was cancelled, or was one more than the pool keeps.
+DECODER_ENDINGS = ("crash", "timeout", "memory", "killed", "cancelled", "surplus")
+
 NOTHING_HAPPENED = EngineCounters()
 
 # Which files of the directory are this process's; no other living one may have them.
@@ -217,12 +221,15 @@ stage_seconds = {
     "generation": _stage_histogram("decode", "From the first token to the last"),
 }
 media_decodes_total = _counter("media_decodes_total", "Images and videos decoded and processed.")
-media_decodes_given_up_total = _counter(
-    "media_decodes_given_up_total", "Images and videos whose decoder did not come back in time."
+media_decoder_exits_total = _counter(
+    "media_decoder_exits_total",
+    "Media decoder processes that exited, or were killed, by reason.",
+    ["reason"],
 )
 inflight_media_bytes = _gauge(
     "inflight_media_bytes",
-    "Bytes of encoded images and videos reserved for requests, until an engine has taken these over.",
+    "Bytes of encoded images and videos reserved for requests until an engine has taken these over, and of decoded "
+    "frames until they are processed.",
     "livesum",
 )
 requests_rejected_total = _counter(
@@ -240,6 +247,8 @@ def _create_labels() -> None:
         ipc_fallbacks_total.labels(reason)
     for rejected in REJECTION_REASONS:
         requests_rejected_total.labels(rejected)
+    for ending in DECODER_ENDINGS:
+        media_decoder_exits_total.labels(ending)
     for finished in get_args(FinishReason):
         request_success_total.labels(finished)
 

@@ -24,7 +24,7 @@ MODEL_CONFIG = "mini_engine.model.config"
 TORCH_FREE_TRANSPORT = {"mini_engine.transport.sockets", "mini_engine.transport.codec", "mini_engine.transport.base"}
 MAY_IMPORT = {
     "api": {"api", "media", "transport", MODEL_CONFIG},
-    "media": {"media"},
+    "media": {"media", "mini_engine.transport.memory"},
     "transport": {"transport"},
     "core": {"core", MODEL_CONFIG} | TORCH_FREE_TRANSPORT,
     "worker": {"worker", "model", "kernels", "transport"},
@@ -32,7 +32,10 @@ MAY_IMPORT = {
     "kernels": {"kernels"},
     "demo": {"demo"},
 }  # bench may import everything: it measures the parts by themselves
-TOP_LEVEL_FOR_ALL = {"messages", "config", "child", "log", "metrics", "free_memory"}
+TOP_LEVEL_FOR_ALL = {
+    *("messages", "config", "child", "log", "metrics", "failpoints", "parent_death"),
+    *("free_memory", "malloc", "shortage"),
+}
 
 
 def imports_of(path: Path) -> set[str]:

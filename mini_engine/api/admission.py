@@ -1,18 +1,19 @@
-"""What one API server takes on at once; what is more is refused with 429, or waits in line.
+"""What one API server takes on at once. Further work is refused with 429, or queued.
 
     requests that are not finished           --max-num-queued-reqs          429
     bytes of bodies that are being received  --max-inflight-media-gb        429
     bytes of encoded media in flight         --max-inflight-media-gb        429, before anything is fetched
       of these, items of unknown size        three quarters of it           429, or as they come 400 or 429
-    media items decoded, processed and sent  --maximum-concurrent-videos    wait in line, downloaded
+    bytes of decoded frames                  count as media in flight       admitted items are decoded in any case
+    media items decoded, processed and sent  --maximum-concurrent-videos    queued, after the download
 
-An item's size is unknown while another server has it, which may take its time: hence the share, and the line behind the
-download. Where a request's may have more than that share, what has come of them is counted block by block, so that the
-bytes in flight are never more than the flag says, but for the block that each thread holds as it asks for room.
+An item's size is unknown while it is on another server, and a slow server may take long: hence the share, and the queue
+after the download. Where a request's items may have more than that share, their bytes are counted block by block, so
+that the bytes in flight never exceed the flag, but for the block that each thread holds while it asks for room.
 
-First come, first served in line: what needs much room in line is not overtaken by what needs little. Each place is
-given back by leaving a `with` block, so on every way out. Knows nothing of what requests are made of. Used from the
-event-loop thread only, except for `Reservation.receive`.
+The queue is first come, first served: items that need little room do not overtake others. Each place is released by
+leaving a `with` block. Knows nothing of what requests are made of. Used from the event-loop thread only, except for
+`Reservation.receive`.
 """
 
 from __future__ import annotations
@@ -190,6 +191,12 @@ class MediaAdmission:
         self.check_possible(nbytes)
         if self.inflight_bytes + further > self.max_bytes:
             raise self._no_room(f"at least {nbytes}", str(self.inflight_bytes))
+
+    def count_decoded(self, nbytes: int) -> None:
+        """Decoded frames take so many bytes more, or less. They count against the room of requests to come; what is
+        admitted is decoded in any case, by a bounded number of decoders."""
+        with self.lock:
+            self.change_bytes(nbytes, 0)
 
     def change_bytes(self, difference: int, unknown: int) -> None:
         """So many bytes more, or less, are in flight; so many of them for items of unknown size. Under the lock."""

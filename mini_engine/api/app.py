@@ -47,8 +47,8 @@ from mini_engine.api.tokens import DetokenizeRequest, TokenizeRequest
 from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.config import EngineConfig
 from mini_engine.log import about
-from mini_engine.media.shortage import shortage_in
 from mini_engine.messages import CachedMedia, EngineLimits, NewRequest, SamplingParams
+from mini_engine.shortage import shortage_in
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Frontend:
             refs = self.renderer.collect(messages, self.item_limits)
             token_ids = await worked(partial(self.renderer.render, messages), sum(map(_text_length, messages)))
             # Row 3: room for the bytes, those that other servers have, a place in line.
-            reservation = held.enter_context(self.admission.reserve(self.media.sizes(refs)))
+            reservation = held.enter_context(self.admission.reserve(await self.media.sizes(refs)))
             clock.enter("fetch")
             downloads = await self.media.download(refs, reservation.receive)
             clock.enter("admission")  # not before: another server that hangs would keep others out of the line
@@ -117,7 +117,7 @@ class Frontend:
             hashes = {item.media_hash for item in fetched}
             with self.engines.choose(hashes, chat.num_choices) as engine:  # row 5
                 # Row 6: decode and process what its ranks cannot read.
-                items = await self._prepare(fetched, engine.media.look_up(hashes), clock)
+                items = await self._prepare(fetched, engine.media.look_up(hashes), clock, request_id)
                 logger.debug(
                     "%s has its media: %d of %d are kept by engine %d",
                     request_id, sum(item.patches is None for item in items), len(items), engine.number,
@@ -136,17 +136,18 @@ class Frontend:
         return Answer(generation, samples, clock, len(prompt.token_ids), missing)
 
     async def _prepare(
-        self, fetched: list[FetchedItem], kept: Mapping[bytes, CachedMedia], clock: RequestClock
+        self, fetched: list[FetchedItem], kept: Mapping[bytes, CachedMedia], clock: RequestClock, request_id: str
     ) -> list[PromptItem]:
         """The prompt's items, those processed that the engine does not keep."""
-        processed = await self.media.process((item for item in fetched if item.media_hash not in kept), clock)
+        lacking = (item for item in fetched if item.media_hash not in kept)
+        processed = await self.media.process(lacking, clock, request_id)
         return prompt_items([item.media_hash for item in fetched], processed, kept)
 
     async def _refill(
         self, fetched: list[FetchedItem], clock: RequestClock, request: NewRequest, missing: Collection[bytes]
     ) -> NewRequest:
         lacking = (item for item in fetched if item.media_hash in missing)
-        return fill_in(request, await self.media.process(lacking, clock))
+        return fill_in(request, await self.media.process(lacking, clock, request.request_id))
 
     def sample_texts(self, asked: GenerationRequest, sampling: SamplingParams) -> list[SampleText]:
         """What makes the text of each sample of the answer to `asked`, which was resolved to `sampling`."""

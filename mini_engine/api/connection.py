@@ -20,7 +20,8 @@ from mini_engine.api.admission import BodyAdmission
 from mini_engine.api.errors import ApiError, ClientGone, too_slow
 
 JSON = "application/json"
-LEAST_BYTES = 8 << 10  # what is less of a body in its time is no progress
+LEAST_BYTES = 8 << 10  # of a body in each --timeout-client, and
+LEAST_GROWTH = 1 / 8  # of what has arrived: a rate that ignores it lets large bodies hold `BodyLimits.room` for hours
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ class BodyLimits:
     """What the body of a request may cost."""
 
     max_bytes: int  # --max-request-bytes
-    seconds: float  # --timeout-client: for each further LEAST_BYTES of it, or its end
+    seconds: float  # --timeout-client: for each LEAST_BYTES and LEAST_GROWTH more, or the end
     room: BodyAdmission  # which all bodies share while they are received
 
 
@@ -60,11 +61,10 @@ async def read_body(request: Request, limits: BodyLimits) -> bytes:
                     further(len(block))
                     body.write(block)
                     if body.tell() >= enough:
-                        enough = body.tell() + LEAST_BYTES
+                        enough = body.tell() + LEAST_BYTES + int(body.tell() * LEAST_GROWTH)
                         patience.reschedule(clock() + limits.seconds)
     except TimeoutError:
-        what = f"The body of this request has not ended, nor have {LEAST_BYTES} more bytes of it come,"
-        raise too_slow(what, limits.seconds) from None
+        raise too_slow(f"The request body has neither ended nor grown to {enough} bytes", limits.seconds) from None
     return body.getvalue()
 
 

@@ -12,8 +12,7 @@ from typing import Literal
 import msgspec
 
 from mini_engine.api.chat import ChatError
-from mini_engine.media.errors import MediaError
-from mini_engine.media.shortage import Shortage
+from mini_engine.media.errors import DecoderUnavailable, MediaError
 
 SHUTTING_DOWN = "The server is shutting down and takes no new requests; send this one again later."
 RETRY_SECONDS = 5  # about what a successor needs to start; another server is there at once
@@ -153,13 +152,13 @@ def shutting_down(message: str = SHUTTING_DOWN) -> ApiError:
     return ApiError(503, message, code="shutting_down", headers={"retry-after": str(RETRY_SECONDS)})
 
 
-def short(shortage: Shortage) -> ApiError:
-    """A 503: the host has run short of something, and may have some again soon."""
-    return ApiError(503, str(shortage), code="overloaded", headers={"retry-after": str(RETRY_SECONDS)})
+def overloaded(message: str) -> ApiError:
+    """A 503: the server or its host has run short of something, and may have some again soon."""
+    return ApiError(503, message, code="overloaded", headers={"retry-after": str(RETRY_SECONDS)})
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """The answer to an error that the road of a request is known to raise; None for any other."""
+    """The response to an error that the request path is known to raise; None for any other."""
     match error:
         case ApiError():
             return error
@@ -167,6 +166,8 @@ def as_api_error(error: Exception) -> ApiError | None:
             return bad_request(str(error), "messages")
         case MediaError():
             return bad_request(str(error), "messages", "invalid_media")
+        case DecoderUnavailable():
+            return overloaded(str(error))
         case ServerStopping():
             return shutting_down(str(error))
         case EngineError(engine_gone=True, begun=True):

@@ -36,18 +36,21 @@ EARLY_SECONDS = 1.0  # for a connection with more of them: nothing of it is read
 
 
 class BoundedParser(h11.Connection):
-    """h11 bounds a head that has not come whole; this one bounds any."""
+    """h11 with a limit on complete request headers too, and without a body of two lengths."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, HEAD_BYTES)
 
     def next_event(self) -> Any:
-        """As h11's. Raises RemoteProtocolError, with the status 431, for a long head."""
+        """As h11's. Raises RemoteProtocolError for request headers that are too large, with the status 431, and for a
+        body with both Transfer-Encoding and Content-Length, of which a proxy may follow the other (RFC 9112, 6.3)."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             fields = sum(len(name) + len(value) + len(": \r\n") for name, value in event.headers)
             if len(event.method) + len(event.target) + fields > HEAD_BYTES:
                 raise h11.RemoteProtocolError("the head is too long", error_status_hint=431)
+            if {b"transfer-encoding", b"content-length"} <= {name for name, _ in event.headers}:
+                raise h11.RemoteProtocolError("two lengths of a body")
         return event
 
 
@@ -123,7 +126,8 @@ class BoundedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's words
         """What came is no HTTP, or more of it than is taken. Called while the parser's error is handled."""
         status = getattr(sys.exc_info()[1], "error_status_hint", 400)
-        problem = "has a head that is too long" if status == 431 else "is not valid HTTP"
+        invalid = "is not valid HTTP, or has both Transfer-Encoding and Content-Length"
+        problem = "has a head that is too long" if status == 431 else invalid
         self._refuse(ApiError(status, f"The request {problem}.", code="invalid_http"))
 
     @property

@@ -1,9 +1,8 @@
-"""A conversation's media references -> bytes and hashes -> processed items, in a few threads. Those that wait for other
-servers are others, and so are those that read and hash: what an engine keeps need not wait for what must be decoded.
+"""A conversation's media references -> bytes and hashes -> processed items.
 
-Two steps, because an item that an engine keeps under its hash need not be decoded. Knows nothing of prompts, requests
-or engines. Decoding and processing release the interpreter for most of their time, so a few threads of one process use
-several cores.
+Two steps, because an item that an engine keeps under its hash need not be decoded. Reading and hashing, downloads, and
+processing have threads of their own, decoding has processes (`media/decoder_pool.py`): what is slow in one stage does
+not hold up another. Knows nothing of prompts, requests or engines.
 """
 
 from __future__ import annotations
@@ -17,20 +16,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from mini_engine import metrics
 from mini_engine.api.chat import MediaRef
 from mini_engine.api.media_settings import KeyedSettings
-from mini_engine.api.media_threads import MediaThreads, Overdue
 from mini_engine.api.threads import Threads
 from mini_engine.api.timings import RequestClock
-from mini_engine.media.errors import DecodeCancelled, MediaError
-from mini_engine.media.fetch import declared_size, fetch, is_elsewhere
+from mini_engine.media.decoder import ImageJob, VideoJob
+from mini_engine.media.decoder_pool import DecoderPool, Decoding
+from mini_engine.media.errors import ItemError
+from mini_engine.media.fetch import declared_size, fetch, is_elsewhere, is_local_file
 from mini_engine.media.hashing import media_hash
 from mini_engine.media.http_fetch import tls_context
-from mini_engine.media.image import decode_image
-from mini_engine.media.limits import DecodeLimits, ImageLimits, decode_overdue
 from mini_engine.media.policy import MediaPolicy, Received
-from mini_engine.media.video import decode_video
+from mini_engine.media.sampling import DecodedVideo
 from mini_engine.messages import Modality
 
 if TYPE_CHECKING:
@@ -39,21 +39,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FETCH_THREADS = 32  # they wait, most of the time
-GRACE_SECONDS = 5.0  # beyond its time an item may stay in one call of a decoder before its thread is given up
-
-
-@dataclass(frozen=True)
-class DecodeRules:
-    """What decoding an item may cost, and whether a part of a video is good enough."""
-
-    image: ImageLimits = ImageLimits()
-    video: DecodeLimits = DecodeLimits()
-    allow_partial_video: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class FetchedItem:
-    """An item's bytes, what is to become of them, and the 16 bytes that are the same for the same patches."""
+    """An item's bytes and settings, and their 16-byte hash: equal hashes mean equal patches."""
 
     modality: Modality
     name: str  # what errors call it
@@ -64,7 +54,7 @@ class FetchedItem:
 
 @dataclass(frozen=True, eq=False)
 class _Worked:
-    """A processed item, and when what was done for it; seconds of `time.monotonic()`."""
+    """A processed item and the times of its stages, in seconds of `time.monotonic()`."""
 
     item: ProcessedItem
     began: float  # to decode
@@ -74,48 +64,61 @@ class _Worked:
 
 @dataclass(eq=False)
 class _Flight:
-    """One hash at work, for all who ask for it meanwhile. Once nobody waits any more it is given up."""
+    """One hash at work, for all requests that ask for it meanwhile. It is cancelled when the last of them has left."""
 
     work: asyncio.Future[_Worked]
-    cancelled: threading.Event
     waiters: int = 0
 
 
 class MediaLoader:
-    """Loads media with at most `threads` items decoded and processed at once; more queue in order. Besides, as many are
-    read and hashed, and up to FETCH_THREADS are fetched from other servers: one that hangs holds up no item that is
-    here.
+    """Loads media: up to `threads` items are read and hashed at once, as many processed, and up to FETCH_THREADS
+    fetched from other servers; `decoders` bounds how many are decoded.
     """
 
-    def __init__(self, processor: MediaProcessor, policy: MediaPolicy, rules: DecodeRules, threads: int):
+    def __init__(
+        self,
+        processor: MediaProcessor,
+        policy: MediaPolicy,
+        decoders: DecoderPool,
+        threads: int,
+        *,
+        allow_partial_video: bool = False,
+    ):
+        """`decoders` is closed with the loader."""
         self.processor = processor
         self.policy = policy
-        self.rules = rules
-        seconds = max(rules.image.media_decode_timeout, rules.video.media_decode_timeout)
-        self._threads = MediaThreads(threads, seconds + GRACE_SECONDS)
+        self.decoders = decoders
+        self._allow_partial_video = allow_partial_video
+        self._processing = Threads(threads, "media")
         self._reading = Threads(threads, "read")
         self._fetching = Threads(FETCH_THREADS, "fetch")
         self._flights: dict[bytes, _Flight] = {}
         if policy.allowed_hosts:
             tls_context()
 
-    def sizes(self, refs: Iterable[MediaRef]) -> list[int | None]:
+    async def sizes(self, refs: Sequence[MediaRef]) -> list[int | None]:
         """The most bytes that each item can have; None where only its server knows. Fetches nothing.
 
         Raises:
             MediaError: an item would not be fetched.
         """
-        return [declared_size(ref.url, self.policy, ref.name) for ref in refs]
+
+        def sizes() -> list[int | None]:
+            return [declared_size(ref.url, self.policy, ref.name) for ref in refs]
+
+        if any(is_local_file(ref.url) for ref in refs):  # its look-up may block
+            return await _in_thread(self._reading, sizes)
+        return sizes()
 
     async def download(self, refs: Iterable[MediaRef], received: Received) -> dict[str, bytes]:
         """The bytes of those items that other servers have, by name. Cancelling it, or the failure of one item, ends
         the other downloads.
 
-        `received` is told of each block of any of them, from several threads at once.
+        `received` is called with the size of each block, from several threads at once.
 
         Raises:
             MediaError: an item cannot be fetched.
-            Exception: what `received` raised, at which all end.
+            Exception: what `received` raised, which ends all downloads.
         """
         elsewhere = [ref for ref in refs if is_elsewhere(ref.url)]
         with _cancelling() as cancelled:
@@ -131,10 +134,8 @@ class MediaLoader:
     async def fetch(
         self, refs: Sequence[MediaRef], keyed: KeyedSettings, downloads: Mapping[str, bytes]
     ) -> list[FetchedItem]:
-        """The items' bytes, in the order of `refs`: of `downloads` by name, of the others as they are here. Cancelling
-        it, or the failure of one item, ends the work on the others.
-
-        `keyed` says what is to become of them.
+        """The items in the order of `refs`, with their hashes under `keyed`: taken from `downloads`, or read here.
+        Cancelling it, or the failure of one item, ends the work on the others.
 
         Raises:
             MediaError: an item cannot be fetched.
@@ -145,56 +146,55 @@ class MediaLoader:
                 for ref in refs
             )
 
-    async def process(self, items: Iterable[FetchedItem], clock: RequestClock) -> dict[bytes, ProcessedItem]:
-        """The processed items by hash. A hash that is already at work, for whomever, is waited for and shared.
+    async def process(
+        self, items: Iterable[FetchedItem], clock: RequestClock, owner: str = ""
+    ) -> dict[bytes, ProcessedItem]:
+        """The processed items by hash. A hash that is already at work for another request is shared with it. `owner` is
+        the request; decoders are shared fairly between requests.
 
         On `clock` the wait counts as `process` while items are processed and none is decoded, the rest of it as
-        `media_decode`: a wait for a free thread too. Work that others began counts from when it is waited for.
+        `media_decode`, a wait for a free decoder too. Work that another request began counts from when it is shared.
 
-        Cancelling it, or the failure of one item, stops the work on those that nobody else waits for within a frame's
-        time. What is returned may be shared with other requests: it must not be changed.
+        Cancelling it, or the failure of one item, stops the work on those that no other request waits for. What is
+        returned may be shared with other requests: it must not be changed.
 
         Raises:
-            MediaError: an item cannot be decoded or processed; it has the name that the item has in `items`.
+            MediaError, DecoderUnavailable: an item cannot be decoded or processed, at all or now; the error has the
+                name that the item has in `items`.
         """
         distinct = {item.media_hash: item for item in items}
         if not distinct:
             return {}
         began = time.monotonic()
         before = clock.enter("media_decode")
-        worked = await _all(self._process(item) for item in distinct.values())
+        worked = await _all(self._process(item, owner) for item in distinct.values())
         clock.enter(before)
         clock.move(_seconds_of_processing(worked, began), "media_decode", "process")
         return {media_hash: one.item for media_hash, one in zip(distinct, worked, strict=True)}
 
     def close(self) -> None:
-        """Take no more work. What is at work ends by its own cancellation."""
-        self._threads.close()
-        for pool in (self._reading, self._fetching):
+        """Take no more work, and end the decoders."""
+        for pool in (self._processing, self._reading, self._fetching):
             pool.shutdown(wait=False, cancel_futures=True)
+        self.decoders.close()
 
-    async def _process(self, item: FetchedItem) -> _Worked:
-        flight = self._flights.get(item.media_hash) or self._start(item)
+    async def _process(self, item: FetchedItem, owner: str) -> _Worked:
+        flight = self._flights.get(item.media_hash) or self._start(item, owner)
         flight.waiters += 1
         try:
             return await asyncio.shield(flight.work)
-        except MediaError as error:
-            if error.item == item.name:
-                raise
-            # The one who started the work calls the item by another name.
-            problem = str(error).removeprefix(f"{error.item}: ")
-            raise MediaError(item.name, problem) from error
+        except ItemError as error:
+            # The request that started the work may call the item by another name.
+            raise error if error.item == item.name else type(error)(item.name, error.problem) from error
         finally:
             flight.waiters -= 1
             if not flight.waiters:
-                flight.cancelled.set()
                 flight.work.cancel()
-                self._land(item.media_hash, flight)  # at once: who comes now must not wait for work given up
+                self._land(item.media_hash, flight)  # at once: a new request must not share cancelled work
 
-    def _start(self, item: FetchedItem) -> _Flight:
-        cancelled = threading.Event()
-        work = asyncio.ensure_future(self._work(item, cancelled))
-        flight = self._flights[item.media_hash] = _Flight(work, cancelled)
+    def _start(self, item: FetchedItem, owner: str) -> _Flight:
+        work = asyncio.ensure_future(self._work(item, owner))
+        flight = self._flights[item.media_hash] = _Flight(work)
         work.add_done_callback(lambda _: self._land(item.media_hash, flight))
         return flight
 
@@ -209,39 +209,37 @@ class MediaLoader:
         digest = media_hash(data, keyed.keys[ref.modality])
         return FetchedItem(ref.modality, ref.name, data, keyed.settings, digest)
 
-    async def _work(self, item: FetchedItem, cancelled: threading.Event) -> _Worked:
-        decoded = threading.Event()
-        try:
-            return await self._threads.run(partial(self._decode_and_process, item, cancelled, decoded), decoded)
-        except Overdue:
-            limits = self.rules.image if item.modality == "image" else self.rules.video
-            raise decode_overdue(item.name, limits.media_decode_timeout, f"a smaller {item.modality}") from None
-
-    def _decode_and_process(
-        self, item: FetchedItem, cancelled: threading.Event, is_decoded: threading.Event
-    ) -> _Worked:
-        if cancelled.is_set():
-            raise DecodeCancelled
+    async def _work(self, item: FetchedItem, owner: str) -> _Worked:
         began = time.monotonic()
-        if item.modality == "image":
-            image = decode_image(item.data, self.rules.image, item=item.name, cancelled=cancelled)
-            is_decoded.set()
-            decoded = time.monotonic()
-            processed = self.processor.process_image(image, item=item.name, settings=item.settings)
-        else:
-            video = decode_video(
-                item.data,
-                item.settings.sampling,
-                self.rules.video,
-                item=item.name,
-                cancelled=cancelled,
-                allow_partial=self.rules.allow_partial_video,
-            )
-            is_decoded.set()
-            decoded = time.monotonic()
-            processed = self.processor.process_video(video, item=item.name, settings=item.settings)
+        decoding = await self.decoders.decode(self._job(item), item.data, owner)
+        decoded, loop, release = time.monotonic(), asyncio.get_running_loop(), decoding.release
+        processing = self._processing.submit(self._process_frames, item, decoding)
+        del decoding  # the thread frees large frames, which takes a while
+
+        def release_decoder(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+                loop.call_soon_threadsafe(release)
+
+        # The frames are in use until the thread is done, whether it is waited for or not.
+        processing.add_done_callback(release_decoder)
+        processed = await asyncio.wrap_future(processing)
         metrics.media_decodes_total.inc()
         return _Worked(processed, began, decoded, time.monotonic())
+
+    def _job(self, item: FetchedItem) -> ImageJob | VideoJob:
+        if item.modality == "image":
+            return ImageJob(item.name, len(item.data))
+        return VideoJob(item.name, len(item.data), item.settings.sampling, self._allow_partial_video)
+
+    def _process_frames(self, item: FetchedItem, decoding: Decoding) -> ProcessedItem:
+        facts = decoding.video
+        if facts is None:
+            return self.processor.process_image(decoding.frames[0], item.settings)
+        indices, timestamps = map(np.asarray, zip(*facts.kept, strict=True))
+        video = DecodedVideo(
+            decoding.frames, indices, timestamps, facts.fps, facts.total_frames, facts.window_frames, facts.missing
+        )
+        return self.processor.process_video(video, item.settings)
 
 
 async def _in_thread(pool: Threads, work: Callable[[], T]) -> T:

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from starlette.responses import Response
 
 from mini_engine import metrics
-from mini_engine.api.errors import ApiError, as_api_error, internal_error, short
+from mini_engine.api.errors import ApiError, as_api_error, internal_error, overloaded
 from mini_engine.api.timings import RequestClock
 from mini_engine.log import about
-from mini_engine.media.shortage import Shortage, shortage_in
+from mini_engine.shortage import Shortage, shortage_in
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def refuse_for(shortage: Shortage) -> ApiError:
         what = shortage.what
         logger.error("this process gets no more %s, and refuses requests for that: %s", what, REMEDIES[what])
     metrics.requests_rejected_total.labels("host").inc()
-    return short(shortage)
+    return overloaded(str(shortage))
 
 
 def error_response(

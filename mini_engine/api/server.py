@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from mini_engine.api.engine import send_now
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.errors import ServerStopping
 from mini_engine.api.http_server import HttpServer
-from mini_engine.api.media_loader import DecodeRules, MediaLoader
+from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.media_store import MediaStore
 from mini_engine.api.processor_device import cuda_sender, limit_memory, processor_device, watch_device
@@ -34,8 +34,9 @@ from mini_engine.api.stats_log import log_stats
 from mini_engine.api.threads import Threads
 from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.media.limits import DecodeLimits, ImageLimits
-from mini_engine.media.memory import keep_freed_memory
+from mini_engine.malloc import keep_freed_memory
+from mini_engine.media.decoder_pool import DecoderPool
+from mini_engine.media.limits import DecodeLimits
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.messages import Drain, EngineLimits, Init, PeerGone, Ping, Pong, Serving, Start
 from mini_engine.model.config import ModelConfig
@@ -87,7 +88,7 @@ def run(child: Child) -> None:
 
 
 def check_figures(init: Init) -> None:
-    """Say it where this process's figures do not go into those of all.
+    """Log that the metrics of this process are not part of the sum over all API servers.
 
     Raises:
         ConfigError: they do not, and the server has not been running yet.
@@ -147,7 +148,7 @@ def load(init: Init, index: int) -> ModelFront:
         vocabulary,
         model_config.text.vocab_size,
         MediaSettingsResolver(processor, processor.settings(sampling), model, config.max_video_frames_kept),
-        MediaLoader(processor, media_policy(config), decode_rules(config), media_threads(config)),
+        media_loader(config, index, processor),
         SamplingDefaults.load(init.model_dir, config.generation_config),
     )
 
@@ -191,18 +192,18 @@ def body_limits(config: EngineConfig) -> BodyLimits:
     return BodyLimits(config.max_request_bytes, config.timeout_client, BodyAdmission(room))
 
 
-def decode_rules(config: EngineConfig) -> DecodeRules:
-    """What decoding may cost."""
-    video = DecodeLimits(
-        max_video_frames=config.max_video_frames,
-        max_video_frames_kept=config.max_video_frames_kept,
-        max_video_seconds=config.max_video_seconds,
-        max_frame_pixels=config.max_frame_pixels,
-        max_video_pixels_kept=config.max_video_pixels_kept,
-        media_decode_timeout=config.media_decode_timeout,
+def decode_limits(config: EngineConfig) -> DecodeLimits:
+    """What decoding may cost: each limit is the option of that name."""
+    return DecodeLimits(**{field.name: getattr(config, field.name) for field in fields(DecodeLimits)})
+
+
+def media_loader(config: EngineConfig, index: int, processor: MediaProcessor) -> MediaLoader:
+    """The media path of API server `index`, with no decoder process yet."""
+    threads = media_threads(config)
+    decoders = DecoderPool(f"api {index}", threads, decode_limits(config), config.max_media_bytes)
+    return MediaLoader(
+        processor, media_policy(config), decoders, threads, allow_partial_video=config.allow_partial_video
     )
-    image = ImageLimits(config.max_image_pixels, config.media_decode_timeout)
-    return DecodeRules(image, video, config.allow_partial_video)
 
 
 def media_threads(config: EngineConfig) -> int:
@@ -232,6 +233,7 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
         if segment is None
         else partial(MediaStore, segment, init.config.mm_shm_cache_max_object_size_mb << 20),
     )
+    await front.media.decoders.start()
     child.ready(transports=[one.choice for one in usable])
     link = SupervisorLink(child, engines)
     background = [asyncio.create_task(link.run()), asyncio.create_task(engines.run())]
@@ -275,6 +277,10 @@ async def _serve(
 ) -> None:
     limits = await link.started
     front.renderer.max_tokens = limits.max_model_len
+    admission = MediaAdmission(
+        config.maximum_concurrent_videos, int(config.max_inflight_media_gb * 2**30), config.max_media_bytes
+    )
+    front.media.decoders.count_decoded = admission.count_decoded
     frontend = Frontend(
         model_names=config.served_names,
         item_limits=config.limit_mm_per_prompt,
@@ -283,9 +289,7 @@ async def _serve(
         vocabulary=front.vocabulary,
         body_limits=body_limits(config),
         requests=RequestAdmission(config.max_num_queued_reqs),
-        admission=MediaAdmission(
-            config.maximum_concurrent_videos, int(config.max_inflight_media_gb * 2**30), config.max_media_bytes
-        ),
+        admission=admission,
         media_settings=front.media_settings,
         media=front.media,
         sampling=SamplingResolver(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from mini_engine.config.option import ConfigError, option, parse_bytes, parse_json_object, parse_limits
 from mini_engine.media.addresses import parse_allowed_host
-from mini_engine.media.limits import MOST_IMAGE_PIXELS, DecodeLimits, ImageLimits
+from mini_engine.media.limits import MOST_FRAMES_KEPT, MOST_IMAGE_PIXELS, DecodeLimits
 
 MediaCacheType = Literal["auto", "lru", "shm"]
 TensorIpc = Literal["auto", "torch_shm", "direct_rpc"]
@@ -61,7 +61,7 @@ class MediaOptions:
         256 << 20, "Largest encoded image or video accepted.", "Media limits", parse=parse_bytes, minimum=1
     )
     max_image_pixels: int = option(
-        ImageLimits.max_image_pixels, "Most pixels of an image.", "Media limits", minimum=1, maximum=MOST_IMAGE_PIXELS
+        DecodeLimits.max_image_pixels, "Most pixels of an image.", "Media limits", minimum=1, maximum=MOST_IMAGE_PIXELS
     )
     max_frame_pixels: int = option(
         DecodeLimits.max_frame_pixels, "Most pixels of a video's frame.", "Media limits", minimum=1
@@ -73,14 +73,19 @@ class MediaOptions:
         DecodeLimits.max_video_frames, "Most frames of a video file.", "Media limits", minimum=1
     )
     max_video_frames_kept: int = option(
-        DecodeLimits.max_video_frames_kept, "Most frames that may be sampled from a video.", "Media limits", minimum=1
-    )
+        DecodeLimits.max_video_frames_kept, "Most frames that may be sampled from a video.", "Media limits",
+        minimum=1, maximum=MOST_FRAMES_KEPT,
+    )  # fmt: skip
     max_video_pixels_kept: int = option(
         DecodeLimits.max_video_pixels_kept, "Most pixels of all frames sampled from a video.", "Media limits", minimum=1
     )
     media_decode_timeout: float = option(
         DecodeLimits.media_decode_timeout, "Seconds within which an image or video must be decoded.", "Media limits",
         minimum=0.1, maximum=3600,
+    )  # fmt: skip
+    media_decoder_memory: int = option(
+        DecodeLimits.media_decoder_memory, "Most memory that a decoder process may take for one image or video, beside "
+        "itself, the encoded file and the frames that it keeps.", "Media limits", parse=parse_bytes, minimum=64 << 20,
     )  # fmt: skip
 
     maximum_concurrent_videos: int = option(
@@ -93,8 +98,9 @@ class MediaOptions:
     )  # fmt: skip
     max_inflight_media_gb: float = option(
         4.0, "Most encoded images and videos per API server, in GiB, that requests hold until an engine has taken "
-        "them over; reserved before they are fetched, and never exceeded by downloads. Bodies that are being received "
-        "may have as much again. A request that finds no room is refused with 429.", "Admission",
+        "them over; reserved before they are fetched, and never exceeded by downloads. Decoded frames count until they "
+        "are processed. Bodies that are being received may have as much again. A request that finds no room is refused "
+        "with 429.", "Admission",
         minimum=0.001,
     )  # fmt: skip
     max_request_bytes: int = option(

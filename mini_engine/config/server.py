@@ -26,7 +26,7 @@ class ServerOptions:
         "others wait until one is closed.", "Server", minimum=1,
     )  # fmt: skip
     timeout_client: float = option(
-        30.0, "Seconds in which a client must send the head of a request, send each further 8 KiB of its body, and "
+        30.0, "Seconds in which a client must send the request headers, send 8 KiB and an eighth more of the body, and "
         "take what it is sent; a connection that is slower is closed.", "Server", minimum=0.1, maximum=3600,
     )  # fmt: skip
     timeout_keep_alive: int = option(

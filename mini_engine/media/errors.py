@@ -1,24 +1,26 @@
-"""Errors of the media road, each with a text that may be shown to the client.
-
-Knows nothing of HTTP: the API server turns a `MediaError` into a 400.
-"""
+"""Errors of the media path. Their texts go to clients: none holds a path, an address or bytes of an item."""
 
 
-class MediaError(ValueError):
-    """A media item that cannot be used, through no fault of the server.
-
-    The text names the item, what is wrong and the remedy. It never holds a path, an address or bytes of the item.
-    Of a limit that was exceeded it names the flag.
-    """
+class ItemError(Exception):
+    """One media item failed. The text names the item, the problem and the remedy; and of a limit its flag."""
 
     def __init__(self, item: str, problem: str) -> None:
         super().__init__(f"{item}: {problem}")
         self.item = item
+        self.problem = problem
+
+
+class MediaError(ItemError, ValueError):
+    """The item cannot be used and the client has to send another: a 400."""
+
+
+class DecoderUnavailable(ItemError):
+    """The server could not decode the item now, through no fault of the item: a 503."""
 
 
 class DecodeCancelled(Exception):
-    """A decode was given up because its request is gone. Nobody is left to be told."""
+    """A decode was stopped because no request waits for it any more."""
 
 
 class FetchCancelled(Exception):
-    """A fetch was given up because its request is gone. Nobody is left to be told."""
+    """A fetch was stopped because its request has ended."""

@@ -1,6 +1,6 @@
 """Decoded frames -> the rows of one RGB array, upright and of one size. Knows nothing of files or sampling."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import av
@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 
 from mini_engine.media.limits import Guard
 
-Turn = tuple[bool, bool, bool]  # whether to swap the axes, then to mirror left and right, then top and bottom
+Allocate = Callable[[tuple[int, int, int]], NDArray[np.uint8]]
+"""Makes the array of an item's frames, given their number, height and width: uint8 [T, H, W, 3]. The next call may
+reuse the memory."""
+
+_Turn = tuple[bool, bool, bool]  # whether to swap the axes, then to mirror left and right, then top and bottom
+
+
+def allocate(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    """An `Allocate` of ordinary memory."""
+    return np.empty((*shape, 3), np.uint8)
 
 
 class FrameRows:
@@ -21,14 +30,15 @@ class FrameRows:
     converted.
     """
 
-    def __init__(self, places: Collection[int], guard: Guard) -> None:
+    def __init__(self, places: Collection[int], guard: Guard, allocate: Allocate) -> None:
         self._places = frozenset(places)
         self._guard = guard
+        self._allocate = allocate
         self._reformatter = VideoReformatter()
         self._rows: NDArray[np.uint8] | None = None
         self._row_of: dict[int, int] = {}
         self._size = (0, 0)
-        self._turn: Turn = (False, False, False)
+        self._turn: _Turn = (False, False, False)
 
     def offer(self, place: int, frame: av.VideoFrame) -> None:
         """Keeps `frame` if its place is asked for and empty. Raises MediaError for a size above the limits."""
@@ -37,15 +47,18 @@ class FrameRows:
         self._guard.check_size(frame.width, frame.height)
         if self._rows is None:
             self._guard.check_kept(len(self._places), frame.width, frame.height)
-            self._size, self._turn = (frame.width, frame.height), turn_of(frame)
+            self._size, self._turn = (frame.width, frame.height), _turn_of(frame)
             height, width = self._size if self._turn[0] else self._size[::-1]
-            self._rows = np.empty((len(self._places), height, width, 3), np.uint8)
+            self._rows = self._allocate((len(self._places), height, width))
         width, height = self._size
         rgb = self._reformatter.reformat(frame, width=width, height=height, format="rgb24", threads=1)
         plane = rgb.planes[0]
         lines = np.frombuffer(memoryview(plane), np.uint8).reshape(-1, plane.line_size)
         pixels = lines[:height, : width * 3].reshape(height, width, 3)  # FFmpeg pads the lines of its frames
-        self._rows[len(self._row_of)] = turned(pixels, self._turn)
+        swaps, left_right, top_bottom = self._turn
+        if swaps:
+            pixels = pixels.transpose(1, 0, 2)
+        self._rows[len(self._row_of)] = pixels[:: -1 if top_bottom else 1, :: -1 if left_right else 1]
         self._row_of[place] = len(self._row_of)
 
     def holds(self, places: Collection[int]) -> bool:
@@ -53,13 +66,15 @@ class FrameRows:
         return self._row_of.keys() >= set(places)
 
     def take(self, places: Sequence[int]) -> NDArray[np.uint8]:
-        """The frames at `places`, all kept: [T, H, W, 3], contiguous. No copy is made if they came in this order."""
+        """The frames at `places`, all kept, as the first rows of the array: [T, H, W, 3], contiguous."""
         assert self._rows is not None
         rows = [self._row_of[place] for place in places]
-        return self._rows[: len(rows)] if rows == list(range(len(rows))) else self._rows[rows]
+        if rows != list(range(len(rows))):
+            self._rows[: len(rows)] = self._rows[rows]
+        return self._rows[: len(rows)]
 
 
-def turn_of(frame: av.VideoFrame) -> Turn:
+def _turn_of(frame: av.VideoFrame) -> _Turn:
     """How to set a frame upright, by its display matrix; to the nearest quarter turn.
 
     The matrix takes column x and row y to a*x + c*y and b*x + d*y (ISO/IEC 14496-12, section 6.2.2).
@@ -70,11 +85,3 @@ def turn_of(frame: av.VideoFrame) -> Turn:
     a, b, _, c, d = np.frombuffer(memoryview(side_data[Type.DISPLAYMATRIX]), np.int32)[:5].tolist()
     swaps = abs(b) + abs(c) > abs(a) + abs(d)
     return (True, c < 0, b < 0) if swaps else (False, a < 0, d < 0)
-
-
-def turned(pixels: NDArray[np.uint8], turn: Turn) -> NDArray[np.uint8]:
-    """A view of `pixels`, [H, W, 3], that is turned."""
-    swaps, left_right, top_bottom = turn
-    if swaps:
-        pixels = pixels.transpose(1, 0, 2)
-    return pixels[:: -1 if top_bottom else 1, :: -1 if left_right else 1]

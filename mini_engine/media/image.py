@@ -1,31 +1,27 @@
-"""Bytes of an image file -> RGB, with Pillow. The first frame of an animation counts. Knows nothing of models."""
+"""Bytes of an image file -> RGB, with Pillow. The first frame of an animation counts.
+
+Runs in a decoder process, which bounds its memory and time. Knows nothing of models.
+"""
 
 import io
 import struct
-import time
 import warnings
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401 - see below
 
-from mini_engine.media.errors import DecodeCancelled, MediaError
-from mini_engine.media.jpeg import MOST_SCANS, count_scans
-from mini_engine.media.limits import (
-    MOST_IMAGE_PIXELS,
-    CancelSignal,
-    ImageLimits,
-    check_aspect_ratio,
-    decode_overdue,
-    flag_of,
-)
-from mini_engine.media.shortage import raise_if_short
+from mini_engine.media.containers import Data
+from mini_engine.media.errors import MediaError
+from mini_engine.media.frames import Allocate, allocate
+from mini_engine.media.limits import MOST_IMAGE_PIXELS, DecodeLimits, Guard, flag_of
 
 # Pillow knows dozens of formats, some of which start other programs (EPS) or are rarely fuzzed.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-_BLOCK_BYTES = 4096  # how much Pillow reads between two looks at the clock, while it decodes
 _UNREADABLE = "cannot be read as an image, or is damaged; send a whole PNG, JPEG, WebP, GIF or BMP file"
-_TURNS = {  # how what is stored with an orientation, of EXIF 2.3, is set upright
+_STRIP_ROWS = 512  # converted to RGB at once
+_TURNS = {  # how an image that is stored with an orientation of EXIF 2.3 is set upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -35,73 +31,50 @@ _TURNS = {  # how what is stored with an orientation, of EXIF 2.3, is set uprigh
     8: Image.Transpose.ROTATE_90,
 }
 
-# The formats are imported now, and not at their first file, when the host may have no more to give.
+# Import the formats now and not at their first file: a decoder process has few descriptors.
 Image.preinit()
-# Pillow refuses twice as many. It looks at them before it hands out the size, and must: a WebP's canvas and what a GIF
-# puts in its first frame's place are allocated by then.
+# Pillow refuses twice as many, before it allocates a WebP's canvas or a GIF's first frame.
 Image.MAX_IMAGE_PIXELS = MOST_IMAGE_PIXELS // 2
-# Pillow warns of large images, which have a limit here, and of each thing that it finds wrong in EXIF: a client could
-# fill the log with them.
+# Pillow warns of large images, which have a limit here, and of all that it finds wrong in EXIF: a client could fill
+# the log with it.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def decode_image(
-    data: bytes, limits: ImageLimits | None = None, *, item: str = "image", cancelled: CancelSignal | None = None
+    data: Data, limits: DecodeLimits | None = None, *, item: str = "image", allocate: Allocate = allocate
 ) -> NDArray[np.uint8]:
     """Returns [H, W, 3], RGB, contiguous: upright as EXIF says, transparency laid over white.
 
-    The size is checked against the header before any pixel is decoded. Raises MediaError, Shortage or MemoryError where
-    the host has too little for it, and DecodeCancelled soon after `cancelled` is set: a WebP or what is done with the
-    pixels is not broken off.
+    The size is checked against the header before any pixel is decoded. Raises MediaError and MemoryError.
     """
-    limits = limits or ImageLimits()
-    source = _Source(data, item, limits, cancelled)
+    limits = limits or DecodeLimits()
     try:
-        with Image.open(source, formats=_FORMATS) as image:
-            width, height = image.size
-            if width * height > limits.max_image_pixels:
-                raise _too_large(item, f"{width}x{height} is", limits)
-            check_aspect_ratio(width, height, item)
-            if count_scans(data, source.tick) > MOST_SCANS:
-                raise MediaError(item, f"its JPEG has more than {MOST_SCANS} scans; save it anew, as a baseline JPEG")
-            image.decodermaxblock = _BLOCK_BYTES
+        file: Any = io.BytesIO(data) if isinstance(data, bytes) else data
+        with Image.open(file, formats=_FORMATS) as image:
+            Guard(item, limits, lambda: False).check_image(*image.size)
             image.load()
-            return np.array(_to_rgb(_upright(image)))
+            upright = _upright(image)
+            width, height = upright.size
+            pixels = allocate((1, height, width))[0]
+            for top in range(0, height, _STRIP_ROWS):
+                bottom = min(top + _STRIP_ROWS, height)
+                pixels[top:bottom] = np.asarray(_to_rgb(upright.crop((0, top, width, bottom))))
+            return pixels
     except Image.DecompressionBombError as error:
-        raise _too_large(item, "it has", limits) from error
+        problem = f"it has more than {limits.max_image_pixels} pixels, the limit of {flag_of('max_image_pixels')}"
+        raise MediaError(item, f"{problem}; send a smaller image") from error
     except MediaError:
         raise
     # What Pillow raises for a damaged file depends on the format and on the damage.
     except (EOFError, OSError, ValueError, SyntaxError, LookupError, TypeError, OverflowError, struct.error) as error:
-        raise_if_short(error)  # Pillow imports its formats at the first file
         raise MediaError(item, _UNREADABLE) from error
-
-
-class _Source(io.BytesIO):
-    """The file, which Pillow reads bit by bit as it decodes, while there is time and somebody wants it."""
-
-    def __init__(self, data: bytes, item: str, limits: ImageLimits, cancelled: CancelSignal | None) -> None:
-        super().__init__(data)
-        self._item, self._seconds, self._cancelled = item, limits.media_decode_timeout, cancelled
-        self._started = time.monotonic()
-
-    def read(self, size: int | None = -1) -> bytes:
-        self.tick()
-        return super().read(size)
-
-    def tick(self) -> None:
-        """Raises MediaError when the time is up, DecodeCancelled when nobody waits any more."""
-        if self._cancelled is not None and self._cancelled.is_set():
-            raise DecodeCancelled
-        if time.monotonic() - self._started > self._seconds:
-            raise decode_overdue(self._item, self._seconds, "a smaller image")
 
 
 def _upright(image: Image.Image) -> Image.Image:
     """A decoded image, turned as EXIF or XMP says. Neither is written back, which fails for much that can be read."""
     try:
         turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    # What Pillow raises depends on the damage. The pixels are there, and nothing is read of the file any more.
+    # What Pillow raises depends on the damage. The pixels are decoded, and nothing more is read of the file.
     except Exception:  # noqa: BLE001
         return image
     return image if turn is None else image.transpose(turn)
@@ -115,8 +88,3 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     layered = Image.new("RGBA", image.size, "white")
     layered.alpha_composite(image.convert("RGBA"))
     return layered.convert("RGB")
-
-
-def _too_large(item: str, what: str, limits: ImageLimits) -> MediaError:
-    problem = f"{what} more than {limits.max_image_pixels} pixels, the limit of {flag_of('max_image_pixels')}"
-    return MediaError(item, f"{problem}; send a smaller image")

@@ -1,6 +1,6 @@
-"""What media may be fetched, and how their bytes are gathered under its limits.
+"""The media policy: which URLs may be fetched, and the limits that apply to their bytes.
 
-Knows nothing of URLs: each kind has its own file.
+The module does not parse URLs; `fetch.py`, `local_files.py` and `http_fetch.py` do.
 """
 
 import threading
@@ -14,29 +14,28 @@ from mini_engine.media.addresses import Address, Authority, Resolver
 from mini_engine.media.errors import FetchCancelled, MediaError
 
 Received = Callable[[int], None]
-"""Is told how many bytes each block has, before it is kept beside those before it; what it raises ends the fetch."""
+"""Receives the size of each downloaded block before the block is stored. An exception from it ends the fetch."""
 
 BLOCK_BYTES = 1 << 18
-"""How much is read or decoded between two looks at the limits."""
+"""Most bytes that are read or decoded between two checks of the limits and of the cancellation."""
 
 
 @dataclass(frozen=True)
 class MediaPolicy:
-    """What may be fetched. What cannot work is a ValueError here, at start, not at the first request.
+    """What may be fetched. `config/media.py` validates the values at start.
 
     Args:
-        allowed_local_media_path: the directory below which `file://` URLs may read, which must exist; None: no files.
-        max_media_bytes: most bytes of one item, as they are fetched.
-        allowed_media_domains: the hosts that `http(s)://` URLs may name; none: no such URLs. An entry is an exact host
-            name, whatever its case and without wildcards, or an address. With `:port` it allows that port alone,
-            without it every port. A name's addresses must all pass `is_allowed_address`. An entry that is itself an
-            address, such as `127.0.0.1:8080` or `[::1]:8080`, allows URLs that hold this very address, public or not:
-            the operator has named it. It allows no name that resolves to it.
-        allow_media_redirects: whether an HTTP server may send us on. Each step must again be a host of the list, is
-            resolved and checked anew, and may not lead from https to http.
-        media_fetch_timeout: most seconds for an `http(s)` item, from the name's resolution to the last byte.
-        resolve: how a name becomes addresses. It is asked once for each step, and what is dialled is what it said.
-        is_allowed_address: which addresses a name may have; the default lets public ones pass.
+        allowed_local_media_path: `file://` URLs may read below this directory; None disables them.
+        max_media_bytes: most bytes of one encoded item.
+        allowed_media_domains: the hosts that `http(s)://` URLs may name; empty disables them. An entry is a host name
+            without wildcards, or an address. With `:port` the entry allows one port, otherwise every port. All
+            addresses of a host name must pass `is_allowed_address`. An address entry, such as `127.0.0.1:8080`, allows
+            URLs that contain this address, even a private one. It allows no host name that resolves to it.
+        allow_media_redirects: follow HTTP redirects. Every redirect is checked and resolved like the first URL. A
+            redirect from https to http is refused.
+        media_fetch_timeout: most seconds for one `http(s)` item, from the name resolution to the last byte.
+        resolve: resolves host names. It is called once per URL; the connection goes to an address that it returned.
+        is_allowed_address: whether a host name may resolve to this address; the default allows public addresses.
     """
 
     allowed_local_media_path: Path | None
@@ -49,21 +48,11 @@ class MediaPolicy:
     allowed_hosts: frozenset[Authority] = field(init=False)
 
     def __post_init__(self) -> None:
-        root = self.allowed_local_media_path
-        if root is not None and not Path(root).is_dir():
-            raise ValueError("--allowed-local-media-path must name a directory that exists")
-        if self.max_media_bytes < 1:
-            raise ValueError("the limit on media bytes must be at least 1")
-        if not 0 < self.media_fetch_timeout < threading.TIMEOUT_MAX:
-            raise ValueError("--media-fetch-timeout must be above 0 seconds")
-        try:
-            hosts = frozenset(addresses.parse_allowed_host(entry) for entry in self.allowed_media_domains)
-        except ValueError as error:
-            raise ValueError(f"--allowed-media-domains: {error}") from error
+        hosts = frozenset(addresses.parse_allowed_host(entry) for entry in self.allowed_media_domains)
         object.__setattr__(self, "allowed_hosts", hosts)
 
     def allows_host(self, host: str, port: int) -> bool:
-        """Whether a URL may name this host, in its normal form, with this port."""
+        """Whether a URL may name this normalized host with this port."""
         return not self.allowed_hosts.isdisjoint({Authority(host, None), Authority(host, port)})
 
 
@@ -71,14 +60,14 @@ def gather(
     blocks: Iterable[bytes],
     policy: MediaPolicy,
     item: str,
-    cancelled: threading.Event | None,
+    cancelled: threading.Event | None = None,
     received: Received | None = None,
 ) -> bytes:
-    """All the blocks in one bytes object. Takes no block after the one that passes a limit or the cancellation.
+    """Joins the blocks. Requests no further block after the byte limit or the cancellation.
 
-    Raises MediaError if there are too many bytes, or none; FetchCancelled; what `received` raises.
+    Raises MediaError for too many bytes or none, FetchCancelled, and what `received` raises.
     """
-    data = BytesIO()  # hands over its buffer without a copy
+    data = BytesIO()  # getvalue() returns the buffer without a copy
     for block in blocks:
         if cancelled is not None and cancelled.is_set():
             raise FetchCancelled
@@ -93,6 +82,6 @@ def gather(
 
 
 def too_large(policy: MediaPolicy, item: str) -> MediaError:
-    """The error of an item above the limit on bytes."""
+    """The error for an item above the byte limit."""
     problem = f"larger than {policy.max_media_bytes} bytes, the limit of --max-media-bytes; send a smaller file"
     return MediaError(item, problem)

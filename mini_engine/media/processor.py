@@ -1,15 +1,14 @@
 """Decoded frames -> uint8 patches, by the model's own Hugging Face processor, one item at a time.
 
-Rescale and normalise are left to the worker, which reads the files that say how by itself (`worker/normalisation.py`):
-a quarter of float32's bytes travel. Knows nothing of prompts: `num_tokens` tells their writer how long an item is.
-Loads transformers and torch when a `MediaProcessor` is made, not when this file is imported: they cost seconds.
+The worker rescales and normalises (`worker/normalisation.py`), so that a quarter of float32's bytes are sent. Knows
+nothing of prompts, but how many tokens an item takes there. transformers and torch take seconds to import: making a
+`MediaProcessor` does that, importing this module does not.
 """
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,19 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mini_engine import metrics
-from mini_engine.media.limits import check_aspect_ratio
-from mini_engine.media.sampling import VideoSampling
-from mini_engine.media.video import DecodedVideo
+from mini_engine.media.sampling import DecodedVideo, VideoSampling, check_names, check_number
 
 if TYPE_CHECKING:
     import torch
 
-# What may be tuned: how large items get. The rest of a processor's settings must match the model's weights.
-_TUNABLE = ("size", "min_pixels", "max_pixels", "resample", "cap_pixels_per_frame", "max_video_tokens")
+Kind = Literal["image", "video"]
+Kwargs = Mapping[str, Any]
+
+# What a request may lower, and what a server may set: how large items get. The rest must match the model's weights.
+_FOR_REQUESTS = ("size", "min_pixels", "max_pixels", "cap_pixels_per_frame")
+_FOR_SERVERS = (*_FOR_REQUESTS, "resample", "max_video_tokens")
 _SAMPLING = tuple(field.name for field in fields(VideoSampling))
-# What a request may ask for less of, beside the sampling.
-_NARROWED = ("size", "min_pixels", "max_pixels", "cap_pixels_per_frame")
-_DEFAULT_SAMPLING = VideoSampling(num_frames=32)
+# transformers' names in `size`; the values are numbers of pixels.
+_EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,72 +37,65 @@ class MediaSettings:
     """How media are sampled and processed: for the whole server, or for one request that asks for less."""
 
     sampling: VideoSampling
-    processor_kwargs: Mapping[str, Any]  # as they were given, JSON values: what a media hash covers
-    image_call: Mapping[str, Any]  # arguments of the two halves of the processor
-    video_call: Mapping[str, Any]
+    processor_kwargs: Kwargs  # as given, JSON values: what a media hash covers
+    calls: Mapping[Kind, Kwargs]  # the arguments of the processor's two halves
 
 
 @dataclass(frozen=True, eq=False)
 class ProcessedItem:
-    """What the model must see of one image or video."""
+    """What the model needs of one image or video."""
 
-    modality: Literal["image", "video"]
+    modality: Kind
     patches: "torch.Tensor"  # uint8 [grid_t * grid_h * grid_w, 3 * temporal_patch_size * patch_size**2], contiguous
     grid_thw: tuple[int, int, int]  # in patches
     num_tokens: int  # placeholders in the prompt, after merging merge_size**2 patches each
-    second_per_grid: float | None  # seconds between temporal patches; None: an image, or a model that does not ask
-    missing: str | None = None  # of a video of which not all could be read: what is not there
-    # What stands for it in a prompt's text, one placeholder token for each run of them. None: one run, nothing else.
+    second_per_grid: float | None = None  # seconds between temporal patches; None: an image, or the model has no use
+    missing: str | None = None  # what could not be read of a video
+    # The item's text in a prompt, one placeholder token for each run of them. None: one run, nothing else.
     placeholder: str | None = None
 
 
 class MediaProcessor:
     """The image and video halves of a model's processor. Safe to call from several threads at once.
 
-    `hf_processor` is the whole, with tokenizer and chat template. `default_sampling` is the model's own.
-    """
+    `hf_processor` is the whole, with tokenizer and chat template. `default_sampling` is the one in
+    `mm_processor_kwargs`, or else the model's own."""
 
     def __init__(
         self,
         model_dir: str | Path,
         trust_remote_code: bool = False,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Kwargs | None = None,
         device: str | None = None,
     ) -> None:
-        """Loads the processor and runs it once, so that settings it cannot work with fail here: a ValueError.
+        """Loads the processor and runs it once, so that bad settings and files fail here: a ValueError.
 
-        `device` is torch's name of the one on which frames become patches and stay; None is the CPU. An item for which
-        it has no room is processed on the CPU, and counted.
+        `device` is torch's name of the device on which frames become patches and stay; None is the CPU. An item that
+        does not fit into the device's memory is processed on the CPU, and counted.
         """
-        hf = _load(model_dir, trust_remote_code)
-        missing = [part for part in ("image_processor", "video_processor", "tokenizer") if not hasattr(hf, part)]
-        if missing:
-            raise ValueError(f"the model's processor has no {', '.join(missing)}: not a model for images and videos")
-        self.hf_processor = hf
-        image, video = hf.image_processor, hf.video_processor
+        from transformers import AutoProcessor
+
+        with _explained(f"the processor and tokenizer in {model_dir} cannot be loaded"):
+            hf = self.hf_processor = AutoProcessor.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code)
+            self._image, self._video, _ = hf.image_processor, hf.video_processor, hf.tokenizer
         for name in ("image_mean", "image_std", "rescale_factor", "patch_size", "temporal_patch_size", "merge_size"):
-            if getattr(image, name) != getattr(video, name):
+            if getattr(self._image, name) != getattr(self._video, name):
                 raise ValueError(f"the model's image and video processors differ in {name}, which is not supported")
-        self._temporal_patch_size = int(image.temporal_patch_size)
-        self._merge_size = int(image.merge_size)
-        self._has_second_per_grid = "second_per_grid_ts" in hf.model_input_names
+        self._sampling_given, given = _split("--mm-processor-kwargs", mm_processor_kwargs or {}, _FOR_SERVERS)
+        self.default_sampling = VideoSampling(**(self._sampling_given or _own_sampling(self._video)))
+        if "max_video_tokens" in given:
+            self._video.max_video_tokens = given["max_video_tokens"]  # transformers reads no argument of this name
+        frames = {"do_sample_frames": False, "return_metadata": True}
+        own: dict[Kind, Kwargs] = {"image": _call(self._image, device), "video": _call(self._video, device) | frames}
+        calls = _tuned("--mm-processor-kwargs", own, given)
+        self._settings = MediaSettings(self.default_sampling, given, calls)
+        with _explained("the model's processor fails on a grey image or video; check --mm-processor-kwargs"):
+            grey = np.full((2, 64, 64, 3), 128, np.uint8)  # transformers' late imports happen here, too
+            video = DecodedVideo(grey, np.arange(2), np.arange(2) / 2, fps=2.0, total_frames=2, window_frames=2)
+            self.process_image(grey[0])
+            self.process_video(video)
 
-        kwargs = dict(mm_processor_kwargs or {})
-        self._sampling_given = {key: kwargs.pop(key) for key in _SAMPLING if key in kwargs}
-        _check_known(kwargs, image, video)
-        self.default_sampling = (
-            VideoSampling.from_kwargs(self._sampling_given) if self._sampling_given else _own_sampling(video)
-        )
-        placed = {} if device is None else {"device": device}
-        video_call = _call_kwargs(video, kwargs) | placed | {"do_sample_frames": False, "return_metadata": True}
-        self._settings = MediaSettings(
-            self.default_sampling, dict(mm_processor_kwargs or {}), _call_kwargs(image, kwargs) | placed, video_call
-        )
-        if "max_video_tokens" in kwargs:
-            video.max_video_tokens = kwargs["max_video_tokens"]  # transformers reads it here only, not in calls
-        self._try_out(kwargs)
-
-    def sampling(self, video_io_kwargs: Mapping[str, Any] | None) -> VideoSampling:
+    def sampling(self, video_io_kwargs: Kwargs | None) -> VideoSampling:
         """Which frames of a video are kept, given the `video` part of --media-io-kwargs. Raises ValueError."""
         if not video_io_kwargs:
             return self.default_sampling
@@ -116,229 +109,137 @@ class MediaProcessor:
         return replace(self._settings, sampling=sampling)
 
     def narrowed(
-        self,
-        settings: MediaSettings,
-        video_io_kwargs: Mapping[str, Any],
-        processor_kwargs: Mapping[str, Any],
-        most_frames: int,
+        self, settings: MediaSettings, video_io_kwargs: Kwargs, processor_kwargs: Kwargs, most_frames: int
     ) -> MediaSettings:
         """Returns the settings of one request, which asks for less than the server's `settings`, never for more.
 
-        Args:
-            video_io_kwargs: the `video` part of the request's media_io_kwargs.
-            processor_kwargs: the request's mm_processor_kwargs. `num_frames` and the like may stand in either.
-            most_frames: the most frames of a video that may be kept where `settings` do not say.
-
-        Raises ValueError, whose text names the field and is safe for a client.
+        `video_io_kwargs` are the `video` part of the request's media_io_kwargs, `processor_kwargs` its
+        mm_processor_kwargs. The sampling may stand in either; where the server's has no count, `most_frames` is the
+        bound. Raises ValueError, whose text names the field and is safe for a client.
         """
-        asked = {key: value for key, value in processor_kwargs.items() if value is not None}
-        sampling = {key: asked.pop(key) for key in _SAMPLING if key in asked}
+        sampling, given = _split("mm_processor_kwargs", processor_kwargs, _FOR_REQUESTS)
         if sampling and video_io_kwargs:
             raise ValueError("mm_processor_kwargs and media_io_kwargs both say how videos are sampled")
-        unknown = [str(key)[:40] for key in asked if key not in _NARROWED]
-        if unknown:
-            accepted = ", ".join((*_NARROWED, *_SAMPLING))
-            raise ValueError(f"mm_processor_kwargs has no {', '.join(unknown)} that a request may set, only {accepted}")
-        if "size" in asked and ("min_pixels" in asked or "max_pixels" in asked):
-            raise ValueError("mm_processor_kwargs takes either size or min_pixels and max_pixels")
         return MediaSettings(
             settings.sampling.narrowed(sampling or video_io_kwargs, most_frames),
-            {**settings.processor_kwargs, **asked},
-            _narrowed_call("image", self.hf_processor.image_processor, settings.image_call, asked),
-            _narrowed_call("video", self.hf_processor.video_processor, settings.video_call, asked),
+            {**settings.processor_kwargs, **given},
+            _tuned("mm_processor_kwargs", settings.calls, given, only_less=True),
         )
 
-    def process_image(
-        self, frame: NDArray[np.uint8], *, item: str = "image", settings: MediaSettings | None = None
-    ) -> ProcessedItem:
-        """Processes one image, uint8 [H, W, 3]. Raises MediaError for a shape that the processor refuses."""
-        check_aspect_ratio(frame.shape[1], frame.shape[0], item)
-        return self._where_there_is_room(partial(self._process_image, frame), (settings or self._settings).image_call)
-
-    def process_video(
-        self, video: DecodedVideo, *, item: str = "video", settings: MediaSettings | None = None
-    ) -> ProcessedItem:
-        """Processes the sampled frames of one video. Raises MediaError for a shape that the processor refuses."""
-        check_aspect_ratio(video.frames.shape[2], video.frames.shape[1], item)
-        return self._where_there_is_room(partial(self._process_video, video), (settings or self._settings).video_call)
-
-    def _where_there_is_room(
-        self, process: Callable[[Mapping[str, Any]], ProcessedItem], call: Mapping[str, Any]
-    ) -> ProcessedItem:
-        """The item, made on the device; or on the CPU, where this process has no room for it on the device."""
-        import torch
-
-        with contextlib.suppress(torch.OutOfMemoryError):
-            return process(call)
-        metrics.ipc_fallbacks_total.labels("processor_memory").inc()
-        return process({**call, "device": "cpu"})
-
-    def _process_image(self, frame: NDArray[np.uint8], call: Mapping[str, Any]) -> ProcessedItem:
+    def process_image(self, frame: NDArray[np.uint8], settings: MediaSettings | None = None) -> ProcessedItem:
+        """Processes one image, uint8 [H, W, 3]."""
         import torch
 
         pixels = torch.from_numpy(frame).permute(2, 0, 1)
-        out = self.hf_processor.image_processor([pixels], **call)
-        return self._item("image", out["pixel_values"], out["image_grid_thw"], None)
+        out = _run(self._image, pixels, (settings or self._settings).calls["image"])
+        return self._item("image", out["pixel_values"], out["image_grid_thw"])
 
-    def _process_video(self, video: DecodedVideo, call: Mapping[str, Any]) -> ProcessedItem:
+    def process_video(self, video: DecodedVideo, settings: MediaSettings | None = None) -> ProcessedItem:
+        """Processes the sampled frames of one video."""
         import torch
         from transformers.video_utils import VideoMetadata
 
         # Processors take a frame's time to be its index / fps, and the rate of the kept frames from their share in the
         # total: so the indices are those that the times would have at an even rate, and the total is the window's.
-        metadata = VideoMetadata(
-            total_num_frames=video.window_frames,
-            fps=video.fps,
-            duration=video.duration,
-            frames_indices=np.rint(video.timestamps * video.fps).astype(int).tolist(),
-        )
+        indices = np.rint(video.timestamps * video.fps).astype(int).tolist()
+        metadata = VideoMetadata(video.window_frames, fps=video.fps, duration=video.duration, frames_indices=indices)
         # Channels first, but in the memory order of the frames: torch resizes that without a copy.
         pixels = torch.from_numpy(video.frames).permute(0, 3, 1, 2)
-        if len(pixels) < self._temporal_patch_size:
-            # What processors do with a patch that frames do not fill; some refuse a video that has no full one.
-            pixels = pixels[[*range(len(pixels)), *[-1] * (self._temporal_patch_size - len(pixels))]]
-        out = self.hf_processor.video_processor([pixels], video_metadata=[metadata], **call)
+        step = self._video.temporal_patch_size
+        if len(pixels) < step:
+            # Processors repeat the last frame to fill a patch, but some refuse a video without any full one.
+            pixels = pixels[torch.arange(step).clamp(max=len(pixels) - 1)]
+        call = {**(settings or self._settings).calls["video"], "video_metadata": [metadata]}
+        out = _run(self._video, pixels, call)
         # As Qwen2_5_VLProcessor computes it: from the mean rate of the frames that were kept.
-        seconds = self._temporal_patch_size / out["video_metadata"][0].sampled_fps
-        if not self._has_second_per_grid:
-            seconds = None
-        processed = self._item("video", out["pixel_values_videos"], out["video_grid_thw"], seconds)
-        written = self._written(out, processed.num_tokens)
-        return replace(processed, missing=video.missing, placeholder=written)
+        is_timed = "second_per_grid_ts" in self.hf_processor.model_input_names
+        seconds = step / out["video_metadata"][0].sampled_fps if is_timed else None
+        token = self.hf_processor.video_token
+        text = re.sub(f"(?:{re.escape(token)})+", token, self.hf_processor.replace_video_token(out, 0))
+        rest = (seconds, video.missing, None if text == token else text)
+        return self._item("video", out["pixel_values_videos"], out["video_grid_thw"], *rest)
 
-    def _item(
-        self,
-        modality: Literal["image", "video"],
-        patches: "torch.Tensor",
-        grid: "torch.Tensor",
-        seconds: float | None,
-    ) -> ProcessedItem:
+    def _item(self, kind: Kind, patches: "torch.Tensor", grid: "torch.Tensor", *rest: Any) -> ProcessedItem:
+        assert patches.element_size() == 1, f"its patches are {patches.dtype}, not uint8"
         frames, height, width = grid[0].tolist()
-        tokens = frames * height * width // self._merge_size**2
-        return ProcessedItem(modality, patches.contiguous(), (frames, height, width), tokens, seconds)
-
-    def _written(self, out: Any, num_tokens: int) -> str | None:
-        """What the processor writes in the place of a video's placeholder: see `ProcessedItem.placeholder`."""
-        text, token = self.hf_processor.replace_video_token(out, 0), self.hf_processor.video_token
-        return None if text == token * num_tokens else re.sub(f"(?:{re.escape(token)})+", token, text)
-
-    def _try_out(self, kwargs: Mapping[str, Any]) -> None:
-        """Processes a grey image and video: finds settings that do not work, and does transformers' late imports."""
-        frames = np.full((2, 64, 64, 3), 128, np.uint8)
-        try:
-            image = self.process_image(frames[0])
-            one_second = DecodedVideo(frames, np.arange(2), np.arange(2) / 2, 2.0, total_frames=2, window_frames=2)
-            video = self.process_video(one_second)
-        except Exception as error:
-            if kwargs:
-                raise ValueError(f"the model's processor fails with --mm-processor-kwargs: {error}") from error
-            raise ValueError(
-                f"the model's processor fails on a grey image or video: {type(error).__name__}: {error}; "
-                "copy its files from where the model is from"
-            ) from error
-        for item in (image, video):
-            if str(item.patches.dtype) != "torch.uint8":
-                raise ValueError(
-                    f"the model's processor makes {item.modality} patches of {item.patches.dtype}, not uint8"
-                )
+        tokens = frames * height * width // self._image.merge_size**2
+        return ProcessedItem(kind, patches.contiguous(), (frames, height, width), tokens, *rest)
 
 
-def _load(model_dir: str | Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoProcessor
+def _run(half: Any, pixels: "torch.Tensor", call: Kwargs) -> Any:
+    """What one half of the processor makes of an item: on the device, or on the CPU if the device's memory is full."""
+    import torch
 
+    with contextlib.suppress(torch.OutOfMemoryError):
+        return half([pixels], **call)
+    metrics.ipc_fallbacks_total.labels("processor_memory").inc()
+    return half([pixels], **{**call, "device": "cpu"})
+
+
+@contextlib.contextmanager
+def _explained(problem: str) -> Iterator[None]:
+    """Makes every exception a ValueError: transformers raises any kind where a model's files were changed."""
     try:
-        return AutoProcessor.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code)
-    except Exception as error:  # of any kind, where somebody has changed the files
-        raise ValueError(
-            f"the processor and tokenizer in {model_dir} cannot be loaded: {type(error).__name__}: {str(error)[:300]}; "
-            "copy their files from where the model is from"
-        ) from error
+        yield
+    except Exception as error:
+        why = f"{type(error).__name__}: {str(error)[:300]}"
+        raise ValueError(f"{problem}: {why}; copy the model's processor files from where the model is from") from error
 
 
-def _check_known(kwargs: Mapping[str, Any], image: Any, video: Any) -> None:
-    known = [key for key in _TUNABLE if key in _valid_kwargs(image) | _valid_kwargs(video)]
-    unknown = [key for key in kwargs if key not in known]
-    if unknown:
-        accepted = ", ".join([*known, *_SAMPLING])
-        raise ValueError(f"--mm-processor-kwargs has no {', '.join(unknown)}; this model takes {accepted}")
-    if "size" in kwargs and ("min_pixels" in kwargs or "max_pixels" in kwargs):
-        raise ValueError("--mm-processor-kwargs takes either size or min_pixels and max_pixels")
-    size = kwargs.get("size", {})
-    if not isinstance(size, Mapping):
-        example = '{"shortest_edge": 3136, "longest_edge": 50176}'
-        raise ValueError(f"--mm-processor-kwargs: size must be an object, such as {example}")
-    counts = {f"size.{edge}": value for edge, value in size.items()}
-    counts |= {name: kwargs[name] for name in ("min_pixels", "max_pixels", "max_video_tokens") if name in kwargs}
-    for name, value in counts.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"--mm-processor-kwargs: {name} must be a whole number of at least 1")
+def _split(flag: str, kwargs: Kwargs, tunable: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The sampling in `kwargs`, unchecked, and the processor's settings, checked. Raises ValueError."""
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    check_names(flag, given, (*tunable, *_SAMPLING))
+    sampling = {name: given.pop(name) for name in _SAMPLING if name in given}
+    size = given.get("size", {})
+    if not isinstance(size, Mapping) or ("size" in given and given.keys() & _EDGES.keys()):
+        edges = " and ".join(_EDGES.values())
+        raise ValueError(f"{flag} takes either size, an object of {edges}, or min_pixels and max_pixels")
+    check_names(f"{flag}: size", size, _EDGES.values())
+    for name, _, value in _bounds(given):
+        check_number(f"{flag}: {name}", value)
+    check_number(f"{flag}: max_video_tokens", given.get("max_video_tokens", 1))
+    if type(given.get("cap_pixels_per_frame", True)) is not bool:
+        raise ValueError(f"{flag}: cap_pixels_per_frame must be true or false")
+    return sampling, given
 
 
-def _valid_kwargs(processor: Any) -> set[str]:
-    return set(processor.valid_kwargs.__annotations__)
+def _bounds(given: Kwargs) -> list[tuple[str, str, Any]]:
+    """Each bound on an item's pixels: its name in `given`, its name in `size`, its value."""
+    bounds = [(f"size.{edge}", edge, value) for edge, value in given.get("size", {}).items()]
+    return bounds + [(name, edge, given[name]) for name, edge in _EDGES.items() if name in given]
 
 
-def _call_kwargs(processor: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of each call: what was set and the processor knows, and what keeps the patches uint8."""
-    # transformers deprecates these two in calls, and some processors do not know them; `size` says the same.
-    edges = {"shortest_edge": kwargs.get("min_pixels"), "longest_edge": kwargs.get("max_pixels")}
-    known = _valid_kwargs(processor) - {"min_pixels", "max_pixels"}
-    given = {key: value for key, value in kwargs.items() if key in known}
-    edges = {edge: pixels for edge, pixels in edges.items() if pixels is not None}
-    if edges:
-        given["size"] = {edge: processor.size[edge] for edge in ("shortest_edge", "longest_edge")} | edges
-    if getattr(processor, "cap_pixels_per_frame", True) is None:
-        given.setdefault("cap_pixels_per_frame", False)  # what None means, without transformers' warning
-    return given | {
-        "do_rescale": False,
-        "do_normalize": False,
-        "input_data_format": "channels_first",  # told, not guessed: guessing fails for images 1 or 3 pixels high
-        "return_tensors": "pt",
-    }
+def _call(half: Any, device: str | None) -> dict[str, Any]:
+    """The arguments of one half of the processor: its own settings that can be tuned, and what keeps patches uint8."""
+    call = {"size": {edge: half.size[edge] for edge in _EDGES.values()}, "resample": half.resample}
+    if hasattr(half, "cap_pixels_per_frame"):
+        call["cap_pixels_per_frame"] = bool(half.cap_pixels_per_frame)  # None means False, with a warning
+    call |= {"do_rescale": False, "do_normalize": False, "return_tensors": "pt", "device": device or "cpu"}
+    return call | {"input_data_format": "channels_first"}  # guessing fails for images 1 or 3 pixels high
 
 
-def _narrowed_call(kind: str, processor: Any, call: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """`call` with the bounds that a request asks for, each no more than it is now. Raises ValueError."""
-    size = dict(call.get("size") or {edge: processor.size[edge] for edge in ("shortest_edge", "longest_edge")})
-    bounds = _asked_bounds(asked)
-    for name, edge, value in bounds:
-        if type(value) is not int or value < 1:
-            raise ValueError(f"mm_processor_kwargs: {name} must be a whole number of at least 1")
-        if value > size[edge]:
-            raise ValueError(
-                f"mm_processor_kwargs: {name} is {value}, more than the {size[edge]} of this server's {kind}s"
-            )
-    size |= {edge: value for _, edge, value in bounds}
-    if size["shortest_edge"] > size["longest_edge"]:
-        if any(edge == "shortest_edge" for _, edge, _ in bounds):
-            raise ValueError("mm_processor_kwargs: the least number of pixels is more than the greatest")
-        size["shortest_edge"] = size["longest_edge"]
-    narrowed = {**call, "size": size} if bounds else dict(call)
-    capped = asked.get("cap_pixels_per_frame")
-    if capped is not None and "cap_pixels_per_frame" in _valid_kwargs(processor):
-        if type(capped) is not bool:
-            raise ValueError("mm_processor_kwargs: cap_pixels_per_frame must be true or false")
-        if not capped and call.get("cap_pixels_per_frame", getattr(processor, "cap_pixels_per_frame", False)):
-            raise ValueError("mm_processor_kwargs: cap_pixels_per_frame is on for this server and cannot be turned off")
-        narrowed["cap_pixels_per_frame"] = capped
-    return narrowed
+def _tuned(flag: str, calls: Mapping[Kind, Kwargs], given: Kwargs, only_less: bool = False) -> dict[Kind, Kwargs]:
+    """`calls` with the settings `given`; these can only lower what is there if `only_less`. Raises ValueError."""
+    tuned: dict[Kind, Kwargs] = {}
+    for kind, call in calls.items():
+        own, asked = call["size"], {edge: value for _, edge, value in _bounds(given)}
+        for name, edge, value in _bounds(given):
+            if only_less and value > own[edge]:
+                raise ValueError(f"{flag}: {name} is {value}, more than the {own[edge]} of this server's {kind}s")
+        size = {**own, **asked}
+        least, most = size["shortest_edge"], size["longest_edge"]
+        if least > most and "shortest_edge" in asked:
+            raise ValueError(f"{flag}: the least number of pixels, {least}, is more than the greatest, {most}")
+        size["shortest_edge"] = min(least, most)
+        tuned[kind] = {**call, **{name: given[name] for name in call if name in given}, "size": size}
+        if only_less and call.get("cap_pixels_per_frame") and not tuned[kind]["cap_pixels_per_frame"]:
+            raise ValueError(f"{flag}: cap_pixels_per_frame is on for this server and cannot be turned off")
+    return tuned
 
 
-def _asked_bounds(asked: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """Each bound on an item's pixels that a request sets: its name there, its name in `size`, its value."""
-    edges = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
-    size = asked.get("size", {})
-    if not isinstance(size, Mapping) or not set(size) <= set(edges):
-        raise ValueError(f"mm_processor_kwargs: size must be an object of {' and '.join(edges)}")
-    bounds = [(f"size.{edge}", edge, value) for edge, value in size.items()]
-    return bounds + [(name, edge, asked[name]) for edge, name in edges.items() if name in asked]
-
-
-def _own_sampling(video_processor: Any) -> VideoSampling:
-    num_frames, fps = getattr(video_processor, "num_frames", None), getattr(video_processor, "fps", None)
-    if num_frames is not None:
-        return VideoSampling(num_frames=num_frames)
-    if fps is not None:
-        bounds = {name: getattr(video_processor, name, None) for name in ("max_frames", "min_frames")}
-        return VideoSampling(fps=fps, **bounds)
-    return _DEFAULT_SAMPLING
+def _own_sampling(video: Any) -> dict[str, Any]:
+    """The sampling in the files of a model's video processor; 32 frames where they set none."""
+    if video.num_frames is None and video.fps is not None:
+        return {name: getattr(video, name, None) for name in ("fps", "max_frames", "min_frames")}
+    return {"num_frames": video.num_frames or 32}

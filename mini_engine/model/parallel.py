@@ -25,6 +25,9 @@ class RankEnded(RankLost):
     """It has ended, or is about to."""
 
 
+# torch 2.14 deprecates the second name; torch 2.11 lacks the first.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 # Gloo's own words, in errors that torch passes on as they are.
 _ENDED = ("closed by peer", "reset by peer", "Broken pipe")
 _LATE = ("Timed out waiting",)
@@ -62,7 +65,7 @@ class TorchCollectives:
         dist.all_reduce(tensor)
 
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> None:
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor)
+        _all_gather(gathered.flatten(0, 1), tensor)
 
     def broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, 0)

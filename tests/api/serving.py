@@ -26,11 +26,12 @@ from mini_engine.api.connection import BodyLimits
 from mini_engine.api.door import Work
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.http_server import HttpServer
-from mini_engine.api.media_loader import DecodeRules, MediaLoader
+from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.config import EngineConfig
+from mini_engine.media.decoder_pool import DecoderPool
 from mini_engine.media.limits import DecodeLimits
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.media.processor import MediaProcessor
@@ -106,6 +107,19 @@ def media_settings(processor: MediaProcessor) -> MediaSettingsResolver:
     return MediaSettingsResolver(processor, settings, ("tiny", None), DecodeLimits.max_video_frames_kept)
 
 
+def media_loader(
+    processor: Any,
+    policy: MediaPolicy | None = None,
+    threads: int = 2,
+    limits: DecodeLimits | None = None,
+    allow_partial_video: bool = False,
+) -> MediaLoader:
+    """A loader whose decoder processes start with its first item."""
+    policy = policy or MediaPolicy(None, MAX_MEDIA_BYTES)
+    decoders = DecoderPool("test", threads, limits or DecodeLimits(), policy.max_media_bytes)
+    return MediaLoader(processor, policy, decoders, threads, allow_partial_video=allow_partial_video)
+
+
 @contextlib.asynccontextmanager
 async def serve(
     processor: MediaProcessor,
@@ -115,7 +129,7 @@ async def serve(
     transports: list[MemoryTransport] | None = None,
     media_cache: bool = True,
     settings: dict[str, Any] | None = None,
-    rules: DecodeRules | None = None,
+    media: MediaLoader | None = None,
 ) -> AsyncIterator[Served]:
     """Everything up, a request may be sent; everything down again at the end."""
     config = EngineConfig(**{"timeout_keep_alive": 3600, **(settings or {})})
@@ -129,6 +143,9 @@ async def serve(
     )
     allowed = directory / "allowed"
     allowed.mkdir(exist_ok=True)
+    admission = MediaAdmission(4, MAX_INFLIGHT_BYTES, MAX_MEDIA_BYTES)
+    media = media or media_loader(processor, MediaPolicy(allowed, MAX_MEDIA_BYTES, ["127.0.0.1"]))
+    media.decoders.count_decoded = admission.count_decoded
     frontend = Frontend(
         model_names=["tiny", "alias"],
         item_limits=limits or {},
@@ -137,11 +154,9 @@ async def serve(
         vocabulary=Vocabulary(processor.hf_processor.tokenizer),
         body_limits=BodyLimits(MAX_REQUEST_BYTES, config.timeout_client, BodyAdmission(MAX_REQUEST_BYTES)),
         requests=RequestAdmission(MAX_REQUESTS),
-        admission=MediaAdmission(4, MAX_INFLIGHT_BYTES, MAX_MEDIA_BYTES),
+        admission=admission,
         media_settings=media_settings(processor),
-        media=MediaLoader(
-            processor, MediaPolicy(allowed, MAX_MEDIA_BYTES, ["127.0.0.1"]), rules or DecodeRules(), threads=2
-        ),
+        media=media,
         sampling=SamplingResolver(
             SamplingDefaults(eos_token_ids=(3,)), MAX_MODEL_LEN, len(processor.hf_processor.tokenizer), 0, 7
         ),

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from mini_engine.api import connection, http_server
+from mini_engine.api.admission import BodyAdmission
+from mini_engine.api.errors import ApiError
 from mini_engine.media.processor import MediaProcessor
-from tests.api.patience import PATIENCE, run_patiently
+from tests.api.patience import PATIENCE, PatientLoop, run_patiently
 from tests.api.peers import eventually
 from tests.api.serving import MAX_REQUEST_BYTES, Served, chat_body, hang_up, serve, words
 from tests.shortages import no_descriptors
@@ -123,6 +126,27 @@ def test_a_body_that_makes_progress_may_take_its_time(
         await hang_up(writer)
 
     with_server(processor, tmp_path, scenario, **SOON)
+
+
+def test_a_large_body_that_drips_is_ended_and_frees_its_room() -> None:
+    """A small body may come as slowly as the end of this one."""
+
+    async def scenario() -> None:
+        loop, room = asyncio.get_running_loop(), BodyAdmission(1 << 30)
+        assert isinstance(loop, PatientLoop)
+        blocks = iter([bytes(1 << 20), *[bytes(connection.LEAST_BYTES)] * 9])
+
+        async def receive() -> dict[str, Any]:
+            loop.skip(20)
+            await asyncio.sleep(0.01)  # for what is due by now
+            return {"type": "http.request", "body": next(blocks), "more_body": True}
+
+        request = Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
+        with pytest.raises(ApiError, match="nor grown to 1187840 bytes within the 30 s") as refusal:
+            await connection.read_body(request, connection.BodyLimits(1 << 30, 30.0, room))
+        assert (refusal.value.status, room.received_bytes) == (408, 0)
+
+    run_patiently(scenario())
 
 
 def test_an_idle_connection_is_closed_and_a_long_answer_is_not(processor: MediaProcessor, tmp_path: Path) -> None:
@@ -245,6 +269,8 @@ NO_HTTP = [
     (b"GET /live HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 3000 + b"\r\n", (b"431", "invalid_http")),
     (HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\n", (b"400", "invalid_http")),
     (HEAD + b"content-length: -5\r\n\r\n", (b"400", "invalid_http")),
+    # Two lengths of one body: a proxy that follows the other takes the GET for a part of it.
+    (HEAD + b"content-length: 99\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + LIVE, (b"400", "invalid_http")),
     (HEAD + b"transfer-encoding: gzip\r\n\r\n", (b"501", "invalid_http")),
     (HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n", (b"400", "invalid_http")),
     # Chunks that are none, when the answer is there already: that is all that can be said.

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 
-from mini_engine.api import media_loader
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.errors import ServerStopping
 from mini_engine.media.processor import MediaProcessor
@@ -28,19 +27,22 @@ ENDS: dict[str, Callable[[EngineClient], None]] = {
 }
 
 
-class HeldDecoder:
-    """A decoder that begins with an image and does not come back before `go`."""
+class HeldDecoders:
+    """The decoders of a server, which begin no job before `go`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, served: Served):
+        media = served.frontend.media
         self.begun = 0
-        self.go = threading.Event()
-        self._decode = media_loader.decode_image
-        monkeypatch.setattr(media_loader, "decode_image", self)
+        self.go = asyncio.Event()
+        self._decoders, media.decoders = media.decoders, self
 
-    def __call__(self, *args: Any, **more: Any) -> Any:
+    async def decode(self, *args: Any) -> Any:
         self.begun += 1
-        assert self.go.wait(PATIENCE)
-        return self._decode(*args, **more)
+        await self.go.wait()
+        return await self._decoders.decode(*args)
+
+    def close(self) -> None:
+        self._decoders.close()
 
 
 def check_told(response: httpx.Response, code: str) -> None:
@@ -59,12 +61,12 @@ def check_nothing_held(served: Served) -> None:
 @pytest.mark.parametrize("code", ENDS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_wherever_they_are_on_their_way_to_an_engine(
-    processor: MediaProcessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, stream: bool
+    processor: MediaProcessor, tmp_path: Path, code: str, stream: bool
 ) -> None:
-    """In a decoder, alone or for two of them; in line for a thread, and for a place; downloading."""
+    """At a decoder, alone or for two of them; queued for admission; downloading."""
 
     async def scenario(served: Served) -> None:
-        front, decoder, slow = served.frontend, HeldDecoder(monkeypatch), SlowWeb()
+        front, decoder, slow = served.frontend, HeldDecoders(served), SlowWeb()
         ended = metric("request_success_total", finished_reason="error")
 
         def post(part: dict[str, Any]) -> asyncio.Task[httpx.Response]:
@@ -86,24 +88,20 @@ def test_wherever_they_are_on_their_way_to_an_engine(
             assert not decoder.go.is_set() and not slow.go.is_set()
             check_nothing_held(served)
             check_told(await served.post(content=[image()], stream=stream), code)
-        decoder.go.set()
-        await eventually(lambda: front.media._threads._free._value == 2)
-        assert decoder.begun == 2 and not served.core.requests
+        assert decoder.begun == 3 and not served.core.requests
         assert metric("request_success_total", finished_reason="error") - ended == len(asking) + 1
 
     with_server(processor, tmp_path, scenario)
 
 
-def test_one_whose_media_are_made_again(
-    processor: MediaProcessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_whose_media_are_made_again(processor: MediaProcessor, tmp_path: Path) -> None:
     """The engine had dropped them, and so has not taken the request."""
 
     async def scenario(served: Served) -> None:
         served.core.keeps = True
         assert (await served.post(content=[image()])).status_code == 200
         served.core.kept.clear()  # and this server has not heard of it
-        decoder = HeldDecoder(monkeypatch)
+        decoder = HeldDecoders(served)
         asking = asyncio.create_task(served.post(content=[image()]))
         await eventually(lambda: decoder.begun == 1)
         assert served.core.misses

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from mini_engine.api.media_loader import DecodeRules
 from mini_engine.media.processor import MediaProcessor
-from tests.api.serving import Served, chat_body, image, serve, words
+from tests.api.serving import Served, chat_body, image, media_loader, serve, words
 from tests.api.test_media_cache import baseline, figures, sent, since
 from tests.media import clips
 
@@ -151,7 +150,7 @@ def test_a_part_of_a_video_is_enough_where_the_server_says_so(processor: MediaPr
         assert len(parts) == 3 and all(len(digest) == 16 for digest in parts)
         assert since(before) == {"queries": 5, "hits": 1, "decodes": 4}
 
-    with_server(processor, tmp_path, scenario, rules=DecodeRules(allow_partial_video=True))
+    with_server(processor, tmp_path, scenario, media=media_loader(processor, allow_partial_video=True))
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
@@ -168,4 +167,4 @@ def test_a_stream_warns_in_its_last_chunk(processor: MediaProcessor, tmp_path: P
         assert warning.startswith("video 1: ") and "metrics" in last
         assert bool(last.get("usage")) == include_usage
 
-    with_server(processor, tmp_path, scenario, rules=DecodeRules(allow_partial_video=True))
+    with_server(processor, tmp_path, scenario, media=media_loader(processor, allow_partial_video=True))

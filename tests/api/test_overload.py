@@ -17,10 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from mini_engine.api.media_loader import DecodeRules
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.config import flag_of
-from mini_engine.media.limits import DecodeLimits, ImageLimits
+from mini_engine.media.limits import DecodeLimits
 from mini_engine.media.policy import BLOCK_BYTES
 from mini_engine.media.processor import MediaProcessor
 from tests.api.patience import PATIENCE
@@ -33,10 +32,12 @@ from tests.api.serving import (
     Served,
     hang_up,
     image,
+    media_loader,
     serve,
     words,
 )
 from tests.api.test_app import metric
+from tests.api.test_media_loader import Gated
 from tests.api.test_media_settings import video
 from tests.media.web import WebServer, response
 
@@ -218,7 +219,12 @@ def test_media_that_are_too_much_at_any_time(processor: MediaProcessor, tmp_path
     with_server(processor, tmp_path, scenario)
 
 
-@pytest.mark.parametrize("limit", [{field.name: 1e-6} for field in dataclasses.fields(DecodeLimits)], ids=str)
+VIDEO_LIMITS = [
+    field.name for field in dataclasses.fields(DecodeLimits) if field.name.startswith(("max_video", "max_frame"))
+]
+
+
+@pytest.mark.parametrize("limit", [{name: 0} for name in VIDEO_LIMITS], ids=str)
 def test_each_limit_of_a_decode_is_named_by_its_flag(
     processor: MediaProcessor, tmp_path: Path, limit: dict[str, Any]
 ) -> None:
@@ -230,7 +236,7 @@ def test_each_limit_of_a_decode_is_named_by_its_flag(
         assert message.startswith("video 1: ") and f"the limit of {flag_of(name)};" in message
         assert (await served.post(content=[image()])).status_code == 200  # the next one is not affected
 
-    with_server(processor, tmp_path, scenario, rules=DecodeRules(video=DecodeLimits(**limit)))
+    with_server(processor, tmp_path, scenario, media=media_loader(processor, limits=DecodeLimits(**limit)))
 
 
 def test_the_limit_on_images_is_another(processor: MediaProcessor, tmp_path: Path) -> None:
@@ -240,7 +246,25 @@ def test_the_limit_on_images_is_another(processor: MediaProcessor, tmp_path: Pat
         assert "image 2: 57x57 is more than 3136 pixels, the limit of --max-image-pixels" in response.text
         assert (await served.post(content=[image(56)])).status_code == 200
 
-    with_server(processor, tmp_path, scenario, rules=DecodeRules(image=ImageLimits(max_image_pixels=56 * 56)))
+    with_server(
+        processor, tmp_path, scenario, media=media_loader(processor, limits=DecodeLimits(max_image_pixels=56 * 56))
+    )
+
+
+def test_decoded_frames_count_as_bytes_in_flight_until_they_are_processed(
+    processor: MediaProcessor, tmp_path: Path
+) -> None:
+    gated = Gated(processor)
+
+    async def scenario(served: Served) -> None:
+        asking = asyncio.ensure_future(served.post(content=[image(200)]))
+        await eventually(lambda: gated.inside == 1)
+        assert metric("inflight_media_bytes") > 200 * 200 * 3
+        gated.door.set()
+        assert (await asking).status_code == 200
+        await eventually(lambda: metric("inflight_media_bytes") == 0)
+
+    with_server(processor, tmp_path, scenario, media=media_loader(gated))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -55,18 +55,11 @@ def test_defaults_of_another_directory(model_dir: Path, tmp_path_factory: pytest
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('{"temperature": "hot"}', r"Expected `float \| null`, got `str` - at `\$.temperature`"),
-        ('{"top_p": 1.5}', "Expected `float` <= 1.0"),
-        ('{"min_p": -0.1}', "Expected `float` >= 0.0"),
-        ('{"eos_token_id": ["x"]}', "Expected `int`, got `str`"),
-        ("{", "is not JSON"),
-    ],
+    "text", ['{"temperature": "hot"}', '{"top_p": 1.5}', '{"min_p": -0.1}', '{"eos_token_id": ["x"]}', "{"]
 )
-def test_defaults_of_no_use(model_dir: Path, text: str, said: str) -> None:
+def test_defaults_of_no_use(model_dir: Path, text: str) -> None:
     (model_dir / "generation_config.json").write_text(text)
-    with pytest.raises(ConfigError, match=f"generation_config.json .*{said}"):
+    with pytest.raises(ConfigError, match="generation_config.json (cannot be used|is not JSON): "):
         SamplingDefaults.load(str(model_dir), "auto")
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from mini_engine.api import server
-from mini_engine.api.media_loader import DecodeRules
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
-from mini_engine.media.limits import DecodeLimits, ImageLimits
+from mini_engine.media.limits import DecodeLimits
 from mini_engine.messages import Init, MediaCachePlan
 from tests.media import tiny_processor
 
@@ -95,16 +94,13 @@ def test_files_that_the_libraries_choke_on(name: str, text: str, tmp_path: Path)
 def test_limits_reach_the_decoders(model_dir: Path) -> None:
     limits = {
         "max_video_frames": 1001, "max_video_frames_kept": 101, "max_video_seconds": 11.5, "max_frame_pixels": 10001,
-        "max_video_pixels_kept": 100001, "media_decode_timeout": 1.5,
+        "max_video_pixels_kept": 100001, "media_decode_timeout": 1.5, "max_image_pixels": 20001,
+        "media_decoder_memory": 123 << 20,
     }  # fmt: skip
-    front = load(model_dir, **limits, max_image_pixels=20001, allow_partial_video=True)
-    assert front.media.rules.video == DecodeLimits(**limits)
-    assert front.media.rules.image == ImageLimits(max_image_pixels=20001, media_decode_timeout=1.5)
-    assert front.media.rules.allow_partial_video
-    front.media.close()
-    front = load(model_dir)
-    assert front.media.rules == DecodeRules()
-    front.media.close()
+    for given, expected in ((limits, DecodeLimits(**limits)), ({}, DecodeLimits())):
+        front = load(model_dir, **given)
+        assert front.media.decoders.limits == expected
+        front.media.close()
 
 
 def test_the_settings_enter_the_media_hashes(model_dir: Path) -> None:

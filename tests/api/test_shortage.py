@@ -13,16 +13,15 @@ import httpx
 import pytest
 
 from mini_engine.api import refusal
-from mini_engine.api.media_loader import DecodeRules, MediaLoader
-from mini_engine.api.media_threads import MediaThreads
 from mini_engine.api.refusal import QUIET_SECONDS, explain
 from mini_engine.api.threads import Threads
 from mini_engine.api.timings import RequestClock
 from mini_engine.media import http_fetch
+from mini_engine.media.errors import DecoderUnavailable
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.media.processor import MediaProcessor
 from tests.api.patience import PATIENCE
-from tests.api.serving import Served, image, serve, words
+from tests.api.serving import Served, image, media_loader, serve, words
 from tests.api.test_app import metric
 from tests.media.web import WebServer, response
 from tests.shortages import no_descriptors, no_threads
@@ -82,6 +81,7 @@ def test_without_descriptors_nobody_is_blamed_and_with_them_all_goes_on(
         (MemoryError(), 503),
         (OSError(errno.ENFILE, "Too many open files in system"), 503),
         (RuntimeError("can't start new thread"), 503),
+        (DecoderUnavailable("video 1", "no media decoder was free"), 503),
         (OSError(errno.EIO, "Input/output error"), 500),
     ],
 )
@@ -108,15 +108,13 @@ def test_the_log_has_a_line_for_each_shortage_not_for_each_request(
 
 def test_work_that_gets_no_thread_is_done_by_those_that_are_there() -> None:
     async def scenario() -> None:
-        pool, media, gate = Threads(4, "test"), MediaThreads(2, 60), threading.Event()
+        pool, gate = Threads(4, "test"), threading.Event()
         loop = asyncio.get_running_loop()
         with no_threads():
             done = [loop.run_in_executor(pool, gate.wait), *(loop.run_in_executor(pool, int) for _ in range(3))]
             gate.set()
             assert await asyncio.wait_for(asyncio.gather(*done), PATIENCE) == [True, 0, 0, 0]
-            assert await asyncio.wait_for(asyncio.gather(*(media.run(int) for _ in range(5))), PATIENCE) == [0] * 5
         pool.shutdown()
-        media.close()
 
     asyncio.run(scenario())
 
@@ -130,5 +128,5 @@ def test_certificates_are_read_while_there_are_descriptors(processor: MediaProce
     """Without one OpenSSL would take their file for empty, for as long as the process lives."""
     http_fetch.tls_context.cache_clear()
     for hosts, read in (([], 0), (["media.test"], 1)):
-        MediaLoader(processor, MediaPolicy(None, 1000, hosts), DecodeRules(), threads=1).close()
+        media_loader(processor, MediaPolicy(None, 1000, hosts)).close()
         assert http_fetch.tls_context.cache_info().currsize == read

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from mini_engine.api import generation, media_loader, timings
+from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.timings import RequestClock
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import EngineTimes
 from mini_engine.metrics import REGISTRY, stage_seconds
 from tests.api import peers
-from tests.api.patience import PATIENCE
 from tests.api.peers import eventually
 from tests.api.serving import Served, image, serve, words
 from tests.api.test_media_loader import Gated, fetch, image_ref, loader, waiters
@@ -145,20 +145,22 @@ def test_overlapping_spans_count_once(spans: list[tuple[float, float]], seconds:
     assert media_loader._covered(spans, since=0) == seconds
 
 
-class SlowDecoder:
-    """Takes a pause for each image, and waits at its door when it begins."""
+class SlowDecoders:
+    """A loader's decoders, with a pause before each `together` items, which are decoded at once."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, clock: Clock, together: int):
+    def __init__(self, loader: MediaLoader, clock: Clock, together: int):
         self._clock = clock
-        self._decode = media_loader.decode_image
-        self._door = threading.Barrier(together)
-        monkeypatch.setattr(media_loader, "decode_image", self)
+        self._decoders, loader.decoders = loader.decoders, self
+        self._barrier = asyncio.Barrier(together)
 
-    def __call__(self, *args: Any, **more: Any) -> Any:
-        if self._door.wait(PATIENCE) == 0:  # one pause for all who decode at once
+    async def decode(self, *args: Any) -> Any:
+        if await self._barrier.wait() == 0:
             self._clock.pause()
-        self._door.wait(PATIENCE)
-        return self._decode(*args, **more)
+        await self._barrier.wait()
+        return await self._decoders.decode(*args)
+
+    def close(self) -> None:
+        self._decoders.close()
 
 
 async def loaded(one: Any, *sides: int) -> tuple[float, float]:
@@ -171,11 +173,9 @@ async def loaded(one: Any, *sides: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_decoding_and_processing_share_the_wait(
-    processor: MediaProcessor, monkeypatch: pytest.MonkeyPatch, clock: Clock, threads: int
-) -> None:
-    SlowDecoder(monkeypatch, clock, together=threads)
+def test_decoding_and_processing_share_the_wait(processor: MediaProcessor, clock: Clock, threads: int) -> None:
     one = loader(processor, threads)
+    SlowDecoders(one, clock, together=threads)
     started = clock.monotonic()
     decode, process = asyncio.run(loaded(one, 56, 57, 58, 59))
     assert decode == about(4 // threads)
@@ -184,14 +184,11 @@ def test_decoding_and_processing_share_the_wait(
     one.close()
 
 
-def test_shared_work_counts_from_when_it_is_waited_for(
-    processor: MediaProcessor, monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
-    SlowDecoder(monkeypatch, clock, together=1)
-
+def test_shared_work_counts_from_when_it_is_waited_for(processor: MediaProcessor, clock: Clock) -> None:
     async def scenario() -> None:
         gated = Gated(processor)
         one = loader(gated)
+        SlowDecoders(one, clock, together=1)
         first = asyncio.create_task(loaded(one, 56))
         await eventually(lambda: gated.inside == 1)  # it is decoded
         second = asyncio.create_task(loaded(one, 56))

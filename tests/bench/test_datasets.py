@@ -297,7 +297,7 @@ def test_what_cannot_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="neither a JSON list nor an object on each line"):
         (tmp_path / "bad.jsonl").write_text("hello\n")
         load(settings("custom", path=str(tmp_path / "bad.jsonl")))
-    with pytest.raises(ConfigError, match=r"an object on each line: line 3 column 12: Expecting value"):
+    with pytest.raises(ConfigError, match="an object on each line: line 3 column 12: "):
         (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": }\n')
         load(settings("custom", path=str(tmp_path / "bad.jsonl")))
     with pytest.raises(ConfigError, match="is no JSON: it is not text in UTF-8"):

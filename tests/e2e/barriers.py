@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 INSIDE = Path(__file__).parent / "inside"
+FAIL_POINTS = ("decoding",)  # of mini_engine/failpoints.py: held is a decoder of process `pid`
 
 
 def eventually(check: Callable[[], T], seconds: float = 60) -> T:
@@ -52,7 +53,11 @@ class Inside:
         self._temporary = tempfile.TemporaryDirectory(prefix="me-in-")  # short: sockets are bound in it
         self.directory = self._temporary.name
         path = os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")]))
-        self.environ = {"PYTHONPATH": path, "MINI_ENGINE_TEST_INSIDE": self.directory}
+        self.environ = {
+            "PYTHONPATH": path,
+            "MINI_ENGINE_TEST_INSIDE": self.directory,
+            "MINI_ENGINE_FAILPOINTS": self.directory,
+        }
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,6 +109,9 @@ class Barrier:
     def _told(self) -> dict[str, Any]:
         paths = glob.glob(self._held)
         assert paths, f"nobody has come to {self.armed.stem}"
+        if self.armed.stem in FAIL_POINTS:
+            held = int(paths[0].rpartition(".")[2])
+            return {"pid": int(Path(f"/proc/{held}/stat").read_text().rpartition(") ")[2].split()[1]), "decoder": held}
         text = Path(paths[0]).read_text()
         assert text, "it is still writing"
         return json.loads(text)

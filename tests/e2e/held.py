@@ -32,8 +32,9 @@ def total(shown: dict[str, float], name: str) -> float:
 
 
 def processes(server: RunningServer) -> dict[str, int]:
-    """The server's processes by title."""
-    return {title: pid for title, pid in server.pids().items() if title.startswith(("supervisor", "mini-engine: "))}
+    """The server's processes by title, without the decoders of its API servers."""
+    titles = ("supervisor", "mini-engine: api", "mini-engine: core", "mini-engine: worker")
+    return {title: pid for title, pid in server.pids().items() if title.startswith(titles)}
 
 
 def descriptors(pid: int) -> int:

@@ -13,8 +13,8 @@ import torch
 from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.demo import videos
 from mini_engine.media.image import decode_image
-from mini_engine.media.sampling import VideoSampling
-from mini_engine.media.video import DecodedVideo, decode_video
+from mini_engine.media.sampling import DecodedVideo, VideoSampling
+from mini_engine.media.video import decode_video
 from tests.e2e.running_server import RunningServer, message
 from tests.media import tiny_processor
 from tests.model import families

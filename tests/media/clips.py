@@ -1,15 +1,14 @@
 """Encodes small videos for the tests, with PyAV."""
 
 import io
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
-
-CONTAINERS = [("libx264", "mp4"), ("libx264", "matroska"), ("mpeg4", "mp4"), ("mpeg4", "avi"), ("libvpx-vp9", "webm")]
 
 # Every codec in every container that takes it.
 ALL = [
@@ -21,17 +20,12 @@ ALL = [
     *[("mpeg4", container) for container in ("mp4", "mov", "matroska", "avi")],
     ("gif", "gif"),
 ]
-SAME_BYTES = {"fflags": "+bitexact"}  # else Matroska has numbers drawn at random
+SAME_BYTES = {"fflags": "+bitexact"}  # without it Matroska contains random numbers
 QUIET = {"libx265": {"x265-params": "log-level=none"}}
 
 
-def lacks(codec: str) -> bool:
-    """Whether this build of FFmpeg cannot encode with `codec`."""
-    return codec not in av.codecs_available
-
-
 def frame(index: int, width: int, height: int) -> np.ndarray:
-    """A picture that differs from that of every other index: a bright bar that wanders over a slope of grey."""
+    """A picture that differs for every index: a bright bar at another place of a grey ramp."""
     pixels = np.empty((height, width, 3), np.uint8)
     pixels[...] = np.linspace(0, 120, width, dtype=np.uint8)[:, None]
     start = index * 3 % max(1, width - 8)
@@ -40,7 +34,7 @@ def frame(index: int, width: int, height: int) -> np.ndarray:
 
 
 class Pipe(io.RawIOBase):
-    """A file that cannot go back, so that no header learns what came later."""
+    """A file without seek, so that no header can be rewritten at the end."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -57,7 +51,8 @@ def video_stream(output: Any, codec: str, width: int, height: int, rate: int, op
     """A stream of `output`. `options` are the encoder's; `g` is the most frames from one key frame to the next."""
     stream = output.add_stream(codec, rate=rate, options=QUIET.get(codec, {}) | options)
     stream.width, stream.height = width, height
-    stream.pix_fmt = "rgb8" if codec == "gif" else "yuv444p" if codec == "libx264" and width % 2 else "yuv420p"
+    formats = {"gif": "rgb8", "mjpeg": "yuvj420p", "png": "rgb24", "prores_ks": "yuv422p10le"}
+    stream.pix_fmt = "yuv444p" if codec == "libx264" and width % 2 else formats.get(codec, "yuv420p")
     stream.thread_count = 1
     return stream
 
@@ -69,6 +64,8 @@ def write_frames(output: Any, stream: Any, indices: Sequence[int], stamps: Seque
         picture.pts = stamps[place] if stamps else place
         output.mux(stream.encode(picture.reformat(format=stream.pix_fmt)))
     output.mux(stream.encode(None))
+    # For root, SVT-AV1 sets the calling thread to SCHED_FIFO at priority 99, and decoder processes would inherit that.
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def write_sound(output: Any, stream: Any, blocks: int) -> None:
@@ -81,13 +78,9 @@ def write_sound(output: Any, stream: Any, blocks: int) -> None:
 
 
 @cache
-def _encoded(codec: str, container: str, frames: int, width: int, height: int, options: tuple[Any, ...]) -> bytes:
-    return encode(frames, width, height, codec=codec, container=container, options=dict(options))
-
-
 def cached(codec: str, container: str, frames: int = 21, width: int = 64, height: int = 48, **options: str) -> bytes:
     """`encode`, once for the same arguments."""
-    return _encoded(codec, container, frames, width, height, tuple(options.items()))
+    return encode(frames, width, height, codec=codec, container=container, options=options)
 
 
 def encode(
@@ -102,7 +95,7 @@ def encode(
 ) -> bytes:
     """A video file. `stamps` are the frames' times in units of 1/`rate` s where they are not 0, 1, 2, ..."""
     buffer = io.BytesIO()
-    if frames == 1 and codec == "libx265":  # now and then it leaves out the time that mp4 wants of a single frame
+    if frames == 1 and codec == "libx265":  # sometimes it leaves out the time that mp4 needs of a single frame
         options = {"x265-params": "log-level=none:bframes=0"}
     with av.open(buffer, "w", format=container, options=SAME_BYTES) as output:
         stream = video_stream(output, codec, width, height, rate, options or {})
@@ -118,7 +111,7 @@ def encode_with_index_first(frames: int, path: Path) -> bytes:
 
 
 def encode_live(frames: int, codec: str = "libx264", container: str = "mp4") -> bytes:
-    """As one writes who sends at once: no sizes, no duration, an mp4 in fragments. A key frame every five."""
+    """A recording written without seeking: no sizes, no duration, an mp4 in fragments. A key frame every five."""
     pipe: Any = Pipe()
     muxer = {"movflags": "frag_keyframe+empty_moov"} if container in ("mp4", "mov") else {}
     with av.open(pipe, "w", format=container, options=muxer | SAME_BYTES) as output:
@@ -126,7 +119,20 @@ def encode_live(frames: int, codec: str = "libx264", container: str = "mp4") -> 
     return bytes(pipe.data)
 
 
+def remuxed(data: bytes, container: str, change: Callable[[int, bytes], bytes]) -> bytes:
+    """The video of `data` in a file of its own, with packets that `change` makes of their index and their content."""
+    buffer = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(buffer, "w", format=container, options=SAME_BYTES) as output:
+        stream = output.add_stream_from_template(source.streams.video[0])
+        for index, old in enumerate(packet for packet in source.demux(video=0) if packet.size):
+            packet = av.Packet(change(index, bytes(old)))
+            packet.pts, packet.dts, packet.time_base = old.pts, old.dts, old.time_base
+            packet.is_keyframe, packet.stream = old.is_keyframe, stream
+            output.mux(packet)
+    return buffer.getvalue()
+
+
 def decode_all(data: bytes, stream: int = 0) -> np.ndarray:
-    """All frames, [N, H, W, 3]: the plain decode that the sampling decoder is held to."""
+    """All frames, [N, H, W, 3], of a plain PyAV decode: the reference."""
     with av.open(io.BytesIO(data)) as container:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=stream)])

@@ -1,4 +1,4 @@
-"""HTTP servers of the fetch tests, on loopback: they send just what a test says, byte for byte."""
+"""A web server on loopback for the tests of downloads. It sends exactly the bytes that a test gives."""
 
 import socket
 import ssl
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 Answer = Callable[[socket.socket, str], None]
-"""Called with the connection and the request's head. Ending it closes the connection."""
+"""Called with the connection and the request's head. The connection is closed when it returns."""
 
 
 class WebServer:
-    """Listens on a free port of 127.0.0.1 while its `with` block runs."""
+    """Listens on a free port of 127.0.0.1 inside its `with` block. `dialled` counts connections."""
 
     def __init__(self, answer: Answer | bytes, tls: ssl.SSLContext | None = None):
         self.requests: list[str] = []
@@ -37,28 +37,26 @@ class WebServer:
             while True:
                 connection, _ = self._listener.accept()
                 self.dialled += 1
-                thread = threading.Thread(target=self._serve, args=(connection,))
-                thread.start()
-                self._threads.append(thread)
+                self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
+                self._threads[-1].start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with suppress(OSError), connection:  # the other side may leave at any time
+        with suppress(OSError), connection:  # the client may disconnect at any time
             connection.settimeout(60)
             if self._tls is not None:
                 connection = self._tls.wrap_socket(connection, server_side=True)
             with connection:
                 head = b""
                 while not head.endswith(b"\r\n\r\n"):
-                    received = connection.recv(65536)
+                    head += (received := connection.recv(65536))
                     if not received:
                         return
-                    head += received
                 self.requests.append(head.decode())
-                self._answer(connection, self.requests[-1])
+                self._answer(connection, head.decode())
 
 
 def response(body: bytes = b"", status: str = "200 OK", **headers: str) -> bytes:
-    """A whole answer. `headers` have _ for -; a Content-Length is added unless one is given or Transfer-Encoding is."""
+    """A whole response. `headers` have _ for -. Adds Content-Length, unless it or Transfer-Encoding is given."""
     if not {"Content_Length", "Transfer_Encoding"} & headers.keys():
         headers["Content_Length"] = str(len(body))
     lines = [f"HTTP/1.1 {status}", *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items())]
@@ -66,5 +64,5 @@ def response(body: bytes = b"", status: str = "200 OK", **headers: str) -> bytes
 
 
 def chunked(*chunks: bytes) -> bytes:
-    """A body in HTTP's chunks, with its end."""
+    """A body in chunked transfer coding, with its end."""
     return b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in (*chunks, b""))

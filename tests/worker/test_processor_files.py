@@ -46,7 +46,7 @@ def test_settings_are_those_of_transformers(own, joint, tmp_path: Path):
     for modality, kind in (("image", Qwen2VLImageProcessor), ("video", Qwen2VLVideoProcessor)):
         ours = settings_of(tmp_path, modality)
         if not ours:
-            with pytest.raises(OSError, match=f"Can't load {modality} processor"):
+            with pytest.raises(OSError):
                 kind.from_pretrained(tmp_path)
             continue
         theirs = kind.from_pretrained(tmp_path)

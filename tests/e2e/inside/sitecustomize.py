@@ -64,28 +64,6 @@ def behind(name: str, when: Callable[..., bool] = lambda *_, **__: True) -> Wrap
     return wrap
 
 
-class AskedSignal:
-    """A signal of cancellation that holds the one who asks for it, in the middle of his work."""
-
-    def __init__(self, signal: Any):
-        self._signal = signal
-        self._asked = 0
-
-    def is_set(self) -> bool:
-        self._asked += 1
-        if self._asked == 10:
-            hold("decoding")
-        return self._signal.is_set()
-
-
-def in_mid_decode(decode: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(decode)
-    def wrapper(*args: Any, cancelled: Any, **kwargs: Any) -> Any:
-        return decode(*args, cancelled=AskedSignal(cancelled), **kwargs)
-
-    return wrapper
-
-
 def in_mid_request(execute: Callable[..., Any]) -> Callable[..., Any]:
     """Before a step in the middle of a prompt, or of a video in the vision tower."""
 
@@ -139,7 +117,6 @@ BARRIERS: dict[str, dict[str, Wrap]] = {
     "mini_engine.log": {"setup": behind("greeting", lambda process, _: process != "supervisor")},
     "mini_engine.api.server": {"load": behind("loading-api"), "HttpServer.startup": behind("listening")},
     "mini_engine.worker.worker": {"load_model": behind("loading-worker"), "warm_up": behind("warming-up")},
-    "mini_engine.api.media_loader": {"decode_video": in_mid_decode},
     "mini_engine.media.processor": {"MediaProcessor.process_video": behind("processing")},
     "mini_engine.transport.segment": {"Slot.fill": behind("storing")},
     "mini_engine.transport.shm_store": {"ShmStoreWriter.__init__": strict},
@@ -220,7 +197,7 @@ FIGURES: dict[str, dict[str, Callable[[Any], Figures]]] = {
     },
     "mini_engine.api.media_loader": {
         "MediaLoader": lambda loader: (
-            {"at work": len(loader._flights), "jobs": len(loader._threads._free._waiters or ())},
+            {"at work": len(loader._flights), "jobs": len(loader.decoders._places._queue)},
             {},
         ),
     },

@@ -1,21 +1,17 @@
-"""Whether the host has run short of something, which is the fault of no item, no file and no client.
-
-Knows nothing of media. What libraries tell of it differs, and some say only that they have failed.
-"""
+"""Whether the host gives this process no more of something, which is the fault of no request, no file and no client."""
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 
 _SHORT_OF = {
+    errno.EAGAIN: "threads",
     errno.EMFILE: "open files",
     errno.ENFILE: "open files",
     errno.ENOMEM: "memory",
     errno.ENOBUFS: "memory",
 }
-_TRIED_BYTES = 256 << 20  # more than one buffer of an item that is within the limits
 # In the texts of RuntimeErrors: of Python's threading, and of torch's allocator for the CPU.
 _SIGNS = {"can't start new thread": "threads", "DefaultCPUAllocator": "memory"}
 
@@ -29,7 +25,7 @@ class Shortage(Exception):
 
 
 def shortage_in(error: BaseException) -> Shortage | None:
-    """What `error` says that there is too little of; None if it is about something else."""
+    """The shortage that `error` reports; None if it is about something else."""
     match error:
         case Shortage():
             return error
@@ -43,22 +39,16 @@ def shortage_in(error: BaseException) -> Shortage | None:
 
 
 def raise_if_short(error: BaseException) -> None:
-    """Raises Shortage if `error` says that the host has run short of something."""
+    """Raises Shortage if `error` reports one."""
     shortage = shortage_in(error)
     if shortage is not None:
         raise shortage from error
 
 
-def check_host() -> None:
-    """Whether a descriptor, and memory, can be had at this moment: for what has failed without a word of why. Takes
-    microseconds.
-
-    Raises:
-        Shortage: they cannot.
-    """
+def check_descriptors() -> None:
+    """Raises Shortage if no file can be opened now: for libraries that fail for that reason without saying so."""
     try:
         os.close(os.open("/", os.O_RDONLY))
-        mmap.mmap(-1, _TRIED_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except OSError as error:
         raise_if_short(error)
         raise

@@ -1,0 +1,248 @@
+"""A decoder process: decodes one image or video at a time for its API server. `decoder_pool.py` is the other end.
+
+A crafted file can make FFmpeg or Pillow crash, hang or allocate gigabytes. Here the kernel bounds that, and only this
+process is lost. It never imports torch or transformers: it takes 20 MB of its own and 0.15 s to start.
+
+    API server                                        decoder process
+      encoded bytes -> input memory
+      ImageJob | VideoJob ---------------------------->
+      <---------------------------- Announced(T, H, W)   once the file is probed
+      [memory of that size, if OUTPUT_BYTES are too few] ->
+      <------------------------ Decoded | DecodeFailed   the frames are in the output memory
+
+Each message is one datagram of a socket pair. Both memories are memfds that the API server made and that are used
+again for every job. The first page of the input memory holds the stop flag, the encoded bytes follow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import mmap
+import os
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated, Literal, NoReturn
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from setproctitle import setproctitle
+
+from mini_engine.malloc import keep_freed_memory
+from mini_engine.media.errors import DecodeCancelled, MediaError
+from mini_engine.media.limits import DecodeLimits
+from mini_engine.media.sampling import VideoSampling
+from mini_engine.parent_death import die_with_parent
+
+DATA_OFFSET = mmap.PAGESIZE  # of the encoded bytes in the input memory
+Size = Annotated[int, msgspec.Meta(ge=1)]
+Shape = tuple[Size, Size, Size]  # frames, height, width
+OUTPUT_BYTES = 32 << 20  # of the output memory that is there from the start: 34 frames of 640x480
+DATAGRAM_BYTES = 208 << 10  # what the kernel lets a unix socket send at once by default
+
+_PR_SET_NO_NEW_PRIVS = 38  # linux/prctl.h
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
+_DESCRIPTORS = 16
+_KEPT_BYTES = 16 << 20  # of freed memory, for the next item
+
+
+class DecoderSpec(msgspec.Struct, frozen=True):
+    """What a decoder process is started with."""
+
+    parent_pid: int
+    title: str  # of the process
+    connection: int  # descriptors
+    input: int
+    output: int
+    limits: DecodeLimits
+    max_input_bytes: int
+
+
+class ImageJob(msgspec.Struct, frozen=True, tag=True):
+    """Decode the image of `num_bytes` in the input memory; errors call it `item`."""
+
+    item: str
+    num_bytes: Size
+
+
+class VideoJob(msgspec.Struct, frozen=True, tag=True):
+    """Decode the sampled frames of the video of `num_bytes` in the input memory; errors call it `item`."""
+
+    item: str
+    num_bytes: Size
+    sampling: VideoSampling
+    allow_partial: bool
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The decoder can take a job. `network`: why it could not leave the network; None: it has."""
+
+    network: str | None
+
+
+class Announced(msgspec.Struct, frozen=True, tag=True):
+    """The frames to come, at most: uint8 [T, H, W, 3] at the start of the output memory."""
+
+    shape: Shape
+
+
+class VideoFacts(msgspec.Struct, frozen=True):
+    """What `DecodedVideo` says beside the frames."""
+
+    kept: list[tuple[int, float]]  # index and timestamp of each frame
+    fps: float
+    total_frames: int
+    window_frames: int
+    missing: str | None
+
+
+class Decoded(msgspec.Struct, frozen=True, tag=True):
+    """The job is done: the frames are there, of a video as many as `video` lists."""
+
+    video: VideoFacts | None  # None: an image
+
+
+class DecodeFailed(msgspec.Struct, frozen=True, tag=True):
+    """The job failed: the item is at fault, its decoding takes more memory than is allowed, or it was stopped."""
+
+    reason: Literal["media", "memory", "cancelled"]
+    problem: str = ""  # of "media": the error's text without the item's name
+
+
+Job = ImageJob | VideoJob
+Reply = Started | Announced | Decoded | DecodeFailed
+
+
+def output_bytes(shape: Shape) -> int:
+    """Bytes of so many RGB frames."""
+    frames, height, width = shape
+    return frames * height * width * 3
+
+
+class _Decoder:
+    def __init__(self, spec: DecoderSpec):
+        self._limits = spec.limits
+        self._connection = socket.socket(fileno=spec.connection)
+        self._input = spec.input
+        self._flag = mmap.mmap(spec.input, DATA_OFFSET, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._output = np.frombuffer(mmap.mmap(spec.output, OUTPUT_BYTES), np.uint8)
+        # Address space, since the kernel bounds nothing else of a process: what it has now counts as its own.
+        self._own_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        limits = spec.limits
+        self._most_bytes = (
+            self._own_bytes + spec.max_input_bytes + limits.media_decoder_memory + limits.most_output_bytes
+        )
+        self._job_bytes = self._own_bytes
+        self._peak_before = 0
+
+    def serve(self, network: str | None) -> None:
+        """Process jobs until the API server closes the connection. `network`: see `Started`."""
+        self._send(Started(network))
+        jobs = msgspec.msgpack.Decoder(Job)
+        while message := self._connection.recv(DATAGRAM_BYTES):
+            self._send(self._reply(jobs.decode(message)))
+
+    def _reply(self, job: Job) -> Decoded | DecodeFailed:
+        self._job_bytes = self._own_bytes + job.num_bytes + self._limits.media_decoder_memory
+        self._limit_memory(self._job_bytes)
+        self._peak_before = _peak_bytes()
+        try:
+            return Decoded(self._decode(job))
+        except MediaError as error:
+            # After a failed allocation FFmpeg may report damage.
+            return DecodeFailed("memory") if self._was_short() else DecodeFailed("media", error.problem)
+        except DecodeCancelled:
+            return DecodeFailed("cancelled")
+        except MemoryError:
+            self._limit_memory(self._most_bytes)  # so that the reply finds some
+            return DecodeFailed("memory")
+
+    def _decode(self, job: Job) -> VideoFacts | None:
+        # Not at the head of this file, which the API server imports: no FFmpeg is loaded there.
+        from mini_engine.media.image import decode_image
+        from mini_engine.media.video import decode_video
+
+        data = mmap.mmap(self._input, job.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=DATA_OFFSET)
+        if isinstance(job, ImageJob):
+            decode_image(data, self._limits, item=job.item, allocate=self._allocate)
+            return None
+        video = decode_video(
+            data,
+            job.sampling,
+            self._limits,
+            item=job.item,
+            allow_partial=job.allow_partial,
+            allocate=self._allocate,
+            should_stop=lambda: self._flag[0] != 0,
+        )
+        kept = list(zip(video.frames_indices.tolist(), video.timestamps.tolist(), strict=True))
+        return VideoFacts(kept, video.fps, video.total_frames, video.window_frames, video.missing)
+
+    def _allocate(self, shape: Shape) -> NDArray[np.uint8]:
+        """See `frames.Allocate`: the output memory, or larger memory that the API server makes for this job."""
+        self._send(Announced(shape))
+        nbytes = output_bytes(shape)
+        output = self._output
+        if nbytes > OUTPUT_BYTES:
+            self._limit_memory(self._job_bytes + nbytes)
+            _, (fd,), _, _ = socket.recv_fds(self._connection, 1, 1)
+            output = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+            os.close(fd)
+        return output[:nbytes].reshape(*shape, 3)
+
+    def _was_short(self) -> bool:
+        """Whether less than a quarter of the job's memory was left at some time."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        return _peak_bytes() > max(self._peak_before, limit - self._limits.media_decoder_memory // 4)
+
+    def _limit_memory(self, nbytes: int) -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (min(nbytes, self._most_bytes), self._most_bytes))
+
+    def _send(self, reply: Reply) -> None:
+        self._connection.send(msgspec.msgpack.encode(reply))
+
+
+def _peak_bytes() -> int:
+    """The most address space that this process ever had."""
+    return int(Path("/proc/self/status").read_text().partition("VmPeak:")[2].split()[0]) << 10
+
+
+def _confine() -> str | None:
+    """Give up what decoding does not need. Returns why the process is still on the network; None: it is not.
+
+    After the imports, which may need root's capabilities to read the packages, and which start no thread: a process
+    with threads cannot change its user namespace.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the kernel kills this process first
+    left = libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0
+    reason = None if left else os.strerror(ctypes.get_errno())
+    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # no core dump; with 0 a pipe of core_pattern still gets one
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # it writes no file: both memories have their size
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, _DESCRIPTORS))
+    return reason
+
+
+def main() -> NoReturn:
+    """Main function of a decoder process; its argument is a `DecoderSpec` as JSON."""
+    # Ctrl-C and a service manager's SIGTERM reach all processes: the supervisor acts on them.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    spec = msgspec.json.decode(sys.argv[1], type=DecoderSpec)
+    die_with_parent(spec.parent_pid)
+    for name in ("image", "video"):
+        importlib.import_module(f"mini_engine.media.{name}")
+    keep_freed_memory(_KEPT_BYTES)
+    network = _confine()
+    setproctitle(spec.title)
+    _Decoder(spec).serve(network)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

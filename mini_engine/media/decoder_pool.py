@@ -1,0 +1,384 @@
+"""The decoder processes of one API server. `decoder.py` is the other end.
+
+A job takes a place, then an idle decoder. Requests share the places fairly, and a decode that takes long moves to one
+of as many slow places, so that slow items leave places to others. A decoder that is lost is replaced in the background;
+a spare stands ready. Use it from the event loop's thread only, which has to outlive the processes that it starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from mini_engine import metrics
+from mini_engine.media import decoder
+from mini_engine.media.decoder import Announced, Decoded, DecodeFailed, Job, Reply, Started, VideoFacts
+from mini_engine.media.errors import DecoderUnavailable, MediaError
+from mini_engine.media.fair_places import FairPlaces, Place
+from mini_engine.media.limits import DecodeLimits, flag_of
+from mini_engine.shortage import shortage_in
+from mini_engine.transport.memory import create_sparse
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 0.5  # from the stop flag, which the decode loop reads at each frame, to SIGKILL
+STARVED_SHARE = 0.25  # of its wall time: a decode that got less processor time says nothing of its item
+START_SECONDS = 60.0  # within which a new decoder must be ready
+QUEUE_TIMEOUTS = 4  # a job waits for a place for at most so many times --media-decode-timeout
+MAX_MESSAGES = 4  # of a job: a video's frames are announced for the seek and for up to two walks
+KEPT_INPUT_BYTES = 16 << 20  # of the input memory between jobs
+INLINE_BYTES = 1 << 20  # larger items are copied into the input memory by a thread
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+SECRETS = ("MINI_ENGINE_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of the environment: not for decoders
+
+Ending = Literal["crash", "timeout", "memory", "killed", "cancelled", "surplus"]
+
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+@dataclass(frozen=True, eq=False)
+class Decoding:
+    """A decoded item. Its frames are its decoder's memory until `release`, which frees the decoder for its next job."""
+
+    frames: NDArray[np.uint8]  # [T, H, W, 3], RGB, contiguous, upright
+    video: VideoFacts | None  # None: an image, and T is 1
+    release: Callable[[], None]
+
+
+class DecoderPool:
+    """At most `places` decoders at work, and as many again on slow items. Further jobs are queued."""
+
+    def __init__(self, name: str, places: int, limits: DecodeLimits, max_input_bytes: int):
+        """`name` is the API server's, for the titles of the processes. No process is started yet."""
+        self.limits = limits
+        self.count_decoded: Callable[[int], None] = lambda _: None
+        """Called with the bytes by which the decoded frames in memory grow, before they are allocated, or shrink."""
+        self._name = name
+        self._max_input_bytes = max_input_bytes
+        self._max_idle = places + 1  # with the spare
+        self._places = FairPlaces(places)
+        self._children: set[Decoder] = set()
+        self._idle: list[Decoder] = []  # the last one's memory is the warmest
+        self._spare: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Wait until a decoder is ready, with a spare on its way. Raises OSError."""
+        first = await self._start()
+        if first.network is not None:
+            logger.warning("media decoders have no network namespace of their own: %s", first.network)
+        self._keep_spare()
+        self._idle.append(first)
+
+    async def decode(self, job: Job, data: bytes, owner: str) -> Decoding:
+        """Decode the item `data` for the request `owner`. Cancelling it stops the decode within STOP_SECONDS.
+
+        Raises:
+            MediaError: the item is damaged, unsupported or beyond a limit; or it crashed its decoder, took too long or
+                needed too much memory.
+            DecoderUnavailable: no decoder was free in time, or it was killed or starved from outside.
+            OSError: the host gives no process or no memory for it.
+        """
+        seconds = QUEUE_TIMEOUTS * self.limits.media_decode_timeout
+        try:
+            place = await self._places.enter(owner, seconds)
+        except TimeoutError:
+            problem = f"no media decoder was free within {seconds:g} s; retry later"
+            raise DecoderUnavailable(job.item, problem) from None
+        try:
+            child = await self._take()
+        except BaseException as error:
+            place.leave()
+            if isinstance(error, OSError) and shortage_in(error) is None:
+                raise DecoderUnavailable(job.item, "no media decoder could be started; retry later") from error
+            raise
+        give_back = partial(self._give_back, child, place)
+        work = asyncio.ensure_future(child.decode(job, data, partial(self._count, child)))
+        try:
+            await asyncio.wait({work})  # cancelling it does not cancel `work`
+            frames, video = work.result()
+        except asyncio.CancelledError:
+            if not self._closed:
+                child.stop()
+                self._in_background(self._stop_decode(child, work, give_back))
+            raise
+        except BaseException:
+            give_back()
+            raise
+        finally:
+            del work  # the error of `work` would keep itself alive, and the decoder's memory
+        return Decoding(frames, video, give_back)
+
+    def close(self) -> None:
+        """Kill all decoders and wait for their ends. What is at work is lost."""
+        self._closed = True
+        for child in self._children:
+            child.close()
+        self._children.clear()
+
+    async def _take(self) -> Decoder:
+        while self._idle:
+            child = self._idle.pop()
+            if child.is_ready:
+                break
+            self._retire(child, "killed")
+        else:
+            child = await self._start()
+        self._keep_spare()
+        return child
+
+    def _count(self, child: Decoder, nbytes: int) -> None:
+        self.count_decoded(nbytes - child.decoded_bytes)
+        child.decoded_bytes = nbytes
+
+    def _give_back(self, child: Decoder, place: Place) -> None:
+        if self._closed:
+            return
+        self._count(child, 0)
+        place.leave()
+        if child.busy and child.ending is None:  # its job failed on this side
+            child.kill("cancelled")
+        if child.ending is None and len(self._idle) < self._max_idle:
+            child.shrink_input()
+            self._idle.append(child)
+        else:
+            self._retire(child, child.ending or "surplus")
+
+    async def _stop_decode(self, child: Decoder, work: asyncio.Future[Any], give_back: Callable[[], None]) -> None:
+        """The decode was asked to stop: the decoder reports in time, or is killed."""
+        await asyncio.wait({work}, timeout=STOP_SECONDS)
+        if not work.done():
+            child.kill("cancelled")
+            await asyncio.wait({work})
+        work.exception()  # asyncio logs one that is never looked at
+        give_back()
+
+    def _retire(self, child: Decoder, ending: Ending) -> None:
+        metrics.media_decoder_exits_total.labels(ending).inc()
+        self._children.discard(child)
+        self._in_background(asyncio.to_thread(child.close))
+        self._keep_spare()
+
+    def _keep_spare(self) -> None:
+        if not self._idle and not self._closed and (self._spare is None or self._spare.done()):
+            self._spare = asyncio.ensure_future(self._start_spare())
+
+    async def _start(self) -> Decoder:
+        child = Decoder(self._name, self.limits, self._max_input_bytes)
+        self._children.add(child)
+        try:
+            await child.wait_until_started()
+        except BaseException:
+            self._children.discard(child)
+            self._in_background(asyncio.to_thread(child.close))
+            raise
+        return child
+
+    async def _start_spare(self) -> None:
+        try:
+            self._idle.append(await self._start())
+        except Exception as error:  # noqa: BLE001 - the next job tries again, and reports it
+            logger.warning("a spare media decoder cannot be started: %s", error)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+class Decoder:
+    """One decoder process. `ending` is why it can take no more jobs; None while it can."""
+
+    def __init__(self, name: str, limits: DecodeLimits, max_input_bytes: int):
+        """Start it. Raises OSError."""
+        self.ending: Ending | None = None
+        self.decoded_bytes = 0  # of the frames of its job
+        self.network: str | None = None  # why it is still on the host's network, once it has started
+        self._limits = limits
+        self.busy = False  # it has not reported the end of its job
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            self._connection, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            theirs.enter_context(connection)
+            ours.enter_context(self._connection).setblocking(False)
+            output = create_sparse(decoder.OUTPUT_BYTES)
+            theirs.callback(os.close, output)
+            self._output = _map(output, decoder.OUTPUT_BYTES)
+            self._input = ours.enter_context(open(os.memfd_create("mini-engine"), "r+b"))
+            self._input.truncate(decoder.DATA_OFFSET)
+            descriptors = (connection.fileno(), self._input.fileno(), output)
+            title = f"mini-engine: decoder of {name}"
+            spec = decoder.DecoderSpec(os.getpid(), title, *descriptors, limits, max_input_bytes)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", decoder.__name__, msgspec.json.encode(spec).decode()],
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+                env={name: value for name, value in os.environ.items() if name not in SECRETS} | ONE_THREAD,
+            )
+            ours.pop_all()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it lives, and has sent nothing that the next job would take for its own."""
+        try:
+            self._connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        return False
+
+    async def wait_until_started(self) -> None:
+        """Raises OSError if it does not start."""
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                reply = await self._receive()
+        except TimeoutError:
+            raise OSError("a media decoder process did not start in time") from None
+        assert isinstance(reply, Started)
+        self.network = reply.network
+
+    async def decode(
+        self, job: Job, data: bytes, announced: Callable[[int], None]
+    ) -> tuple[NDArray[np.uint8], VideoFacts | None]:
+        """Do one job; see `DecoderPool.decode`. Calls `announced` with the bytes of the frames to come. The next job
+        writes over them."""
+        began, seconds = self._processor_seconds(), self._limits.media_decode_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                await self._write(data)
+                self.busy = True
+                self._connection.send(msgspec.msgpack.encode(job))
+                return await self._result(job.item, announced)
+        except TimeoutError:
+            starved = self._processor_seconds() - began < STARVED_SHARE * seconds
+            self.kill("timeout")
+            problem = f"decoding takes more than {seconds:g} s, the limit of {flag_of('media_decode_timeout')}"
+            if starved:
+                problem += ", since its decoder got little processor time"
+                raise DecoderUnavailable(job.item, f"{problem}; retry later") from None
+            raise MediaError(job.item, f"{problem}; send a shorter or smaller file") from None
+        except ConnectionError as error:
+            raise await self._explain_exit(job.item) from error
+
+    def stop(self) -> None:
+        """Ask the decode loop to stop. It reports `cancelled`, or has finished already."""
+        os.pwrite(self._input.fileno(), b"\1", 0)
+
+    def kill(self, ending: Ending) -> None:
+        """`close` reaps it."""
+        self.ending = ending
+        self._process.kill()
+
+    def shrink_input(self) -> None:
+        """Between two jobs: free the memory of a large input."""
+        if os.fstat(self._input.fileno()).st_size > decoder.DATA_OFFSET + KEPT_INPUT_BYTES:
+            self._input.truncate(decoder.DATA_OFFSET)
+
+    def close(self) -> None:
+        """Kill the process, wait for its end and close the descriptors. Blocks."""
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
+        self._input.close()
+        self._output = np.empty(0, np.uint8)  # the mapping holds a descriptor
+
+    async def _write(self, data: bytes) -> None:
+        def write() -> None:
+            self._input.seek(decoder.DATA_OFFSET)
+            self._input.write(data)
+            self._input.flush()
+
+        os.pwrite(self._input.fileno(), b"\0", 0)  # the stop flag
+        if len(data) <= INLINE_BYTES:
+            write()
+        else:
+            await asyncio.to_thread(write)
+
+    async def _result(self, item: str, announced: Callable[[int], None]) -> tuple[NDArray[np.uint8], VideoFacts | None]:
+        """What the decoder reports. A crafted input may have taken it over, so a message is checked before it is used:
+        the decoder can give wrong frames, and affect nothing else."""
+        frames: NDArray[np.uint8] | None = None
+        try:
+            for _ in range(MAX_MESSAGES):
+                reply = await self._receive()
+                self.busy = isinstance(reply, Announced)
+                match reply:
+                    case Announced(shape=shape) if 0 < decoder.output_bytes(shape) <= self._limits.most_output_bytes:
+                        announced(decoder.output_bytes(shape))
+                        frames = self._memory(decoder.output_bytes(shape)).reshape(*shape, 3)
+                    case Decoded(video=facts) if frames is not None:
+                        count = 1 if facts is None else len(facts.kept)
+                        if 0 < count <= len(frames):
+                            return frames[:count], facts
+                        break
+                    case DecodeFailed(reason="media", problem=problem):
+                        raise MediaError(item, problem)
+                    case DecodeFailed(reason="memory"):
+                        self.kill("memory")
+                        limit = f"the {self._limits.media_decoder_memory} bytes of {flag_of('media_decoder_memory')}"
+                        raise MediaError(item, f"decoding takes more memory than {limit}; send a smaller file")
+                    case DecodeFailed(reason="cancelled"):
+                        raise DecoderUnavailable(item, "its decoding was stopped; retry later")
+                    case _:
+                        break
+            raise ConnectionError("unexpected message")
+        finally:
+            del frames  # an error's traceback would keep the memory
+
+    def _memory(self, nbytes: int) -> NDArray[np.uint8]:
+        """The output memory, or larger memory for this job, which both ends drop afterwards."""
+        if nbytes <= decoder.OUTPUT_BYTES:
+            return self._output[:nbytes]
+        fd = create_sparse(nbytes)
+        try:
+            socket.send_fds(self._connection, [b"\0"], [fd])
+            return _map(fd, nbytes)
+        finally:
+            os.close(fd)
+
+    async def _receive(self) -> Reply:
+        message = await asyncio.get_running_loop().sock_recv(self._connection, decoder.DATAGRAM_BYTES)
+        try:
+            return _replies.decode(message)
+        except msgspec.DecodeError as error:
+            raise ConnectionError("the decoder closed its connection or sent an invalid message") from error
+
+    async def _explain_exit(self, item: str) -> Exception:
+        """The error of a job whose process exited, or is killed here for what it sent."""
+        if self.ending == "cancelled":
+            return DecoderUnavailable(item, "its decoding was stopped; retry later")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, 1)  # its connection is closed, so it is about to exit
+        status = self._process.returncode
+        if status == -signal.SIGKILL:
+            self.ending = "killed"
+            return DecoderUnavailable(item, "its decoder was killed, perhaps to free memory; retry later")
+        self.kill("crash")
+        how = "invalid message" if status is None else f"signal {-status}" if status < 0 else f"exit status {status}"
+        logger.warning("media decoder %d crashed: %s", self._process.pid, how)
+        return MediaError(item, f"crashes its decoder ({how}); send it in another format")
+
+    def _processor_seconds(self) -> float:
+        """User and system time of the process so far. The clock's number is that of clock_getcpuclockid(3) on Linux."""
+        return time.clock_gettime(~self._process.pid << 3 | 2)
+
+
+def _map(fd: int, nbytes: int) -> NDArray[np.uint8]:
+    """A private view: the decoder sees nothing that is written to it."""
+    return np.frombuffer(mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE), np.uint8)

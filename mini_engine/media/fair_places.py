@@ -1,0 +1,84 @@
+"""Which job is next: places at work, shared fairly between requests. Knows nothing of what the jobs do.
+
+Start-time fair queueing (Goyal, Vin and Cheng, 1996): a job's tag is one more than that of its request's last job, but
+at least that of the last job that got a place. The lowest tag is next. A job that takes long moves to a slow place, if
+one is free, so that slow jobs leave places to others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+
+SLOW_SECONDS = 2.0
+
+
+class FairPlaces:
+    """At most `places` jobs at work, and as many again that take longer than SLOW_SECONDS."""
+
+    def __init__(self, places: int):
+        self._free = self._free_slow = places
+        self._queue: list[tuple[int, int, str, asyncio.Future[Place]]] = []  # a heap, by tag and arrival
+        self._arrivals = itertools.count()
+        self._tag = 0  # of the last job that got a place
+        self._next_tags: dict[str, int] = {}  # of the requests that have jobs in the queue
+        self._overdue: list[Place] = []  # to be moved to slow places
+
+    async def enter(self, owner: str, seconds: float) -> Place:
+        """A place for a job of the request `owner`. Raises TimeoutError if none becomes free in time."""
+        granted: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        tag = max(self._tag, self._next_tags.get(owner, 0))
+        self._next_tags[owner] = tag + 1
+        heapq.heappush(self._queue, (tag, next(self._arrivals), owner, granted))
+        self._update()
+        try:
+            async with asyncio.timeout(seconds):
+                return await granted
+        except BaseException:
+            if not granted.cancel() and not granted.cancelled():
+                granted.result().leave()
+            raise
+
+    def leave(self, place: Place) -> None:
+        """Called by `place`."""
+        if place.is_slow:
+            self._free_slow += 1
+        else:
+            self._free += 1
+        if place in self._overdue:
+            self._overdue.remove(place)
+        self._update()
+
+    def mark_overdue(self, place: Place) -> None:
+        """Called by `place`."""
+        self._overdue.append(place)
+        self._update()
+
+    def _update(self) -> None:
+        while self._overdue and self._free_slow:
+            self._overdue.pop(0).is_slow = True
+            self._free_slow -= 1
+            self._free += 1
+        while self._queue and self._free:
+            tag, _, owner, granted = heapq.heappop(self._queue)
+            if self._next_tags[owner] == tag + 1:  # the last one of its request
+                del self._next_tags[owner]
+            if not granted.cancelled():
+                self._free -= 1
+                self._tag = tag
+                granted.set_result(Place(self))
+
+
+class Place:
+    """The place of one job at work."""
+
+    def __init__(self, places: FairPlaces):
+        self.is_slow = False
+        self._places = places
+        self._timer = asyncio.get_running_loop().call_later(SLOW_SECONDS, places.mark_overdue, self)
+
+    def leave(self) -> None:
+        """The job is done."""
+        self._timer.cancel()
+        self._places.leave(self)

@@ -1,0 +1,350 @@
+"""Decoder processes: what their endings mean to a request, that nothing of them is left, and what bounds them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mini_engine.media import decoder_pool
+from mini_engine.media.decoder import OUTPUT_BYTES, ImageJob, VideoJob
+from mini_engine.media.decoder_pool import DecoderPool, Decoding
+from mini_engine.media.errors import DecoderUnavailable, MediaError
+from mini_engine.media.limits import DecodeLimits
+from mini_engine.media.sampling import VideoSampling
+from mini_engine.metrics import REGISTRY
+from tests.api.peers import eventually
+from tests.media import clips
+from tests.media.corpus import ATTACKS
+
+GOOD = clips.encode(20)
+SAMPLING = VideoSampling(num_frames=8)
+
+
+class Decoders:
+    """A pool, and the processes it has."""
+
+    def __init__(self, places: int = 2, **limits: Any):
+        self.pool = DecoderPool("test", places, DecodeLimits(**limits), 1 << 28)
+        self.counted: list[int] = []
+        self.pool.count_decoded = self.counted.append
+
+    def decode(self, data: bytes = GOOD, owner: str = "a", modality: str = "video") -> Awaitable[Decoding]:
+        item = f"{modality} 1"
+        job = ImageJob(item, len(data)) if modality == "image" else VideoJob(item, len(data), SAMPLING, False)
+        return self.pool.decode(job, data, owner)
+
+    async def check(self, data: bytes = GOOD) -> None:
+        """A good video is decoded right."""
+        decoding = await self.decode(data, "another")
+        assert decoding.video is not None
+        indices = [index for index, _ in decoding.video.kept]
+        np.testing.assert_array_equal(decoding.frames, clips.decode_all(data)[indices])
+        decoding.release()
+
+    def pids(self) -> set[int]:
+        """Of those that have started."""
+        return {pid for pid in children(os.getpid()) if command(pid).startswith("mini-engine: decoder of test")}
+
+    async def settled(self, count: int) -> set[int]:
+        """The processes, once there are `count`."""
+        await eventually(lambda: len(self.pids()) == count)
+        return self.pids()
+
+
+def children(pid: int) -> list[int]:
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def exits(reason: str) -> float:
+    value = REGISTRY.get_sample_value("mini_engine:media_decoder_exits_total", {"reason": reason})
+    assert value is not None
+    return value
+
+
+def run(scenario: Callable[[Decoders], Awaitable[None]], **more: Any) -> None:
+    """Runs it with a pool, of which nothing is left afterwards."""
+
+    async def whole() -> None:
+        decoders = Decoders(**more)
+        try:
+            await decoders.check()
+            await scenario(decoders)
+            await eventually(lambda: sum(decoders.counted) == 0)
+        finally:
+            decoders.pool.close()
+
+    descriptors = set(os.listdir("/proc/self/fd"))
+    asyncio.run(whole())
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+    assert not [pid for pid in children(os.getpid()) if "decoder of test" in command(pid)]
+
+
+class FailPoint:
+    """Holds the next decoder that decodes a frame."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+
+    async def held(self) -> int:
+        """The process that it holds."""
+        await eventually(lambda: any(self.directory.glob("decoding.held.*")))
+        return int(next(self.directory.glob("decoding.held.*")).suffix[1:])
+
+    def arm(self) -> None:
+        (self.directory / "decoding.armed").touch()
+
+    def release(self) -> None:
+        for path in self.directory.iterdir():
+            path.unlink()
+
+
+@pytest.fixture
+def failpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FailPoint]:
+    monkeypatch.setenv("MINI_ENGINE_FAILPOINTS", str(tmp_path))
+    point = FailPoint(tmp_path)
+    yield point
+    point.release()
+
+
+def test_a_decoder_does_one_job_after_another_in_the_same_memory() -> None:
+    async def scenario(decoders: Decoders) -> None:
+        (first,) = await decoders.settled(2) - {max(decoders.pids())}
+        large = clips.encode(12, 1280, 960)
+        for data in (GOOD, clips.encode(9, 32, 16), large, GOOD):
+            await decoders.check(data)
+        assert first in decoders.pids()
+        frames = [8 * 48 * 64 * 3, 8 * 16 * 32 * 3, 8 * 960 * 1280 * 3]
+        counted = list(itertools.accumulate(decoders.counted))
+        assert [each for each in counted if each] == [frames[0], frames[0], frames[1], frames[2], frames[0]]
+        assert frames[2] > 0.8 * OUTPUT_BYTES
+
+    run(scenario, places=1)
+
+
+def test_frames_larger_than_the_kept_memory() -> None:
+    async def scenario(decoders: Decoders) -> None:
+        await decoders.check(clips.encode(8, 1600, 1200))
+        assert max(decoders.counted) > OUTPUT_BYTES
+
+    run(scenario)
+
+
+def test_a_decoder_is_small_and_confined(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(decoders: Decoders) -> None:
+        for pid in await decoders.settled(2):
+            proc = Path(f"/proc/{pid}")
+            maps, status, limits = ((proc / name).read_text() for name in ("maps", "status", "limits"))
+            assert "libav" in maps and "torch" not in maps and "transformers" not in maps
+            private = re.findall(r"^Private_\w+: +(\d+) kB$", (proc / "smaps_rollup").read_text(), re.MULTILINE)
+            assert sum(map(int, private)) < 60 << 10
+            assert re.search(r"^NoNewPrivs:\t1$", status, re.MULTILINE)
+            for name, most in (("core file size", 1), ("file size", 0)):
+                assert re.search(rf"^Max {name} +{most} +{most} ", limits, re.MULTILINE)
+            assert re.search(r"^Max open files +16 +16 ", limits, re.MULTILINE)
+            assert (proc / "oom_score_adj").read_text() == "1000\n"
+            is_alone = os.readlink(proc / "ns/net") != os.readlink("/proc/self/ns/net")
+            assert is_alone or "operation not permitted" in caplog.text
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "reason"),
+    [
+        (signal.SIGSEGV, r"^video 1: crashes its decoder \(signal 11\)", "crash"),
+        (signal.SIGKILL, r"^video 1: its decoder was killed", "killed"),
+        (signal.SIGSTOP, r"^video 1: .* 3 s, the limit of --media-decode-timeout, since .* little", "timeout"),
+    ],
+    ids=["SIGSEGV", "SIGKILL", "SIGSTOP"],
+)
+def test_a_lost_decoder_fails_its_item_alone_and_is_replaced(
+    number: signal.Signals, error: str, reason: str, failpoint: FailPoint
+) -> None:
+    async def scenario(decoders: Decoders) -> None:
+        before, counted = await decoders.settled(2), exits(reason)
+        failpoint.arm()
+        lost = asyncio.ensure_future(decoders.decode())
+        pid = await failpoint.held()
+        os.kill(pid, number)
+        await decoders.check()
+        with pytest.raises(MediaError if number == signal.SIGSEGV else DecoderUnavailable, match=error):
+            await lost
+        assert exits(reason) == counted + 1
+        await decoders.check()
+        left = await decoders.settled(len(before | decoders.pids()) - 1)
+        assert pid in before and pid not in left
+
+    run(scenario, media_decode_timeout=3.0)
+
+
+def test_a_decoder_that_dies_idle_costs_no_request() -> None:
+    async def scenario(decoders: Decoders) -> None:
+        for pid in await decoders.settled(2):
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        await decoders.check()
+        await decoders.settled(2)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_cancelled_decode_stops(stuck: bool, failpoint: FailPoint) -> None:
+    """By the flag that the decode loop reads, so that its decoder lives on; or by SIGKILL."""
+
+    async def scenario(decoders: Decoders) -> None:
+        counted = exits("cancelled")
+        failpoint.arm()
+        leaving = asyncio.ensure_future(decoders.decode())
+        pid = await failpoint.held()
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        if not stuck:
+            failpoint.release()
+        await decoders.check()  # the only place is free again
+        assert exits("cancelled") == counted + stuck
+        assert (pid in await decoders.settled(2)) == (not stuck)
+
+    run(scenario, places=1)
+
+
+DYING_SERVER = """
+import asyncio, os, signal
+from tests.media.test_decoder_pool import Decoders
+
+async def main():
+    decoders = Decoders()
+    await decoders.check()
+    print(*await decoders.settled(2), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_decoders_die_with_their_api_server() -> None:
+    died = subprocess.run([sys.executable, "-c", DYING_SERVER], stdout=subprocess.PIPE, text=True)
+    pids = died.stdout.split()
+    assert died.returncode == -signal.SIGKILL and len(pids) == 2
+    asyncio.run(eventually(lambda: not any(command(int(pid)) for pid in pids)))
+
+
+def test_items_of_one_request_leave_places_to_other_requests() -> None:
+    async def scenario(decoders: Decoders) -> None:
+        order: list[str] = []
+
+        async def one(owner: str) -> None:
+            decoding = await decoders.decode(owner=owner)
+            order.append(owner)
+            decoding.release()
+
+        await asyncio.gather(*(one(owner) for owner in ["many"] * 5 + ["one", "two"]))
+        assert sorted(order[1:4]) == ["many", "one", "two"]
+
+    run(scenario, places=1)
+
+
+def test_a_slow_item_leaves_its_place_to_others_which_share_their_decoders(failpoint: FailPoint) -> None:
+    async def scenario(decoders: Decoders) -> None:
+        failpoint.arm()
+        slow = asyncio.ensure_future(decoders.decode())
+        await failpoint.held()
+        retired = exits("surplus")
+        for _ in range(10):
+            await decoders.check()
+        assert not slow.done() and exits("surplus") == retired
+        failpoint.release()
+        (await slow).release()
+
+    run(scenario, places=1)
+
+
+def test_a_decoder_whose_job_failed_here_gets_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may still wait for memory, or answer late: another request would get its frames."""
+
+    async def scenario(decoders: Decoders) -> None:
+        large = clips.encode(8, 1600, 1200)
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder_pool, "create_sparse", no_memory)
+            with pytest.raises(OSError):
+                await decoders.decode(large)
+        await decoders.check()
+        await decoders.check(large)
+
+    def no_memory(nbytes: int) -> int:
+        raise OSError(errno.EMFILE, f"no descriptor for {nbytes} bytes")
+
+    run(scenario, places=1)
+
+
+def test_a_damaged_item_after_a_large_one_is_not_taken_for_a_large_one() -> None:
+    async def scenario(decoders: Decoders) -> None:
+        await decoders.check(clips.encode(8, 1600, 1200))
+        for _ in range(2):
+            with pytest.raises(MediaError, match="cannot be read as an image"):
+                await decoders.decode(b"no image", modality="image")
+
+    run(scenario, places=1, media_decoder_memory=256 << 20)
+
+
+def test_an_item_that_finds_no_place_in_time_is_unavailable() -> None:
+    modality, hang = ATTACKS["mp4_of_associations"]
+
+    async def scenario(decoders: Decoders) -> None:
+        outcomes = await asyncio.gather(
+            *(decoders.decode(hang(), str(number)) for number in range(16)), return_exceptions=True
+        )
+        late = "video 1: no media decoder was free within 1.2 s; retry later"
+        assert late in {str(outcome) for outcome in outcomes if isinstance(outcome, DecoderUnavailable)}
+
+    run(scenario, places=1, media_decode_timeout=0.3)
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_is_contained(name: str) -> None:
+    """It ends within the time of one item, others are answered meanwhile, and nothing stays in this process."""
+    modality, generate = ATTACKS[name]
+    attack = generate()
+
+    async def scenario(decoders: Decoders) -> None:
+        await asyncio.gather(*(decoders.check() for _ in range(2)))
+        before, memory = len(decoders.pids()), resident()
+        attacks = [asyncio.ensure_future(decoders.decode(attack, "attacker", modality)) for _ in range(2)]
+        for _ in range(3):
+            await decoders.check()
+        for outcome in await asyncio.gather(*attacks, return_exceptions=True):
+            if isinstance(outcome, Decoding):
+                outcome.release()
+            else:
+                assert isinstance(outcome, MediaError | DecoderUnavailable), outcome
+        await decoders.check()
+        await eventually(lambda: 1 <= len(decoders.pids()) <= before)
+        assert resident() - memory < 64 << 20
+
+    run(scenario, media_decode_timeout=4.0)

@@ -1,0 +1,57 @@
+"""A host that is out of descriptors, memory or threads: Shortage, not the error of a bad URL."""
+
+import errno
+import socket
+from pathlib import Path
+
+import pytest
+
+from mini_engine.media.errors import MediaError
+from mini_engine.media.fetch import declared_size, fetch
+from mini_engine.media.policy import MediaPolicy
+from mini_engine.shortage import Shortage, check_descriptors, shortage_in
+from tests.shortages import no_descriptors
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (OSError(errno.EMFILE, "x"), "open files"),
+        (OSError(errno.ENOMEM, "x"), "memory"),
+        (OSError(errno.EAGAIN, "x"), "threads"),
+        (MemoryError(), "memory"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory"), "memory"),
+        (RuntimeError("can't start new thread"), "threads"),
+        (Shortage("threads"), "threads"),
+        (FileNotFoundError(errno.ENOENT, "x"), None),
+        (socket.gaierror(socket.EAI_NONAME, "x"), None),
+        (MediaError("video 1", "x"), None),
+    ],
+    ids=str,
+)
+def test_shortage_in(error: Exception, what: str | None) -> None:
+    found = shortage_in(error)
+    assert (found and found.what) == what
+
+
+def test_no_descriptors(tmp_path: Path) -> None:
+    (tmp_path / "clip.mp4").write_bytes(b"clip")
+    policy = MediaPolicy(tmp_path, 1000, ["127.0.0.1", "unknown.test"])
+    url = f"file://{tmp_path}/clip.mp4"
+    with no_descriptors():
+        # A resolver without a descriptor reports an unknown name.
+        for work in (check_descriptors, lambda: fetch("http://127.0.0.1:9", policy), lambda: declared_size(url, policy),
+                     lambda: fetch(url, policy), lambda: fetch("http://unknown.test", policy)):  # fmt: skip
+            with pytest.raises(Shortage, match="open files"):
+                work()
+    check_descriptors()
+    assert fetch(url, policy) == b"clip"
+
+
+def test_no_memory_for_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_: object) -> None:
+        raise OSError(errno.ENOBUFS, "x")
+
+    monkeypatch.setattr(socket, "socket", type("Socket", (socket.socket,), {"connect": connect}))
+    with pytest.raises(Shortage, match="memory"):
+        fetch("http://127.0.0.1:9", MediaPolicy(None, 1000, ["127.0.0.1"]))
