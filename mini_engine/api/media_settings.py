@@ -1,4 +1,4 @@
-"""How a request's media are sampled and processed: as the server says, or by less of it if the request asks for that.
+"""How a request's media are sampled and processed: as the server says, or as the request asks.
 
 Knows nothing of media themselves, nor how they are fetched.
 """
@@ -36,22 +36,18 @@ class KeyedSettings:
 
 
 class MediaSettingsResolver:
-    """The server's settings, and those of requests, which can only lower the server's limits."""
+    """The server's settings, and those of requests that set some of them."""
 
-    def __init__(
-        self, processor: MediaProcessor, settings: MediaSettings, model: tuple[str, str | None], most_frames: int
-    ):
-        """`most_frames`: of a video, kept at most where `settings` do not say."""
-        self.server = KeyedSettings.of(settings, model)
+    def __init__(self, processor: MediaProcessor, model: tuple[str, str | None]):
+        self.server = KeyedSettings.of(processor.settings, model)
         self._processor = processor
         self._model = model
-        self._most_frames = most_frames
 
     def resolve(self, chat: ChatRequest) -> KeyedSettings:
         """The settings for the media of `chat`.
 
         Raises:
-            ApiError: 400 for settings that there are not, or that ask for more than the server's.
+            ApiError: 400 for settings that there are not, or that ask for more than the server allows.
         """
         io_kwargs, processor_kwargs = chat.media_io_kwargs or {}, chat.mm_processor_kwargs or {}
         if io_kwargs.get("image"):
@@ -60,10 +56,8 @@ class MediaSettingsResolver:
         if not video_kwargs and not processor_kwargs:
             return self.server
         try:
-            narrowed = self._processor.narrowed(self.server.settings, video_kwargs, processor_kwargs, self._most_frames)
+            settings = self._processor.settings_for(video_kwargs, processor_kwargs)
         except ValueError as error:
-            # The sampling may stand in either, and its errors do not say in which.
-            of_processor = not video_kwargs or str(error).startswith("mm_processor_kwargs")
-            param = "mm_processor_kwargs" if of_processor else "media_io_kwargs"
+            param = "mm_processor_kwargs" if processor_kwargs else "media_io_kwargs"
             raise bad_request(f"Invalid '{param}': {error}.", param, "invalid_value") from error
-        return KeyedSettings.of(narrowed, self._model)
+        return KeyedSettings.of(settings, self._model)

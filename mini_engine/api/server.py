@@ -121,12 +121,9 @@ def load(init: Init, index: int) -> ModelFront:
             init.model_dir,
             trust_remote_code=config.trust_remote_code,
             mm_processor_kwargs=config.mm_processor_kwargs,
+            video_io_kwargs=config.media_io_kwargs.get("video"),
             device=device,
         )
-        try:
-            sampling = processor.sampling(config.media_io_kwargs.get("video"))
-        except ValueError as error:
-            raise ConfigError(f"--media-io-kwargs: {error}") from None
         template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
         renderer = ChatRenderer(processor.hf_processor, template)
         vocabulary = Vocabulary(processor.hf_processor.tokenizer)
@@ -147,7 +144,7 @@ def load(init: Init, index: int) -> ModelFront:
         renderer,
         vocabulary,
         model_config.text.vocab_size,
-        MediaSettingsResolver(processor, processor.settings(sampling), model, config.max_video_frames_kept),
+        MediaSettingsResolver(processor, model),
         media_loader(config, index, processor),
         SamplingDefaults.load(init.model_dir, config.generation_config),
     )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from mini_engine.config.option import ConfigError, option, parse_bytes, parse_json_object, parse_limits
 from mini_engine.media.addresses import parse_allowed_host
-from mini_engine.media.limits import MOST_FRAMES_KEPT, MOST_IMAGE_PIXELS, DecodeLimits
+from mini_engine.media.limits import MOST_FRAMES_KEPT, DecodeLimits
 
 MediaCacheType = Literal["auto", "lru", "shm"]
 TensorIpc = Literal["auto", "torch_shm", "direct_rpc"]
@@ -60,9 +60,7 @@ class MediaOptions:
     max_media_bytes: int = option(
         256 << 20, "Largest encoded image or video accepted.", "Media limits", parse=parse_bytes, minimum=1
     )
-    max_image_pixels: int = option(
-        DecodeLimits.max_image_pixels, "Most pixels of an image.", "Media limits", minimum=1, maximum=MOST_IMAGE_PIXELS
-    )
+    max_image_pixels: int = option(DecodeLimits.max_image_pixels, "Most pixels of an image.", "Media limits", minimum=1)
     max_frame_pixels: int = option(
         DecodeLimits.max_frame_pixels, "Most pixels of a video's frame.", "Media limits", minimum=1
     )
@@ -182,9 +180,10 @@ def _check_media_io(modality: str, kwargs: dict[str, Any]) -> None:
         return
     if modality == "image":
         raise ConfigError("--media-io-kwargs: images take no arguments")
-    from mini_engine.media.sampling import VideoSampling  # and numpy, which most starts of the command do without
+    # This takes numpy, which most starts of the command do without.
+    from mini_engine.media.sampling import VideoSampling, parse_options
 
     try:
-        VideoSampling.from_kwargs(kwargs)
+        parse_options("--media-io-kwargs", kwargs, VideoSampling)
     except ValueError as error:
-        raise ConfigError(f"--media-io-kwargs: {error}") from None
+        raise ConfigError(str(error)) from None

@@ -65,26 +65,8 @@ def _end_of_riff(data: Data) -> int:
 
 
 def _end_of_gif(data: Data) -> int:
-    """Header, palette, then blocks (GIF89a, appendix B): extensions, pictures, and the trailer that ends the file."""
-    place = 13 + (_palette(data[10]) if len(data) > 10 else 0)
-    while place < len(data):
-        kind = data[place]
-        if kind == 0x3B:
-            return place + 1
-        if kind == 0x21:
-            place += 2
-        elif kind == 0x2C:
-            place += 11 + (_palette(data[place + 9]) if place + 9 < len(data) else 0)
-        else:
-            return place
-        while place < len(data) and data[place]:
-            place += data[place] + 1
-        place += 1
-    return place + 1
-
-
-def _palette(flags: int) -> int:
-    return 3 << ((flags & 7) + 1) if flags & 0x80 else 0
+    """The last picture's empty block and the trailer (GIF89a, appendix B), maybe padded; else a byte is missing."""
+    return len(data) + (not data[-1024:].rstrip(b"\0").endswith(b"\0;"))
 
 
 def _end_of_fragments(data: Data) -> int:

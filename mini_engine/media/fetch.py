@@ -7,17 +7,15 @@ module does not know the format of the bytes. No error contains a path, an addre
 import binascii
 import threading
 from collections.abc import Iterator
-from urllib.parse import unquote_to_bytes
 
 from mini_engine.media.errors import MediaError
 from mini_engine.media.http_fetch import check_http, fetch_http
 from mini_engine.media.local_files import fetch_file, file_size
-from mini_engine.media.policy import MediaPolicy, Received, gather, too_large
+from mini_engine.media.policy import BLOCK_BYTES, MediaPolicy, Received, gather, too_large
 
 MAX_URL_CHARACTERS = 16384
 """Limit for `file://` and `http(s)://` URLs. `max_media_bytes` limits `data:` URLs."""
 
-_SLICE_CHARACTERS = 1 << 16  # unquote_to_bytes takes up to 200 bytes of memory per character
 _WHITESPACE = b" \t\r\n\f"
 
 
@@ -66,9 +64,8 @@ def declared_size(url: str, policy: MediaPolicy, item: str = "media item") -> in
     """
     scheme = _scheme(url, item)
     if scheme == "data":
-        base64, start = _parse_data_header(url, policy, item)
-        characters = len(url) - start
-        return min((characters + 3) // 4 * 3 if base64 else characters, policy.max_media_bytes)
+        characters = len(url) - _data_start(url, policy, item)
+        return min((characters + 3) // 4 * 3, policy.max_media_bytes)
     if scheme == "file":
         return file_size(url, policy, item)
     check_http(url, policy, item)
@@ -85,47 +82,29 @@ def _scheme(url: str, item: str) -> str:
 
 
 def _fetch_data(url: str, policy: MediaPolicy, item: str, cancelled: threading.Event | None) -> bytes:
-    """Decodes the URL slice by slice, because base64 decoding holds the interpreter lock.
-
-    Base64 may be percent-encoded, contain ASCII white space and lack its padding.
-    """
-    base64, start = _parse_data_header(url, policy, item)
-    blocks = _unquoted_blocks(url, start)
+    """Decodes the URL slice by slice, because base64 decoding holds the interpreter lock."""
+    start = _data_start(url, policy, item)
     try:
-        return gather(_base64_decoded(blocks) if base64 else blocks, policy, item, cancelled)
-    except binascii.Error as error:
+        return gather(_base64_blocks(url, start), policy, item, cancelled)
+    except ValueError as error:  # of base64, or of a character outside ASCII
         raise MediaError(item, "the data: URL contains invalid base64") from error
 
 
-def _parse_data_header(url: str, policy: MediaPolicy, item: str) -> tuple[bool, int]:
-    """Whether the data are in base64, and the index of their first character."""
-    if not url.isascii():
-        raise MediaError(item, "the data: URL contains characters outside ASCII")
+def _data_start(url: str, policy: MediaPolicy, item: str) -> int:
+    """The index of the first character of the data."""
     comma = url.find(",", 0, 1024)
-    if comma < 0:
-        raise MediaError(item, "the data: URL has no comma between its media type and its data")
-    base64 = url[:comma].lower().endswith(";base64")
-    # Base64 takes 4/3 characters per byte, more with line breaks and percent-encoding. Percent-encoding takes 3.
-    max_characters = policy.max_media_bytes * (1.5 if base64 else 3) + 1024
-    if len(url) - comma > max_characters:
+    if not url[: max(comma, 0)].lower().endswith(";base64"):
+        raise MediaError(item, "a data: URL has the form data:<media type>;base64,<data>")
+    if (len(url) - comma) * 2 // 3 > policy.max_media_bytes + 1024:  # 3/4, and line breaks
         raise too_large(policy, item)
-    return base64, comma + 1
+    return comma + 1
 
 
-def _unquoted_blocks(url: str, start: int) -> Iterator[bytes]:
-    while start < len(url):
-        end = start + _SLICE_CHARACTERS
-        split_escape = url.rfind("%", end - 2, end)  # belongs to the next block
-        end = split_escape if split_escape >= 0 and end < len(url) else end
-        yield unquote_to_bytes(url[start:end])
-        start = end
-
-
-def _base64_decoded(blocks: Iterator[bytes]) -> Iterator[bytes]:
+def _base64_blocks(url: str, start: int) -> Iterator[bytes]:
     rest = b""  # less than one group of four characters
-    for block in blocks:
-        text = rest + block.translate(None, _WHITESPACE)
+    for place in range(start, len(url), BLOCK_BYTES):
+        text = rest + url[place : place + BLOCK_BYTES].encode("ascii").translate(None, _WHITESPACE)
         whole = len(text) // 4 * 4
         yield binascii.a2b_base64(text[:whole], strict_mode=True)
         rest = text[whole:]
-    yield binascii.a2b_base64(rest + b"=" * (-len(rest) % 4), strict_mode=True)
+    yield binascii.a2b_base64(rest + b"=" * (-len(rest) % 4), strict_mode=True)  # the padding may be left out

@@ -18,11 +18,6 @@ reuse the memory."""
 _Turn = tuple[bool, bool, bool]  # whether to swap the axes, then to mirror left and right, then top and bottom
 
 
-def allocate(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """An `Allocate` of ordinary memory."""
-    return np.empty((*shape, 3), np.uint8)
-
-
 class FrameRows:
     """Keeps the frames at the given places, each as uint8 [H, W, 3], in one array that is made for the first.
 
@@ -44,7 +39,7 @@ class FrameRows:
         """Keeps `frame` if its place is asked for and empty. Raises MediaError for a size above the limits."""
         if place not in self._places or place in self._row_of:
             return
-        self._guard.check_size(frame.width, frame.height)
+        self._guard.check_size("max_frame_pixels", frame.width, frame.height)
         if self._rows is None:
             self._guard.check_kept(len(self._places), frame.width, frame.height)
             self._size, self._turn = (frame.width, frame.height), _turn_of(frame)

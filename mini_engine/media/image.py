@@ -3,19 +3,18 @@
 Runs in a decoder process, which bounds its memory and time. Knows nothing of models.
 """
 
-import io
+import mmap
 import struct
 import warnings
-from typing import Any
+from typing import BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401 - see below
 
-from mini_engine.media.containers import Data
 from mini_engine.media.errors import MediaError
-from mini_engine.media.frames import Allocate, allocate
-from mini_engine.media.limits import MOST_IMAGE_PIXELS, DecodeLimits, Guard, flag_of
+from mini_engine.media.frames import Allocate
+from mini_engine.media.limits import DecodeLimits, Guard
 
 # Pillow knows dozens of formats, some of which start other programs (EPS) or are rarely fuzzed.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -33,25 +32,19 @@ _TURNS = {  # how an image that is stored with an orientation of EXIF 2.3 is set
 
 # Import the formats now and not at their first file: a decoder process has few descriptors.
 Image.preinit()
-# Pillow refuses twice as many, before it allocates a WebP's canvas or a GIF's first frame.
-Image.MAX_IMAGE_PIXELS = MOST_IMAGE_PIXELS // 2
-# Pillow warns of large images, which have a limit here, and of all that it finds wrong in EXIF: a client could fill
-# the log with it.
+Image.MAX_IMAGE_PIXELS = None  # the limit here is a flag, and memory has one of its own
+# Pillow warns of all that it finds wrong in EXIF: a client could fill the log with it.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
-def decode_image(
-    data: Data, limits: DecodeLimits | None = None, *, item: str = "image", allocate: Allocate = allocate
-) -> NDArray[np.uint8]:
+def decode_image(file: mmap.mmap, limits: DecodeLimits, item: str, allocate: Allocate) -> NDArray[np.uint8]:
     """Returns [H, W, 3], RGB, contiguous: upright as EXIF says, transparency laid over white.
 
     The size is checked against the header before any pixel is decoded. Raises MediaError and MemoryError.
     """
-    limits = limits or DecodeLimits()
     try:
-        file: Any = io.BytesIO(data) if isinstance(data, bytes) else data
-        with Image.open(file, formats=_FORMATS) as image:
-            Guard(item, limits, lambda: False).check_image(*image.size)
+        with Image.open(cast(BinaryIO, file), formats=_FORMATS) as image:
+            Guard(item, limits, lambda: False).check_size("max_image_pixels", *image.size)
             image.load()
             upright = _upright(image)
             width, height = upright.size
@@ -60,9 +53,6 @@ def decode_image(
                 bottom = min(top + _STRIP_ROWS, height)
                 pixels[top:bottom] = np.asarray(_to_rgb(upright.crop((0, top, width, bottom))))
             return pixels
-    except Image.DecompressionBombError as error:
-        problem = f"it has more than {limits.max_image_pixels} pixels, the limit of {flag_of('max_image_pixels')}"
-        raise MediaError(item, f"{problem}; send a smaller image") from error
     except MediaError:
         raise
     # What Pillow raises for a damaged file depends on the format and on the damage.

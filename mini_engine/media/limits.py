@@ -5,12 +5,8 @@ Time and memory are bounded from outside, see `decoder_pool.py`. Knows nothing o
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
 
 from mini_engine.media.errors import DecodeCancelled, MediaError
-
-MOST_IMAGE_PIXELS = 178_956_970
-"""Upper bound of --max-image-pixels: Pillow refuses larger images before it allocates them."""
 
 MOST_FRAMES_KEPT = 10_000
 """Upper bound of --max-video-frames-kept: a decoder process lists the frames in one datagram of at most 200 kB."""
@@ -56,50 +52,25 @@ class Guard:
         if self.should_stop():
             raise DecodeCancelled
 
-    def check_frames(self, frames: int) -> None:
-        """Called for each frame that the file turns out to have."""
-        most = self.limits.max_video_frames
-        if frames > most:
-            self._exceeded("max_video_frames", f"more than {most} frames", "a shorter video")
+    def check(self, limit: str, value: float, unit: str, remedy: str) -> None:
+        """Called before what is measured by `value` is read, decoded or allocated."""
+        most = getattr(self.limits, limit)
+        if value > most:
+            problem = f"it has {value:.10g} {unit}, more than the {most:.10g} of {flag_of(limit)}; send {remedy}"
+            raise MediaError(self.item, problem)
 
-    def check_seconds(self, seconds: float) -> None:
-        """Called before anything is decoded."""
-        most = self.limits.max_video_seconds
-        if seconds > most:
-            self._exceeded("max_video_seconds", f"{seconds:.6g} s is longer than {most:g} s", "a shorter video")
-
-    def check_image(self, width: int, height: int) -> None:
-        """Called before any pixel of an image is decoded."""
-        most = self.limits.max_image_pixels
-        if width * height > most:
-            self._exceeded("max_image_pixels", f"{width}x{height} is more than {most} pixels", "a smaller image")
-        self._check_aspect_ratio(width, height)
-
-    def check_size(self, width: int, height: int) -> None:
-        """Called before a frame of this size is allocated."""
-        most = self.limits.max_frame_pixels
-        if width * height > most:
-            problem = f"{width}x{height} is more than {most} pixels per frame"
-            self._exceeded("max_frame_pixels", problem, "a smaller video")
-        self._check_aspect_ratio(width, height)
-
-    def check_kept(self, frames: int, width: int, height: int) -> None:
-        """Called before the frames of a sampling are kept."""
-        most = self.limits.max_video_frames_kept
-        if frames > most:
-            problem = f"its sampling keeps {frames} frames, more than {most}"
-            self._exceeded("max_video_frames_kept", problem, "fewer frames")
-        if frames * width * height > (most := self.limits.max_video_pixels_kept):
-            problem = f"{frames} frames of {width}x{height} are more than {most} pixels in all"
-            self._exceeded("max_video_pixels_kept", problem, "fewer or smaller frames")
-
-    def _check_aspect_ratio(self, width: int, height: int) -> None:
+    def check_size(self, limit: str, width: int, height: int) -> None:
+        """Called before an image or a frame of this size is decoded."""
+        self.check(limit, width * height, f"pixels ({width}x{height})", "a smaller one")
         if max(height, width) > _MAX_ASPECT_RATIO * min(height, width):
             problem = f"{width}x{height} is longer than {_MAX_ASPECT_RATIO} times its width; crop it"
             raise MediaError(self.item, problem)
 
-    def _exceeded(self, limit: str, problem: str, remedy: str) -> NoReturn:
-        raise MediaError(self.item, f"{problem}, the limit of {flag_of(limit)}; send {remedy}")
+    def check_kept(self, frames: int, width: int, height: int) -> None:
+        """Called before the frames of a sampling are kept."""
+        self.check("max_video_frames_kept", frames, "frames in its sampling", "fewer, or sample fewer")
+        pixels = f"pixels in {frames} frames of {width}x{height}"
+        self.check("max_video_pixels_kept", frames * width * height, pixels, "fewer or smaller frames")
 
 
 @dataclass

@@ -113,7 +113,7 @@ def _read(
             read += is_frame
             shown += is_frame and not packet.is_discard
             # Around an mp4's edits as many frames again may come for the decoder alone.
-            guard.check_frames(max(shown, (read + 1) // 2))
+            guard.check("max_video_frames", max(shown, (read + 1) // 2), "frames", "a shorter video")
             if packet.size:
                 packets.append(packet)
     except MemoryError:

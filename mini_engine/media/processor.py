@@ -8,15 +8,16 @@ nothing of prompts, but how many tokens an item takes there. transformers and to
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from mini_engine import metrics
-from mini_engine.media.sampling import DecodedVideo, VideoSampling, check_names, check_number
+from mini_engine.media.sampling import Count, VideoFacts, VideoSampling, parse_options
 
 if TYPE_CHECKING:
     import torch
@@ -24,12 +25,32 @@ if TYPE_CHECKING:
 Kind = Literal["image", "video"]
 Kwargs = Mapping[str, Any]
 
-# What a request may lower, and what a server may set: how large items get. The rest must match the model's weights.
-_FOR_REQUESTS = ("size", "min_pixels", "max_pixels", "cap_pixels_per_frame")
-_FOR_SERVERS = (*_FOR_REQUESTS, "resample", "max_video_tokens")
-_SAMPLING = tuple(field.name for field in fields(VideoSampling))
-# transformers' names in `size`; the values are numbers of pixels.
-_EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+
+class _Size(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Bounds on an item's pixels, by transformers' names."""
+
+    shortest_edge: Count | None = None
+    longest_edge: Count | None = None
+
+
+class _RequestKwargs(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """What a request may lower: how large items get. The rest must match the model's weights."""
+
+    size: _Size | None = None
+    min_pixels: Count | None = None
+    max_pixels: Count | None = None
+    cap_pixels_per_frame: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.size is not None and (self.min_pixels or self.max_pixels):
+            raise ValueError("either size is given, or min_pixels and max_pixels")
+
+
+class _ServerKwargs(_RequestKwargs):
+    """What a server may set, too."""
+
+    resample: int | None = None
+    max_video_tokens: Count | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +87,14 @@ class MediaProcessor:
         model_dir: str | Path,
         trust_remote_code: bool = False,
         mm_processor_kwargs: Kwargs | None = None,
+        video_io_kwargs: Kwargs | None = None,
         device: str | None = None,
     ) -> None:
         """Loads the processor and runs it once, so that bad settings and files fail here: a ValueError.
 
-        `device` is torch's name of the device on which frames become patches and stay; None is the CPU. An item that
-        does not fit into the device's memory is processed on the CPU, and counted.
+        `video_io_kwargs` is the `video` part of --media-io-kwargs. `device` is torch's name of the device on which
+        frames become patches and stay; None is the CPU. An item that does not fit into the device's memory is processed
+        on the CPU, and counted.
         """
         from transformers import AutoProcessor
 
@@ -81,49 +104,34 @@ class MediaProcessor:
         for name in ("image_mean", "image_std", "rescale_factor", "patch_size", "temporal_patch_size", "merge_size"):
             if getattr(self._image, name) != getattr(self._video, name):
                 raise ValueError(f"the model's image and video processors differ in {name}, which is not supported")
-        self._sampling_given, given = _split("--mm-processor-kwargs", mm_processor_kwargs or {}, _FOR_SERVERS)
-        self.default_sampling = VideoSampling(**(self._sampling_given or _own_sampling(self._video)))
-        if "max_video_tokens" in given:
-            self._video.max_video_tokens = given["max_video_tokens"]  # transformers reads no argument of this name
+        asked, rest = _sampling(mm_processor_kwargs or {}, video_io_kwargs or {})
+        sampling = parse_options("video sampling", asked or _own_sampling(self._video), VideoSampling)
+        given = parse_options("--mm-processor-kwargs", rest, _ServerKwargs)
+        if given.max_video_tokens is not None:
+            self._video.max_video_tokens = given.max_video_tokens  # transformers reads no argument of this name
         frames = {"do_sample_frames": False, "return_metadata": True}
         own: dict[Kind, Kwargs] = {"image": _call(self._image, device), "video": _call(self._video, device) | frames}
         calls = _tuned("--mm-processor-kwargs", own, given)
-        self._settings = MediaSettings(self.default_sampling, given, calls)
+        self.settings = MediaSettings(sampling, msgspec.to_builtins(given), calls)
         with _explained("the model's processor fails on a grey image or video; check --mm-processor-kwargs"):
             grey = np.full((2, 64, 64, 3), 128, np.uint8)  # transformers' late imports happen here, too
-            video = DecodedVideo(grey, np.arange(2), np.arange(2) / 2, fps=2.0, total_frames=2, window_frames=2)
             self.process_image(grey[0])
-            self.process_video(video)
+            self.process_video(grey, VideoFacts([0, 1], [0.0, 0.5], fps=2.0, total_frames=2, window_frames=2))
 
-    def sampling(self, video_io_kwargs: Kwargs | None) -> VideoSampling:
-        """Which frames of a video are kept, given the `video` part of --media-io-kwargs. Raises ValueError."""
-        if not video_io_kwargs:
-            return self.default_sampling
-        if self._sampling_given:
-            given = ", ".join(self._sampling_given)
-            raise ValueError(f"--mm-processor-kwargs ({given}) and --media-io-kwargs both say how videos are sampled")
-        return VideoSampling.from_kwargs(video_io_kwargs)
+    def settings_for(self, video_io_kwargs: Kwargs, processor_kwargs: Kwargs) -> MediaSettings:
+        """Returns the settings of one request: the server's, with what the request sets.
 
-    def settings(self, sampling: VideoSampling) -> MediaSettings:
-        """The settings of a server that samples videos by `sampling`."""
-        return replace(self._settings, sampling=sampling)
-
-    def narrowed(
-        self, settings: MediaSettings, video_io_kwargs: Kwargs, processor_kwargs: Kwargs, most_frames: int
-    ) -> MediaSettings:
-        """Returns the settings of one request, which asks for less than the server's `settings`, never for more.
-
-        `video_io_kwargs` are the `video` part of the request's media_io_kwargs, `processor_kwargs` its
-        mm_processor_kwargs. The sampling may stand in either; where the server's has no count, `most_frames` is the
-        bound. Raises ValueError, whose text names the field and is safe for a client.
+        `video_io_kwargs` are the `video` part of its media_io_kwargs, `processor_kwargs` its mm_processor_kwargs; the
+        sampling may stand in either. The size of items can only get less. Raises ValueError, whose text is safe for a
+        client.
         """
-        sampling, given = _split("mm_processor_kwargs", processor_kwargs, _FOR_REQUESTS)
-        if sampling and video_io_kwargs:
-            raise ValueError("mm_processor_kwargs and media_io_kwargs both say how videos are sampled")
+        asked, rest = _sampling(processor_kwargs, video_io_kwargs)
+        given = parse_options("mm_processor_kwargs", rest, _RequestKwargs)
+        server = self.settings
         return MediaSettings(
-            settings.sampling.narrowed(sampling or video_io_kwargs, most_frames),
-            {**settings.processor_kwargs, **given},
-            _tuned("mm_processor_kwargs", settings.calls, given, only_less=True),
+            server.sampling.updated("video sampling", asked),
+            {**server.processor_kwargs, **msgspec.to_builtins(given)},
+            _tuned("mm_processor_kwargs", server.calls, given, only_less=True),
         )
 
     def process_image(self, frame: NDArray[np.uint8], settings: MediaSettings | None = None) -> ProcessedItem:
@@ -131,25 +139,28 @@ class MediaProcessor:
         import torch
 
         pixels = torch.from_numpy(frame).permute(2, 0, 1)
-        out = _run(self._image, pixels, (settings or self._settings).calls["image"])
+        out = _run(self._image, pixels, (settings or self.settings).calls["image"])
         return self._item("image", out["pixel_values"], out["image_grid_thw"])
 
-    def process_video(self, video: DecodedVideo, settings: MediaSettings | None = None) -> ProcessedItem:
-        """Processes the sampled frames of one video."""
+    def process_video(
+        self, frames: NDArray[np.uint8], video: VideoFacts, settings: MediaSettings | None = None
+    ) -> ProcessedItem:
+        """Processes the sampled frames of one video, uint8 [T, H, W, 3]."""
         import torch
         from transformers.video_utils import VideoMetadata
 
         # Processors take a frame's time to be its index / fps, and the rate of the kept frames from their share in the
         # total: so the indices are those that the times would have at an even rate, and the total is the window's.
-        indices = np.rint(video.timestamps * video.fps).astype(int).tolist()
-        metadata = VideoMetadata(video.window_frames, fps=video.fps, duration=video.duration, frames_indices=indices)
+        indices = [round(timestamp * video.fps) for timestamp in video.timestamps]
+        duration = video.total_frames / video.fps
+        metadata = VideoMetadata(video.window_frames, fps=video.fps, duration=duration, frames_indices=indices)
         # Channels first, but in the memory order of the frames: torch resizes that without a copy.
-        pixels = torch.from_numpy(video.frames).permute(0, 3, 1, 2)
+        pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)
         step = self._video.temporal_patch_size
         if len(pixels) < step:
             # Processors repeat the last frame to fill a patch, but some refuse a video without any full one.
             pixels = pixels[torch.arange(step).clamp(max=len(pixels) - 1)]
-        call = {**(settings or self._settings).calls["video"], "video_metadata": [metadata]}
+        call = {**(settings or self.settings).calls["video"], "video_metadata": [metadata]}
         out = _run(self._video, pixels, call)
         # As Qwen2_5_VLProcessor computes it: from the mean rate of the frames that were kept.
         is_timed = "second_per_grid_ts" in self.hf_processor.model_input_names
@@ -186,55 +197,37 @@ def _explained(problem: str) -> Iterator[None]:
         raise ValueError(f"{problem}: {why}; copy the model's processor files from where the model is from") from error
 
 
-def _split(flag: str, kwargs: Kwargs, tunable: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The sampling in `kwargs`, unchecked, and the processor's settings, checked. Raises ValueError."""
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    check_names(flag, given, (*tunable, *_SAMPLING))
-    sampling = {name: given.pop(name) for name in _SAMPLING if name in given}
-    size = given.get("size", {})
-    if not isinstance(size, Mapping) or ("size" in given and given.keys() & _EDGES.keys()):
-        edges = " and ".join(_EDGES.values())
-        raise ValueError(f"{flag} takes either size, an object of {edges}, or min_pixels and max_pixels")
-    check_names(f"{flag}: size", size, _EDGES.values())
-    for name, _, value in _bounds(given):
-        check_number(f"{flag}: {name}", value)
-    check_number(f"{flag}: max_video_tokens", given.get("max_video_tokens", 1))
-    if type(given.get("cap_pixels_per_frame", True)) is not bool:
-        raise ValueError(f"{flag}: cap_pixels_per_frame must be true or false")
-    return sampling, given
-
-
-def _bounds(given: Kwargs) -> list[tuple[str, str, Any]]:
-    """Each bound on an item's pixels: its name in `given`, its name in `size`, its value."""
-    bounds = [(f"size.{edge}", edge, value) for edge, value in given.get("size", {}).items()]
-    return bounds + [(name, edge, given[name]) for name, edge in _EDGES.items() if name in given]
+def _sampling(processor_kwargs: Kwargs, io_kwargs: Kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What both say of sampling, where `io_kwargs` wins, and the rest of `processor_kwargs`."""
+    rest = dict(processor_kwargs)
+    return {name: rest.pop(name) for name in VideoSampling.__struct_fields__ if name in rest} | io_kwargs, rest
 
 
 def _call(half: Any, device: str | None) -> dict[str, Any]:
     """The arguments of one half of the processor: its own settings that can be tuned, and what keeps patches uint8."""
-    call = {"size": {edge: half.size[edge] for edge in _EDGES.values()}, "resample": half.resample}
+    call = {"size": {edge: half.size[edge] for edge in _Size.__struct_fields__}, "resample": half.resample}
     if hasattr(half, "cap_pixels_per_frame"):
         call["cap_pixels_per_frame"] = bool(half.cap_pixels_per_frame)  # None means False, with a warning
     call |= {"do_rescale": False, "do_normalize": False, "return_tensors": "pt", "device": device or "cpu"}
     return call | {"input_data_format": "channels_first"}  # guessing fails for images 1 or 3 pixels high
 
 
-def _tuned(flag: str, calls: Mapping[Kind, Kwargs], given: Kwargs, only_less: bool = False) -> dict[Kind, Kwargs]:
-    """`calls` with the settings `given`; these can only lower what is there if `only_less`. Raises ValueError."""
+def _tuned(
+    owner: str, calls: Mapping[Kind, Kwargs], given: _RequestKwargs, only_less: bool = False
+) -> dict[Kind, Kwargs]:
+    """`calls` with the settings `given`; these can only make items smaller if `only_less`. Raises ValueError."""
+    asked: dict[str, int] = msgspec.to_builtins(given.size or _Size(given.min_pixels, given.max_pixels))
     tuned: dict[Kind, Kwargs] = {}
     for kind, call in calls.items():
-        own, asked = call["size"], {edge: value for _, edge, value in _bounds(given)}
-        for name, edge, value in _bounds(given):
-            if only_less and value > own[edge]:
-                raise ValueError(f"{flag}: {name} is {value}, more than the {own[edge]} of this server's {kind}s")
-        size = {**own, **asked}
+        own, size = call["size"], {**call["size"], **asked}
+        if only_less and any(size[edge] > own[edge] for edge in size):
+            raise ValueError(f"{owner}: {size} is more than this server's {own} for {kind}s")
         least, most = size["shortest_edge"], size["longest_edge"]
         if least > most and "shortest_edge" in asked:
-            raise ValueError(f"{flag}: the least number of pixels, {least}, is more than the greatest, {most}")
+            raise ValueError(f"{owner}: the least number of pixels, {least}, is more than the greatest, {most}")
         size["shortest_edge"] = min(least, most)
-        tuned[kind] = {**call, **{name: given[name] for name in call if name in given}, "size": size}
-        if only_less and call.get("cap_pixels_per_frame") and not tuned[kind]["cap_pixels_per_frame"]:
-            raise ValueError(f"{flag}: cap_pixels_per_frame is on for this server and cannot be turned off")
+        others = {name: value for name, value in msgspec.to_builtins(given).items() if name in call}
+        tuned[kind] = {**call, **others, "size": size}
     return tuned
 
 

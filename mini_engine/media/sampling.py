@@ -1,107 +1,75 @@
 """Which frames of a video are kept. Knows frame times, nothing of files or decoders."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+Count = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
+Rate = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Options = TypeVar("Options", bound=msgspec.Struct)
+
 _SLACK = 0.0015  # seconds that a frame may start after a tick and count at it: Matroska rounds times to 1 ms
-# Type and least value of each number; the other fields are counts.
-_NUMBERS = {"fps": (float, 1e-9), "start": (float, 0), "end": (float, 0)}
 
 
-def check_number(name: str, value: Any, kind: type = int, least: float = 1) -> Any:
-    """`value` as `kind`. Raises ValueError, whose text is safe for a client, unless it is from `least` to 1e9."""
-    if type(value) not in (int, kind) or not least <= value <= 1e9:
-        number = "whole number" if kind is int else "number"
-        raise ValueError(f"{name} must be a {number} of at least {least:g} and at most 1e9, not {str(value)[:40]}")
-    return kind(value)
+def parse_options(owner: str, given: Mapping[str, Any], kind: type[Options]) -> Options:
+    """The options `given` to `owner`, as JSON values; null is as good as none. Raises ValueError, whose text is safe
+    for a client."""
+    try:
+        return msgspec.convert({name: value for name, value in given.items() if value is not None}, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{owner}: {error}; it takes {', '.join(kind.__struct_fields__)}") from None
 
 
-def check_names(owner: str, given: Iterable[str], accepted: Iterable[str]) -> None:
-    """Raises ValueError, whose text is safe for a client, if `accepted` lacks one of the names in `given`."""
-    accepted = list(accepted)
-    if unknown := [str(name)[:40] for name in given if name not in accepted]:
-        raise ValueError(f"{owner} has no {', '.join(unknown)}; it takes {', '.join(accepted)}")
+class VideoFacts(msgspec.Struct, frozen=True):
+    """What a processor must know of a video beside the frames that are kept of it."""
 
-
-@dataclass(frozen=True, eq=False)
-class DecodedVideo:
-    """The sampled frames of a video, and what the processor must know of the whole."""
-
-    frames: NDArray[np.uint8]  # [T, H, W, 3], RGB, contiguous, upright
-    frames_indices: NDArray[np.int64]  # [T], places of `frames` among all frames
-    timestamps: NDArray[np.float64]  # [T], seconds after the video's first frame
+    frames_indices: list[int]  # places of these frames among all frames
+    timestamps: list[float]  # of these frames: seconds after the video's first
     fps: float  # of the source, not of the sampling
     total_frames: int  # that the file really has, whatever its header says
     window_frames: int  # of these, within the start and end of the sampling
     missing: str | None = None  # what of the file could not be read; None: nothing
 
-    @property
-    def duration(self) -> float:
-        """Seconds."""
-        return self.total_frames / self.fps
 
-
-@dataclass(frozen=True)
-class VideoSampling:
+class VideoSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Either `num_frames` frames, evenly spread, or one frame for each 1/`fps` seconds (at most `max_frames`, and at
     least `min_frames` of a video that has so many), of those displayed from `start` up to `end` (seconds after the
     first frame). `repr` enters media hashes."""
 
-    num_frames: int | None = None
-    fps: float | None = None
-    max_frames: int | None = None
-    min_frames: int | None = None
-    start: float | None = None
-    end: float | None = None
+    num_frames: Count | None = None
+    fps: Rate | None = None
+    max_frames: Count | None = None
+    min_frames: Count | None = None
+    start: Seconds | None = None
+    end: Seconds | None = None
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value is not None:  # 2 and 2.0 become one sampling, with one hash
-                number = check_number(f"video sampling: {name}", value, *_NUMBERS.get(name, ()))
-                object.__setattr__(self, name, number)
         least, most, start, end = self.min_frames, self.max_frames, self.start or 0.0, self.end
         if (self.num_frames is None) == (self.fps is None):
-            raise ValueError("video sampling takes exactly one of num_frames and fps")
+            raise ValueError("exactly one of num_frames and fps is needed")
         if self.num_frames is not None and (least or most):
-            raise ValueError("video sampling takes max_frames and min_frames with fps, not with num_frames")
+            raise ValueError("max_frames and min_frames go with fps, not with num_frames")
         if least is not None and most is not None and least > most:
-            raise ValueError(f"video sampling: min_frames is {least}, more than the {most} of max_frames")
+            raise ValueError(f"min_frames is {least}, more than the {most} of max_frames")
         if end is not None and end <= start:
-            raise ValueError(f"video sampling: end is {end:g}, not more than the {start:g} of start")
+            raise ValueError(f"end is {end:g}, not more than the {start:g} of start")
 
-    @classmethod
-    def from_kwargs(cls, kwargs: Mapping[str, Any]) -> "VideoSampling":
-        """The `video` part of --media-io-kwargs, checked. Raises ValueError, whose text is safe for a client."""
-        check_names("video sampling", kwargs, [field.name for field in fields(cls)])
-        return cls(**kwargs)
-
-    def narrowed(self, asked: Mapping[str, Any], most_frames: int) -> "VideoSampling":
-        """Returns the sampling of a request that sets the fields `asked`, to a server that samples by `self`.
-
-        A request can only keep fewer frames; None leaves a field as it is. Where `self` sets no count, `most_frames` is
-        the bound. Raises ValueError, whose text names the field, the value and the bound and is safe for a client.
-        """
-        asked = {name: value for name, value in asked.items() if value is not None}
-        own, count = asdict(self), self.num_frames or self.max_frames or most_frames
-        if self.min_frames is not None and "max_frames" in asked:
-            own["min_frames"] = min(self.min_frames, asked["max_frames"])
-        if "num_frames" in asked:
+    def updated(self, owner: str, asked: Mapping[str, Any]) -> "VideoSampling":
+        """This sampling with the fields `asked` for. Raises ValueError as `parse_options`."""
+        own = msgspec.structs.asdict(self)
+        if asked.get("num_frames") is not None:
             own |= {"fps": None, "max_frames": None, "min_frames": None}
-        elif "fps" in asked and self.num_frames is not None:
-            own |= {"num_frames": None, "max_frames": count}
-        narrowed = VideoSampling.from_kwargs(own | asked)
-        bounds = {"num_frames": count, "max_frames": count, "min_frames": self.min_frames or 1, "fps": self.fps}
-        whose = "of this server (--media-io-kwargs, --max-video-frames-kept or the model's own sampling)"
-        for name, bound in (bounds | {"end": self.end}).items():
-            if name in asked and bound is not None and asked[name] > bound:
-                raise ValueError(f"video sampling: {name} is {asked[name]}, more than the {bound:g} {whose}")
-        if (narrowed.start or 0) < (self.start or 0):
-            raise ValueError(f"video sampling: start is {narrowed.start:g}, less than the {self.start:g} {whose}")
-        return narrowed
+        elif asked.get("fps") is not None:
+            own["num_frames"] = None
+        if own["min_frames"] and isinstance(most := asked.get("max_frames"), int):
+            own["min_frames"] = min(own["min_frames"], most)
+        return parse_options(
+            owner, own | {name: value for name, value in asked.items() if value is not None}, type(self)
+        )
 
     def window(self, times: Sequence[float]) -> range:
         """Returns the indices of the frames displayed from `start` up to `end`; never empty.
@@ -119,8 +87,9 @@ class VideoSampling:
             last = int(np.searchsorted(edges[:-1], self.end - _SLACK, side="left"))
         return range(first, max(last, first + 1))
 
-    def indices(self, times: Sequence[float]) -> NDArray[np.int64]:
+    def indices(self, times: Sequence[float], most_frames: int) -> NDArray[np.int64]:
         """Returns the ascending indices of the frames to keep, int64 [T], T >= 1; `times` and errors as in `window`.
+        `most_frames` stands in for a `max_frames` that is not set.
 
         With `num_frames`, they are np.linspace over the window, rounded down. With `fps`, ticks occur every 1/fps
         seconds from `start` on, and the frame displayed at a tick is kept, once; more than `max_frames` of these, or
@@ -138,7 +107,7 @@ class VideoSampling:
         # A frame is displayed from its own time until the next frame's: kept if a whole tick lies in between.
         kept = places[np.ceil(ticks[:-1]) < ticks[1:]]
         least = self.min_frames or 1
-        return _spread(places, least) if len(kept) < least else _spread(kept, self.max_frames or len(kept))
+        return _spread(places, least) if len(kept) < least else _spread(kept, self.max_frames or most_frames)
 
 
 def _edges(times: Sequence[float]) -> NDArray[np.float64]:

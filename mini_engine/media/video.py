@@ -9,8 +9,8 @@ fetches them. Only sampled frames are converted to RGB. Memory holds the file's 
 Runs in a decoder process, which bounds its memory and time. Knows nothing of models or requests.
 """
 
-import io
-from collections.abc import Callable, Iterator, Sequence
+import mmap
+from collections.abc import Iterator, Sequence
 
 import av
 import av.container
@@ -21,12 +21,12 @@ from av.stream import Disposition
 from numpy.typing import NDArray
 
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.media.containers import Data, container_of, declared_size
+from mini_engine.media.containers import container_of, declared_size
 from mini_engine.media.errors import MediaError
-from mini_engine.media.frames import Allocate, FrameRows, allocate
-from mini_engine.media.limits import CUT_SHORT, Damage, DecodeLimits, Guard
+from mini_engine.media.frames import Allocate, FrameRows
+from mini_engine.media.limits import CUT_SHORT, Damage, Guard
 from mini_engine.media.packets import PacketTable
-from mini_engine.media.sampling import DecodedVideo, VideoSampling
+from mini_engine.media.sampling import VideoFacts, VideoSampling
 
 # FFmpeg's decoders for what people send, of the hundreds that it has.
 _DECODERS = ("h264", "hevc", "vp8", "vp9", "libdav1d", "libaom-av1", "av1", "mpeg4", "gif")
@@ -37,30 +37,22 @@ _WORTH_SEEKING = 0.75  # decode runs of packets when they are at most this share
 
 
 def decode_video(
-    data: Data,
-    sampling: VideoSampling,
-    limits: DecodeLimits | None = None,
-    *,
-    item: str = "video",
-    allow_partial: bool = False,
-    allocate: Allocate = allocate,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> DecodedVideo:
-    """Decodes a video file in the calling thread. `item` is the item's name in errors, such as "video 1".
+    data: mmap.mmap, sampling: VideoSampling, guard: Guard, allow_partial: bool, allocate: Allocate
+) -> tuple[NDArray[np.uint8], VideoFacts]:
+    """Returns the sampled frames of a video file, [T, H, W, 3], and what there is to know of the whole.
 
     A file of which not all can be read is refused, unless `allow_partial`: then the readable frames count as all
     frames, and `missing` of the result names the rest. Damage in frames that need not be decoded goes unseen.
 
     Raises MediaError for a file that cannot be read or exceeds a limit, DecodeCancelled within a frame's time after
-    `should_stop` is true, and MemoryError.
+    `guard.should_stop()` is true, and MemoryError.
     """
-    guard = Guard(item, limits or DecodeLimits(), should_stop)
-    damage = Damage(item, allow_partial)
+    damage = Damage(guard.item, allow_partial)
     if (size := declared_size(data)) > len(data):
         damage.add(f"{len(data)} of at least {size} bytes are there")
     try:
         with av.open(
-            io.BytesIO(data) if isinstance(data, bytes) else data,
+            data,
             mode="r",
             metadata_errors="replace",
             container_options={
@@ -75,7 +67,7 @@ def decode_video(
     except MemoryError:
         raise
     except (av.error.FFmpegError, UnicodeDecodeError) as error:
-        raise MediaError(item, CUT_SHORT.format(damage.found) if damage.found else _UNREADABLE) from error
+        raise MediaError(guard.item, CUT_SHORT.format(damage.found) if damage.found else _UNREADABLE) from error
 
 
 class _Decode:
@@ -97,15 +89,15 @@ class _Decode:
         self.codec = stream.codec_context
         self.codec.thread_count = 1
         self.codec.options = {"max_pixels": str(guard.limits.max_frame_pixels)}  # frames may grow on the way
-        guard.check_size(self.codec.width, self.codec.height)
+        guard.check_size("max_frame_pixels", self.codec.width, self.codec.height)
         self.rate = float(stream.average_rate or stream.guessed_rate or 0) or 24.0
 
-    def run(self) -> DecodedVideo:
+    def run(self) -> tuple[NDArray[np.uint8], VideoFacts]:
         self.packets = PacketTable(self.container, self.stream, self.guard, self.damage)
         if not len(self.packets.stamps):
             raise MediaError(self.guard.item, _NO_FRAME)
         times = self._times(self.packets.stamps)
-        self.guard.check_seconds(times[-1] - times[0])
+        self.guard.check("max_video_seconds", times[-1] - times[0], "seconds", "a shorter video")
         indices = self._sample(times)
         self.guard.check_kept(len(indices), self.codec.width, self.codec.height)
         frames = self._seek(indices)
@@ -117,10 +109,9 @@ class _Decode:
             frames, times = self._walk(indices)
             indices = self._sample(times)
             walks += 1
-        return DecodedVideo(
-            frames.take(indices.tolist()),
-            indices,
-            np.asarray(times)[indices] - times[0],
+        return frames.take(indices.tolist()), VideoFacts(
+            indices.tolist(),
+            [times[index] - times[0] for index in indices],
             fps=_source_fps(times, self.rate),
             total_frames=len(times),
             window_frames=len(self.sampling.window(times)),
@@ -129,7 +120,7 @@ class _Decode:
 
     def _sample(self, times: Sequence[float]) -> NDArray[np.int64]:
         try:
-            return self.sampling.indices(times)
+            return self.sampling.indices(times, self.guard.limits.max_video_frames_kept)
         except ValueError as error:
             raise MediaError(self.guard.item, str(error)) from error
 
@@ -175,7 +166,7 @@ class _Decode:
             if frame is None:
                 self.damage.add(f"frame {len(stamps)} cannot be decoded")
                 continue
-            self.guard.check_frames(len(stamps) + 1)
+            self.guard.check("max_video_frames", len(stamps) + 1, "frames", "a shorter video")
             frames.offer(len(stamps), frame)
             stamps.append(frame.pts)
             interlaced |= frame.interlaced_frame

@@ -16,6 +16,8 @@ GAUGES = (
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "ipc_buffered_bytes", "mm_cache_references",
 )  # fmt: skip
 
+DECODER_DESCRIPTORS = 3  # of each decoder in its API server
+
 
 def samples(server: RunningServer, title: str) -> dict[str, float]:
     """`/metrics` as one API server shows it, by name with labels, without the prefix."""
@@ -31,14 +33,15 @@ def total(shown: dict[str, float], name: str) -> float:
     return sum(found)
 
 
-def processes(server: RunningServer) -> dict[str, int]:
-    """The server's processes by title, without the decoders of its API servers."""
-    titles = ("supervisor", "mini-engine: api", "mini-engine: core", "mini-engine: worker")
-    return {title: pid for title, pid in server.pids().items() if title.startswith(titles)}
+def decoders(pid: int) -> list[int]:
+    """The decoder processes of an API server, those that start too. Other processes have none."""
+    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return [child for child in children if b"decoder" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
+    """But for those that belong to decoders, whose number varies."""
+    return len(os.listdir(f"/proc/{pid}/fd")) - DECODER_DESCRIPTORS * len(decoders(pid))
 
 
 def memory(pid: int, name: str) -> int:
@@ -57,7 +60,7 @@ def assert_nothing_held(server: RunningServer, inside: Inside, witness: str, tit
     """By the gauges that the API server `witness` shows, and by the count of each process, no request is there."""
     shown = samples(server, witness)
     left: dict[str, object] = {name: value for name in GAUGES if (value := total(shown, name))}
-    pids = processes(server)
+    pids = server.pids()
     for title in titles:
         held = inside.figures(pids[title])["held"]
         left |= {f"{title}: {name}": value for name, value in held.items() if value}
@@ -67,7 +70,7 @@ def assert_nothing_held(server: RunningServer, inside: Inside, witness: str, tit
 def holdings(server: RunningServer, inside: Inside) -> dict[str, dict[str, int]]:
     """All that each process holds and keeps, by its title."""
     state = {}
-    for title, pid in processes(server).items():
+    for title, pid in server.pids().items():
         state[title] = {"descriptors": descriptors(pid), "mappings": mappings(pid)}
         if title != "supervisor":
             counted = inside.figures(pid)

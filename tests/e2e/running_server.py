@@ -111,14 +111,17 @@ class RunningServer:
     # --- processes
 
     def pids(self) -> dict[str, int]:
-        """The server's processes by title, such as `mini-engine: worker 0.1`; the supervisor is `supervisor`."""
+        """The server's processes by title, such as `mini-engine: worker 0.1`; the supervisor is `supervisor`.
+
+        Without the decoders, of which there are as many as the load needs."""
         found = {"supervisor": self.process.pid}
         for pid in descendants(self.process.pid):
             try:
                 title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
             except OSError:
                 continue
-            found[title if title not in found else f"{title} #{pid}"] = pid
+            if title.startswith(("mini-engine: api", "mini-engine: core", "mini-engine: worker")):
+                found[title if title not in found else f"{title} #{pid}"] = pid
         return found
 
     def assert_dev_shm_never_written(self) -> None:

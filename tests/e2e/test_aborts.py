@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.asked import Asked, ask_small
 from tests.e2e.barriers import Inside, eventually
-from tests.e2e.held import assert_nothing_held, holdings, processes, samples, total
+from tests.e2e.held import assert_nothing_held, holdings, samples, total
 from tests.e2e.pinned import Asking, call, wait_for_no_clients
 from tests.e2e.running_server import CACHES, RunningServer, message
 
@@ -82,7 +82,7 @@ class Ground:
             self.asking.pop().hang_up()
 
     def held(self, title: str, name: str) -> int:
-        return self.inside.figures(processes(self.server)[title])["held"][name]
+        return self.inside.figures(self.server.pids()[title])["held"][name]
 
     def wait_for(self, title: str, **wanted: int) -> None:
         """Until a process counts what is wanted; `_` in the names stands for a blank."""
@@ -131,7 +131,7 @@ class Ground:
 
         def at_rest() -> None:
             assert_nothing_held(self.server, self.inside, OTHER, [VICTIM, OTHER, CORE, *self.workers])
-            pids = processes(self.server)
+            pids = self.server.pids()
             kept = {title: self.inside.figures(pids[title])["kept"] for title in [VICTIM, OTHER, CORE, *self.workers]}
             full = [f"{title}: {name}" for title, names in kept.items() for name in KEPT & names.keys() if names[name]]
             assert not full
@@ -176,9 +176,9 @@ def queued(ground: Ground) -> Iterator[Reached]:
         barrier.wait_until_held()
         second = ground.ask(ground.new())
         ground.wait_for(VICTIM, admitted=1, in_line=1)
-        victim = processes(ground.server)[VICTIM]
+        victim = ground.server.pids()[VICTIM]
         yield Reached(second, [(VICTIM, "in line", 0), (VICTIM, "admitted", 1)])
-    if processes(ground.server).get(VICTIM) == victim:
+    if ground.server.pids().get(VICTIM) == victim:
         assert first.answer() == one.answer
     else:
         assert first.is_cut()
@@ -189,7 +189,7 @@ def in_media_thread(ground: Ground, name: str) -> Iterator[Reached]:
     decodes = total(samples(ground.server, OTHER), "media_decodes_total")
     with ground.inside.barrier(name) as barrier:
         asking = ground.ask(ground.new())
-        assert barrier.wait_until_held()["pid"] == processes(ground.server)[VICTIM]
+        assert barrier.wait_until_held()["pid"] == ground.server.pids()[VICTIM]
         ground.wait_for(VICTIM, admitted=1, at_work=1)
         yield Reached(asking, [(VICTIM, "admitted", 0), (VICTIM, "at work", 0), (VICTIM, "preparing", 0)])
         assert total(samples(ground.server, OTHER), "media_decodes_total") == decodes
@@ -210,7 +210,7 @@ def storing(ground: Ground) -> Iterator[Reached]:
     """In the middle of the copy into the store."""
     with ground.inside.barrier("storing") as barrier:
         asking = ground.ask(ground.new())
-        assert barrier.wait_until_held()["pid"] == processes(ground.server)[VICTIM]
+        assert barrier.wait_until_held()["pid"] == ground.server.pids()[VICTIM]
         ground.wait_for(VICTIM, samples=1, being_written=1, pins=0)
         ground.wait_for(CORE, requests=0)
         yield Reached(asking, [(VICTIM, "samples", 0), (VICTIM, "admitted", 0), (VICTIM, "being written", 1)])
@@ -224,7 +224,7 @@ def sent(ground: Ground) -> Iterator[Reached]:
     with ground.inside.barrier("receiving") as barrier:
         asking = ground.ask(ground.new())
         pid = barrier.wait_until_held()["pid"]
-        (deaf,) = [title for title in ground.workers if processes(ground.server)[title] == pid]
+        (deaf,) = [title for title in ground.workers if ground.server.pids()[title] == pid]
         for worker in ground.workers:
             ground.wait_for(worker, tensors=int(worker != deaf))
         ground.wait_for(CORE, requests=1, awaiting_media=2)  # the request, and its one message
@@ -242,7 +242,7 @@ def received(ground: Ground) -> Iterator[Reached]:
     """Its tensors are on all ranks; the core has not taken the request."""
     with ground.inside.barrier("accepting") as barrier:
         asking = ground.ask(ground.new())
-        assert barrier.wait_until_held()["pid"] == processes(ground.server)[CORE]
+        assert barrier.wait_until_held()["pid"] == ground.server.pids()[CORE]
         ground.wait_for(CORE, requests=0)
         ground.wait_for(VICTIM, samples=1)
         if ground.setup.cache == "shm":
@@ -376,7 +376,7 @@ def grounds() -> Iterator[Callable[[Setup], Ground]]:
 @pytest.mark.parametrize(("setup", "stage", "how"), list(cases()))
 def test_all_comes_back(setup, stage, how, grounds):
     ground = grounds(setup)
-    victim = processes(ground.server)[VICTIM]
+    victim = ground.server.pids()[VICTIM]
     survivors = [OTHER, CORE, *ground.workers]
     with contextlib.closing(ground), stage(ground) as reached:
         if how == "client leaves":
@@ -390,4 +390,4 @@ def test_all_comes_back(setup, stage, how, grounds):
                 ground.wait_for(title, **{name.replace(" ", "_"): number})
     eventually(lambda: assert_nothing_held(ground.server, ground.inside, OTHER, survivors))
     ground.assert_as_before()
-    assert (processes(ground.server)[VICTIM] == victim) == (how == "client leaves")
+    assert (ground.server.pids()[VICTIM] == victim) == (how == "client leaves")

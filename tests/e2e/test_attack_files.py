@@ -16,19 +16,20 @@ import pytest
 from tests.e2e.asked import ask_small
 from tests.e2e.bad_inputs import as_json, data_url
 from tests.e2e.barriers import eventually
-from tests.e2e.held import descriptors, memory, processes
-from tests.e2e.running_server import RunningServer, descendants, message
+from tests.e2e.held import decoders, descriptors, memory
+from tests.e2e.running_server import CACHES, RunningServer, message
 from tests.media import corpus
 
 API = "mini-engine: api 0"
+SEEDS = range(32)  # of good requests
 MAX_GROWTH_BYTES = 128 << 20  # of an API server, for what malloc keeps
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with RunningServer("--media-decode-timeout", "4") as running:
+    with RunningServer("--media-decode-timeout", "4", *CACHES["off"]) as running:
         with ThreadPoolExecutor(8) as pool:  # until all decoders are there that an idle server keeps
-            list(pool.map(lambda seed: assert_answered(running, seed), range(32)))
+            list(pool.map(lambda seed: assert_answered(running, seed), SEEDS))
         yield running
 
 
@@ -47,13 +48,10 @@ def status_of(server: RunningServer, modality: str, data: bytes) -> int:
         return connection.getresponse().status
 
 
-def decoders(server: RunningServer) -> int:
-    return sum("decoder of" in Path(f"/proc/{pid}/cmdline").read_text() for pid in descendants(server.process.pid))
-
-
 def test_attacks_leave_good_requests_answered_and_nothing_behind(server):
-    seeds = itertools.count(100)
-    before, pids = decoders(server), processes(server)
+    seeds = itertools.cycle(SEEDS)
+    pids = server.pids()
+    before = len(decoders(pids[API]))
     held = descriptors(pids[API]), memory(pids[API], "VmRSS")
     with ThreadPoolExecutor(3) as pool:
         sent = [pool.submit(status_of, server, modality, make()) for modality, make in corpus.ATTACKS.values()]
@@ -65,8 +63,8 @@ def test_attacks_leave_good_requests_answered_and_nothing_behind(server):
 
     def as_before() -> None:
         assert "libav" not in Path(f"/proc/{pids[API]}/maps").read_text()  # FFmpeg is loaded in decoders only
-        assert processes(server) == pids
-        assert 1 <= decoders(server) <= before
+        assert server.pids() == pids
+        assert 1 <= len(decoders(pids[API])) <= before
         assert descriptors(pids[API]) <= held[0]
         assert memory(pids[API], "VmRSS") < held[1] + MAX_GROWTH_BYTES
 
@@ -75,10 +73,10 @@ def test_attacks_leave_good_requests_answered_and_nothing_behind(server):
 
 def test_mutated_files_are_answered_or_refused(server):
     files = [(modality, make()) for modality, make in corpus.SMALL.values()]
-    pids = processes(server)
+    pids = server.pids()
     cases = [(modality, corpus.mutated(data, seed)) for seed in range(1000) for modality, data in [files[seed % 10]]]
     with ThreadPoolExecutor(4) as pool:
         statuses = Counter(pool.map(lambda case: status_of(server, *case), cases))
     assert set(statuses) == {200, 400}, statuses
     assert statuses[200] > 100 and statuses[400] > 100, statuses
-    assert processes(server) == pids
+    assert server.pids() == pids

@@ -20,7 +20,7 @@ import pytest
 
 from tests.e2e.asked import Asked, ask_video
 from tests.e2e.barriers import Inside, eventually
-from tests.e2e.held import assert_nothing_held, descriptors, mappings, processes, samples, total
+from tests.e2e.held import assert_nothing_held, descriptors, mappings, samples, total
 from tests.e2e.pinned import Asking, call, catch_up, wait_for_no_clients
 from tests.e2e.running_server import CACHES, RunningServer
 
@@ -115,7 +115,7 @@ class Crowd:
         Buffers stay, for the next message, at both ends. Each is a mapping, which has a descriptor of its own, and one
         descriptor more at its sender's.
         """
-        pids = processes(self.server)
+        pids = self.server.pids()
         buffers: Counter[str] = Counter()
         spare: Counter[str] = Counter()
         for title in self.apis:
@@ -130,7 +130,7 @@ class Crowd:
 
     def assert_at_rest(self) -> None:
         """No request is there, and every descriptor and mapping belongs to the start or to a buffer that idles."""
-        titles = processes(self.server).keys() - {"supervisor"}
+        titles = self.server.pids().keys() - {"supervisor"}
         assert_nothing_held(self.server, self.inside, self.apis[0], titles)
         assert self.beside_buffers() == self.before
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from tests.e2e.asked import Asked, ask_small
 from tests.e2e.barriers import Inside, eventually
-from tests.e2e.held import assert_nothing_held, descriptors, processes
+from tests.e2e.held import assert_nothing_held, descriptors
 from tests.e2e.pinned import Asking, call
 from tests.e2e.running_server import RunningServer
 
@@ -44,7 +44,7 @@ class Ground:
 
     def pid(self, role: str) -> int:
         """Of `api 0`, `core 0`, `worker 0.1` or `supervisor`."""
-        return processes(self.server)[role if role == "supervisor" else f"mini-engine: {role}"]
+        return self.server.pids()[role if role == "supervisor" else f"mini-engine: {role}"]
 
     def hurt(self, role: str, number: int) -> float:
         """Send a signal; returns when, or a moment before."""
@@ -57,7 +57,7 @@ class Ground:
 
         def check() -> None:
             assert self.server.process.poll() is None, self.server.log
-            theirs = {title: pid for title, pid in processes(self.server).items() if title.startswith("mini-engine")}
+            theirs = {title: pid for title, pid in self.server.pids().items() if title.startswith("mini-engine")}
             assert set(theirs) == self.titles, set(theirs) ^ self.titles
             assert not without & set(theirs.values())
             for slot in range(API_SERVERS):

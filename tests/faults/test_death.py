@@ -18,7 +18,6 @@ import pytest
 
 from tests.e2e.asked import Asked, ask_small, ask_video
 from tests.e2e.barriers import Inside, eventually
-from tests.e2e.held import processes
 from tests.e2e.running_server import RunningServer, alive, descendants, message
 from tests.faults.ground import RECOVERY_SECONDS
 from tests.faults.load import ask
@@ -83,7 +82,7 @@ def test_the_death_of_a_worker_is_survived_as_often_as_allowed_and_then_ends_the
     ):
         with inside.barrier("loading-core") as starting:
             with in_flight(server):
-                before = processes(server)
+                before = server.pids()
                 killed = before["mini-engine: worker 0.1"]
                 os.kill(killed, signal.SIGKILL)
             starting.wait_until_held(RECOVERY_SECONDS)
@@ -136,7 +135,7 @@ def test_a_dead_engine_of_two_ends_both_and_all_start_anew():
     asked = [ask_small(31_000 + number) for number in range(6)]
     with Inside() as inside, RunningServer("-dp", "2", "--restart-engine", environ=inside.environ) as server:
         assert {ask(server, one).kind for one in asked} == {"right"}
-        before = processes(server)
+        before = server.pids()
         os.kill(server.pids()["mini-engine: worker 1.0"], signal.SIGKILL)
         eventually(lambda: assert_health(server, 503))
         eventually(lambda: assert_health(server, 200), RECOVERY_SECONDS)

@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.asked import Asked, ask_image, ask_small
 from tests.e2e.barriers import Inside, eventually
-from tests.e2e.held import GAUGES, assert_nothing_held, descriptors, memory, processes, samples, total
+from tests.e2e.held import GAUGES, assert_nothing_held, descriptors, memory, samples, total
 from tests.e2e.pinned import Asking
 from tests.e2e.running_server import RunningServer
 from tests.faults.load import Outcome, ask
@@ -96,13 +96,13 @@ class Soak:
 
     def kill(self) -> None:
         """One API server, if the last successor serves already."""
-        victim = processes(self.server).get(VICTIM)
+        victim = self.server.pids().get(VICTIM)
         if self.server.log.count("serves in the place of") == len(self.kills) and victim:
             self.kills.append(time.monotonic())
             os.kill(victim, signal.SIGKILL)
 
     def sample(self) -> None:
-        pids = processes(self.server)
+        pids = self.server.pids()
         for title, taken in self.samples.items():
             anonymous, shared = (memory(pids[title], name) for name in ("RssAnon", "RssShmem"))
             taken.append(Sample(time.monotonic(), anonymous, shared, descriptors(pids[title])))
@@ -175,7 +175,7 @@ def test_nothing_wears_out():
             print(name, f"{growth(gauge):+g} at {mean:g} (noise {noise(gauge):g})")
             assert growth(gauge) <= 4 * noise(gauge), name
         eventually(lambda: assert_two_api_servers(server), 90)
-        titles = [title for title in processes(server) if title != "supervisor"]
+        titles = [title for title in server.pids() if title != "supervisor"]
         eventually(lambda: assert_nothing_held(server, inside, SURVIVOR, titles), 30)
         server.assert_dev_shm_never_written()
 

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -151,15 +150,10 @@ def test_an_unknown_architecture_is_told_all_that_are_known():
     assert all(name in str(error.value).partition("supported:")[2] for name in SPECS)
 
 
-def test_the_page_on_adding_a_model_names_each_field_and_each_file():
-    """All files that name the family of its example, but for who measures and trains."""
+def test_the_page_on_adding_a_model_names_each_field():
     page = (ROOT / "docs" / "adding-a-model.md").read_text()
     for field in fields(ModelSpec):
         assert f"\n| `{field.name}` |" in page
-    steps = page.partition("## The spec")[0]
-    for path in (*ROOT.glob("mini_engine/**/*.py"), *ROOT.glob("tests/**/*.py")):
-        if re.search("qwen3_vl|Qwen3VL", path.read_text()):
-            assert f"`{path.relative_to(ROOT)}`" in steps
 
 
 def test_a_missing_field_is_named():
