@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-
 from mini_engine import metrics
 from mini_engine.api.chat import MediaRef
 from mini_engine.api.media_settings import KeyedSettings
@@ -30,7 +28,6 @@ from mini_engine.media.fetch import declared_size, fetch, is_elsewhere, is_local
 from mini_engine.media.hashing import media_hash
 from mini_engine.media.http_fetch import tls_context
 from mini_engine.media.policy import MediaPolicy, Received
-from mini_engine.media.sampling import DecodedVideo
 from mini_engine.messages import Modality
 
 if TYPE_CHECKING:
@@ -212,16 +209,10 @@ class MediaLoader:
     async def _work(self, item: FetchedItem, owner: str) -> _Worked:
         began = time.monotonic()
         decoding = await self.decoders.decode(self._job(item), item.data, owner)
-        decoded, loop, release = time.monotonic(), asyncio.get_running_loop(), decoding.release
+        decoded = time.monotonic()
         processing = self._processing.submit(self._process_frames, item, decoding)
-        del decoding  # the thread frees large frames, which takes a while
-
-        def release_decoder(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
-                loop.call_soon_threadsafe(release)
-
         # The frames are in use until the thread is done, whether it is waited for or not.
-        processing.add_done_callback(release_decoder)
+        processing.add_done_callback(lambda _: decoding.release())
         processed = await asyncio.wrap_future(processing)
         metrics.media_decodes_total.inc()
         return _Worked(processed, began, decoded, time.monotonic())
@@ -232,14 +223,9 @@ class MediaLoader:
         return VideoJob(item.name, len(item.data), item.settings.sampling, self._allow_partial_video)
 
     def _process_frames(self, item: FetchedItem, decoding: Decoding) -> ProcessedItem:
-        facts = decoding.video
-        if facts is None:
+        if decoding.video is None:
             return self.processor.process_image(decoding.frames[0], item.settings)
-        indices, timestamps = map(np.asarray, zip(*facts.kept, strict=True))
-        video = DecodedVideo(
-            decoding.frames, indices, timestamps, facts.fps, facts.total_frames, facts.window_frames, facts.missing
-        )
-        return self.processor.process_video(video, item.settings)
+        return self.processor.process_video(decoding.frames, decoding.video, item.settings)
 
 
 async def _in_thread(pool: Threads, work: Callable[[], T]) -> T:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
+
+import msgspec
 
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.media.hashing import settings_key
+from mini_engine.media.processor import Kind, Kwargs, MediaProcessor, MediaSettings
+from mini_engine.media.sampling import Count, VideoSampling, parse_options
 from mini_engine.messages import Modality
-
-if TYPE_CHECKING:
-    from mini_engine.media.processor import MediaProcessor, MediaSettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +36,54 @@ class KeyedSettings:
         return cls(settings, keys)
 
 
+class _Size(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Bounds on an item's pixels, by transformers' names."""
+
+    shortest_edge: Count | None = None
+    longest_edge: Count | None = None
+
+
+class _RequestKwargs(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """What a request may lower: how large items get. The rest must match the model's weights."""
+
+    size: _Size | None = None
+    min_pixels: Count | None = None
+    max_pixels: Count | None = None
+    cap_pixels_per_frame: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.size is not None and (self.min_pixels or self.max_pixels):
+            raise ValueError("either size is given, or min_pixels and max_pixels")
+
+
+class _ServerKwargs(_RequestKwargs):
+    """What a server may set, too."""
+
+    resample: int | None = None
+    max_video_tokens: Count | None = None
+
+
 class MediaSettingsResolver:
     """The server's settings, and those of requests that set some of them."""
 
-    def __init__(self, processor: MediaProcessor, model: tuple[str, str | None]):
-        self.server = KeyedSettings.of(processor.settings, model)
-        self._processor = processor
+    def __init__(
+        self,
+        processor: MediaProcessor,
+        processor_kwargs: Kwargs,
+        video_io_kwargs: Kwargs,
+        model: tuple[str, str | None],
+    ):
+        """`processor_kwargs` and `video_io_kwargs` are --mm-processor-kwargs and the `video` part of --media-io-kwargs.
+        Runs the processor once. Raises ValueError."""
+        own, (asked, rest) = processor.settings, _split(processor_kwargs, video_io_kwargs)
+        given = parse_options("--mm-processor-kwargs", rest, _ServerKwargs)
+        if given.max_video_tokens is not None:  # transformers reads no argument of this name
+            processor.hf_processor.video_processor.max_video_tokens = given.max_video_tokens
+        sampling = parse_options("video sampling", asked, VideoSampling) if asked else own.sampling
+        calls = _tuned("--mm-processor-kwargs", own.calls, given)
+        server = MediaSettings(sampling, msgspec.to_builtins(given), calls)
+        processor.check(server)
+        self.server = KeyedSettings.of(server, model)
         self._model = model
 
     def resolve(self, chat: ChatRequest) -> KeyedSettings:
@@ -55,9 +98,40 @@ class MediaSettingsResolver:
         video_kwargs = io_kwargs.get("video") or {}
         if not video_kwargs and not processor_kwargs:
             return self.server
+        server, (asked, rest) = self.server.settings, _split(processor_kwargs, video_kwargs)
         try:
-            settings = self._processor.settings_for(video_kwargs, processor_kwargs)
+            given = parse_options("mm_processor_kwargs", rest, _RequestKwargs)
+            settings = MediaSettings(
+                server.sampling.updated("video sampling", asked),
+                {**server.processor_kwargs, **msgspec.to_builtins(given)},
+                _tuned("mm_processor_kwargs", server.calls, given, only_less=True),
+            )
         except ValueError as error:
             param = "mm_processor_kwargs" if processor_kwargs else "media_io_kwargs"
             raise bad_request(f"Invalid '{param}': {error}.", param, "invalid_value") from error
         return KeyedSettings.of(settings, self._model)
+
+
+def _split(processor_kwargs: Kwargs, io_kwargs: Kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What both say of sampling, where `io_kwargs` wins, and the rest of `processor_kwargs`."""
+    rest = dict(processor_kwargs)
+    return {name: rest.pop(name) for name in VideoSampling.__struct_fields__ if name in rest} | dict(io_kwargs), rest
+
+
+def _tuned(
+    owner: str, calls: Mapping[Kind, Kwargs], given: _RequestKwargs, only_less: bool = False
+) -> dict[Kind, Kwargs]:
+    """`calls` with the settings `given`; these can only make items smaller if `only_less`. Raises ValueError."""
+    asked: dict[str, int] = msgspec.to_builtins(given.size or _Size(given.min_pixels, given.max_pixels))
+    tuned: dict[Kind, Kwargs] = {}
+    for kind, call in calls.items():
+        own, size = call["size"], {**call["size"], **asked}
+        if only_less and any(size[edge] > own[edge] for edge in size):
+            raise ValueError(f"{owner}: {size} is more than this server's {own} for {kind}s")
+        least, most = size["shortest_edge"], size["longest_edge"]
+        if least > most and "shortest_edge" in asked:
+            raise ValueError(f"{owner}: the least number of pixels, {least}, is more than the greatest, {most}")
+        size["shortest_edge"] = min(least, most)
+        others = {name: value for name, value in msgspec.to_builtins(given).items() if name in call}
+        tuned[kind] = {**call, **others, "size": size}
+    return tuned

@@ -117,13 +117,9 @@ def load(init: Init, index: int) -> ModelFront:
     if device is not None:
         limit_memory(config, device)
     try:
-        processor = MediaProcessor(
-            init.model_dir,
-            trust_remote_code=config.trust_remote_code,
-            mm_processor_kwargs=config.mm_processor_kwargs,
-            video_io_kwargs=config.media_io_kwargs.get("video"),
-            device=device,
-        )
+        processor = MediaProcessor(init.model_dir, trust_remote_code=config.trust_remote_code, device=device)
+        video_io_kwargs, model = config.media_io_kwargs.get("video", {}), (init.model_dir, config.revision)
+        settings = MediaSettingsResolver(processor, config.mm_processor_kwargs, video_io_kwargs, model)
         template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
         renderer = ChatRenderer(processor.hf_processor, template)
         vocabulary = Vocabulary(processor.hf_processor.tokenizer)
@@ -138,13 +134,12 @@ def load(init: Init, index: int) -> ModelFront:
             f"{init.model_dir}: its processor, tokenizer or chat template fails: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}; copy these files from where the model is from"
         ) from error
-    model = (init.model_dir, config.revision)
     return ModelFront(
         processor,
         renderer,
         vocabulary,
         model_config.text.vocab_size,
-        MediaSettingsResolver(processor, model),
+        settings,
         media_loader(config, index, processor),
         SamplingDefaults.load(init.model_dir, config.generation_config),
     )

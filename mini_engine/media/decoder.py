@@ -7,11 +7,11 @@ process is lost. It never imports torch or transformers: it takes 20 MB of its o
       encoded bytes -> input memory
       ImageJob | VideoJob ---------------------------->
       <---------------------------- Announced(T, H, W)   once the file is probed
-      [memory of that size, if OUTPUT_BYTES are too few] ->
       <------------------------ Decoded | DecodeFailed   the frames are in the output memory
 
-Each message is one datagram of a socket pair. Both memories are memfds that the API server made and that are used
-again for every job. The first page of the input memory holds the stop flag, the encoded bytes follow.
+Each message is one datagram of a socket pair. Both memories are memfds of the API server, which every job uses again:
+the output memory is as large as the limits allow, and its pages exist once they are written. The first page of the
+input memory holds the stop flag, the encoded bytes follow.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from setproctitle import setproctitle
 
 from mini_engine.malloc import keep_freed_memory
 from mini_engine.media.errors import DecodeCancelled, MediaError
-from mini_engine.media.limits import DecodeLimits
-from mini_engine.media.sampling import VideoSampling
+from mini_engine.media.limits import DecodeLimits, Guard
+from mini_engine.media.sampling import VideoFacts, VideoSampling
 from mini_engine.parent_death import die_with_parent
 
 DATA_OFFSET = mmap.PAGESIZE  # of the encoded bytes in the input memory
 Size = Annotated[int, msgspec.Meta(ge=1)]
 Shape = tuple[Size, Size, Size]  # frames, height, width
-OUTPUT_BYTES = 32 << 20  # of the output memory that is there from the start: 34 frames of 640x480
 DATAGRAM_BYTES = 208 << 10  # what the kernel lets a unix socket send at once by default
 
 _PR_SET_NO_NEW_PRIVS = 38  # linux/prctl.h
@@ -90,18 +89,8 @@ class Announced(msgspec.Struct, frozen=True, tag=True):
     shape: Shape
 
 
-class VideoFacts(msgspec.Struct, frozen=True):
-    """What `DecodedVideo` says beside the frames."""
-
-    kept: list[tuple[int, float]]  # index and timestamp of each frame
-    fps: float
-    total_frames: int
-    window_frames: int
-    missing: str | None
-
-
 class Decoded(msgspec.Struct, frozen=True, tag=True):
-    """The job is done: the frames are there, of a video as many as `video` lists."""
+    """The job is done: the frames are there, of a video as many as `video` has timestamps."""
 
     video: VideoFacts | None  # None: an image
 
@@ -129,15 +118,10 @@ class _Decoder:
         self._connection = socket.socket(fileno=spec.connection)
         self._input = spec.input
         self._flag = mmap.mmap(spec.input, DATA_OFFSET, mmap.MAP_SHARED, mmap.PROT_READ)
-        self._output = np.frombuffer(mmap.mmap(spec.output, OUTPUT_BYTES), np.uint8)
+        self._output = np.frombuffer(mmap.mmap(spec.output, spec.limits.most_output_bytes), np.uint8)
         # Address space, since the kernel bounds nothing else of a process: what it has now counts as its own.
         self._own_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
-        limits = spec.limits
-        self._most_bytes = (
-            self._own_bytes + spec.max_input_bytes + limits.media_decoder_memory + limits.most_output_bytes
-        )
-        self._job_bytes = self._own_bytes
-        self._peak_before = 0
+        self._most_bytes = self._own_bytes + spec.max_input_bytes + spec.limits.media_decoder_memory
 
     def serve(self, network: str | None) -> None:
         """Process jobs until the API server closes the connection. `network`: see `Started`."""
@@ -147,18 +131,19 @@ class _Decoder:
             self._send(self._reply(jobs.decode(message)))
 
     def _reply(self, job: Job) -> Decoded | DecodeFailed:
-        self._job_bytes = self._own_bytes + job.num_bytes + self._limits.media_decoder_memory
-        self._limit_memory(self._job_bytes)
-        self._peak_before = _peak_bytes()
+        limit = self._own_bytes + job.num_bytes + self._limits.media_decoder_memory
+        resource.setrlimit(resource.RLIMIT_AS, (limit, self._most_bytes))
+        peak_before = _peak_bytes()
         try:
             return Decoded(self._decode(job))
         except MediaError as error:
-            # After a failed allocation FFmpeg may report damage.
-            return DecodeFailed("memory") if self._was_short() else DecodeFailed("media", error.problem)
+            # After a failed allocation FFmpeg may report damage: was less than a quarter of the memory left?
+            if _peak_bytes() > max(peak_before, limit - self._limits.media_decoder_memory // 4):
+                return DecodeFailed("memory")
+            return DecodeFailed("media", error.problem)
         except DecodeCancelled:
             return DecodeFailed("cancelled")
         except MemoryError:
-            self._limit_memory(self._most_bytes)  # so that the reply finds some
             return DecodeFailed("memory")
 
     def _decode(self, job: Job) -> VideoFacts | None:
@@ -166,41 +151,18 @@ class _Decoder:
         from mini_engine.media.image import decode_image
         from mini_engine.media.video import decode_video
 
+        guard = Guard(job.item, self._limits, should_stop=lambda: self._flag[0] != 0)
         data = mmap.mmap(self._input, job.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=DATA_OFFSET)
         if isinstance(job, ImageJob):
-            decode_image(data, self._limits, item=job.item, allocate=self._allocate)
+            decode_image(data, guard, self._allocate)
             return None
-        video = decode_video(
-            data,
-            job.sampling,
-            self._limits,
-            item=job.item,
-            allow_partial=job.allow_partial,
-            allocate=self._allocate,
-            should_stop=lambda: self._flag[0] != 0,
-        )
-        kept = list(zip(video.frames_indices.tolist(), video.timestamps.tolist(), strict=True))
-        return VideoFacts(kept, video.fps, video.total_frames, video.window_frames, video.missing)
+        _, video = decode_video(data, job.sampling, guard, job.allow_partial, self._allocate)
+        return video
 
     def _allocate(self, shape: Shape) -> NDArray[np.uint8]:
-        """See `frames.Allocate`: the output memory, or larger memory that the API server makes for this job."""
+        """See `frames.Allocate`."""
         self._send(Announced(shape))
-        nbytes = output_bytes(shape)
-        output = self._output
-        if nbytes > OUTPUT_BYTES:
-            self._limit_memory(self._job_bytes + nbytes)
-            _, (fd,), _, _ = socket.recv_fds(self._connection, 1, 1)
-            output = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
-            os.close(fd)
-        return output[:nbytes].reshape(*shape, 3)
-
-    def _was_short(self) -> bool:
-        """Whether less than a quarter of the job's memory was left at some time."""
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        return _peak_bytes() > max(self._peak_before, limit - self._limits.media_decoder_memory // 4)
-
-    def _limit_memory(self, nbytes: int) -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (min(nbytes, self._most_bytes), self._most_bytes))
+        return self._output[: output_bytes(shape)].reshape(*shape, 3)
 
     def _send(self, reply: Reply) -> None:
         self._connection.send(msgspec.msgpack.encode(reply))

@@ -28,10 +28,11 @@ from numpy.typing import NDArray
 
 from mini_engine import metrics
 from mini_engine.media import decoder
-from mini_engine.media.decoder import Announced, Decoded, DecodeFailed, Job, Reply, Started, VideoFacts
+from mini_engine.media.decoder import Announced, Decoded, DecodeFailed, Job, Reply, Started
 from mini_engine.media.errors import DecoderUnavailable, MediaError
 from mini_engine.media.fair_places import FairPlaces, Place
 from mini_engine.media.limits import DecodeLimits, flag_of
+from mini_engine.media.sampling import VideoFacts
 from mini_engine.shortage import shortage_in
 from mini_engine.transport.memory import create_sparse
 
@@ -42,7 +43,7 @@ STARVED_SHARE = 0.25  # of its wall time: a decode that got less processor time 
 START_SECONDS = 60.0  # within which a new decoder must be ready
 QUEUE_TIMEOUTS = 4  # a job waits for a place for at most so many times --media-decode-timeout
 MAX_MESSAGES = 4  # of a job: a video's frames are announced for the seek and for up to two walks
-KEPT_INPUT_BYTES = 16 << 20  # of the input memory between jobs
+KEPT_BYTES = 32 << 20  # of each memory between jobs: 34 frames of 640x480
 INLINE_BYTES = 1 << 20  # larger items are copied into the input memory by a thread
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -55,7 +56,9 @@ _replies = msgspec.msgpack.Decoder(Reply)
 
 @dataclass(frozen=True, eq=False)
 class Decoding:
-    """A decoded item. Its frames are its decoder's memory until `release`, which frees the decoder for its next job."""
+    """A decoded item. Its frames are its decoder's memory until `release`, which frees the decoder for its next job.
+
+    `release` may be called from any thread, and takes up to 0.1 s for frames of a gigabyte."""
 
     frames: NDArray[np.uint8]  # [T, H, W, 3], RGB, contiguous, upright
     video: VideoFacts | None  # None: an image, and T is 1
@@ -124,8 +127,15 @@ class DecoderPool:
             give_back()
             raise
         finally:
-            del work  # the error of `work` would keep itself alive, and the decoder's memory
-        return Decoding(frames, video, give_back)
+            del work  # its error would keep itself alive, and the mapping of the frames
+        loop = asyncio.get_running_loop()
+
+        def release() -> None:
+            child.shrink()
+            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+                loop.call_soon_threadsafe(give_back)
+
+        return Decoding(frames, video, release)
 
     def close(self) -> None:
         """Kill all decoders and wait for their ends. What is at work is lost."""
@@ -152,12 +162,10 @@ class DecoderPool:
     def _give_back(self, child: Decoder, place: Place) -> None:
         if self._closed:
             return
+        child.shrink()
         self._count(child, 0)
         place.leave()
-        if child.busy and child.ending is None:  # its job failed on this side
-            child.kill("cancelled")
         if child.ending is None and len(self._idle) < self._max_idle:
-            child.shrink_input()
             self._idle.append(child)
         else:
             self._retire(child, child.ending or "surplus")
@@ -213,14 +221,13 @@ class Decoder:
         self.decoded_bytes = 0  # of the frames of its job
         self.network: str | None = None  # why it is still on the host's network, once it has started
         self._limits = limits
-        self.busy = False  # it has not reported the end of its job
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             self._connection, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             theirs.enter_context(connection)
             ours.enter_context(self._connection).setblocking(False)
-            output = create_sparse(decoder.OUTPUT_BYTES)
+            output = create_sparse(limits.most_output_bytes)
             theirs.callback(os.close, output)
-            self._output = _map(output, decoder.OUTPUT_BYTES)
+            self._output: mmap.mmap | None = mmap.mmap(output, limits.most_output_bytes)
             self._input = ours.enter_context(open(os.memfd_create("mini-engine"), "r+b"))
             self._input.truncate(decoder.DATA_OFFSET)
             descriptors = (connection.fileno(), self._input.fileno(), output)
@@ -262,7 +269,6 @@ class Decoder:
         try:
             async with asyncio.timeout(seconds):
                 await self._write(data)
-                self.busy = True
                 self._connection.send(msgspec.msgpack.encode(job))
                 return await self._result(job.item, announced)
         except TimeoutError:
@@ -285,10 +291,12 @@ class Decoder:
         self.ending = ending
         self._process.kill()
 
-    def shrink_input(self) -> None:
-        """Between two jobs: free the memory of a large input."""
-        if os.fstat(self._input.fileno()).st_size > decoder.DATA_OFFSET + KEPT_INPUT_BYTES:
+    def shrink(self) -> None:
+        """After a job: free what it took of both memories beyond KEPT_BYTES."""
+        if os.fstat(self._input.fileno()).st_size > decoder.DATA_OFFSET + KEPT_BYTES:
             self._input.truncate(decoder.DATA_OFFSET)
+        if self._output is not None and self.decoded_bytes > KEPT_BYTES:
+            self._output.madvise(mmap.MADV_REMOVE, KEPT_BYTES)
 
     def close(self) -> None:
         """Kill the process, wait for its end and close the descriptors. Blocks."""
@@ -296,7 +304,7 @@ class Decoder:
         self._process.wait()
         self._connection.close()
         self._input.close()
-        self._output = np.empty(0, np.uint8)  # the mapping holds a descriptor
+        self._output = None  # the mapping holds a descriptor
 
     async def _write(self, data: bytes) -> None:
         def write() -> None:
@@ -313,44 +321,27 @@ class Decoder:
     async def _result(self, item: str, announced: Callable[[int], None]) -> tuple[NDArray[np.uint8], VideoFacts | None]:
         """What the decoder reports. A crafted input may have taken it over, so a message is checked before it is used:
         the decoder can give wrong frames, and affect nothing else."""
-        frames: NDArray[np.uint8] | None = None
-        try:
-            for _ in range(MAX_MESSAGES):
-                reply = await self._receive()
-                self.busy = isinstance(reply, Announced)
-                match reply:
-                    case Announced(shape=shape) if 0 < decoder.output_bytes(shape) <= self._limits.most_output_bytes:
-                        announced(decoder.output_bytes(shape))
-                        frames = self._memory(decoder.output_bytes(shape)).reshape(*shape, 3)
-                    case Decoded(video=facts) if frames is not None:
-                        count = 1 if facts is None else len(facts.kept)
-                        if 0 < count <= len(frames):
-                            return frames[:count], facts
-                        break
-                    case DecodeFailed(reason="media", problem=problem):
-                        raise MediaError(item, problem)
-                    case DecodeFailed(reason="memory"):
-                        self.kill("memory")
-                        limit = f"the {self._limits.media_decoder_memory} bytes of {flag_of('media_decoder_memory')}"
-                        raise MediaError(item, f"decoding takes more memory than {limit}; send a smaller file")
-                    case DecodeFailed(reason="cancelled"):
-                        raise DecoderUnavailable(item, "its decoding was stopped; retry later")
-                    case _:
-                        break
-            raise ConnectionError("unexpected message")
-        finally:
-            del frames  # an error's traceback would keep the memory
-
-    def _memory(self, nbytes: int) -> NDArray[np.uint8]:
-        """The output memory, or larger memory for this job, which both ends drop afterwards."""
-        if nbytes <= decoder.OUTPUT_BYTES:
-            return self._output[:nbytes]
-        fd = create_sparse(nbytes)
-        try:
-            socket.send_fds(self._connection, [b"\0"], [fd])
-            return _map(fd, nbytes)
-        finally:
-            os.close(fd)
+        announced_shape = (0, 0, 0)
+        for _ in range(MAX_MESSAGES):
+            match await self._receive():
+                case Announced(shape=shape) if decoder.output_bytes(shape) <= self._limits.most_output_bytes:
+                    announced(decoder.output_bytes(shape))
+                    announced_shape = shape
+                case Decoded(video=video) if 0 < (count := len(video.timestamps) if video else 1) <= announced_shape[0]:
+                    assert self._output is not None
+                    size = decoder.output_bytes((count, *announced_shape[1:]))
+                    return np.frombuffer(self._output, np.uint8, size).reshape(count, *announced_shape[1:], 3), video
+                case DecodeFailed(reason="media", problem=problem):
+                    raise MediaError(item, problem)
+                case DecodeFailed(reason="memory"):
+                    self.kill("memory")
+                    limit = f"the {self._limits.media_decoder_memory} bytes of {flag_of('media_decoder_memory')}"
+                    raise MediaError(item, f"decoding takes more memory than {limit}; send a smaller file")
+                case DecodeFailed(reason="cancelled"):
+                    raise DecoderUnavailable(item, "its decoding was stopped; retry later")
+                case _:
+                    break
+        raise ConnectionError("unexpected message")
 
     async def _receive(self) -> Reply:
         message = await asyncio.get_running_loop().sock_recv(self._connection, decoder.DATAGRAM_BYTES)
@@ -377,8 +368,3 @@ class Decoder:
     def _processor_seconds(self) -> float:
         """User and system time of the process so far. The clock's number is that of clock_getcpuclockid(3) on Linux."""
         return time.clock_gettime(~self._process.pid << 3 | 2)
-
-
-def _map(fd: int, nbytes: int) -> NDArray[np.uint8]:
-    """A private view: the decoder sees nothing that is written to it."""
-    return np.frombuffer(mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE), np.uint8)

@@ -14,7 +14,7 @@ from PIL import ExifTags, Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401 
 
 from mini_engine.media.errors import MediaError
 from mini_engine.media.frames import Allocate
-from mini_engine.media.limits import DecodeLimits, Guard
+from mini_engine.media.limits import Guard
 
 # Pillow knows dozens of formats, some of which start other programs (EPS) or are rarely fuzzed.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -37,14 +37,14 @@ Image.MAX_IMAGE_PIXELS = None  # the limit here is a flag, and memory has one of
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
-def decode_image(file: mmap.mmap, limits: DecodeLimits, item: str, allocate: Allocate) -> NDArray[np.uint8]:
+def decode_image(file: mmap.mmap, guard: Guard, allocate: Allocate) -> NDArray[np.uint8]:
     """Returns [H, W, 3], RGB, contiguous: upright as EXIF says, transparency laid over white.
 
     The size is checked against the header before any pixel is decoded. Raises MediaError and MemoryError.
     """
     try:
         with Image.open(cast(BinaryIO, file), formats=_FORMATS) as image:
-            Guard(item, limits, lambda: False).check_size("max_image_pixels", *image.size)
+            guard.check_size("max_image_pixels", *image.size)
             image.load()
             upright = _upright(image)
             width, height = upright.size
@@ -57,7 +57,7 @@ def decode_image(file: mmap.mmap, limits: DecodeLimits, item: str, allocate: All
         raise
     # What Pillow raises for a damaged file depends on the format and on the damage.
     except (EOFError, OSError, ValueError, SyntaxError, LookupError, TypeError, OverflowError, struct.error) as error:
-        raise MediaError(item, _UNREADABLE) from error
+        raise MediaError(guard.item, _UNREADABLE) from error
 
 
 def _upright(image: Image.Image) -> Image.Image:

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from mini_engine import metrics
-from mini_engine.media.sampling import Count, VideoFacts, VideoSampling, parse_options
+from mini_engine.media.sampling import VideoFacts, VideoSampling, parse_options
 
 if TYPE_CHECKING:
     import torch
@@ -25,37 +24,12 @@ if TYPE_CHECKING:
 Kind = Literal["image", "video"]
 Kwargs = Mapping[str, Any]
 
-
-class _Size(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Bounds on an item's pixels, by transformers' names."""
-
-    shortest_edge: Count | None = None
-    longest_edge: Count | None = None
-
-
-class _RequestKwargs(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What a request may lower: how large items get. The rest must match the model's weights."""
-
-    size: _Size | None = None
-    min_pixels: Count | None = None
-    max_pixels: Count | None = None
-    cap_pixels_per_frame: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.size is not None and (self.min_pixels or self.max_pixels):
-            raise ValueError("either size is given, or min_pixels and max_pixels")
-
-
-class _ServerKwargs(_RequestKwargs):
-    """What a server may set, too."""
-
-    resample: int | None = None
-    max_video_tokens: Count | None = None
+EDGES = ("shortest_edge", "longest_edge")  # transformers' names of the bounds on an item's pixels
 
 
 @dataclass(frozen=True, eq=False)
 class MediaSettings:
-    """How media are sampled and processed: for the whole server, or for one request that asks for less."""
+    """How media are sampled and processed: by the model itself, by the server, or for one request."""
 
     sampling: VideoSampling
     processor_kwargs: Kwargs  # as given, JSON values: what a media hash covers
@@ -79,22 +53,14 @@ class ProcessedItem:
 class MediaProcessor:
     """The image and video halves of a model's processor. Safe to call from several threads at once.
 
-    `hf_processor` is the whole, with tokenizer and chat template. `default_sampling` is the one in
-    `mm_processor_kwargs`, or else the model's own."""
+    `hf_processor` is the whole, with tokenizer and chat template; `settings` are the model's own.
+    """
 
-    def __init__(
-        self,
-        model_dir: str | Path,
-        trust_remote_code: bool = False,
-        mm_processor_kwargs: Kwargs | None = None,
-        video_io_kwargs: Kwargs | None = None,
-        device: str | None = None,
-    ) -> None:
-        """Loads the processor and runs it once, so that bad settings and files fail here: a ValueError.
+    def __init__(self, model_dir: str | Path, trust_remote_code: bool = False, device: str | None = None) -> None:
+        """Loads the processor. Raises ValueError.
 
-        `video_io_kwargs` is the `video` part of --media-io-kwargs. `device` is torch's name of the device on which
-        frames become patches and stay; None is the CPU. An item that does not fit into the device's memory is processed
-        on the CPU, and counted.
+        `device` is torch's name of the device on which frames become patches and stay; None is the CPU. An item that
+        does not fit into the device's memory is processed on the CPU, and counted.
         """
         from transformers import AutoProcessor
 
@@ -104,47 +70,27 @@ class MediaProcessor:
         for name in ("image_mean", "image_std", "rescale_factor", "patch_size", "temporal_patch_size", "merge_size"):
             if getattr(self._image, name) != getattr(self._video, name):
                 raise ValueError(f"the model's image and video processors differ in {name}, which is not supported")
-        asked, rest = _sampling(mm_processor_kwargs or {}, video_io_kwargs or {})
-        sampling = parse_options("video sampling", asked or _own_sampling(self._video), VideoSampling)
-        given = parse_options("--mm-processor-kwargs", rest, _ServerKwargs)
-        if given.max_video_tokens is not None:
-            self._video.max_video_tokens = given.max_video_tokens  # transformers reads no argument of this name
-        frames = {"do_sample_frames": False, "return_metadata": True}
-        own: dict[Kind, Kwargs] = {"image": _call(self._image, device), "video": _call(self._video, device) | frames}
-        calls = _tuned("--mm-processor-kwargs", own, given)
-        self.settings = MediaSettings(sampling, msgspec.to_builtins(given), calls)
+        sampling = parse_options("the model's video processor", _own_sampling(self._video), VideoSampling)
+        video = _call(self._video, device) | {"do_sample_frames": False, "return_metadata": True}
+        self.settings = MediaSettings(sampling, {}, {"image": _call(self._image, device), "video": video})
+
+    def check(self, settings: MediaSettings) -> None:
+        """Runs the processor on a grey image and video, so that bad settings and files fail here: a ValueError."""
         with _explained("the model's processor fails on a grey image or video; check --mm-processor-kwargs"):
             grey = np.full((2, 64, 64, 3), 128, np.uint8)  # transformers' late imports happen here, too
-            self.process_image(grey[0])
-            self.process_video(grey, VideoFacts([0, 1], [0.0, 0.5], fps=2.0, total_frames=2, window_frames=2))
+            self.process_image(grey[0], settings)
+            video = VideoFacts([0.0, 0.5], fps=2.0, total_frames=2, window_frames=2)
+            self.process_video(grey, video, settings)
 
-    def settings_for(self, video_io_kwargs: Kwargs, processor_kwargs: Kwargs) -> MediaSettings:
-        """Returns the settings of one request: the server's, with what the request sets.
-
-        `video_io_kwargs` are the `video` part of its media_io_kwargs, `processor_kwargs` its mm_processor_kwargs; the
-        sampling may stand in either. The size of items can only get less. Raises ValueError, whose text is safe for a
-        client.
-        """
-        asked, rest = _sampling(processor_kwargs, video_io_kwargs)
-        given = parse_options("mm_processor_kwargs", rest, _RequestKwargs)
-        server = self.settings
-        return MediaSettings(
-            server.sampling.updated("video sampling", asked),
-            {**server.processor_kwargs, **msgspec.to_builtins(given)},
-            _tuned("mm_processor_kwargs", server.calls, given, only_less=True),
-        )
-
-    def process_image(self, frame: NDArray[np.uint8], settings: MediaSettings | None = None) -> ProcessedItem:
+    def process_image(self, frame: NDArray[np.uint8], settings: MediaSettings) -> ProcessedItem:
         """Processes one image, uint8 [H, W, 3]."""
         import torch
 
         pixels = torch.from_numpy(frame).permute(2, 0, 1)
-        out = _run(self._image, pixels, (settings or self.settings).calls["image"])
+        out = _run(self._image, pixels, settings.calls["image"])
         return self._item("image", out["pixel_values"], out["image_grid_thw"])
 
-    def process_video(
-        self, frames: NDArray[np.uint8], video: VideoFacts, settings: MediaSettings | None = None
-    ) -> ProcessedItem:
+    def process_video(self, frames: NDArray[np.uint8], video: VideoFacts, settings: MediaSettings) -> ProcessedItem:
         """Processes the sampled frames of one video, uint8 [T, H, W, 3]."""
         import torch
         from transformers.video_utils import VideoMetadata
@@ -160,7 +106,7 @@ class MediaProcessor:
         if len(pixels) < step:
             # Processors repeat the last frame to fill a patch, but some refuse a video without any full one.
             pixels = pixels[torch.arange(step).clamp(max=len(pixels) - 1)]
-        call = {**(settings or self.settings).calls["video"], "video_metadata": [metadata]}
+        call = {**settings.calls["video"], "video_metadata": [metadata]}
         out = _run(self._video, pixels, call)
         # As Qwen2_5_VLProcessor computes it: from the mean rate of the frames that were kept.
         is_timed = "second_per_grid_ts" in self.hf_processor.model_input_names
@@ -197,38 +143,13 @@ def _explained(problem: str) -> Iterator[None]:
         raise ValueError(f"{problem}: {why}; copy the model's processor files from where the model is from") from error
 
 
-def _sampling(processor_kwargs: Kwargs, io_kwargs: Kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What both say of sampling, where `io_kwargs` wins, and the rest of `processor_kwargs`."""
-    rest = dict(processor_kwargs)
-    return {name: rest.pop(name) for name in VideoSampling.__struct_fields__ if name in rest} | io_kwargs, rest
-
-
 def _call(half: Any, device: str | None) -> dict[str, Any]:
     """The arguments of one half of the processor: its own settings that can be tuned, and what keeps patches uint8."""
-    call = {"size": {edge: half.size[edge] for edge in _Size.__struct_fields__}, "resample": half.resample}
+    call = {"size": {edge: half.size[edge] for edge in EDGES}, "resample": half.resample}
     if hasattr(half, "cap_pixels_per_frame"):
         call["cap_pixels_per_frame"] = bool(half.cap_pixels_per_frame)  # None means False, with a warning
     call |= {"do_rescale": False, "do_normalize": False, "return_tensors": "pt", "device": device or "cpu"}
     return call | {"input_data_format": "channels_first"}  # guessing fails for images 1 or 3 pixels high
-
-
-def _tuned(
-    owner: str, calls: Mapping[Kind, Kwargs], given: _RequestKwargs, only_less: bool = False
-) -> dict[Kind, Kwargs]:
-    """`calls` with the settings `given`; these can only make items smaller if `only_less`. Raises ValueError."""
-    asked: dict[str, int] = msgspec.to_builtins(given.size or _Size(given.min_pixels, given.max_pixels))
-    tuned: dict[Kind, Kwargs] = {}
-    for kind, call in calls.items():
-        own, size = call["size"], {**call["size"], **asked}
-        if only_less and any(size[edge] > own[edge] for edge in size):
-            raise ValueError(f"{owner}: {size} is more than this server's {own} for {kind}s")
-        least, most = size["shortest_edge"], size["longest_edge"]
-        if least > most and "shortest_edge" in asked:
-            raise ValueError(f"{owner}: the least number of pixels, {least}, is more than the greatest, {most}")
-        size["shortest_edge"] = min(least, most)
-        others = {name: value for name, value in msgspec.to_builtins(given).items() if name in call}
-        tuned[kind] = {**call, **others, "size": size}
-    return tuned
 
 
 def _own_sampling(video: Any) -> dict[str, Any]:

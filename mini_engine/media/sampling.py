@@ -27,11 +27,10 @@ def parse_options(owner: str, given: Mapping[str, Any], kind: type[Options]) -> 
 class VideoFacts(msgspec.Struct, frozen=True):
     """What a processor must know of a video beside the frames that are kept of it."""
 
-    frames_indices: list[int]  # places of these frames among all frames
-    timestamps: list[float]  # of these frames: seconds after the video's first
-    fps: float  # of the source, not of the sampling
-    total_frames: int  # that the file really has, whatever its header says
-    window_frames: int  # of these, within the start and end of the sampling
+    timestamps: list[Seconds]  # of these frames: seconds after the video's first
+    fps: Rate  # of the source, not of the sampling
+    total_frames: Count  # that the file really has, whatever its header says
+    window_frames: Count  # of these, within the start and end of the sampling
     missing: str | None = None  # what of the file could not be read; None: nothing
 
 

@@ -110,7 +110,6 @@ class _Decode:
             indices = self._sample(times)
             walks += 1
         return frames.take(indices.tolist()), VideoFacts(
-            indices.tolist(),
             [times[index] - times[0] for index in indices],
             fps=_source_fps(times, self.rate),
             total_frames=len(times),

@@ -103,8 +103,7 @@ def words(processor: MediaProcessor, *texts: str) -> Callable[[NewRequest], list
 
 def media_settings(processor: MediaProcessor) -> MediaSettingsResolver:
     """Of a server without flags."""
-    settings = processor.settings(processor.default_sampling)
-    return MediaSettingsResolver(processor, settings, ("tiny", None), DecodeLimits.max_video_frames_kept)
+    return MediaSettingsResolver(processor, {}, {}, ("tiny", None))
 
 
 def media_loader(

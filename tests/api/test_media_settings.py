@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 
-from mini_engine.media.processor import MediaProcessor
+from mini_engine.api.body import parse_body
+from mini_engine.api.errors import ApiError
+from mini_engine.api.media_settings import MediaSettingsResolver
+from mini_engine.api.protocol import ChatRequest
+from mini_engine.media.processor import MediaProcessor, MediaSettings
 from tests.api.serving import Served, chat_body, image, media_loader, serve, words
 from tests.api.test_media_cache import baseline, figures, sent, since
-from tests.media import clips
+from tests.media import clips, tiny_processor
+from tests.media.test_families import decoded, full_call
 
 WHOLE = clips.encode(frames=12, container="matroska")
 LARGE = clips.encode(frames=2, width=224, height=168, container="matroska")
@@ -88,24 +93,92 @@ def test_a_request_that_asks_for_smaller_items(processor: MediaProcessor, tmp_pa
     with_server(processor, tmp_path, scenario)
 
 
+EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+
+
+def resolver(processor: MediaProcessor, **kwargs: Any) -> MediaSettingsResolver:
+    """Of a server with these --mm-processor-kwargs."""
+    return MediaSettingsResolver(processor, kwargs, {}, ("tiny", None))
+
+
+def of_request(server: MediaSettingsResolver, **kwargs: Any) -> MediaSettings:
+    body = chat_body([{"type": "text", "text": "?"}], mm_processor_kwargs=kwargs)
+    return server.resolve(parse_body(json.dumps(body).encode(), ChatRequest, ["tiny"])).settings
+
+
+@pytest.mark.parametrize("family", tiny_processor.PROCESSORS)
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"max_pixels": 5000},
+        {"size": {"shortest_edge": 1000, "longest_edge": 6000}},
+        {"min_pixels": 1000},
+        {"max_pixels": 1000},  # less than the model's minimum, which is lowered
+        {"min_pixels": 10000},  # more than that, which only a server may ask for
+    ],
+    ids=str,
+)
+def test_pixel_bounds_of_server_and_request(family: str, kwargs: dict[str, Any], tmp_path: Path) -> None:
+    """The model's own processor makes the same grids, called with the resulting sizes."""
+    processor = MediaProcessor(tiny_processor.build(tmp_path, family))
+    made = [resolver(processor, **kwargs).server.settings]
+    if kwargs != {"min_pixels": 10000}:
+        made.append(of_request(resolver(processor), **kwargs))
+    asked = kwargs.get("size") or {EDGES[name]: value for name, value in kwargs.items()}
+    for clip in (decoded(4, 48, 64), decoded(4, 300, 40), decoded(4, 224, 224)):
+        for kind, item in (("image", clip.frames[0]), ("video", clip)):
+            sizes = dict(getattr(processor.hf_processor, f"{kind}_processor").size) | asked
+            sizes = {edge: sizes[edge] for edge in EDGES.values()}
+            expected = full_call(processor, item, size=sizes | {"shortest_edge": min(sizes.values())})
+            for settings in made:
+                arguments = item if kind == "video" else (item,)
+                grid = getattr(processor, f"process_{kind}")(*arguments, settings).grid_thw
+                assert grid == (*expected[f"{kind}_grid_thw"][0],)
+
+
+def test_pixels_of_long_videos_can_be_capped(tmp_path: Path) -> None:
+    clip, processor = decoded(8, 100, 100), MediaProcessor(tiny_processor.build(tmp_path, "qwen3_vl"))
+    server = resolver(processor, max_video_tokens=8)
+    capped = processor.process_video(*clip, of_request(server, cap_pixels_per_frame=True))
+    assert capped.num_tokens < processor.process_video(*clip, server.server.settings).num_tokens
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"do_normalize": True}, "unknown field `do_normalize`; it takes size, min_pixels"),
+    ({"size": {"height": 1}}, "unknown field `height`"),
+    ({"size": {}, "max_pixels": 784}, "either size"),
+    ({"size": {"longest_edge": -1}}, r"`int` >= 1 - at `\$.size.longest_edge`"),
+    ({"max_pixels": True}, r"got `bool` - at `\$.max_pixels`"),
+    ({"max_pixels": 784, "min_pixels": 1568}, "number of pixels, 1568, is more than the greatest, 784"),
+    ({"cap_pixels_per_frame": 1}, r"got `int` - at `\$.cap_pixels_per_frame`"),
+    ({"num_frames": 4, "fps": 1}, "exactly one of num_frames and fps"),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "says"), [*BAD, ({"resample": 99}, "fails"), ({"max_video_tokens": 0}, ">= 1")])
+def test_bad_server_settings_fail_at_start(processor: MediaProcessor, kwargs: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        resolver(processor, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        *BAD,
+        ({"max_pixels": 37633}, "37633} is more than this server's .*37632} for images"),
+        ({"max_pixels": 19600}, "19600} is more than this server's .*18816} for videos"),
+        ({"resample": 2}, "unknown field `resample`"),
+    ],
+)
+def test_bad_settings_of_a_request(processor: MediaProcessor, kwargs: dict[str, Any], says: str) -> None:
+    with pytest.raises(ApiError, match="^Invalid 'mm_processor_kwargs': .*" + says):
+        of_request(resolver(processor), **kwargs)
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"media_io_kwargs": {"video": {"num_frames": 33}}}, "media_io_kwargs", "num_frames is 33, more than the 32"),
-    ({"media_io_kwargs": {"video": {"frames": 3}}}, "media_io_kwargs", "has no frames"),
-    ({"media_io_kwargs": {"video": {"num_frames": True}}}, "media_io_kwargs", "num_frames must be a whole number"),
+    ({"media_io_kwargs": {"video": {"frames": 3}}}, "media_io_kwargs", "unknown field `frames`"),
     ({"media_io_kwargs": {"image": {"mode": 1}}}, "media_io_kwargs", "images take no arguments"),
-    ({"mm_processor_kwargs": {"num_frames": 33}}, "mm_processor_kwargs", "num_frames is 33"),
-    ({"mm_processor_kwargs": {"max_pixels": 10**9}}, "mm_processor_kwargs", "max_pixels is 1000000000"),
-    ({"mm_processor_kwargs": {"do_resize": False}}, "mm_processor_kwargs", "has no do_resize"),
-    (
-        {"mm_processor_kwargs": {"max_pixels": 10**9}, "media_io_kwargs": {"video": {"num_frames": 4}}},
-        "mm_processor_kwargs",
-        "max_pixels is 1000000000",
-    ),
-    (
-        {"mm_processor_kwargs": {"fps": 1}, "media_io_kwargs": {"video": {"num_frames": 4}}},
-        "mm_processor_kwargs",
-        "both say",
-    ),
+    ({"mm_processor_kwargs": {"do_resize": False}}, "mm_processor_kwargs", "unknown field `do_resize`"),
 ]
 
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from mini_engine.media.errors import MediaError
 from mini_engine.media.sampling import VideoSampling
-from mini_engine.media.video import decode_video
 from tests.e2e.running_server import message
 from tests.media import clips
 from tests.media import corpus as media_files
+from tests.media.decoding import decode_video
 from tests.media.web import chunked, response
 
 MAX_MEDIA_BYTES = 32 << 20

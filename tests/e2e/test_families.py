@@ -12,11 +12,10 @@ import torch
 
 from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.demo import videos
-from mini_engine.media.image import decode_image
-from mini_engine.media.sampling import DecodedVideo, VideoSampling
-from mini_engine.media.video import decode_video
+from mini_engine.media.sampling import VideoFacts, VideoSampling
 from tests.e2e.running_server import RunningServer, message
 from tests.media import tiny_processor
+from tests.media.decoding import decode_image, decode_video
 from tests.model import families
 from tests.oracle import exact_seconds
 
@@ -70,7 +69,7 @@ class Family:
             images=images or None,
             videos=[clip.frames for clip in clips] or None,
             do_sample_frames=False,
-            video_metadata=[metadata_of(clip) for clip in clips] or None,
+            video_metadata=[metadata_of(clip.facts) for clip in clips] or None,
             return_tensors="pt",
         )
         output = self.model.generate(**inputs, max_new_tokens=COUNT, do_sample=False, top_k=None, pad_token_id=0)
@@ -93,12 +92,12 @@ class Family:
 MIME = {"video_url": "video/mp4", "image_url": "image/png"}
 
 
-def metadata_of(clip: DecodedVideo) -> dict[str, Any]:
+def metadata_of(clip: VideoFacts) -> dict[str, Any]:
     return {
         "total_num_frames": clip.window_frames,
         "fps": clip.fps,
-        "duration": clip.duration,
-        "frames_indices": np.rint(clip.timestamps * clip.fps).astype(int).tolist(),
+        "duration": clip.total_frames / clip.fps,
+        "frames_indices": np.rint(np.array(clip.timestamps) * clip.fps).astype(int).tolist(),
     }
 
 

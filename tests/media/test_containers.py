@@ -12,8 +12,8 @@ import pytest
 from mini_engine.media.containers import declared_size
 from mini_engine.media.errors import MediaError
 from mini_engine.media.sampling import VideoSampling
-from mini_engine.media.video import decode_video
 from tests.media import clips, corpus
+from tests.media.decoding import decode_video
 
 ALL = VideoSampling(num_frames=1000)
 CUT_SHORT = "^video 1: the file is cut short or damaged: .*; send the whole file$"
@@ -66,15 +66,15 @@ def test_allow_partial_serves_the_rest(codec: str, container: str) -> None:
     data = clips.encode_live(31, codec, container) if is_live else clips.cached(codec, container, 31)
     cut = data[: int(len(data) * 0.8)]
     with pytest.raises(MediaError, match=CUT_SHORT):
-        decode_video(cut, ALL, item="video 1")
+        decode_video(cut, ALL)
     decoded = decode_video(cut, ALL, allow_partial=True)
-    total = decoded.total_frames
+    total = decoded.facts.total_frames
     assert 3 < total < 31
-    assert decoded.missing is not None and f"; {total} " in decoded.missing
+    assert decoded.facts.missing is not None and f"; {total} " in decoded.facts.missing
     # The last frames may lack their end, or those that they refer to.
     np.testing.assert_array_equal(decoded.frames[: total - 4], clips.decode_all(data)[: total - 4])
     assert len(decode_video(cut, VideoSampling(num_frames=3), allow_partial=True).frames) == 3
-    assert decode_video(data, ALL, allow_partial=True).missing is None
+    assert decode_video(data, ALL, allow_partial=True).facts.missing is None
 
 
 @pytest.mark.parametrize("codec", ["libx264", "libx265", "libsvtav1"])
@@ -86,9 +86,9 @@ def test_a_damaged_frame(codec: str) -> None:
         begin, end = largest.pos + 5, largest.pos + largest.size
     data = whole[:begin] + b"\x55" * (end - begin) + whole[end:]
     with pytest.raises(MediaError, match=CUT_SHORT):
-        decode_video(data, ALL, item="video 1")
+        decode_video(data, ALL)
     decoded = decode_video(data, ALL, allow_partial=True)
-    assert 10 < decoded.total_frames <= 31 and decoded.missing is not None
+    assert 10 < decoded.facts.total_frames <= 31 and decoded.facts.missing is not None
     np.testing.assert_array_equal(decoded.frames[:8], clips.decode_all(whole)[:8])
 
 

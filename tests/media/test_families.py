@@ -9,8 +9,9 @@ import torch
 
 from mini_engine.api.chat import ChatRenderer, Placeholder
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
-from mini_engine.media.sampling import DecodedVideo, VideoSampling
+from mini_engine.media.sampling import VideoFacts, VideoSampling
 from tests.media import tiny_processor
+from tests.media.decoding import Video
 
 TEN_HZ = np.arange(60) / 10
 
@@ -20,23 +21,25 @@ def processor(request, tmp_path_factory) -> MediaProcessor:
     return MediaProcessor(tiny_processor.build(tmp_path_factory.mktemp("model"), request.param))
 
 
-def decoded(count: int, height: int, width: int, times: Any = TEN_HZ, **sampling: Any) -> DecodedVideo:
+def decoded(count: int, height: int, width: int, times: Any = TEN_HZ, **sampling: Any) -> Video:
     """A video of noise: of frames at `times`, those that a sampling keeps, by default `count` frames."""
     kept = VideoSampling(**sampling or {"num_frames": count})
-    indices, fps = kept.indices(times), (len(times) - 1) / (times[-1] - times[0])
+    indices, fps = kept.indices(times, 768), (len(times) - 1) / (times[-1] - times[0])
     pixels = np.random.default_rng(count).integers(0, 256, (len(indices), height, width, 3), dtype=np.uint8)
-    return DecodedVideo(pixels, indices, np.asarray(times)[indices], fps, len(times), len(kept.window(times)))
+    timestamps = np.asarray(times)[indices].tolist()
+    return Video(pixels, VideoFacts(timestamps, fps, len(times), len(kept.window(times))))
 
 
-def full_call(processor: MediaProcessor, *items: DecodedVideo | np.ndarray, text: str = "", **more: Any) -> Any:
+def full_call(processor: MediaProcessor, *items: Video | np.ndarray, text: str = "", **more: Any) -> Any:
     """The model's own processor, called as its documentation says."""
     hf = processor.hf_processor
-    videos = [item for item in items if isinstance(item, DecodedVideo)]
+    videos = [item for item in items if isinstance(item, Video)]
     if videos:
         more |= {"videos": [video.frames for video in videos], "do_sample_frames": False, "video_metadata": []}
-    for video in videos:
-        frames = {"total_num_frames": video.window_frames, "fps": video.fps, "duration": video.duration}
-        indices = np.rint(video.timestamps * video.fps).astype(int).tolist()
+    for _, facts in videos:
+        duration = facts.total_frames / facts.fps
+        frames = {"total_num_frames": facts.window_frames, "fps": facts.fps, "duration": duration}
+        indices = np.rint(np.array(facts.timestamps) * facts.fps).astype(int).tolist()
         more["video_metadata"].append({**frames, "frames_indices": indices})
     if images := [item for item in items if isinstance(item, np.ndarray)]:
         more["images"] = images
@@ -60,11 +63,11 @@ def assert_same(processor: MediaProcessor, item: ProcessedItem, expected: Any) -
 def test_patches(processor, height, width):
     for count in (2, 5, 8):
         video = decoded(count, height, width, np.arange(3 * count) / 29.97)
-        item, expected = processor.process_video(video), full_call(processor, video)
+        item, expected = processor.process_video(*video, processor.settings), full_call(processor, video)
         assert_same(processor, item, expected)
         assert item.second_per_grid == pytest.approx(expected.get("second_per_grid_ts", [None])[0])
     image = video.frames[0]
-    item = processor.process_image(image)
+    item = processor.process_image(image, processor.settings)
     assert_same(processor, item, full_call(processor, image))
     assert (item.second_per_grid, item.placeholder, item.missing) == (None, None, None)
 
@@ -79,7 +82,12 @@ def test_prompts(processor):
     ]
     content = [{"type": "video"}, {"type": "text", "text": " and "}, {"type": "image"}, {"type": "video"}]
     parts = [part if part["type"] == "text" else part | {"url": "x"} for part in content]
-    items = [processor.process_video(media[0]), processor.process_image(media[1]), processor.process_video(media[2])]
+    own = processor.settings
+    items = [
+        processor.process_video(*media[0], own),
+        processor.process_image(media[1], own),
+        processor.process_video(*media[2], own),
+    ]
     placeholders = [Placeholder(item.modality, item.num_tokens, item.placeholder) for item in items]
     ours = renderer.expand(renderer.render([{"role": "user", "content": parts}]), placeholders)
     text = hf.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
@@ -103,7 +111,7 @@ def test_video_of_one_frame(processor):
     still = decoded(1, 64, 96)
     twice = np.repeat(still.frames, 2, axis=0)
     own = processor.hf_processor.video_processor([twice], do_sample_frames=False, do_rescale=False, do_normalize=False)
-    item = processor.process_video(still)
+    item = processor.process_video(*still, processor.settings)
     assert item.grid_thw == tuple(own["video_grid_thw"][0])
     assert torch.equal(item.patches, own["pixel_values_videos"])
     assert item.placeholder in (None, "<0.0 seconds><|vision_start|><|video_pad|><|vision_end|>")
@@ -112,4 +120,4 @@ def test_video_of_one_frame(processor):
 def test_default_sampling_is_the_models_own(processor):
     fps = processor.hf_processor.video_processor.fps
     own = VideoSampling(num_frames=32) if fps is None else VideoSampling(fps=2, min_frames=4, max_frames=768)
-    assert processor.default_sampling == own
+    assert processor.settings.sampling == own

@@ -16,8 +16,8 @@ from av.stream import Disposition
 from mini_engine.media.errors import DecodeCancelled, MediaError
 from mini_engine.media.limits import DecodeLimits, flag_of
 from mini_engine.media.sampling import VideoSampling
-from mini_engine.media.video import decode_video
 from tests.media import clips, corpus
+from tests.media.decoding import decode_video
 
 EIGHT = VideoSampling(num_frames=8)
 SAMPLINGS = [
@@ -118,11 +118,11 @@ def check(data: bytes, samplings: Sequence[VideoSampling] = SAMPLINGS, *, stream
         if (sampling.start or 0) > times[-1]:
             continue
         decoded = decode_video(data, sampling)
-        expected = sampling.indices(times)
-        np.testing.assert_array_equal(decoded.frames_indices, expected)
+        expected = sampling.indices(times, 768)
         np.testing.assert_array_equal(decoded.frames, every[expected])
-        np.testing.assert_allclose(decoded.timestamps, times[expected], atol=1e-3)
-        assert (decoded.fps, decoded.total_frames, decoded.missing) == (pytest.approx(fps, 0.02), len(every), None)
+        np.testing.assert_allclose(decoded.facts.timestamps, times[expected], atol=1e-3)
+        facts = decoded.facts
+        assert (facts.fps, facts.total_frames, facts.missing) == (pytest.approx(fps, 0.02), len(every), None)
         assert decoded.frames.flags.c_contiguous
 
 
@@ -143,7 +143,7 @@ def test_variable_frame_rate(container: str) -> None:
     data = clips.encode(6, container=container, stamps=stamps)
     samplings = [VideoSampling(fps=1), VideoSampling(num_frames=9), VideoSampling(num_frames=9, start=0.5, end=1.05)]
     check(data, samplings, times=np.array(stamps) / 10, fps=2.5)
-    assert decode_video(data, samplings[-1]).window_frames == 2
+    assert decode_video(data, samplings[-1]).facts.window_frames == 2
 
 
 def ticks(data: bytes, sampling: VideoSampling) -> int:
@@ -230,8 +230,8 @@ def test_limits_name_their_flag(limit: dict[str, float]) -> None:
     data = clips.cached("libx264", "mp4", 20)
     assert len(decode_video(data, EIGHT, LIMITS).frames) == 8
     (name,) = limit
-    with pytest.raises(MediaError, match=rf"^video 3: .*, the limit of {flag_of(name)}; send"):
-        decode_video(data, EIGHT, DecodeLimits(**vars(LIMITS) | limit), item="video 3")
+    with pytest.raises(MediaError, match=rf"^video 1: it has .* more than the .* of {flag_of(name)}; send"):
+        decode_video(data, EIGHT, DecodeLimits(**vars(LIMITS) | limit))
 
 
 def sound_only(with_cover: bool) -> bytes:
@@ -270,7 +270,7 @@ REFUSED: dict[str, tuple[Clip, str]] = {
 def test_refused(name: str) -> None:
     make, problem = REFUSED[name]
     with pytest.raises(MediaError, match=f"^video 1: {problem}"):
-        decode_video(make(), EIGHT, item="video 1")
+        decode_video(make(), EIGHT)
 
 
 @pytest.mark.parametrize("playlist", [

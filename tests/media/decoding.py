@@ -1,0 +1,47 @@
+"""Decoding in the test's own process, from bytes."""
+
+import mmap
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mini_engine.media import image, video
+from mini_engine.media.limits import DecodeLimits, Guard
+from mini_engine.media.sampling import VideoFacts, VideoSampling
+
+NO_LIMITS = DecodeLimits()
+
+
+class Video(NamedTuple):
+    """The sampled frames, [T, H, W, 3], and what else is known of the video."""
+
+    frames: NDArray[np.uint8]
+    facts: VideoFacts
+
+
+def decode_video(
+    data: bytes,
+    sampling: VideoSampling,
+    limits: DecodeLimits = NO_LIMITS,
+    allow_partial: bool = False,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Video:
+    guard = Guard("video 1", limits, should_stop)
+    return Video(*video.decode_video(mapped(data), sampling, guard, allow_partial, allocate))
+
+
+def decode_image(data: bytes, limits: DecodeLimits = NO_LIMITS) -> NDArray[np.uint8]:
+    return image.decode_image(mapped(data), Guard("image 1", limits, lambda: False), allocate)
+
+
+def mapped(data: bytes) -> Any:
+    """Memory as a decoder process has it."""
+    memory = mmap.mmap(-1, max(len(data), 1))
+    memory[: len(data)] = data
+    return memory
+
+
+def allocate(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    return np.empty((*shape, 3), np.uint8)
