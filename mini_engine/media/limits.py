@@ -56,7 +56,7 @@ class Guard:
         """Called before what is measured by `value` is read, decoded or allocated."""
         most = getattr(self.limits, limit)
         if value > most:
-            problem = f"it has {value:.10g} {unit}, more than the {most:.10g} of {flag_of(limit)}; send {remedy}"
+            problem = f"it has {value:.10g} {unit}, more than {most:.10g}, the limit of {flag_of(limit)}; send {remedy}"
             raise MediaError(self.item, problem)
 
     def check_size(self, limit: str, width: int, height: int) -> None:

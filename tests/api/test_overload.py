@@ -243,7 +243,7 @@ def test_the_limit_on_images_is_another(processor: MediaProcessor, tmp_path: Pat
     async def scenario(served: Served) -> None:
         response = await served.post(content=[image(56), image(57)])
         assert response.status_code == 400
-        assert "image 2: 57x57 is more than 3136 pixels, the limit of --max-image-pixels" in response.text
+        assert "image 2: it has 3249 pixels (57x57), more than 3136, the limit of --max-image-pixels" in response.text
         assert (await served.post(content=[image(56)])).status_code == 200
 
     with_server(

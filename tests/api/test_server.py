@@ -120,10 +120,7 @@ def test_the_settings_enter_the_media_hashes(model_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (
-            {"media_io_kwargs": {"video": {"fps": 3}}, "mm_processor_kwargs": {"fps": 2}},
-            "both say how videos are sampled",
-        ),
+        ({"media_io_kwargs": {"video": {"fps": 3}}, "mm_processor_kwargs": {"num_frames": 2}}, "exactly one of"),
         ({"media_io_kwargs": {"video": {"frames": 3}}}, "frames"),
         ({"mm_processor_kwargs": {"do_rescale": True}}, "--mm-processor-kwargs"),
         ({"generation_config": "/nowhere"}, "--generation-config"),

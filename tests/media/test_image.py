@@ -129,7 +129,7 @@ GIF_OF_A_LARGE_FRAME = (
     b"GIF89a" + struct.pack("<HHBBB", 9, 9, 0x80, 0, 0) + bytes(6) + b"\x21\xf9\4\x08\0\0\0\0"
     b"\x2c" + struct.pack("<HHHHB", 0, 0, 65535, 65535, 0) + b"\2\2\x44\1\0;"
 )  # fmt: skip
-PIXELS = r"it has {} pixels \({}\), more than the 100000000 of --max-image-pixels; send a smaller one$"
+PIXELS = r"it has {} pixels \({}\), more than 100000000, the limit of --max-image-pixels; send a smaller one$"
 UNREADABLE = "cannot be read as an image, or is damaged; send a whole PNG, JPEG, WebP, GIF or BMP file$"
 REFUSED: dict[str, tuple[bytes, str]] = {
     "too many pixels": (png_of_size(10_001, 10_000), PIXELS.format(100010000, "10001x10000")),

@@ -230,7 +230,7 @@ def test_limits_name_their_flag(limit: dict[str, float]) -> None:
     data = clips.cached("libx264", "mp4", 20)
     assert len(decode_video(data, EIGHT, LIMITS).frames) == 8
     (name,) = limit
-    with pytest.raises(MediaError, match=rf"^video 1: it has .* more than the .* of {flag_of(name)}; send"):
+    with pytest.raises(MediaError, match=rf"^video 1: it has .* more than .*, the limit of {flag_of(name)}; send"):
         decode_video(data, EIGHT, DecodeLimits(**vars(LIMITS) | limit))
 
 
