@@ -23,7 +23,6 @@ class FairPlaces:
         self._arrivals = itertools.count()
         self._tag = 0  # of the last job that got a place
         self._next_tags: dict[str, int] = {}  # of the requests that have jobs in the queue
-        self._overdue: list[Place] = []  # to be moved to slow places
 
     async def enter(self, owner: str, seconds: float) -> Place:
         """A place for a job of the request `owner`. Raises TimeoutError if none becomes free in time."""
@@ -31,7 +30,7 @@ class FairPlaces:
         tag = max(self._tag, self._next_tags.get(owner, 0))
         self._next_tags[owner] = tag + 1
         heapq.heappush(self._queue, (tag, next(self._arrivals), owner, granted))
-        self._update()
+        self.change(0, 0)
         try:
             async with asyncio.timeout(seconds):
                 return await granted
@@ -40,26 +39,12 @@ class FairPlaces:
                 granted.result().leave()
             raise
 
-    def leave(self, place: Place) -> None:
-        """Called by `place`."""
-        if place.is_slow:
-            self._free_slow += 1
-        else:
-            self._free += 1
-        if place in self._overdue:
-            self._overdue.remove(place)
-        self._update()
-
-    def mark_overdue(self, place: Place) -> None:
-        """Called by `place`."""
-        self._overdue.append(place)
-        self._update()
-
-    def _update(self) -> None:
-        while self._overdue and self._free_slow:
-            self._overdue.pop(0).is_slow = True
-            self._free_slow -= 1
-            self._free += 1
+    def change(self, free: int, slow: int) -> bool:
+        """A place gets or loses jobs. Returns false, and changes nothing, if there is no slow place for one."""
+        if self._free_slow + slow < 0:
+            return False
+        self._free += free
+        self._free_slow += slow
         while self._queue and self._free:
             tag, _, owner, granted = heapq.heappop(self._queue)
             if self._next_tags[owner] == tag + 1:  # the last one of its request
@@ -68,17 +53,26 @@ class FairPlaces:
                 self._free -= 1
                 self._tag = tag
                 granted.set_result(Place(self))
+        return True
 
 
 class Place:
     """The place of one job at work."""
 
     def __init__(self, places: FairPlaces):
-        self.is_slow = False
         self._places = places
-        self._timer = asyncio.get_running_loop().call_later(SLOW_SECONDS, places.mark_overdue, self)
+        self._is_slow = False
+        self._wait()
 
     def leave(self) -> None:
         """The job is done."""
         self._timer.cancel()
-        self._places.leave(self)
+        self._places.change(not self._is_slow, self._is_slow)
+
+    def _wait(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(SLOW_SECONDS, self._move)
+
+    def _move(self) -> None:
+        self._is_slow = self._places.change(1, -1)
+        if not self._is_slow:
+            self._wait()
