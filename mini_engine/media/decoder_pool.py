@@ -131,8 +131,8 @@ class DecoderPool:
         loop = asyncio.get_running_loop()
 
         def release() -> None:
-            child.shrink()
-            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+            with contextlib.suppress(RuntimeError, ValueError):  # the loop, or the decoder, has been closed meanwhile
+                child.shrink()
                 loop.call_soon_threadsafe(give_back)
 
         return Decoding(frames, video, release)
