@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
 from mini_engine.media.errors import MediaError
-from mini_engine.media.policy import BLOCK_BYTES, MediaPolicy, gather, too_large
+from mini_engine.media.policy import BLOCK_BYTES, MAX_URL_CHARACTERS, MediaPolicy, gather
 from mini_engine.shortage import raise_if_short
 
 _NO_SUCH_FILE = "no such regular file under the directory that --allowed-local-media-path names"
@@ -43,8 +43,7 @@ def _opened(url: str, policy: MediaPolicy, item: str) -> Iterator[FileIO]:
     path = _path_of(url, item)
     try:
         with FileIO(_open_below(root, path)) as file:
-            if os.fstat(file.fileno()).st_size > policy.max_media_bytes:
-                raise too_large(policy, item)
+            policy.check_size(os.fstat(file.fileno()).st_size, item)
             yield file
     except MediaError:
         raise
@@ -55,9 +54,9 @@ def _opened(url: str, policy: MediaPolicy, item: str) -> Iterator[FileIO]:
 
 def _path_of(url: str, item: str) -> str:
     match = _URL.fullmatch(url)
-    if match is None:
+    if match is None or len(url) > MAX_URL_CHARACTERS:
         problem = "a file:// URL has the form file:///path/to/file; percent-encode ?, # and control characters"
-        raise MediaError(item, problem)
+        raise MediaError(item, f"{problem}; at most {MAX_URL_CHARACTERS} characters are allowed")
     return os.fsdecode(unquote_to_bytes(match[1]))
 
 

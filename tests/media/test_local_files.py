@@ -54,7 +54,10 @@ def test_every_other_path_gets_the_same_error(path: str, policy: MediaPolicy) ->
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-@pytest.mark.parametrize("url", ["file://a.test/a", "file:a", "file:/a", "file://[", "file:///a?x", "file:///a\t/../b"])
+@pytest.mark.parametrize(
+    "url",
+    ["file://a.test/a", "file:a", "file:/a", "file://[", "file:///a?x", "file:///a\t/../b", "file:///" + "x" * 16384],
+)
 def test_malformed_file_url_is_refused(url: str) -> None:
     with pytest.raises(MediaError, match="has the form file:///path/to/file"):
         fetch(url, MediaPolicy(Path("/"), 1000))
