@@ -44,8 +44,7 @@ def parse_allowed_host(text: str) -> AllowedHost:
 def is_global(address: Address) -> bool:
     """Whether the address belongs to one host on the public internet.
 
-    False for private, shared (carrier-grade NAT), loopback, link-local, multicast, documentation and reserved
-    addresses, and for IPv6 addresses that embed such an IPv4 address (IPv4-mapped, 6to4, NAT64).
+    An IPv6 address that embeds an IPv4 address (IPv4-mapped, 6to4, NAT64) counts as that one.
     """
     if isinstance(address, IPv6Address):
         nat64 = IPv4Address(address.packed[-4:]) if address in _NAT64 else None

@@ -13,13 +13,10 @@ from mini_engine.media.http_fetch import parse_http
 from mini_engine.media.local_files import fetch_file, file_size
 from mini_engine.media.policy import BLOCK_BYTES, MediaPolicy, gather
 
-_WHITESPACE = b" \t\r\n\f"
-
 
 def fetch(url: str, policy: MediaPolicy, item: str = "media item", cancelled: threading.Event | None = None) -> bytes:
     """Returns the bytes of a `data:` or `file://` URL, at most `policy.max_media_bytes`. Blocks: call it in a thread.
-
-    Setting `cancelled` ends the fetch at the next block.
+    Setting `cancelled` ends it at the next block.
 
     Raises MediaError, whose text starts with `item`; FetchCancelled; Shortage if the host is out of a resource.
     """
@@ -73,7 +70,7 @@ def _data_start(url: str, policy: MediaPolicy, item: str) -> int:
 def _base64_blocks(url: str, start: int) -> Iterator[bytes]:
     rest = b""  # less than one group of four characters
     for place in range(start, len(url), BLOCK_BYTES):
-        text = rest + url[place : place + BLOCK_BYTES].encode("ascii").translate(None, _WHITESPACE)
+        text = rest + url[place : place + BLOCK_BYTES].encode("ascii").translate(None, b" \t\r\n\f")
         whole = len(text) // 4 * 4
         yield binascii.a2b_base64(text[:whole], strict_mode=True)
         rest = text[whole:]

@@ -40,9 +40,12 @@ def _opened(url: str, policy: MediaPolicy, item: str) -> Iterator[FileIO]:
     root = policy.allowed_local_media_path
     if root is None:
         raise MediaError(item, "file:// URLs are disabled; start the server with --allowed-local-media-path")
-    path = _path_of(url, item)
+    match = _URL.fullmatch(url)
+    if match is None or len(url) > MAX_URL_CHARACTERS:
+        problem = "a file:// URL has the form file:///path/to/file; percent-encode ?, # and control characters"
+        raise MediaError(item, f"{problem}; at most {MAX_URL_CHARACTERS} characters are allowed")
     try:
-        with FileIO(_open_below(root, path)) as file:
+        with FileIO(_open_below(root, os.fsdecode(unquote_to_bytes(match[1])))) as file:
             policy.check_size(os.fstat(file.fileno()).st_size, item)
             yield file
     except MediaError:
@@ -50,14 +53,6 @@ def _opened(url: str, policy: MediaPolicy, item: str) -> Iterator[FileIO]:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise_if_short(error)
         raise MediaError(item, _NO_SUCH_FILE) from error
-
-
-def _path_of(url: str, item: str) -> str:
-    match = _URL.fullmatch(url)
-    if match is None or len(url) > MAX_URL_CHARACTERS:
-        problem = "a file:// URL has the form file:///path/to/file; percent-encode ?, # and control characters"
-        raise MediaError(item, f"{problem}; at most {MAX_URL_CHARACTERS} characters are allowed")
-    return os.fsdecode(unquote_to_bytes(match[1]))
 
 
 def _open_below(root: Path, path: str) -> int:
