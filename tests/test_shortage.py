@@ -1,5 +1,6 @@
 """A host that is out of descriptors, memory or threads: Shortage, not the error of a bad URL."""
 
+import asyncio
 import errno
 import socket
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from mini_engine.media.errors import MediaError
 from mini_engine.media.fetch import declared_size, fetch
+from mini_engine.media.http_fetch import fetch_http
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.shortage import Shortage, check_descriptors, shortage_in
 from tests.shortages import no_descriptors
@@ -38,10 +40,15 @@ def test_no_descriptors(tmp_path: Path) -> None:
     (tmp_path / "clip.mp4").write_bytes(b"clip")
     policy = MediaPolicy(tmp_path, 1000, ["127.0.0.1", "unknown.test"])
     url = f"file://{tmp_path}/clip.mp4"
+
+    async def download(url: str) -> None:
+        with no_descriptors(), pytest.raises(Shortage, match="open files"):
+            await fetch_http(url, policy, "image 1", lambda _: None)
+
+    for elsewhere in ("http://127.0.0.1:9", "http://unknown.test"):  # whose resolver reports an unknown name
+        asyncio.run(download(elsewhere))
     with no_descriptors():
-        # A resolver without a descriptor reports an unknown name.
-        for work in (check_descriptors, lambda: fetch("http://127.0.0.1:9", policy), lambda: declared_size(url, policy),
-                     lambda: fetch(url, policy), lambda: fetch("http://unknown.test", policy)):  # fmt: skip
+        for work in (check_descriptors, lambda: declared_size(url, policy), lambda: fetch(url, policy)):
             with pytest.raises(Shortage, match="open files"):
                 work()
     check_descriptors()
@@ -54,4 +61,4 @@ def test_no_memory_for_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket, "socket", type("Socket", (socket.socket,), {"connect": connect}))
     with pytest.raises(Shortage, match="memory"):
-        fetch("http://127.0.0.1:9", MediaPolicy(None, 1000, ["127.0.0.1"]))
+        asyncio.run(fetch_http("http://127.0.0.1:9", MediaPolicy(None, 1000, ["127.0.0.1"]), "image 1", lambda _: None))

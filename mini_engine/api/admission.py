@@ -9,11 +9,10 @@
 
 An item's size is unknown while it is on another server, and a slow server may take long: hence the share, and the queue
 after the download. Where a request's items may have more than that share, their bytes are counted block by block, so
-that the bytes in flight never exceed the flag, but for the block that each thread holds while it asks for room.
+that the bytes in flight never exceed the flag, but for what the connections have buffered, each less than 1 MiB.
 
 The queue is first come, first served: items that need little room do not overtake others. Each place is released by
-leaving a `with` block. Knows nothing of what requests are made of. Used from the event-loop thread only, except for
-`Reservation.receive`.
+leaving a `with` block. Knows nothing of what requests are made of. Used from the event-loop thread only.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from mini_engine import metrics
 from mini_engine.api.errors import ApiError, bad_request
-from mini_engine.media.errors import FetchCancelled
 
 RETRY_AFTER_SECONDS = 1  # many requests take no longer than that
 UNKNOWN_SHARE = 0.75  # of the bytes in flight: other servers that hang leave the rest to media that are here already
@@ -101,41 +98,35 @@ class Reservation:
         self.unknown = unknown  # of these, reserved for items of unknown size
         self._known = known
         self._received = 0  # bytes of items of unknown size
-        self._end: ApiError | FetchCancelled | None = None  # why no more is received
+        self._end: ApiError | None = None  # why no more is received
         self._admission = admission
 
     def receive(self, nbytes: int) -> None:
         """So many further bytes have come of items of unknown size; they take more room if what is reserved is full.
-        May be called from any thread.
 
         Raises:
             ApiError: 400 if the request's media can never be let in, 429 if others have the room; then at each call.
-            FetchCancelled: the request has ended.
         """
-        with self._admission.lock:
-            self._received += nbytes
-            needed = self._known + self._received
-            if self._end is None and needed > self.nbytes:
-                try:
-                    self._admission.check_room(needed, needed - self.nbytes)
-                except ApiError as error:
-                    self._end = error
-                else:
-                    self._change(needed, self.unknown)
-            if self._end is not None:
-                raise self._end
+        self._received += nbytes
+        needed = self._known + self._received
+        if self._end is None and needed > self.nbytes:
+            try:
+                self._admission.check_room(needed, needed - self.nbytes)
+            except ApiError as error:
+                self._end = error
+            else:
+                self._change(needed, self.unknown)
+        if self._end is not None:
+            raise self._end
 
     def correct(self, nbytes: int) -> None:
         """The media are fetched: they have so many bytes. Raises ApiError, a 400, if they can never be let in."""
         self._admission.check_possible(nbytes)
-        with self._admission.lock:
-            self._change(nbytes, 0)
+        self._change(nbytes, 0)
 
     def give_back(self) -> None:
-        """It is no room any more. A thread that still receives for it ends."""
-        with self._admission.lock:
-            self._end = FetchCancelled()
-            self._change(0, 0)
+        """It is no room any more."""
+        self._change(0, 0)
 
     def _change(self, nbytes: int, unknown: int) -> None:
         self._admission.change_bytes(nbytes - self.nbytes, unknown - self.unknown)
@@ -152,7 +143,6 @@ class MediaAdmission:
         self.max_bytes = max_bytes
         self.max_item_bytes = max_item_bytes
         self.admitted = 0  # items
-        self.lock = threading.Lock()  # of the next two: bytes come in by several threads
         self.inflight_bytes = 0
         self.unknown_bytes = 0  # of these, for items of unknown size
         self.waiting: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()  # in line, with items
@@ -183,7 +173,7 @@ class MediaAdmission:
             )
 
     def check_room(self, nbytes: int, further: int) -> None:
-        """Whether a request with `nbytes` in all may have the `further` ones of them now. Under the lock.
+        """Whether a request with `nbytes` in all may have the `further` ones of them now.
 
         Raises:
             ApiError: 429 if there is no room for the bytes now, 400 if there never is.
@@ -195,11 +185,10 @@ class MediaAdmission:
     def count_decoded(self, nbytes: int) -> None:
         """Decoded frames take so many bytes more, or less. They count against the room of requests to come; what is
         admitted is decoded in any case, by a bounded number of decoders."""
-        with self.lock:
-            self.change_bytes(nbytes, 0)
+        self.change_bytes(nbytes, 0)
 
     def change_bytes(self, difference: int, unknown: int) -> None:
-        """So many bytes more, or less, are in flight; so many of them for items of unknown size. Under the lock."""
+        """So many bytes more, or less, are in flight; so many of them for items of unknown size."""
         self.inflight_bytes += difference
         self.unknown_bytes += unknown
         metrics.inflight_media_bytes.set(self.inflight_bytes)
@@ -220,13 +209,12 @@ class MediaAdmission:
         most = sizes.count(None) * self.max_item_bytes
         unknown = min(most, share)
         nbytes = min(known + unknown, self.max_bytes)
-        with self.lock:
-            if unknown and self.unknown_bytes + unknown > share:
-                taken = f"{self.unknown_bytes} of the {share} for what is being fetched from other servers"
-                raise self._no_room(f"up to {known + most}", taken)
-            if self.inflight_bytes + nbytes > self.max_bytes:
-                raise self._no_room(f"up to {known + most}", str(self.inflight_bytes))
-            self.change_bytes(nbytes, unknown)
+        if unknown and self.unknown_bytes + unknown > share:
+            taken = f"{self.unknown_bytes} of the {share} for what is being fetched from other servers"
+            raise self._no_room(f"up to {known + most}", taken)
+        if self.inflight_bytes + nbytes > self.max_bytes:
+            raise self._no_room(f"up to {known + most}", str(self.inflight_bytes))
+        self.change_bytes(nbytes, unknown)
         reservation = Reservation(self, known, nbytes, unknown)
         try:
             yield reservation

@@ -1,8 +1,8 @@
 """A conversation's media references -> bytes and hashes -> processed items.
 
-Two steps, because an item that an engine keeps under its hash need not be decoded. Reading and hashing, downloads, and
-processing have threads of their own, decoding has processes (`media/decoder_pool.py`): what is slow in one stage does
-not hold up another. Knows nothing of prompts, requests or engines.
+Two steps, because an item that an engine keeps under its hash need not be decoded. Downloads run in the event loop,
+reading and hashing and processing have threads of their own, decoding has processes (`media/decoder_pool.py`): what is
+slow in one stage does not hold up another. Knows nothing of prompts, requests or engines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mini_engine.media.decoder_pool import DecoderPool, Decoding
 from mini_engine.media.errors import ItemError
 from mini_engine.media.fetch import declared_size, fetch, is_elsewhere, is_local_file
 from mini_engine.media.hashing import media_hash
-from mini_engine.media.http_fetch import tls_context
+from mini_engine.media.http_fetch import fetch_http, tls_context
 from mini_engine.media.policy import MediaPolicy, Received
 from mini_engine.messages import Modality
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FETCH_THREADS = 32  # they wait, most of the time
+MAX_DOWNLOADS = 32  # connections of one API server at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +68,8 @@ class _Flight:
 
 
 class MediaLoader:
-    """Loads media: up to `threads` items are read and hashed at once, as many processed, and up to FETCH_THREADS
-    fetched from other servers; `decoders` bounds how many are decoded.
+    """Loads media: up to `threads` items are read and hashed at once, as many processed, and up to MAX_DOWNLOADS
+    downloaded; `decoders` bounds how many are decoded.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class MediaLoader:
         self._allow_partial_video = allow_partial_video
         self._processing = Threads(threads, "media")
         self._reading = Threads(threads, "read")
-        self._fetching = Threads(FETCH_THREADS, "fetch")
+        self._downloads = asyncio.Semaphore(MAX_DOWNLOADS)
         self._flights: dict[bytes, _Flight] = {}
         if policy.allowed_hosts:
             tls_context()
@@ -111,21 +111,14 @@ class MediaLoader:
         """The bytes of those items that other servers have, by name. Cancelling it, or the failure of one item, ends
         the other downloads.
 
-        `received` is called with the size of each block, from several threads at once.
+        `received` is called with the size of each block before the block is stored.
 
         Raises:
             MediaError: an item cannot be fetched.
             Exception: what `received` raised, which ends all downloads.
         """
         elsewhere = [ref for ref in refs if is_elsewhere(ref.url)]
-        with _cancelling() as cancelled:
-            downloads = await _all(
-                _in_thread(
-                    self._fetching,
-                    partial(fetch, ref.url, self.policy, ref.name, cancelled=cancelled, received=received),
-                )
-                for ref in elsewhere
-            )
+        downloads = await _all(self._download(ref, received) for ref in elsewhere)
         return {ref.name: data for ref, data in zip(elsewhere, downloads, strict=True)}
 
     async def fetch(
@@ -171,7 +164,7 @@ class MediaLoader:
 
     def close(self) -> None:
         """Take no more work, and end the decoders."""
-        for pool in (self._processing, self._reading, self._fetching):
+        for pool in (self._processing, self._reading):
             pool.shutdown(wait=False, cancel_futures=True)
         self.decoders.close()
 
@@ -199,10 +192,14 @@ class MediaLoader:
         if self._flights.get(digest) is flight:
             del self._flights[digest]
 
+    async def _download(self, ref: MediaRef, received: Received) -> bytes:
+        async with self._downloads:
+            return await fetch_http(ref.url, self.policy, ref.name, received)
+
     def _fetch_and_hash(
         self, ref: MediaRef, keyed: KeyedSettings, download: bytes | None, cancelled: threading.Event
     ) -> FetchedItem:
-        data = fetch(ref.url, self.policy, ref.name, cancelled=cancelled) if download is None else download
+        data = fetch(ref.url, self.policy, ref.name, cancelled) if download is None else download
         digest = media_hash(data, keyed.keys[ref.modality])
         return FetchedItem(ref.modality, ref.name, data, keyed.settings, digest)
 

@@ -49,7 +49,7 @@ class Regime(Protocol):
         """
 
 
-PACKAGES = ("aiohttp", "matplotlib", "tqdm")  # of the extra `bench`
+PACKAGES = ("matplotlib", "tqdm")  # of the extra `bench`
 INTERRUPTED = 128 + signal.SIGINT  # the exit status of a shell's command that Ctrl-C has ended
 DEFAULT_REGIME = "serve"
 REGIMES: dict[str, Regime] = {

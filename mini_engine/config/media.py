@@ -7,7 +7,6 @@ import os
 from typing import Any, Literal
 
 from mini_engine.config.option import ConfigError, option, parse_bytes, parse_json_object, parse_limits
-from mini_engine.media.addresses import parse_allowed_host
 from mini_engine.media.limits import MOST_FRAMES_KEPT, DecodeLimits
 
 MediaCacheType = Literal["auto", "lru", "shm"]
@@ -165,13 +164,21 @@ class MediaOptions:
             if modality not in ("image", "video") or not isinstance(kwargs, dict):
                 raise ConfigError(f"--media-io-kwargs: {modality!r} must be image or video, with a JSON object")
             _check_media_io(modality, kwargs)
-        for host in self.allowed_media_domains:
-            try:
-                parse_allowed_host(host)
-            except ValueError as error:
-                raise ConfigError(f"--allowed-media-domains: {error}") from None
+        if self.allowed_media_domains:
+            _check_hosts(self.allowed_media_domains)
         if self.allowed_local_media_path is not None and not os.path.isdir(self.allowed_local_media_path):
             raise ConfigError(f"--allowed-local-media-path: {self.allowed_local_media_path} is not a directory")
+
+
+def _check_hosts(hosts: list[str]) -> None:
+    # This takes yarl, which most starts of the command do without.
+    from mini_engine.media.addresses import parse_allowed_host
+
+    try:
+        for host in hosts:
+            parse_allowed_host(host)
+    except ValueError as error:
+        raise ConfigError(f"--allowed-media-domains: {error}") from None
 
 
 def _check_media_io(modality: str, kwargs: dict[str, Any]) -> None:

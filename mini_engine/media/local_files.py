@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
 from mini_engine.media.errors import MediaError
-from mini_engine.media.policy import BLOCK_BYTES, MediaPolicy, gather, too_large
+from mini_engine.media.policy import BLOCK_BYTES, MAX_URL_CHARACTERS, MediaPolicy, gather
 from mini_engine.shortage import raise_if_short
 
 _NO_SUCH_FILE = "no such regular file under the directory that --allowed-local-media-path names"
@@ -40,25 +40,19 @@ def _opened(url: str, policy: MediaPolicy, item: str) -> Iterator[FileIO]:
     root = policy.allowed_local_media_path
     if root is None:
         raise MediaError(item, "file:// URLs are disabled; start the server with --allowed-local-media-path")
-    path = _path_of(url, item)
+    match = _URL.fullmatch(url)
+    if match is None or len(url) > MAX_URL_CHARACTERS:
+        problem = "a file:// URL has the form file:///path/to/file; percent-encode ?, # and control characters"
+        raise MediaError(item, f"{problem}; at most {MAX_URL_CHARACTERS} characters are allowed")
     try:
-        with FileIO(_open_below(root, path)) as file:
-            if os.fstat(file.fileno()).st_size > policy.max_media_bytes:
-                raise too_large(policy, item)
+        with FileIO(_open_below(root, os.fsdecode(unquote_to_bytes(match[1])))) as file:
+            policy.check_size(os.fstat(file.fileno()).st_size, item)
             yield file
     except MediaError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise_if_short(error)
         raise MediaError(item, _NO_SUCH_FILE) from error
-
-
-def _path_of(url: str, item: str) -> str:
-    match = _URL.fullmatch(url)
-    if match is None:
-        problem = "a file:// URL has the form file:///path/to/file; percent-encode ?, # and control characters"
-        raise MediaError(item, problem)
-    return os.fsdecode(unquote_to_bytes(match[1]))
 
 
 def _open_below(root: Path, path: str) -> int:

@@ -3,21 +3,28 @@
 The module does not parse URLs; `fetch.py`, `local_files.py` and `http_fetch.py` do.
 """
 
+import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
-from mini_engine.media import addresses
-from mini_engine.media.addresses import Address, Authority, Resolver
+from mini_engine.media.addresses import Address, AllowedHost, is_global, parse_allowed_host
 from mini_engine.media.errors import FetchCancelled, MediaError
 
 Received = Callable[[int], None]
 """Receives the size of each downloaded block before the block is stored. An exception from it ends the fetch."""
 
+Resolver = Callable[[str, int], Sequence[Any]]
+"""Called in a thread with a host name and a port; returns and raises what `socket.getaddrinfo` does."""
+
 BLOCK_BYTES = 1 << 18
 """Most bytes that are read or decoded between two checks of the limits and of the cancellation."""
+
+MAX_URL_CHARACTERS = 16384
+"""Limit for `file://` and `http(s)://` URLs. `max_media_bytes` limits `data:` URLs."""
 
 
 @dataclass(frozen=True)
@@ -43,45 +50,32 @@ class MediaPolicy:
     allowed_media_domains: Sequence[str] = ()
     allow_media_redirects: bool = False
     media_fetch_timeout: float = 30.0
-    resolve: Resolver = addresses.resolve
-    is_allowed_address: Callable[[Address], bool] = addresses.is_global
-    allowed_hosts: frozenset[Authority] = field(init=False)
+    resolve: Resolver = socket.getaddrinfo
+    is_allowed_address: Callable[[Address], bool] = is_global
+    allowed_hosts: frozenset[AllowedHost] = field(init=False)
 
     def __post_init__(self) -> None:
-        hosts = frozenset(addresses.parse_allowed_host(entry) for entry in self.allowed_media_domains)
+        hosts = frozenset(parse_allowed_host(entry) for entry in self.allowed_media_domains)
         object.__setattr__(self, "allowed_hosts", hosts)
 
-    def allows_host(self, host: str, port: int) -> bool:
-        """Whether a URL may name this normalized host with this port."""
-        return not self.allowed_hosts.isdisjoint({Authority(host, None), Authority(host, port)})
+    def check_size(self, nbytes: int, item: str) -> None:
+        """Raises MediaError for an item of more bytes than the limit."""
+        if nbytes > self.max_media_bytes:
+            problem = f"larger than {self.max_media_bytes} bytes, the limit of --max-media-bytes; send a smaller file"
+            raise MediaError(item, problem)
 
 
-def gather(
-    blocks: Iterable[bytes],
-    policy: MediaPolicy,
-    item: str,
-    cancelled: threading.Event | None = None,
-    received: Received | None = None,
-) -> bytes:
+def gather(blocks: Iterable[bytes], policy: MediaPolicy, item: str, cancelled: threading.Event | None) -> bytes:
     """Joins the blocks. Requests no further block after the byte limit or the cancellation.
 
-    Raises MediaError for too many bytes or none, FetchCancelled, and what `received` raises.
+    Raises MediaError for too many bytes or none, FetchCancelled.
     """
     data = BytesIO()  # getvalue() returns the buffer without a copy
     for block in blocks:
         if cancelled is not None and cancelled.is_set():
             raise FetchCancelled
-        if data.tell() + len(block) > policy.max_media_bytes:
-            raise too_large(policy, item)
-        if received is not None:
-            received(len(block))
+        policy.check_size(data.tell() + len(block), item)
         data.write(block)
     if not data.tell():
         raise MediaError(item, "holds no bytes")
     return data.getvalue()
-
-
-def too_large(policy: MediaPolicy, item: str) -> MediaError:
-    """The error for an item above the byte limit."""
-    problem = f"larger than {policy.max_media_bytes} bytes, the limit of --max-media-bytes; send a smaller file"
-    return MediaError(item, problem)

@@ -1,15 +1,10 @@
 import asyncio
-import itertools
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mini_engine.api.admission import MediaAdmission, RequestAdmission, Reservation
+from mini_engine.api.admission import MediaAdmission, RequestAdmission
 from mini_engine.api.errors import ApiError
-from mini_engine.media.errors import FetchCancelled
 from mini_engine.metrics import REGISTRY
-from tests.api.patience import PATIENCE
 
 
 async def hold(admission: MediaAdmission, items: int, entered: list[int], leave: asyncio.Event) -> None:
@@ -156,7 +151,7 @@ def test_what_comes_beyond_the_reservation_takes_room_as_it_comes() -> None:
         assert (admission.inflight_bytes, admission.unknown_bytes, gauge()) == (810, 750, 810)
         with admission.reserve([190]):
             assert refused(admission, 1).status == 429
-            for _ in range(2):  # whoever asks next, in another thread
+            for _ in range(2):  # at each call
                 with pytest.raises(ApiError, match="at least 811 bytes .*: 1000 of the 1000 of --max-in") as caught:
                     large.receive(1)
                 assert (caught.value.status, caught.value.body.code) == (429, "overloaded")
@@ -174,32 +169,6 @@ def test_the_block_that_passes_the_limit_ends_the_request() -> None:
             large.receive(1)
         assert (caught.value.status, caught.value.body.code) == (400, "media_too_large")
     assert admission.inflight_bytes == gauge() == 0
-    with pytest.raises(FetchCancelled):  # a thread that has not heard of it yet
-        large.receive(1)
-    assert admission.inflight_bytes == gauge() == 0
-
-
-def test_threads_that_receive_at_once_are_counted_each() -> None:
-    """Of several requests, whose bytes together are never more than the limit."""
-    admission, threads = MediaAdmission(8, 100_000, 60_000), 8
-    start, most = threading.Barrier(threads), []
-
-    def receive(reservation: Reservation) -> int:
-        start.wait(PATIENCE)
-        for count in itertools.count():
-            try:
-                reservation.receive(1)
-            except ApiError as error:
-                assert error.status in (400, 429)
-                return count
-            if not count % 1000:
-                most.append(admission.inflight_bytes)
-
-    with ThreadPoolExecutor(threads) as pool, admission.reserve([5000]), admission.reserve([None, None]) as one:
-        came = sum(pool.map(receive, [one] * threads))
-        assert (came, admission.inflight_bytes) == (95_000, 100_000)
-        assert max(most) <= 100_000
-    assert admission.inflight_bytes == 0
 
 
 def test_bytes_are_given_back_on_every_way_out() -> None:

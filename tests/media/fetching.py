@@ -1,12 +1,14 @@
 """Shared by the tests of HTTP downloads."""
 
+import asyncio
 import socket
+from typing import Any
 
 import pytest
 
 from mini_engine.media.errors import MediaError
-from mini_engine.media.fetch import fetch
-from mini_engine.media.policy import MediaPolicy
+from mini_engine.media.http_fetch import fetch_http
+from mini_engine.media.policy import MediaPolicy, Received
 
 LIMIT = 1 << 20
 BODY = bytes(range(256)) * 2000
@@ -19,16 +21,20 @@ class Names:
         self.names = {name.replace("_", "."): found for name, found in names.items()}
         self.asked: list[tuple[str, int]] = []
 
-    def __call__(self, host: str, port: int) -> list[str]:
+    def __call__(self, host: str, port: int) -> list[Any]:
         self.asked.append((host, port))
         if host not in self.names:
             raise socket.gaierror(socket.EAI_NONAME, "secret detail 10.9.8.7")
-        return self.names[host]
+        return [(0, 0, 0, "", (address, port)) for address in self.names[host]]
+
+
+def download(url: str, policy: MediaPolicy, received: Received = lambda _: None) -> bytes:
+    return asyncio.run(fetch_http(url, policy, "video 1", received))
 
 
 def refusal(url: str, policy: MediaPolicy) -> str:
     """The error's text, which must contain neither an address nor a message of the system."""
     with pytest.raises(MediaError, match="^video 1: ") as caught:
-        fetch(url, policy, "video 1")
+        download(url, policy)
     assert not any(secret in str(caught.value) for secret in ("127.0.0.1", "10.", "secret", "Errno", ".test"))
     return str(caught.value)

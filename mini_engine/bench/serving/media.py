@@ -107,7 +107,7 @@ def file_server(folder: Path, port: int) -> Iterator[str]:
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Takes as many connections at once as all fetch threads of some API servers open."""
+    """Takes as many connections at once as the downloads of some API servers open."""
 
     request_queue_size = 1024  # by default 5: one more waits a second until its first packet is sent again
 
