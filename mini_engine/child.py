@@ -16,8 +16,8 @@ import zmq
 
 from mini_engine import log
 from mini_engine.config import ConfigError
+from mini_engine.confinement import die_with_parent
 from mini_engine.messages import EngineLimits, Hello, Init, PeerGone, Ready, Refused, Role, TransportChoice
-from mini_engine.parent_death import die_with_parent
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 

@@ -8,10 +8,8 @@ slow in one stage does not hold up another. Knows nothing of prompts, requests o
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,7 +19,7 @@ from mini_engine.api.chat import MediaRef
 from mini_engine.api.media_settings import KeyedSettings
 from mini_engine.api.threads import Threads
 from mini_engine.api.timings import RequestClock
-from mini_engine.media.decoder import ImageJob, VideoJob
+from mini_engine.media.decoder import Job
 from mini_engine.media.decoder_pool import DecoderPool, Decoding
 from mini_engine.media.errors import ItemError
 from mini_engine.media.fetch import declared_size, fetch, is_elsewhere, is_local_file
@@ -130,11 +128,10 @@ class MediaLoader:
         Raises:
             MediaError: an item cannot be fetched.
         """
-        with _cancelling() as cancelled:
-            return await _all(
-                _in_thread(self._reading, partial(self._fetch_and_hash, ref, keyed, downloads.get(ref.name), cancelled))
-                for ref in refs
-            )
+        return await _all(
+            _in_thread(self._reading, partial(self._fetch_and_hash, ref, keyed, downloads.get(ref.name)))
+            for ref in refs
+        )
 
     async def process(
         self, items: Iterable[FetchedItem], clock: RequestClock, owner: str = ""
@@ -196,16 +193,16 @@ class MediaLoader:
         async with self._downloads:
             return await fetch_http(ref.url, self.policy, ref.name, received)
 
-    def _fetch_and_hash(
-        self, ref: MediaRef, keyed: KeyedSettings, download: bytes | None, cancelled: threading.Event
-    ) -> FetchedItem:
-        data = fetch(ref.url, self.policy, ref.name, cancelled) if download is None else download
+    def _fetch_and_hash(self, ref: MediaRef, keyed: KeyedSettings, download: bytes | None) -> FetchedItem:
+        data = fetch(ref.url, self.policy, ref.name) if download is None else download
         digest = media_hash(data, keyed.keys[ref.modality])
         return FetchedItem(ref.modality, ref.name, data, keyed.settings, digest)
 
     async def _work(self, item: FetchedItem, owner: str) -> _Worked:
         began = time.monotonic()
-        decoding = await self.decoders.decode(self._job(item), item.data, owner)
+        sampling = item.settings.sampling if item.modality == "video" else None
+        job = Job(item.name, len(item.data), sampling, self._allow_partial_video)
+        decoding = await self.decoders.decode(job, item.data, owner)
         decoded = time.monotonic()
         processing = self._processing.submit(self._process_frames, item, decoding)
         # The frames are in use until the thread is done, whether it is waited for or not.
@@ -213,11 +210,6 @@ class MediaLoader:
         processed = await asyncio.wrap_future(processing)
         metrics.media_decodes_total.inc()
         return _Worked(processed, began, decoded, time.monotonic())
-
-    def _job(self, item: FetchedItem) -> ImageJob | VideoJob:
-        if item.modality == "image":
-            return ImageJob(item.name, len(item.data))
-        return VideoJob(item.name, len(item.data), item.settings.sampling, self._allow_partial_video)
 
     def _process_frames(self, item: FetchedItem, decoding: Decoding) -> ProcessedItem:
         if decoding.video is None:
@@ -227,16 +219,6 @@ class MediaLoader:
 
 async def _in_thread(pool: Threads, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(pool, work)
-
-
-@contextlib.contextmanager
-def _cancelling() -> Iterator[threading.Event]:
-    """An event that is set when the block is left."""
-    cancelled = threading.Event()
-    try:
-        yield cancelled
-    finally:
-        cancelled.set()
 
 
 def _seconds_of_processing(worked: Sequence[_Worked], since: float) -> float:

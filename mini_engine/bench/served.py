@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from mini_engine.bench.report import BenchError
 from mini_engine.cli import serve
-from mini_engine.parent_death import die_with_parent
+from mini_engine.confinement import die_with_parent
 
 START_SECONDS = 600.0
 STOP_SECONDS = 30.0

@@ -5,7 +5,7 @@ process is lost. It never imports torch or transformers: it takes 20 MB of its o
 
     API server                                        decoder process
       encoded bytes -> input memory
-      ImageJob | VideoJob ---------------------------->
+      Job -------------------------------------------->
       <---------------------------- Announced(T, H, W)   once the file is probed
       <------------------------ Decoded | DecodeFailed   the frames are in the output memory
 
@@ -16,7 +16,6 @@ input memory holds the stop flag, the encoded bytes follow.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import mmap
 import os
@@ -25,26 +24,24 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, NoReturn
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from setproctitle import setproctitle
 
+from mini_engine.confinement import confine, die_with_parent
 from mini_engine.malloc import keep_freed_memory
-from mini_engine.media.errors import DecodeCancelled, MediaError
+from mini_engine.media.errors import MediaError
 from mini_engine.media.limits import DecodeLimits, Guard
 from mini_engine.media.sampling import VideoFacts, VideoSampling
-from mini_engine.parent_death import die_with_parent
 
 DATA_OFFSET = mmap.PAGESIZE  # of the encoded bytes in the input memory
 Size = Annotated[int, msgspec.Meta(ge=1)]
 Shape = tuple[Size, Size, Size]  # frames, height, width
 DATAGRAM_BYTES = 208 << 10  # what the kernel lets a unix socket send at once by default
 
-_PR_SET_NO_NEW_PRIVS = 38  # linux/prctl.h
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
 _DESCRIPTORS = 16
 _KEPT_BYTES = 16 << 20  # of freed memory, for the next item
 
@@ -61,20 +58,13 @@ class DecoderSpec(msgspec.Struct, frozen=True):
     max_input_bytes: int
 
 
-class ImageJob(msgspec.Struct, frozen=True, tag=True):
-    """Decode the image of `num_bytes` in the input memory; errors call it `item`."""
+class Job(msgspec.Struct, frozen=True):
+    """Decode the image, or the sampled frames of the video, in the input memory; errors call it `item`."""
 
     item: str
     num_bytes: Size
-
-
-class VideoJob(msgspec.Struct, frozen=True, tag=True):
-    """Decode the sampled frames of the video of `num_bytes` in the input memory; errors call it `item`."""
-
-    item: str
-    num_bytes: Size
-    sampling: VideoSampling
-    allow_partial: bool
+    sampling: VideoSampling | None = None  # None: an image
+    allow_partial: bool = False
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -96,13 +86,11 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
 
 
 class DecodeFailed(msgspec.Struct, frozen=True, tag=True):
-    """The job failed: the item is at fault, its decoding takes more memory than is allowed, or it was stopped."""
+    """The job failed: the item is at fault, or its decoding takes more memory than is allowed."""
 
-    reason: Literal["media", "memory", "cancelled"]
-    problem: str = ""  # of "media": the error's text without the item's name
+    problem: str | None  # the error's text without the item's name; None: too little memory
 
 
-Job = ImageJob | VideoJob
 Reply = Started | Announced | Decoded | DecodeFailed
 
 
@@ -139,24 +127,22 @@ class _Decoder:
         except MediaError as error:
             # After a failed allocation FFmpeg may report damage: was less than a quarter of the memory left?
             if _peak_bytes() > max(peak_before, limit - self._limits.media_decoder_memory // 4):
-                return DecodeFailed("memory")
-            return DecodeFailed("media", error.problem)
-        except DecodeCancelled:
-            return DecodeFailed("cancelled")
+                return DecodeFailed(None)
+            return DecodeFailed(error.problem)
         except MemoryError:
-            return DecodeFailed("memory")
+            return DecodeFailed(None)
 
     def _decode(self, job: Job) -> VideoFacts | None:
         # Not at the head of this file, which the API server imports: no FFmpeg is loaded there.
         from mini_engine.media.image import decode_image
         from mini_engine.media.video import decode_video
 
-        guard = Guard(job.item, self._limits, should_stop=lambda: self._flag[0] != 0)
+        guard = Guard(job.item, self._limits, job.allow_partial, should_stop=lambda: self._flag[0] != 0)
         data = mmap.mmap(self._input, job.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=DATA_OFFSET)
-        if isinstance(job, ImageJob):
+        if job.sampling is None:
             decode_image(data, guard, self._allocate)
             return None
-        _, video = decode_video(data, job.sampling, guard, job.allow_partial, self._allocate)
+        _, video = decode_video(data, job.sampling, guard, self._allocate)
         return video
 
     def _allocate(self, shape: Shape) -> NDArray[np.uint8]:
@@ -173,23 +159,6 @@ def _peak_bytes() -> int:
     return int(Path("/proc/self/status").read_text().partition("VmPeak:")[2].split()[0]) << 10
 
 
-def _confine() -> str | None:
-    """Give up what decoding does not need. Returns why the process is still on the network; None: it is not.
-
-    After the imports, which may need root's capabilities to read the packages, and which start no thread: a process
-    with threads cannot change its user namespace.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the kernel kills this process first
-    left = libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0
-    reason = None if left else os.strerror(ctypes.get_errno())
-    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # no core dump; with 0 a pipe of core_pattern still gets one
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # it writes no file: both memories have their size
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, _DESCRIPTORS))
-    return reason
-
-
 def main() -> NoReturn:
     """Main function of a decoder process; its argument is a `DecoderSpec` as JSON."""
     # Ctrl-C and a service manager's SIGTERM reach all processes: the supervisor acts on them.
@@ -200,7 +169,7 @@ def main() -> NoReturn:
     for name in ("image", "video"):
         importlib.import_module(f"mini_engine.media.{name}")
     keep_freed_memory(_KEPT_BYTES)
-    network = _confine()
+    network = confine(_DESCRIPTORS)
     setproctitle(spec.title)
     _Decoder(spec).serve(network)
     os._exit(0)

@@ -331,14 +331,12 @@ class Decoder:
                     assert self._output is not None
                     size = decoder.output_bytes((count, *announced_shape[1:]))
                     return np.frombuffer(self._output, np.uint8, size).reshape(count, *announced_shape[1:], 3), video
-                case DecodeFailed(reason="media", problem=problem):
+                case DecodeFailed(problem=str(problem)):
                     raise MediaError(item, problem)
-                case DecodeFailed(reason="memory"):
+                case DecodeFailed():
                     self.kill("memory")
                     limit = f"the {self._limits.media_decoder_memory} bytes of {flag_of('media_decoder_memory')}"
                     raise MediaError(item, f"decoding takes more memory than {limit}; send a smaller file")
-                case DecodeFailed(reason="cancelled"):
-                    raise DecoderUnavailable(item, "its decoding was stopped; retry later")
                 case _:
                     break
         raise ConnectionError("unexpected message")
@@ -352,13 +350,11 @@ class Decoder:
 
     async def _explain_exit(self, item: str) -> Exception:
         """The error of a job whose process exited, or is killed here for what it sent."""
-        if self.ending == "cancelled":
-            return DecoderUnavailable(item, "its decoding was stopped; retry later")
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._process.wait, 1)  # its connection is closed, so it is about to exit
         status = self._process.returncode
         if status == -signal.SIGKILL:
-            self.ending = "killed"
+            self.ending = self.ending or "killed"
             return DecoderUnavailable(item, "its decoder was killed, perhaps to free memory; retry later")
         self.kill("crash")
         how = "invalid message" if status is None else f"signal {-status}" if status < 0 else f"exit status {status}"

@@ -16,11 +16,3 @@ class MediaError(ItemError, ValueError):
 
 class DecoderUnavailable(ItemError):
     """The server could not decode the item now, through no fault of the item: a 503."""
-
-
-class DecodeCancelled(Exception):
-    """A decode was stopped because no request waits for it any more."""
-
-
-class FetchCancelled(Exception):
-    """A fetch was stopped because its request has ended."""

@@ -5,26 +5,24 @@ module does not know the format of the bytes. No error contains a path, an addre
 """
 
 import binascii
-import threading
 from collections.abc import Iterator
 
 from mini_engine.media.errors import MediaError
 from mini_engine.media.http_fetch import parse_http
 from mini_engine.media.local_files import fetch_file, file_size
-from mini_engine.media.policy import BLOCK_BYTES, MediaPolicy, gather
+from mini_engine.media.policy import BLOCK_BYTES, MediaPolicy
 
 
-def fetch(url: str, policy: MediaPolicy, item: str = "media item", cancelled: threading.Event | None = None) -> bytes:
+def fetch(url: str, policy: MediaPolicy, item: str = "media item") -> bytes:
     """Returns the bytes of a `data:` or `file://` URL, at most `policy.max_media_bytes`. Blocks: call it in a thread.
-    Setting `cancelled` ends it at the next block.
 
-    Raises MediaError, whose text starts with `item`; FetchCancelled; Shortage if the host is out of a resource.
+    Raises MediaError, whose text starts with `item`; Shortage if the host is out of a resource.
     """
     if is_local_file(url):
-        return fetch_file(url, policy, item, cancelled)
+        return fetch_file(url, policy, item)
     start = _data_start(url, policy, item)
     try:
-        return gather(_base64_blocks(url, start), policy, item, cancelled)
+        return policy.checked(b"".join(_base64_blocks(url, start)), item)
     except (binascii.Error, UnicodeEncodeError) as error:
         raise MediaError(item, "the data: URL contains invalid base64") from error
 

@@ -1,7 +1,7 @@
 """Downloads `http(s)://` URLs from the hosts that the policy allows, with aiohttp.
 
-A URL is parsed once: aiohttp requests the object that was checked, whose host is letter by letter one that the operator
-listed. A host name is resolved once per URL, every address is checked, and the connection goes to one of these
+A URL is parsed once: aiohttp requests the object that was checked, whose host is, but for capitals, one that the
+operator listed. A host name is resolved once per URL, every address is checked, and the connection goes to one of these
 addresses, so DNS rebinding has no effect. TLS and the Host header use the name. A redirect repeats all checks.
 """
 
@@ -70,15 +70,17 @@ def parse_http(text: str, policy: MediaPolicy, item: str, base: URL | None = Non
     try:
         if len(text) > MAX_URL_CHARACTERS or _REFUSED.search(text):
             raise ValueError("refused unparsed")
-        url = URL(text) if base is None else base.join(URL(text))
+        url = URL(text, encoded=text.isascii())  # left as it is: a signature may cover it
+        url = url if base is None else base.join(url)
         if url.scheme not in ("http", "https") or "@" in url.raw_authority:
             raise ValueError("not an http(s) URL, or with a user name")
+        host, port = (url.raw_host or "").lower(), url.port
     except ValueError as error:
         problem = f"the URL must be https://host/path, without a user name, of at most {MAX_URL_CHARACTERS} characters"
         raise MediaError(item, f"{problem}; percent-encode spaces, control characters, backslashes") from error
     if base is not None and base.scheme == "https" and url.scheme == "http":
         raise MediaError(item, "the redirect leads from https to http")
-    if policy.allowed_hosts.isdisjoint({(url.raw_host, None), (url.raw_host, url.port)}):
+    if policy.allowed_hosts.isdisjoint({(host, None), (host, port)}):
         raise MediaError(item, "--allowed-media-domains does not list the URL's host with its port")
     return url
 
@@ -128,9 +130,7 @@ async def _read_body(response: aiohttp.ClientResponse, policy: MediaPolicy, item
         policy.check_size(data.tell() + len(block), item)
         received(len(block))
         data.write(block)
-    if not data.tell():
-        raise MediaError(item, "holds no bytes")
-    return data.getvalue()
+    return policy.checked(data.getvalue(), item)
 
 
 def _problem(error: Exception) -> str:

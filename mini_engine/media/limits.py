@@ -6,7 +6,7 @@ Time and memory are bounded from outside, see `decoder_pool.py`. Knows nothing o
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mini_engine.media.errors import DecodeCancelled, MediaError
+from mini_engine.media.errors import MediaError
 
 MOST_FRAMES_KEPT = 10_000
 """Upper bound of --max-video-frames-kept: a decoder process lists the frames in one datagram of at most 200 kB."""
@@ -41,16 +41,18 @@ def flag_of(limit: str) -> str:
 
 @dataclass
 class Guard:
-    """Holds one decode to its limits. Its methods raise MediaError, and `tick` DecodeCancelled."""
+    """Holds one decode to its limits, and knows what is missing from its file. The methods raise MediaError."""
 
-    item: str
+    item: str  # its name in errors, such as "video 1"
     limits: DecodeLimits
-    should_stop: Callable[[], bool]
+    allow_partial: bool = False  # whether part of a video is good enough
+    should_stop: Callable[[], bool] = lambda: False
+    damage: str | None = None  # the first that was found
 
     def tick(self) -> None:
         """Called for each packet and frame."""
         if self.should_stop():
-            raise DecodeCancelled
+            raise MediaError(self.item, "its decoding was stopped")
 
     def check(self, limit: str, value: float, unit: str, remedy: str) -> None:
         """Called before what is measured by `value` is read, decoded or allocated."""
@@ -72,24 +74,8 @@ class Guard:
         pixels = f"pixels in {frames} frames of {width}x{height}"
         self.check("max_video_pixels_kept", frames * width * height, pixels, "fewer or smaller frames")
 
-
-@dataclass
-class Damage:
-    """What is missing from a file. The first damage found is a MediaError, unless part of a video is good enough."""
-
-    item: str
-    allow_partial: bool
-    found: str | None = None
-
-    def add(self, what: str) -> None:
-        """Record damage; `what` continues the sentence of CUT_SHORT. Only the first is kept."""
+    def add_damage(self, what: str) -> None:
+        """`what` continues the sentence of CUT_SHORT, which is the error unless part of the video is good enough."""
         if not self.allow_partial:
             raise MediaError(self.item, CUT_SHORT.format(what))
-        self.found = self.found or what
-
-    def summary(self, read: int, promised: int) -> str | None:
-        """What to report of a file of which `read` of at least `promised` frames were read; None if it is whole."""
-        if self.found is None:
-            return None
-        of = f" of {promised}" if promised > read else ""
-        return f"{self.found}; {read}{of} frames were read"
+        self.damage = self.damage or what

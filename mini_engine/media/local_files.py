@@ -6,26 +6,24 @@ All other paths get the same error, so a client cannot find out which paths exis
 import os
 import re
 import stat
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from io import FileIO
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
 from mini_engine.media.errors import MediaError
-from mini_engine.media.policy import BLOCK_BYTES, MAX_URL_CHARACTERS, MediaPolicy, gather
+from mini_engine.media.policy import MAX_URL_CHARACTERS, MediaPolicy
 from mini_engine.shortage import raise_if_short
 
 _NO_SUCH_FILE = "no such regular file under the directory that --allowed-local-media-path names"
 _URL = re.compile("file://(?:localhost)?(/[^?#\x00-\x1f\x7f\ud800-\udfff]*)", re.IGNORECASE)
 
 
-def fetch_file(url: str, policy: MediaPolicy, item: str, cancelled: threading.Event | None) -> bytes:
-    """Returns the content. Follows symlinks to files below the root. Raises MediaError, FetchCancelled, Shortage."""
+def fetch_file(url: str, policy: MediaPolicy, item: str) -> bytes:
+    """Returns the content. Follows symlinks to files below the root. Raises MediaError, Shortage."""
     with _opened(url, policy, item) as file:
-        return gather(iter(partial(file.read, BLOCK_BYTES), b""), policy, item, cancelled)
+        return policy.checked(file.readall(), item)
 
 
 def file_size(url: str, policy: MediaPolicy, item: str) -> int:

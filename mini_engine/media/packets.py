@@ -11,7 +11,7 @@ import av
 import av.container
 import av.video
 
-from mini_engine.media.limits import Damage, Guard
+from mini_engine.media.limits import Guard
 
 _KEY_FRAMES_KNOWN = ("mov", "matroska")  # AVI's times are counted, not written, and in GIF each frame needs the last
 
@@ -19,11 +19,9 @@ _KEY_FRAMES_KNOWN = ("mov", "matroska")  # AVI's times are counted, not written,
 class PacketTable:
     """The packets of a video stream in decoding order, and the order in which their frames are shown."""
 
-    def __init__(
-        self, container: av.container.InputContainer, stream: av.video.VideoStream, guard: Guard, damage: Damage
-    ) -> None:
+    def __init__(self, container: av.container.InputContainer, stream: av.video.VideoStream, guard: Guard) -> None:
         codec = stream.codec_context.name
-        self._packets = packets = _read(container, stream, guard, damage)
+        self._packets = packets = _read(container, stream, guard)
         places = [place for place, packet in enumerate(packets) if not packet.is_discard and _is_shown(packet, codec)]
         if all(packets[place].pts is not None for place in places):
             places.sort(key=lambda place: packets[place].pts or 0)
@@ -97,9 +95,7 @@ class PacketTable:
         yield packets[start:]
 
 
-def _read(
-    container: av.container.InputContainer, stream: av.video.VideoStream, guard: Guard, damage: Damage
-) -> list[av.Packet]:
+def _read(container: av.container.InputContainer, stream: av.video.VideoStream, guard: Guard) -> list[av.Packet]:
     """All packets of the stream that hold anything."""
     packets: list[av.Packet] = []
     read = shown = 0
@@ -107,7 +103,7 @@ def _read(
         for packet in container.demux(stream):
             guard.tick()
             if packet.is_corrupt:
-                damage.add(f"frame {read} is incomplete")
+                guard.add_damage(f"frame {read} is incomplete")
                 continue
             is_frame = packet.size > 0 or packet.dts is not None  # the last is empty: it would end the decoder
             read += is_frame
@@ -119,10 +115,10 @@ def _read(
     except MemoryError:
         raise
     except av.error.FFmpegError:
-        damage.add(f"frame {read} cannot be read")
+        guard.add_damage(f"frame {read} cannot be read")
     # An mp4 lists its frames, without those that its edit list cuts away; most others list none, or wrong ones.
     if "mov" in container.format.name and read < (listed := len(stream.index_entries)):
-        damage.add(f"{read} of {listed} frames are there")
+        guard.add_damage(f"{read} of {listed} frames are there")
     return packets
 
 

@@ -4,15 +4,13 @@ The module does not parse URLs; `fetch.py`, `local_files.py` and `http_fetch.py`
 """
 
 import socket
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from mini_engine.media.addresses import Address, AllowedHost, is_global, parse_allowed_host
-from mini_engine.media.errors import FetchCancelled, MediaError
+from mini_engine.media.errors import MediaError
 
 Received = Callable[[int], None]
 """Receives the size of each downloaded block before the block is stored. An exception from it ends the fetch."""
@@ -21,7 +19,7 @@ Resolver = Callable[[str, int], Sequence[Any]]
 """Called in a thread with a host name and a port; returns and raises what `socket.getaddrinfo` does."""
 
 BLOCK_BYTES = 1 << 18
-"""Most bytes that are read or decoded between two checks of the limits and of the cancellation."""
+"""Most bytes that are received or decoded at once."""
 
 MAX_URL_CHARACTERS = 16384
 """Limit for `file://` and `http(s)://` URLs. `max_media_bytes` limits `data:` URLs."""
@@ -64,18 +62,9 @@ class MediaPolicy:
             problem = f"larger than {self.max_media_bytes} bytes, the limit of --max-media-bytes; send a smaller file"
             raise MediaError(item, problem)
 
-
-def gather(blocks: Iterable[bytes], policy: MediaPolicy, item: str, cancelled: threading.Event | None) -> bytes:
-    """Joins the blocks. Requests no further block after the byte limit or the cancellation.
-
-    Raises MediaError for too many bytes or none, FetchCancelled.
-    """
-    data = BytesIO()  # getvalue() returns the buffer without a copy
-    for block in blocks:
-        if cancelled is not None and cancelled.is_set():
-            raise FetchCancelled
-        policy.check_size(data.tell() + len(block), item)
-        data.write(block)
-    if not data.tell():
-        raise MediaError(item, "holds no bytes")
-    return data.getvalue()
+    def checked(self, data: bytes, item: str) -> bytes:
+        """The data. Raises MediaError for more bytes than the limit, or none."""
+        self.check_size(len(data), item)
+        if not data:
+            raise MediaError(item, "holds no bytes")
+        return data

@@ -24,7 +24,7 @@ from mini_engine.failpoints import reach_failpoint
 from mini_engine.media.containers import container_of, declared_size
 from mini_engine.media.errors import MediaError
 from mini_engine.media.frames import Allocate, FrameRows
-from mini_engine.media.limits import CUT_SHORT, Damage, Guard
+from mini_engine.media.limits import CUT_SHORT, Guard
 from mini_engine.media.packets import PacketTable
 from mini_engine.media.sampling import VideoFacts, VideoSampling
 
@@ -37,19 +37,18 @@ _WORTH_SEEKING = 0.75  # decode runs of packets when they are at most this share
 
 
 def decode_video(
-    data: mmap.mmap, sampling: VideoSampling, guard: Guard, allow_partial: bool, allocate: Allocate
+    data: mmap.mmap, sampling: VideoSampling, guard: Guard, allocate: Allocate
 ) -> tuple[NDArray[np.uint8], VideoFacts]:
     """Returns the sampled frames of a video file, [T, H, W, 3], and what there is to know of the whole.
 
-    A file of which not all can be read is refused, unless `allow_partial`: then the readable frames count as all
+    A file of which not all can be read is refused, unless `guard.allow_partial`: then the readable frames count as all
     frames, and `missing` of the result names the rest. Damage in frames that need not be decoded goes unseen.
 
-    Raises MediaError for a file that cannot be read or exceeds a limit, DecodeCancelled within a frame's time after
-    `guard.should_stop()` is true, and MemoryError.
+    Raises MediaError for a file that cannot be read or exceeds a limit, or within a frame's time after
+    `guard.should_stop()` is true; MemoryError.
     """
-    damage = Damage(guard.item, allow_partial)
     if (size := declared_size(data)) > len(data):
-        damage.add(f"{len(data)} of at least {size} bytes are there")
+        guard.add_damage(f"{len(data)} of at least {size} bytes are there")
     try:
         with av.open(
             data,
@@ -63,11 +62,11 @@ def decode_video(
             },
             options={"max_pixels": str(guard.limits.max_frame_pixels)},  # FFmpeg decodes a little while it opens a file
         ) as container:
-            return _Decode(container, sampling, guard, damage, allocate).run()
+            return _Decode(container, sampling, guard, allocate).run()
     except MemoryError:
         raise
     except (av.error.FFmpegError, UnicodeDecodeError) as error:
-        raise MediaError(guard.item, CUT_SHORT.format(damage.found) if damage.found else _UNREADABLE) from error
+        raise MediaError(guard.item, CUT_SHORT.format(guard.damage) if guard.damage else _UNREADABLE) from error
 
 
 class _Decode:
@@ -78,11 +77,9 @@ class _Decode:
         container: av.container.InputContainer,
         sampling: VideoSampling,
         guard: Guard,
-        damage: Damage,
         allocate: Allocate,
     ) -> None:
-        self.container, self.sampling, self.guard, self.damage = container, sampling, guard, damage
-        self.allocate = allocate
+        self.container, self.sampling, self.guard, self.allocate = container, sampling, guard, allocate
         self.stream = stream = _video_stream(container, guard)
         # FFmpeg's own threads multiply with the server's decoders, and AUTO has been seen to hang at exit.
         stream.thread_type = "NONE"
@@ -93,7 +90,7 @@ class _Decode:
         self.rate = float(stream.average_rate or stream.guessed_rate or 0) or 24.0
 
     def run(self) -> tuple[NDArray[np.uint8], VideoFacts]:
-        self.packets = PacketTable(self.container, self.stream, self.guard, self.damage)
+        self.packets = PacketTable(self.container, self.stream, self.guard)
         if not len(self.packets.stamps):
             raise MediaError(self.guard.item, _NO_FRAME)
         times = self._times(self.packets.stamps)
@@ -114,8 +111,13 @@ class _Decode:
             fps=_source_fps(times, self.rate),
             total_frames=len(times),
             window_frames=len(self.sampling.window(times)),
-            missing=self.damage.summary(len(times), len(self.packets.stamps)),
+            missing=self._missing(len(times)),
         )
+
+    def _missing(self, read: int) -> str | None:
+        promised = len(self.packets.stamps)
+        of = f" of {promised}" if promised > read else ""
+        return self.guard.damage and f"{self.guard.damage}; {read}{of} frames were read"
 
     def _sample(self, times: Sequence[float]) -> NDArray[np.int64]:
         try:
@@ -136,7 +138,7 @@ class _Decode:
         It went wrong when other frames come out than the packets promise: then some of these are no key frames, or no
         frames of their own, and which frame of the whole is which is unknown.
         """
-        runs = None if self.damage.found else self.packets.runs_for(indices.tolist())
+        runs = None if self.guard.damage else self.packets.runs_for(indices.tolist())
         if runs is None or sum(map(len, runs)) > _WORTH_SEEKING * len(self.packets):
             return None
         index_of = {stamp: index for index, stamp in enumerate(self.packets.stamps)}
@@ -163,7 +165,7 @@ class _Decode:
         run, interlaced = range(len(self.packets)), False
         for frame in self._frames_of(run):
             if frame is None:
-                self.damage.add(f"frame {len(stamps)} cannot be decoded")
+                self.guard.add_damage(f"frame {len(stamps)} cannot be decoded")
                 continue
             self.guard.check("max_video_frames", len(stamps) + 1, "frames", "a shorter video")
             frames.offer(len(stamps), frame)
@@ -171,7 +173,7 @@ class _Decode:
             interlaced |= frame.interlaced_frame
         # The halves of an interlaced frame may come in packets of their own.
         if not interlaced and (lost := len(self.packets.promised(run).difference(stamps))):
-            self.damage.add(f"{lost} of {len(self.packets.stamps)} frames cannot be decoded")
+            self.guard.add_damage(f"{lost} of {len(self.packets.stamps)} frames cannot be decoded")
         if not stamps:
             raise MediaError(self.guard.item, _NO_FRAME)
         return frames, self._times(stamps)

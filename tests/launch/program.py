@@ -9,7 +9,7 @@ import time
 import msgspec
 
 from mini_engine.child import ChildSpec
-from mini_engine.parent_death import die_with_parent
+from mini_engine.confinement import die_with_parent
 
 CHUNK = b"x" * 1000
 

@@ -28,12 +28,12 @@ def decode_video(
     allow_partial: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Video:
-    guard = Guard("video 1", limits, should_stop)
-    return Video(*video.decode_video(mapped(data), sampling, guard, allow_partial, allocate))
+    guard = Guard("video 1", limits, allow_partial, should_stop)
+    return Video(*video.decode_video(mapped(data), sampling, guard, allocate))
 
 
 def decode_image(data: bytes, limits: DecodeLimits = NO_LIMITS) -> NDArray[np.uint8]:
-    return image.decode_image(mapped(data), Guard("image 1", limits, lambda: False), allocate)
+    return image.decode_image(mapped(data), Guard("image 1", limits), allocate)
 
 
 def mapped(data: bytes) -> Any:

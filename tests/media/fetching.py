@@ -23,9 +23,9 @@ class Names:
 
     def __call__(self, host: str, port: int) -> list[Any]:
         self.asked.append((host, port))
-        if host not in self.names:
+        if host.lower() not in self.names:
             raise socket.gaierror(socket.EAI_NONAME, "secret detail 10.9.8.7")
-        return [(0, 0, 0, "", (address, port)) for address in self.names[host]]
+        return [(0, 0, 0, "", (address, port)) for address in self.names[host.lower()]]
 
 
 def download(url: str, policy: MediaPolicy, received: Received = lambda _: None) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mini_engine.media.decoder import ImageJob, VideoJob
+from mini_engine.media.decoder import Job
 from mini_engine.media.decoder_pool import KEPT_BYTES, DecoderPool, Decoding
 from mini_engine.media.errors import DecoderUnavailable, MediaError
 from mini_engine.media.limits import DecodeLimits
@@ -40,7 +40,7 @@ class Decoders:
 
     def decode(self, data: bytes = GOOD, owner: str = "a", modality: str = "video") -> Awaitable[Decoding]:
         item = f"{modality} 1"
-        job = ImageJob(item, len(data)) if modality == "image" else VideoJob(item, len(data), SAMPLING, False)
+        job = Job(item, len(data), None if modality == "image" else SAMPLING)
         return self.pool.decode(job, data, owner)
 
     async def check(self, data: bytes = GOOD) -> None:
@@ -307,7 +307,7 @@ def test_an_attack_is_contained(name: str) -> None:
 
     async def scenario(decoders: Decoders) -> None:
         await asyncio.gather(*(decoders.check() for _ in range(2)))
-        before, memory = len(decoders.pids()), resident("VmRSS")
+        memory = resident("VmRSS")
         attacks = [asyncio.ensure_future(decoders.decode(attack, "attacker", modality)) for _ in range(2)]
         for _ in range(3):
             await decoders.check()
@@ -317,7 +317,7 @@ def test_an_attack_is_contained(name: str) -> None:
             else:
                 assert isinstance(outcome, MediaError | DecoderUnavailable), outcome
         await decoders.check()
-        await eventually(lambda: 1 <= len(decoders.pids()) <= before)
+        await eventually(lambda: 1 <= len(decoders.pids()) <= 3)  # as many as there are places, and a spare
         assert resident("VmRSS") - memory < 64 << 20
 
     run(scenario, media_decode_timeout=4.0)

@@ -1,15 +1,13 @@
 import base64
 import os
 import textwrap
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
-from mini_engine.media.errors import FetchCancelled, MediaError
+from mini_engine.media.errors import MediaError
 from mini_engine.media.fetch import declared_size, fetch, is_elsewhere, is_local_file
 from mini_engine.media.policy import MediaPolicy
 
@@ -41,13 +39,6 @@ def test_data_url_of_several_slices(lines: bool, extra: int) -> None:
     policy = MediaPolicy(None, 2 * len(data))
     assert fetch(url, policy) == data
     assert (declared_size(url, policy) or 0) >= len(data)
-
-
-def test_cancellation_ends_decoding_within_a_slice() -> None:
-    cancelled = Mock(threading.Event())
-    cancelled.is_set.side_effect = [False, False, True]
-    with pytest.raises(FetchCancelled):
-        fetch("data:;base64," + "QUJD" * 250_000, MediaPolicy(None, 1 << 20), cancelled=cancelled)
 
 
 @pytest.mark.parametrize(("ask", "size"), [(fetch, 1001), (fetch, 100_000), (declared_size, 100_000)])

@@ -63,6 +63,13 @@ def test_request_line_and_headers(policy: MediaPolicy, names: Names, monkeypatch
     assert f"Host: xn--bcher-kva.test:{server.port}" in head and "Accept-Encoding: identity" in head
 
 
+def test_a_signed_url_is_left_as_it_is(policy: MediaPolicy) -> None:
+    path = "/a%2Fb/../%7Ec?date=2026%2F11&empty&sign=a%2Bb+c%3d"
+    with WebServer(response(BODY)) as server:
+        assert download(f"http://MEDIA.test:{server.port}{path}", policy) == BODY
+    assert server.requests[0].startswith(f"GET {path} HTTP/1.1\r\n")
+
+
 @pytest.mark.parametrize("answer", GOOD_RESPONSES, ids=["chunked", "until close", "after 100"])
 def test_response_body_is_returned(answer: bytes, policy: MediaPolicy) -> None:
     sizes: list[int] = []
@@ -219,4 +226,4 @@ def test_tls(policy: MediaPolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert not server.requests
         for host in ("Media.test", "127.0.0.1"):
             assert "from https to http" in refusal(f"https://{host}:{server.port}/", policy)
-    assert names == ["media.test", "other.test", "media.test", None] and "Host: media.test:" in server.requests[0]
+    assert names == ["media.test", "other.test", "Media.test", None] and "Host: Media.test:" in server.requests[0]

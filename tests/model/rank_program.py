@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mini_engine.confinement import die_with_parent
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.reference import reference_logits
 from mini_engine.model.weights import load_model
-from mini_engine.parent_death import die_with_parent
 from tests.model.chunks import chunked_logits, in_dtype
 
 CHUNK = 29  # tokens of a prompt in a step: ends inside of items

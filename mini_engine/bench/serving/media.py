@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from mini_engine.bench.datasets.sample import Medium
 from mini_engine.bench.report import BenchError
+from mini_engine.confinement import die_with_parent
 from mini_engine.host import runtime_directory
-from mini_engine.parent_death import die_with_parent
 
 MediaTransport = Literal["data", "file", "http"]
 HOST = "127.0.0.1"

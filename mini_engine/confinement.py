@@ -1,0 +1,42 @@
+"""What a process gives up: a life after its parent's, and rights. Imports nothing heavy: children call it first."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38  # linux/prctl.h
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends.
+
+    Exits at once if the parent died before the request: the kernel would never send the signal.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def confine(descriptors: int) -> str | None:
+    """Give up all that takes privileges, the network, writing files, and more open files than `descriptors`.
+
+    Returns why the process is still on the network; None: it is not. Call it after the imports, which may need root's
+    capabilities to read the packages, and before the first thread: a process with threads cannot leave its user
+    namespace.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the kernel kills this process first
+    left = libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) == 0
+    reason = None if left else os.strerror(ctypes.get_errno())
+    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # no core dump; with 0 a pipe of core_pattern still gets one
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+    return reason
