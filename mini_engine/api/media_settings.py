@@ -5,6 +5,8 @@ Knows nothing of media themselves, nor how they are fetched.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,6 @@ import msgspec
 
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatRequest
-from mini_engine.media.hashing import settings_key
 from mini_engine.media.processor import Kind, Kwargs, MediaProcessor, MediaSettings
 from mini_engine.media.sampling import Count, VideoSampling, parse_options
 from mini_engine.messages import Modality
@@ -28,12 +29,14 @@ class KeyedSettings:
 
     @classmethod
     def of(cls, settings: MediaSettings, model: tuple[str, str | None]) -> KeyedSettings:
-        """`model`: see `hashing.settings_key`."""
-        keys: dict[Modality, bytes] = {
-            "image": settings_key("image", None, settings.processor_kwargs, model),
-            "video": settings_key("video", settings.sampling, settings.processor_kwargs, model),
-        }
-        return cls(settings, keys)
+        """`model` is directory and revision, or any pair that differs for other weights or processor files."""
+
+        def key(modality: Modality, sampling: VideoSampling | None) -> bytes:
+            # JSON separates the parts: no two different lists have the same text.
+            parts = json.dumps([modality, repr(sampling), settings.processor_kwargs, *model], sort_keys=True)
+            return hashlib.blake2b(parts.encode(), digest_size=32).digest()
+
+        return cls(settings, {"image": key("image", None), "video": key("video", settings.sampling)})
 
 
 class _Size(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

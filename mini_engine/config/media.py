@@ -57,8 +57,9 @@ class MediaOptions:
     )
 
     max_media_bytes: int = option(
-        256 << 20, "Largest encoded image or video accepted.", "Media limits", parse=parse_bytes, minimum=1
-    )
+        256 << 20, "Largest encoded image or video accepted.", "Media limits", parse=parse_bytes, minimum=1,
+        maximum=(2 << 30) - 4096,  # what Linux writes at once
+    )  # fmt: skip
     max_image_pixels: int = option(DecodeLimits.max_image_pixels, "Most pixels of an image.", "Media limits", minimum=1)
     max_frame_pixels: int = option(
         DecodeLimits.max_frame_pixels, "Most pixels of a video's frame.", "Media limits", minimum=1

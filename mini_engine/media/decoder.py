@@ -17,6 +17,7 @@ input memory holds the stop flag, the encoded bytes follow.
 from __future__ import annotations
 
 import importlib
+import math
 import mmap
 import os
 import resource
@@ -94,12 +95,6 @@ class DecodeFailed(msgspec.Struct, frozen=True, tag=True):
 Reply = Started | Announced | Decoded | DecodeFailed
 
 
-def output_bytes(shape: Shape) -> int:
-    """Bytes of so many RGB frames."""
-    frames, height, width = shape
-    return frames * height * width * 3
-
-
 class _Decoder:
     def __init__(self, spec: DecoderSpec):
         self._limits = spec.limits
@@ -148,7 +143,7 @@ class _Decoder:
     def _allocate(self, shape: Shape) -> NDArray[np.uint8]:
         """See `frames.Allocate`."""
         self._send(Announced(shape))
-        return self._output[: output_bytes(shape)].reshape(*shape, 3)
+        return self._output[: 3 * math.prod(shape)].reshape(*shape, 3)
 
     def _send(self, reply: Reply) -> None:
         self._connection.send(msgspec.msgpack.encode(reply))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import mmap
 import os
 import signal
@@ -228,7 +229,7 @@ class Decoder:
             output = create_sparse(limits.most_output_bytes)
             theirs.callback(os.close, output)
             self._output: mmap.mmap | None = mmap.mmap(output, limits.most_output_bytes)
-            self._input = ours.enter_context(open(os.memfd_create("mini-engine"), "r+b"))
+            self._input = ours.enter_context(open(os.memfd_create("mini-engine"), "r+b", buffering=0))
             self._input.truncate(decoder.DATA_OFFSET)
             descriptors = (connection.fileno(), self._input.fileno(), output)
             title = f"mini-engine: decoder of {name}"
@@ -283,7 +284,7 @@ class Decoder:
             raise await self._explain_exit(job.item) from error
 
     def stop(self) -> None:
-        """Ask the decode loop to stop. It reports `cancelled`, or has finished already."""
+        """Ask the decode loop to stop. It reports a failure, or has finished already."""
         os.pwrite(self._input.fileno(), b"\1", 0)
 
     def kill(self, ending: Ending) -> None:
@@ -307,11 +308,7 @@ class Decoder:
         self._output = None  # the mapping holds a descriptor
 
     async def _write(self, data: bytes) -> None:
-        def write() -> None:
-            self._input.seek(decoder.DATA_OFFSET)
-            self._input.write(data)
-            self._input.flush()
-
+        write = partial(os.pwrite, self._input.fileno(), data, decoder.DATA_OFFSET)
         os.pwrite(self._input.fileno(), b"\0", 0)  # the stop flag
         if len(data) <= INLINE_BYTES:
             write()
@@ -324,13 +321,13 @@ class Decoder:
         announced_shape = (0, 0, 0)
         for _ in range(MAX_MESSAGES):
             match await self._receive():
-                case Announced(shape=shape) if decoder.output_bytes(shape) <= self._limits.most_output_bytes:
-                    announced(decoder.output_bytes(shape))
+                case Announced(shape=shape) if (size := 3 * math.prod(shape)) <= self._limits.most_output_bytes:
+                    announced(size)
                     announced_shape = shape
                 case Decoded(video=video) if 0 < (count := len(video.timestamps) if video else 1) <= announced_shape[0]:
                     assert self._output is not None
-                    size = decoder.output_bytes((count, *announced_shape[1:]))
-                    return np.frombuffer(self._output, np.uint8, size).reshape(count, *announced_shape[1:], 3), video
+                    kept = (count, *announced_shape[1:], 3)
+                    return np.frombuffer(self._output, np.uint8, math.prod(kept)).reshape(kept), video
                 case DecodeFailed(problem=str(problem)):
                     raise MediaError(item, problem)
                 case DecodeFailed():

@@ -73,11 +73,7 @@ class _Decode:
     """One file being decoded."""
 
     def __init__(
-        self,
-        container: av.container.InputContainer,
-        sampling: VideoSampling,
-        guard: Guard,
-        allocate: Allocate,
+        self, container: av.container.InputContainer, sampling: VideoSampling, guard: Guard, allocate: Allocate
     ) -> None:
         self.container, self.sampling, self.guard, self.allocate = container, sampling, guard, allocate
         self.stream = stream = _video_stream(container, guard)

@@ -12,9 +12,11 @@ import pytest
 
 from mini_engine.api.body import parse_body
 from mini_engine.api.errors import ApiError
-from mini_engine.api.media_settings import MediaSettingsResolver
+from mini_engine.api.media_settings import KeyedSettings, MediaSettingsResolver
 from mini_engine.api.protocol import ChatRequest
+from mini_engine.media.hashing import media_hash
 from mini_engine.media.processor import MediaProcessor, MediaSettings
+from mini_engine.media.sampling import VideoSampling
 from tests.api.serving import Served, chat_body, image, media_loader, serve, words
 from tests.api.test_media_cache import baseline, figures, sent, since
 from tests.media import clips, tiny_processor
@@ -91,6 +93,24 @@ def test_a_request_that_asks_for_smaller_items(processor: MediaProcessor, tmp_pa
         assert sent(served.core.requests[-1]) == [False]
 
     with_server(processor, tmp_path, scenario)
+
+
+KWARGS = {"max_pixels": 10, "min_pixels": 1}
+
+
+def video_hash(data: bytes = b"abc", sampling: Any = 8, kwargs: Any = KWARGS, model: Any = ("a", None)) -> bytes:
+    sampling = VideoSampling(num_frames=sampling) if isinstance(sampling, int) else sampling
+    return media_hash(data, KeyedSettings.of(MediaSettings(sampling, kwargs, {}), model).keys["video"])
+
+
+def test_bytes_and_every_setting_change_the_hash() -> None:
+    samplings = [9, VideoSampling(fps=8), *(VideoSampling(num_frames=8, **{name: 1.0}) for name in ("start", "end"))]
+    models = [("b", None), ("a", "main"), ("a", "None"), ("ab", "c"), ("a", "bc"), ('a", "b', "c"), ("a", 'b", "c')]
+    others = [{}, {"size": {"longest_edge": 10}}, KWARGS | {"max_pixels": 11}]
+    hashes = [video_hash(), video_hash(b"abd"), *(video_hash(sampling=one) for one in samplings)]
+    hashes += [video_hash(model=one) for one in models] + [video_hash(kwargs=one) for one in others]
+    assert len(set(hashes)) == len(hashes) and {len(one) for one in hashes} == {16}
+    assert video_hash(kwargs=dict(reversed(KWARGS.items()))) == video_hash()
 
 
 EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
