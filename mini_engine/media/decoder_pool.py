@@ -166,6 +166,9 @@ class DecoderPool:
         child.shrink()
         self._count(child, 0)
         place.leave()
+        self._keep(child)
+
+    def _keep(self, child: Decoder) -> None:
         if child.ending is None and len(self._idle) < self._max_idle:
             self._idle.append(child)
         else:
@@ -203,7 +206,7 @@ class DecoderPool:
 
     async def _start_spare(self) -> None:
         try:
-            self._idle.append(await self._start())
+            self._keep(await self._start())
         except Exception as error:  # noqa: BLE001 - the next job tries again, and reports it
             logger.warning("a spare media decoder cannot be started: %s", error)
 
