@@ -3,7 +3,7 @@
 import pytest
 
 from mini_engine.media.processor import MediaProcessor
-from tests.media import tiny_processor
+from tests import tiny_processor
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoProcessor
 
 from mini_engine.api.chat import ChatError, ChatRenderer, PlacedItem, Placeholder
-from tests.media import tiny_processor
+from tests import tiny_processor
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from mini_engine.api.detokenizer import Detokenizer
 from mini_engine.api.vocabulary import Vocabulary
-from tests.media import tiny_processor
+from tests import tiny_processor
 
 # Pieces that make characters of several tokens, special tokens, and starts of stop strings.
 PIECES = [

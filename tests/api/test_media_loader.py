@@ -18,7 +18,7 @@ from tests.api.patience import PATIENCE
 from tests.api.peers import eventually
 from tests.api.serving import image, media_loader, media_settings
 from tests.media import clips
-from tests.media.web import WebServer, response
+from tests.web import WebServer, response
 
 
 def video_ref(number: int = 1, **clip: Any) -> MediaRef:

@@ -39,7 +39,7 @@ from tests.api.serving import (
 from tests.api.test_app import metric
 from tests.api.test_media_loader import Gated
 from tests.api.test_media_settings import video
-from tests.media.web import WebServer, response
+from tests.web import WebServer, response
 
 
 class SlowWeb:

@@ -21,7 +21,7 @@ from mini_engine.media.processor import MediaProcessor
 from tests.api.patience import PATIENCE
 from tests.api.serving import MAX_REQUESTS, Served, chat_body, image, serve, words
 from tests.api.test_media_settings import video
-from tests.media.web import WebServer, response
+from tests.web import WebServer, response
 
 OURS = {"metrics", "warnings"}
 

@@ -10,7 +10,7 @@ from mini_engine.api import server
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
 from mini_engine.media.limits import DecodeLimits
 from mini_engine.messages import Init, MediaCachePlan
-from tests.media import tiny_processor
+from tests import tiny_processor
 
 NO_CACHE = MediaCachePlan("off", 0, "")
 

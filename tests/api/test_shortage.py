@@ -23,8 +23,8 @@ from mini_engine.media.processor import MediaProcessor
 from tests.api.patience import PATIENCE
 from tests.api.serving import Served, image, media_loader, serve, words
 from tests.api.test_app import metric
-from tests.media.web import WebServer, response
 from tests.shortages import no_descriptors, no_threads
+from tests.web import WebServer, response
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from tests.e2e.running_server import message
 from tests.media import clips
 from tests.media import corpus as media_files
 from tests.media.decoding import decode_video
-from tests.media.web import chunked, response
+from tests.web import chunked, response
 
 MAX_MEDIA_BYTES = 32 << 20
 MAX_REQUEST_BYTES = 64 << 20

@@ -27,7 +27,7 @@ from tests.e2e.asked import Asked, ask_image, ask_small
 from tests.e2e.bad_inputs import MAX_ITEMS, MAX_MEDIA_BYTES, MAX_REQUEST_BYTES, BadInput
 from tests.e2e.barriers import eventually
 from tests.e2e.running_server import RunningServer, message
-from tests.media.web import WebServer
+from tests.web import WebServer
 
 DECODE_SECONDS = 30  # --media-decode-timeout: many times what the costliest of the bad inputs takes
 # What one API server may need beyond what it had: a body, the media in it, and what malloc keeps of them for later.

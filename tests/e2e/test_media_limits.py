@@ -17,7 +17,7 @@ from mini_engine.demo import questions, videos
 from tests.e2e.asked import ask_video, video_url
 from tests.e2e.barriers import eventually
 from tests.e2e.running_server import RunningServer, message
-from tests.media.web import WebServer, response
+from tests.web import WebServer, response
 
 ITEM_BYTES = 1 << 20  # --max-media-bytes, which is what is reserved for an item of unknown size
 

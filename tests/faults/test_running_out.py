@@ -23,7 +23,7 @@ from tests.e2e.running_server import ROOT, RunningServer, message
 from tests.faults.ground import RECOVERY_SECONDS
 from tests.faults.load import Load, ask
 from tests.faults.test_death import assert_in
-from tests.media.web import WebServer, response
+from tests.web import WebServer, response
 
 
 def test_too_few_descriptors_are_refused_at_start_in_one_line():

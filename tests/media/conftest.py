@@ -6,7 +6,7 @@ import pytest
 
 from mini_engine.media.fetch import MediaPolicy
 from mini_engine.media.processor import MediaProcessor
-from tests.media import tiny_processor
+from tests import tiny_processor
 from tests.media.fetching import LIMIT, Names
 
 

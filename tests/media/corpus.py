@@ -192,16 +192,11 @@ def jpeg_of_scans(width: int = 8192, height: int = 8184, scans: int = 15_000) ->
     return b"\xff\xd8" + head + first + b"\xff\xda\0\x08\1\1\0\1\x3f\0\0" * (scans - 1) + b"\xff\xd9"
 
 
-# Each names a file and an address. With no whitelists FFmpeg opens a socket for the SDP, and refuses the others.
+# Each names a file and an address.
 _URLS = "file:///etc/passwd", "http://127.0.0.1:9/"
 _PLAYLISTS = {
     "hls": "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{}\n#EXTINF:1,\n{}\n#EXT-X-ENDLIST\n",
     "concat": "ffconcat version 1.0\nfile '{}'\nfile '{}'\n",
-    "dash": """<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" type="static" minBufferTime="PT1S"
- mediaPresentationDuration="PT1S" profiles="urn:mpeg:dash:profile:isoff-on-demand:2011"><Period>
-<AdaptationSet mimeType="video/mp4"><Representation id="0" bandwidth="1"><BaseURL>{}</BaseURL></Representation>
-<Representation id="1" bandwidth="2"><BaseURL>{}</BaseURL></Representation></AdaptationSet></Period></MPD>""",
-    "sdp": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=-\nc=IN IP4 127.0.0.1\nt=0 0\na=control:{}\nu={}\nm=video 9 RTP/AVP 33\n",
 }
 PLAYLISTS: dict[str, bytes] = {name: text.format(*_URLS).encode() for name, text in _PLAYLISTS.items()}
 

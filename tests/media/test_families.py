@@ -10,7 +10,7 @@ import torch
 from mini_engine.api.chat import ChatRenderer, Placeholder
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.media.sampling import VideoFacts, VideoSampling
-from tests.media import tiny_processor
+from tests import tiny_processor
 from tests.media.decoding import Video
 
 TEN_HZ = np.arange(60) / 10

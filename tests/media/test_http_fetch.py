@@ -14,7 +14,7 @@ from mini_engine.media import http_fetch
 from mini_engine.media.http_fetch import fetch_http
 from mini_engine.media.policy import BLOCK_BYTES, MAX_URL_CHARACTERS, MediaPolicy
 from tests.media.fetching import BODY, LIMIT, Names, download, refusal
-from tests.media.web import WebServer, chunked, response
+from tests.web import WebServer, chunked, response
 
 OK, CHUNKED = b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 CODINGS = [b"gzip, chunked", b"gzip", b"chunked, chunked"]
