@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "demo": {"demo"},
 }  # bench may import everything: it measures the parts by themselves
 TOP_LEVEL_FOR_ALL = {
-    *("messages", "config", "child", "log", "metrics", "failpoints", "parent_death"),
+    *("messages", "config", "child", "log", "metrics", "failpoints", "confinement"),
     *("free_memory", "malloc", "shortage"),
 }
 
