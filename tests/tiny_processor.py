@@ -6,6 +6,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from mini_engine.media.processor import MediaProcessor, MediaSettings
+from mini_engine.media.sampling import VideoSampling
+
 CHAT_TEMPLATE = """\
 {%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.content is string %}{{- message.content }}
@@ -32,7 +35,11 @@ def build(directory: Path, family: str = "qwen2_5_vl") -> Path:
         common |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     image = {"shortest_edge": 4 * token, "longest_edge": 48 * token}
     video = {"shortest_edge": 4 * token, "longest_edge": (2 * 96 if is_third else 24) * token}
-    frames = {"video_processor_type": f"Qwen{3 if is_third else 2}VLVideoProcessor", "cap_pixels_per_frame": False}
+    sampled = {} if is_third else {"num_frames": 32}
+    frames = sampled | {
+        "video_processor_type": f"Qwen{3 if is_third else 2}VLVideoProcessor",
+        "cap_pixels_per_frame": False,
+    }
     tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     files = {
         "config": {"model_type": family},
@@ -57,3 +64,8 @@ def _write_tokenizer(path: Path) -> None:
     special = "endoftext im_start im_end vision_start vision_end vision_pad image_pad video_pad"
     tokenizer.add_special_tokens([f"<|{name}|>" for name in special.split()])
     tokenizer.save(str(path))
+
+
+def own_settings(processor: MediaProcessor) -> MediaSettings:
+    """The model's own, of a server without flags."""
+    return MediaSettings(VideoSampling(num_frames=32), {}, processor.calls)

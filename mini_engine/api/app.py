@@ -37,7 +37,15 @@ from mini_engine.api.logprobs import LogprobList
 from mini_engine.api.media_loader import FetchedItem, MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.openapi import FOR_TEXT, GUARDED, DescribedApp, in_path, refuses, takes
-from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place, placeholders, prompt_items
+from mini_engine.api.prompt_media import (
+    PromptItem,
+    check_budget,
+    fill_in,
+    place,
+    placeholders,
+    prompt_items,
+    video_tokens,
+)  # fmt: skip
 from mini_engine.api.protocol import ChatRequest, GenerationRequest
 from mini_engine.api.refusal import error_response, explain, refuse_for
 from mini_engine.api.request_log import RequestLog
@@ -95,10 +103,11 @@ class Frontend:
         async with self.engines.while_running(), contextlib.AsyncExitStack() as held:
             # Row 2: what is asked for, and the prompt with a place for each item.
             self.sampling.check(chat)
-            keyed = self.media_settings.resolve(chat)
             messages = chat.plain_messages()
             refs = self.renderer.collect(messages, self.item_limits)
             token_ids = await worked(partial(self.renderer.render, messages), sum(map(_text_length, messages)))
+            budget = video_tokens(self.limits, len(token_ids), chat.asked_tokens or 1, len(refs))
+            keyed = self.media_settings.resolve(chat, budget)
             # Row 3: room for the bytes, those that other servers have, a place in line.
             reservation = held.enter_context(self.admission.reserve(await self.media.sizes(refs)))
             clock.enter("fetch")

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatRequest
-from mini_engine.media.processor import Kind, Kwargs, MediaProcessor, MediaSettings
+from mini_engine.media.processor import EDGES, TIME_TOKENS, Kind, Kwargs, MediaProcessor, MediaSettings
 from mini_engine.media.sampling import Count, VideoSampling, parse_options
 from mini_engine.messages import Modality
+
+LEAST_STEP_TOKENS = 32  # of Qwen3-VL, as it has for its longest videos
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +37,8 @@ class KeyedSettings:
 
         def key(modality: Modality, sampling: VideoSampling | None) -> bytes:
             # JSON separates the parts: no two different lists have the same text.
-            parts = json.dumps([modality, repr(sampling), settings.processor_kwargs, *model], sort_keys=True)
+            bound = settings.video_tokens if sampling else None
+            parts = json.dumps([modality, repr(sampling), bound, settings.processor_kwargs, *model], sort_keys=True)
             return hashlib.blake2b(parts.encode(), digest_size=32).digest()
 
         return cls(settings, {"image": key("image", None), "video": key("video", settings.sampling)})
@@ -72,25 +77,25 @@ class MediaSettingsResolver:
     def __init__(
         self,
         processor: MediaProcessor,
-        processor_kwargs: Kwargs,
-        video_io_kwargs: Kwargs,
         model: tuple[str, str | None],
+        processor_kwargs: Kwargs | None = None,
+        video_io_kwargs: Kwargs | None = None,
     ):
-        """`processor_kwargs` and `video_io_kwargs` are --mm-processor-kwargs and the `video` part of --media-io-kwargs.
-        Runs the processor once. Raises ValueError."""
-        own, (asked, rest) = processor.settings, _split(processor_kwargs, video_io_kwargs)
+        """`model` is directory and revision, the others are --mm-processor-kwargs and the `video` part of
+        --media-io-kwargs. Runs the processor once. Raises ValueError."""
+        asked, rest = _split(processor_kwargs or {}, video_io_kwargs or {})
         given = parse_options("--mm-processor-kwargs", rest, _ServerKwargs)
         if given.max_video_tokens is not None:  # transformers reads no argument of this name
             processor.hf_processor.video_processor.max_video_tokens = given.max_video_tokens
-        sampling = parse_options("video sampling", asked, VideoSampling) if asked else own.sampling
-        calls = _tuned("--mm-processor-kwargs", own.calls, given)
-        server = MediaSettings(sampling, msgspec.to_builtins(given), calls)
-        processor.check(server)
-        self.server = KeyedSettings.of(server, model)
+        sampling = parse_options("video sampling", asked or _own_sampling(processor), VideoSampling)
+        calls = _tuned("--mm-processor-kwargs", _own_calls(processor, Path(model[0])), given)
+        self.server = MediaSettings(sampling, msgspec.to_builtins(given), calls)
+        processor.check(self.server)
+        self._processor = processor
         self._model = model
 
-    def resolve(self, chat: ChatRequest) -> KeyedSettings:
-        """The settings for the media of `chat`.
+    def resolve(self, chat: ChatRequest, video_tokens: int) -> KeyedSettings:
+        """The settings for the media of `chat`, each of whose videos may have so many tokens.
 
         Raises:
             ApiError: 400 for settings that there are not, or that ask for more than the server allows.
@@ -99,9 +104,7 @@ class MediaSettingsResolver:
         if io_kwargs.get("image"):
             raise bad_request("Invalid 'media_io_kwargs': images take no arguments.", "media_io_kwargs")
         video_kwargs = io_kwargs.get("video") or {}
-        if not video_kwargs and not processor_kwargs:
-            return self.server
-        server, (asked, rest) = self.server.settings, _split(processor_kwargs, video_kwargs)
+        server, (asked, rest) = self.server, _split(processor_kwargs, video_kwargs)
         try:
             given = parse_options("mm_processor_kwargs", rest, _RequestKwargs)
             settings = MediaSettings(
@@ -112,7 +115,35 @@ class MediaSettingsResolver:
         except ValueError as error:
             param = "mm_processor_kwargs" if processor_kwargs else "media_io_kwargs"
             raise bad_request(f"Invalid '{param}': {error}.", param, "invalid_value") from error
-        return KeyedSettings.of(settings, self._model)
+        return KeyedSettings.of(self.fitted(settings, video_tokens), self._model)
+
+    def fitted(self, settings: MediaSettings, video_tokens: int) -> MediaSettings:
+        """`settings` by which a video has at most so many tokens: smaller frames, and fewer where they are smallest."""
+        if self._processor.times_frames:
+            least = LEAST_STEP_TOKENS + TIME_TOKENS
+        else:
+            shortest = settings.calls["video"]["size"]["shortest_edge"]
+            least = math.ceil(1.05 * shortest / self._processor.token_pixels)
+        frames = self._processor.step * max(1, video_tokens // least)
+        return replace(settings, sampling=settings.sampling.at_most(frames), video_tokens=video_tokens)
+
+
+def _own_sampling(processor: MediaProcessor) -> dict[str, Any]:
+    """As the model's files say, or as its authors sample: qwen_vl_utils before Qwen3-VL, and then transformers."""
+    video = processor.hf_processor.video_processor
+    if video.num_frames is not None:
+        return {"num_frames": video.num_frames}
+    own = {"fps": video.fps or 2, "min_frames": video.min_frames, "max_frames": video.max_frames}
+    return own | {"frame_factor": 1 if processor.times_frames else processor.step}
+
+
+def _own_calls(processor: MediaProcessor, model_dir: Path) -> Mapping[Kind, Kwargs]:
+    """As the model's files say. The oldest only speak of images: their videos have the sizes of qwen_vl_utils."""
+    whole, video = model_dir / "processor_config.json", model_dir / "video_preprocessor_config.json"
+    if video.exists() or (whole.exists() and "video_processor" in json.loads(whole.read_text())):
+        return processor.calls
+    size = {edge: tokens * processor.token_pixels for edge, tokens in zip(EDGES, (128, 768), strict=True)}
+    return {**processor.calls, "video": {**processor.calls["video"], "size": size}}
 
 
 def _split(processor_kwargs: Kwargs, io_kwargs: Kwargs) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -167,7 +167,7 @@ class SamplingResolver:
         if room < 1:
             raise bad_request(
                 f"The prompt has {prompt_tokens} tokens, images and videos included; with at least one token of "
-                f"answer that is more than the {self.max_model_len} that this server takes. Send less.",
+                f"answer that is more than the {self.max_model_len} of this server's --max-model-len. Send less.",
                 request.prompt_field,
                 "context_length_exceeded",
             )

@@ -6,6 +6,7 @@ nothing of prompts, but how many tokens an item takes there. transformers and to
 """
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mini_engine import metrics
-from mini_engine.media.sampling import VideoFacts, VideoSampling, parse_options
+from mini_engine.media.sampling import VideoFacts, VideoSampling
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 Kind = Literal["image", "video"]
 Kwargs = Mapping[str, Any]
 
+TIME_TOKENS = 12  # that it takes to write the time of a step
 EDGES = ("shortest_edge", "longest_edge")  # transformers' names of the bounds on an item's pixels
 
 
@@ -34,6 +36,7 @@ class MediaSettings:
     sampling: VideoSampling
     processor_kwargs: Kwargs  # as given, JSON values: what a media hash covers
     calls: Mapping[Kind, Kwargs]  # the arguments of the processor's two halves
+    video_tokens: int | None = None  # of a video at most: its frames get smaller, and `sampling` takes fewer
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +56,7 @@ class ProcessedItem:
 class MediaProcessor:
     """The image and video halves of a model's processor. Safe to call from several threads at once.
 
-    `hf_processor` is the whole, with tokenizer and chat template; `settings` are the model's own.
+    `hf_processor` is the whole, with tokenizer and chat template; `calls` have the model's own settings.
     """
 
     def __init__(self, model_dir: str | Path, trust_remote_code: bool = False, device: str | None = None) -> None:
@@ -70,9 +73,12 @@ class MediaProcessor:
         for name in ("image_mean", "image_std", "rescale_factor", "patch_size", "temporal_patch_size", "merge_size"):
             if getattr(self._image, name) != getattr(self._video, name):
                 raise ValueError(f"the model's image and video processors differ in {name}, which is not supported")
-        sampling = parse_options("the model's video processor", _own_sampling(self._video), VideoSampling)
+        self.step = self._video.temporal_patch_size  # frames that become one step in time
+        self.token_pixels = (self._video.patch_size * self._video.merge_size) ** 2  # of each of them, for a token
+        self.times_frames = "Qwen3" in type(self._video).__name__
+        """Whether the bounds on a video's pixels are for all frames together, and the prompt has each step's time."""
         video = _call(self._video, device) | {"do_sample_frames": False, "return_metadata": True}
-        self.settings = MediaSettings(sampling, {}, {"image": _call(self._image, device), "video": video})
+        self.calls: Mapping[Kind, Kwargs] = {"image": _call(self._image, device), "video": video}
 
     def check(self, settings: MediaSettings) -> None:
         """Runs the processor on a grey image and video, so that bad settings and files fail here: a ValueError."""
@@ -102,11 +108,11 @@ class MediaProcessor:
         metadata = VideoMetadata(video.window_frames, fps=video.fps, duration=duration, frames_indices=indices)
         # Channels first, but in the memory order of the frames: torch resizes that without a copy.
         pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)
-        step = self._video.temporal_patch_size
+        step = self.step
         if len(pixels) < step:
             # Processors repeat the last frame to fill a patch, but some refuse a video without any full one.
             pixels = pixels[torch.arange(step).clamp(max=len(pixels) - 1)]
-        call = {**settings.calls["video"], "video_metadata": [metadata]}
+        call = {**settings.calls["video"], "video_metadata": [metadata], "size": self._size(len(pixels), settings)}
         out = _run(self._video, pixels, call)
         # As Qwen2_5_VLProcessor computes it: from the mean rate of the frames that were kept.
         is_timed = "second_per_grid_ts" in self.hf_processor.model_input_names
@@ -115,6 +121,21 @@ class MediaProcessor:
         text = re.sub(f"(?:{re.escape(token)})+", token, self.hf_processor.replace_video_token(out, 0))
         rest = (seconds, video.missing, None if text == token else text)
         return self._item("video", out["pixel_values_videos"], out["video_grid_thw"], *rest)
+
+    def _size(self, frames: int, settings: MediaSettings) -> dict[str, int]:
+        """The bounds on the pixels of each frame, with Qwen3-VL of all frames, so that the tokens suffice.
+
+        As qwen_vl_utils has it, each frame gets an even share, but at least 1.05 times the least size.
+        """
+        least, most = (settings.calls["video"]["size"][edge] for edge in EDGES)
+        if settings.video_tokens is not None:
+            steps = math.ceil(frames / self.step)
+            if self.times_frames:
+                share = (settings.video_tokens - TIME_TOKENS * steps) * self.token_pixels * self.step
+            else:
+                share = max(settings.video_tokens * self.token_pixels // steps, int(1.05 * least))
+            most = min(most, max(share, 1))
+        return {"shortest_edge": min(least, most), "longest_edge": most}
 
     def _item(self, kind: Kind, patches: "torch.Tensor", grid: "torch.Tensor", *rest: Any) -> ProcessedItem:
         assert patches.element_size() == 1, f"its patches are {patches.dtype}, not uint8"
@@ -150,10 +171,3 @@ def _call(half: Any, device: str | None) -> dict[str, Any]:
         call["cap_pixels_per_frame"] = bool(half.cap_pixels_per_frame)  # None means False, with a warning
     call |= {"do_rescale": False, "do_normalize": False, "return_tensors": "pt", "device": device or "cpu"}
     return call | {"input_data_format": "channels_first"}  # guessing fails for images 1 or 3 pixels high
-
-
-def _own_sampling(video: Any) -> dict[str, Any]:
-    """The sampling in the files of a model's video processor; 32 frames where they set none."""
-    if video.num_frames is None and video.fps is not None:
-        return {name: getattr(video, name, None) for name in ("fps", "max_frames", "min_frames")}
-    return {"num_frames": video.num_frames or 32}

@@ -35,21 +35,22 @@ class VideoFacts(msgspec.Struct, frozen=True):
 
 
 class VideoSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Either `num_frames` frames, evenly spread, or one frame for each 1/`fps` seconds (at most `max_frames`, and at
-    least `min_frames` of a video that has so many), of those displayed from `start` up to `end` (seconds after the
-    first frame). `repr` enters media hashes."""
+    """Either `num_frames` frames (-1: all), or `fps` frames per second (at most `max_frames`, and at least `min_frames`
+    of a video that has so many), evenly spread over those displayed from `start` up to `end` (seconds after the first
+    frame). `repr` enters media hashes."""
 
-    num_frames: Count | None = None
+    num_frames: Annotated[int, msgspec.Meta(ge=-1, le=10**9)] | None = None
     fps: Rate | None = None
     max_frames: Count | None = None
     min_frames: Count | None = None
     start: Seconds | None = None
     end: Seconds | None = None
+    frame_factor: Count = 1  # a count that follows from `fps` is rounded down to a multiple of it
 
     def __post_init__(self) -> None:
         least, most, start, end = self.min_frames, self.max_frames, self.start or 0.0, self.end
-        if (self.num_frames is None) == (self.fps is None):
-            raise ValueError("exactly one of num_frames and fps is needed")
+        if self.num_frames == 0 or (self.num_frames is None) == (self.fps is None):
+            raise ValueError("exactly one of num_frames (not 0) and fps is needed")
         if self.num_frames is not None and (least or most):
             raise ValueError("max_frames and min_frames go with fps, not with num_frames")
         if least is not None and most is not None and least > most:
@@ -70,6 +71,14 @@ class VideoSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             owner, own | {name: value for name, value in asked.items() if value is not None}, type(self)
         )
 
+    def at_most(self, frames: int) -> "VideoSampling":
+        """This sampling, of which no more than `frames` frames come, at least one."""
+        if self.num_frames is not None:
+            count = frames if self.num_frames == -1 else min(self.num_frames, frames)
+            return msgspec.structs.replace(self, num_frames=count)
+        most, least = min(self.max_frames or frames, frames), min(self.min_frames or 1, frames)
+        return msgspec.structs.replace(self, max_frames=most, min_frames=least)
+
     def window(self, times: Sequence[float]) -> range:
         """Returns the indices of the frames displayed from `start` up to `end`; never empty.
 
@@ -86,35 +95,25 @@ class VideoSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             last = int(np.searchsorted(edges[:-1], self.end - _SLACK, side="left"))
         return range(first, max(last, first + 1))
 
-    def indices(self, times: Sequence[float], most_frames: int) -> NDArray[np.int64]:
+    def indices(self, times: Sequence[float], rate: float, most_frames: int) -> NDArray[np.int64]:
         """Returns the ascending indices of the frames to keep, int64 [T], T >= 1; `times` and errors as in `window`.
-        `most_frames` stands in for a `max_frames` that is not set.
 
-        With `num_frames`, they are np.linspace over the window, rounded down. With `fps`, ticks occur every 1/fps
-        seconds from `start` on, and the frame displayed at a tick is kept, once; more than `max_frames` of these, or
-        fewer than `min_frames`, are replaced by as many, evenly spread.
+        `rate` is the source's, in frames per second. `most_frames` stands in for a `max_frames` that is not set. The
+        frames are spread over the window by their number: rounded down for `num_frames` as vLLM does, to the nearest
+        for `fps` as transformers' `sample_frames` and qwen_vl_utils do, whose counts these are, too.
         """
-        window = self.window(times)
-        places = np.arange(window.start, window.stop)
-        if self.num_frames is not None:
-            return _spread(places, self.num_frames)
-        assert self.fps is not None
-        edges = _edges(times)[window.start : window.stop + 1]
-        if self.end is not None:
-            edges = np.minimum(edges, self.end)
-        ticks = np.maximum((edges - (self.start or 0.0) - _SLACK) * self.fps, -0.5)
-        # A frame is displayed from its own time until the next frame's: kept if a whole tick lies in between.
-        kept = places[np.ceil(ticks[:-1]) < ticks[1:]]
-        least = self.min_frames or 1
-        return _spread(places, least) if len(kept) < least else _spread(kept, self.max_frames or most_frames)
+        window, count = self.window(times), self.num_frames
+        if self.fps is not None:
+            count = max(int(len(window) / rate * self.fps), self.min_frames or 1)
+            count = min(count, self.max_frames or most_frames, len(window))
+            count = max(count // self.frame_factor * self.frame_factor, 1)
+        if count is None or not 0 < count < len(window):
+            return np.arange(window.start, window.stop)
+        places = np.linspace(window.start, window.stop - 1, count)
+        return (places.round() if self.fps is not None else places).astype(np.int64)
 
 
 def _edges(times: Sequence[float]) -> NDArray[np.float64]:
     """When each frame begins, and the last one ends, after the mean time between frames; seconds after the first."""
     starts = np.asarray(times, np.float64) - times[0]
     return np.append(starts, starts[-1] + starts[-1] / max(len(times) - 1, 1))
-
-
-def _spread(indices: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """`count` of `indices`, evenly spread, first and last included; all of them when there are no more."""
-    return indices if len(indices) <= count else indices[np.linspace(0, len(indices) - 1, count).astype(int)]

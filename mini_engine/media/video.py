@@ -117,7 +117,7 @@ class _Decode:
 
     def _sample(self, times: Sequence[float]) -> NDArray[np.int64]:
         try:
-            return self.sampling.indices(times, self.guard.limits.max_video_frames_kept)
+            return self.sampling.indices(times, _source_fps(times, self.rate), self.guard.limits.max_video_frames_kept)
         except ValueError as error:
             raise MediaError(self.guard.item, str(error)) from error
 

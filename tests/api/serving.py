@@ -103,7 +103,7 @@ def words(processor: MediaProcessor, *texts: str) -> Callable[[NewRequest], list
 
 def media_settings(processor: MediaProcessor) -> MediaSettingsResolver:
     """Of a server without flags."""
-    return MediaSettingsResolver(processor, {}, {}, ("tiny", None))
+    return MediaSettingsResolver(processor, (processor.hf_processor.tokenizer.name_or_path, None))
 
 
 def media_loader(

@@ -9,6 +9,7 @@ import pytest
 
 from mini_engine.api.chat import MediaRef
 from mini_engine.api.media_loader import FetchedItem, MediaLoader
+from mini_engine.api.media_settings import KeyedSettings
 from mini_engine.api.timings import RequestClock
 from mini_engine.media.errors import MediaError
 from mini_engine.media.policy import MediaPolicy
@@ -63,7 +64,9 @@ async def fetch(one: MediaLoader, refs: list[MediaRef]) -> list[FetchedItem]:
     """By the settings of a server without flags."""
     processor: Any = one.processor
     whole = processor.processor if isinstance(processor, Gated) else processor
-    return await one.fetch(refs, media_settings(whole).server, await one.download(refs, lambda _: None))
+    return await one.fetch(
+        refs, KeyedSettings.of(media_settings(whole).server, ("tiny", None)), await one.download(refs, lambda _: None)
+    )
 
 
 async def load(one: MediaLoader, refs: list[MediaRef]) -> list[ProcessedItem]:

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 
 from mini_engine.api import server
+from mini_engine.api.body import parse_body
+from mini_engine.api.protocol import ChatRequest
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
 from mini_engine.media.limits import DecodeLimits
 from mini_engine.messages import Init, MediaCachePlan
 from tests import tiny_processor
+from tests.api.serving import chat_body
 
 NO_CACHE = MediaCachePlan("off", 0, "")
 
@@ -49,7 +52,7 @@ def test_settings_reach_the_media_road(model_dir: Path, tmp_path: Path) -> None:
         allowed_local_media_path=str(tmp_path),
         max_media_bytes=1000,
     )
-    assert front.media_settings.server.settings.sampling.fps == 3
+    assert front.media_settings.server.sampling.fps == 3
     assert front.media.policy.allowed_local_media_path == tmp_path
     assert front.media.policy.max_media_bytes == 1000
     assert front.vocab_size == 768
@@ -107,7 +110,8 @@ def test_the_settings_enter_the_media_hashes(model_dir: Path) -> None:
     def hashes(**settings: Any) -> tuple[bytes, bytes]:
         front = load(model_dir, **settings)
         front.media.close()
-        keys = front.media_settings.server.keys
+        chat = parse_body(json.dumps(chat_body()).encode(), ChatRequest, ["tiny"])
+        keys = front.media_settings.resolve(chat, 1000).keys
         return keys["image"], keys["video"]
 
     image, video = hashes()

@@ -12,6 +12,7 @@ from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.media.sampling import VideoFacts, VideoSampling
 from tests import tiny_processor
 from tests.media.decoding import Video
+from tests.tiny_processor import own_settings
 
 TEN_HZ = np.arange(60) / 10
 
@@ -24,7 +25,8 @@ def processor(request, tmp_path_factory) -> MediaProcessor:
 def decoded(count: int, height: int, width: int, times: Any = TEN_HZ, **sampling: Any) -> Video:
     """A video of noise: of frames at `times`, those that a sampling keeps, by default `count` frames."""
     kept = VideoSampling(**sampling or {"num_frames": count})
-    indices, fps = kept.indices(times, 768), (len(times) - 1) / (times[-1] - times[0])
+    fps = (len(times) - 1) / (times[-1] - times[0])
+    indices = kept.indices(times, fps, 768)
     pixels = np.random.default_rng(count).integers(0, 256, (len(indices), height, width, 3), dtype=np.uint8)
     timestamps = np.asarray(times)[indices].tolist()
     return Video(pixels, VideoFacts(timestamps, fps, len(times), len(kept.window(times))))
@@ -63,11 +65,14 @@ def assert_same(processor: MediaProcessor, item: ProcessedItem, expected: Any) -
 def test_patches(processor, height, width):
     for count in (2, 5, 8):
         video = decoded(count, height, width, np.arange(3 * count) / 29.97)
-        item, expected = processor.process_video(*video, processor.settings), full_call(processor, video)
+        item, expected = (
+            processor.process_video(*video, own_settings(processor)),
+            full_call(processor, video),
+        )
         assert_same(processor, item, expected)
         assert item.second_per_grid == pytest.approx(expected.get("second_per_grid_ts", [None])[0])
     image = video.frames[0]
-    item = processor.process_image(image, processor.settings)
+    item = processor.process_image(image, own_settings(processor))
     assert_same(processor, item, full_call(processor, image))
     assert (item.second_per_grid, item.placeholder, item.missing) == (None, None, None)
 
@@ -82,7 +87,7 @@ def test_prompts(processor):
     ]
     content = [{"type": "video"}, {"type": "text", "text": " and "}, {"type": "image"}, {"type": "video"}]
     parts = [part if part["type"] == "text" else part | {"url": "x"} for part in content]
-    own = processor.settings
+    own = own_settings(processor)
     items = [
         processor.process_video(*media[0], own),
         processor.process_image(media[1], own),
@@ -111,13 +116,7 @@ def test_video_of_one_frame(processor):
     still = decoded(1, 64, 96)
     twice = np.repeat(still.frames, 2, axis=0)
     own = processor.hf_processor.video_processor([twice], do_sample_frames=False, do_rescale=False, do_normalize=False)
-    item = processor.process_video(*still, processor.settings)
+    item = processor.process_video(*still, own_settings(processor))
     assert item.grid_thw == tuple(own["video_grid_thw"][0])
     assert torch.equal(item.patches, own["pixel_values_videos"])
     assert item.placeholder in (None, "<0.0 seconds><|vision_start|><|video_pad|><|vision_end|>")
-
-
-def test_default_sampling_is_the_models_own(processor):
-    fps = processor.hf_processor.video_processor.fps
-    own = VideoSampling(num_frames=32) if fps is None else VideoSampling(fps=2, min_frames=4, max_frames=768)
-    assert processor.settings.sampling == own

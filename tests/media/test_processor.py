@@ -11,10 +11,11 @@ from mini_engine import metrics
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from tests.media.decoding import Video
 from tests.media.test_families import decoded
+from tests.tiny_processor import own_settings
 
 
 def process(processor: MediaProcessor, video: Video) -> ProcessedItem:
-    return processor.process_video(*video, processor.settings)
+    return processor.process_video(*video, own_settings(processor))
 
 
 def test_concurrent_threads_get_equal_patches(processor: MediaProcessor) -> None:
@@ -46,7 +47,7 @@ def test_full_device_falls_back_to_the_cpu_and_is_counted(model_dir: Path, monke
     before = counter.get()
     assert process(processor, video).patches.equal(process(plain, video).patches)
     assert counter.get() == before + 1
-    assert processor.process_image(video.frames[0], processor.settings).patches.device.type == "meta"
+    assert processor.process_image(video.frames[0], own_settings(processor)).patches.device.type == "meta"
 
 
 @pytest.mark.gpu
