@@ -15,6 +15,10 @@ from mini_engine.messages import Modality
 Message = Mapping[str, Any]
 
 _EVERY_PART = ("type", "uuid")
+PART_SETTINGS: dict[Modality, tuple[str, ...]] = {
+    "image": ("min_pixels", "max_pixels"),
+    "video": ("min_pixels", "max_pixels", "fps", "num_frames", "min_frames", "max_frames"),
+}
 _ROLES = ("system", "developer", "user", "assistant")
 PART_TYPES: dict[str, tuple[Modality, tuple[str, ...]]] = {
     "image_url": ("image", ("image_url",)),  # OpenAI's
@@ -37,6 +41,7 @@ class MediaRef:
     modality: Modality
     url: str
     name: str  # what errors call it: "video 1" is the first video of the conversation
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of its part
 
 
 class Placeholder(NamedTuple):
@@ -106,7 +111,8 @@ class ChatRenderer:
                 modality, _ = PART_TYPES[part["type"]]
                 counts[modality] += 1
                 name = f"{modality} {counts[modality]}"
-                refs.append(MediaRef(modality, _url_of(part, name), name))
+                settings = {key: part[key] for key in PART_SETTINGS[modality] if part.get(key) is not None}
+                refs.append(MediaRef(modality, _url_of(part, name), name, settings))
         for limited, limit in (limits or {}).items():
             if counts[limited] > limit:
                 raise ChatError(
@@ -245,7 +251,8 @@ def _content(message: Message) -> str | list[Mapping[str, Any]]:
                 f"content part of type {str(kind)[:40]!r} is not supported; use text, {', '.join(PART_TYPES)}"
             )
         else:
-            _check_keys(part, PART_TYPES[kind][1])
+            modality, keys = PART_TYPES[kind]
+            _check_keys({key: part[key] for key in part if key not in PART_SETTINGS[modality]}, keys)
     return content
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from mini_engine.api.chat import MediaRef
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.media.processor import EDGES, TIME_TOKENS, Kind, Kwargs, MediaProcessor, MediaSettings
@@ -58,8 +59,13 @@ class _RequestKwargs(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=T
     min_pixels: Count | None = None
     max_pixels: Count | None = None
     cap_pixels_per_frame: bool | None = None
+    do_sample_frames: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.do_sample_frames is False:
+            raise ValueError(
+                "do_sample_frames is always on: frames are sampled before they are decoded; num_frames -1 keeps all"
+            )
         if self.size is not None and (self.min_pixels or self.max_pixels):
             raise ValueError("either size is given, or min_pixels and max_pixels")
 
@@ -94,26 +100,29 @@ class MediaSettingsResolver:
         self._processor = processor
         self._model = model
 
-    def resolve(self, chat: ChatRequest, video_tokens: int) -> KeyedSettings:
-        """The settings for the media of `chat`, each of whose videos may have so many tokens.
+    def resolve(self, chat: ChatRequest, video_tokens: int, ref: MediaRef) -> KeyedSettings:
+        """The settings for one item of `chat`; of a video, by which it has at most so many tokens.
 
         Raises:
             ApiError: 400 for settings that there are not, or that ask for more than the server allows.
         """
         io_kwargs, processor_kwargs = chat.media_io_kwargs or {}, chat.mm_processor_kwargs or {}
-        if io_kwargs.get("image"):
-            raise bad_request("Invalid 'media_io_kwargs': images take no arguments.", "media_io_kwargs")
-        video_kwargs = io_kwargs.get("video") or {}
-        server, (asked, rest) = self.server, _split(processor_kwargs, video_kwargs)
+        asked, rest = _split(processor_kwargs, io_kwargs.get("video") or {})
+        own_asked, own_rest = _split(ref.settings, {})
+        if own_rest:  # of the two ways to say it, the part's
+            rest = {name: value for name, value in rest.items() if name != "size"} | own_rest
+        server = self.server
         try:
+            if io_kwargs.get("image"):
+                raise ValueError("images take no arguments")
             given = parse_options("mm_processor_kwargs", rest, _RequestKwargs)
             settings = MediaSettings(
-                server.sampling.updated("video sampling", asked),
+                server.sampling.updated("video sampling", asked).updated("video sampling", own_asked),
                 {**server.processor_kwargs, **msgspec.to_builtins(given)},
-                _tuned("mm_processor_kwargs", server.calls, given, only_less=True),
+                _tuned(ref.name, server.calls, given, only_less=True),
             )
         except ValueError as error:
-            param = "mm_processor_kwargs" if processor_kwargs else "media_io_kwargs"
+            param = "messages" if ref.settings else "mm_processor_kwargs" if processor_kwargs else "media_io_kwargs"
             raise bad_request(f"Invalid '{param}': {error}.", param, "invalid_value") from error
         return KeyedSettings.of(self.fitted(settings, video_tokens), self._model)
 
@@ -123,7 +132,7 @@ class MediaSettingsResolver:
             least = LEAST_STEP_TOKENS + TIME_TOKENS
         else:
             shortest = settings.calls["video"]["size"]["shortest_edge"]
-            least = math.ceil(1.05 * shortest / self._processor.token_pixels)
+            least = math.ceil(1.25 * shortest / self._processor.token_pixels)  # sides are rounded up to whole patches
         frames = self._processor.step * max(1, video_tokens // least)
         return replace(settings, sampling=settings.sampling.at_most(frames), video_tokens=video_tokens)
 

@@ -95,7 +95,10 @@ class MediaUrl(Strict):
 
 
 class ContentPart(Strict):
-    """A piece of a message. Which keys go with which type is `chat.py`'s matter. `uuid` is ignored."""
+    """A piece of a message. Which keys go with which type is `chat.py`'s matter. `uuid` is ignored.
+
+    The settings are qwen_vl_utils' and win over those of the whole request.
+    """
 
     type: str
     text: str | None = None
@@ -105,6 +108,12 @@ class ContentPart(Strict):
     video: MediaUrl | str | None = None
     url: str | None = None
     uuid: str | None = None
+    fps: float | None = None
+    num_frames: int | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
     @model_validator(mode="before")
     @classmethod

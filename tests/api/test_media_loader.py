@@ -64,9 +64,8 @@ async def fetch(one: MediaLoader, refs: list[MediaRef]) -> list[FetchedItem]:
     """By the settings of a server without flags."""
     processor: Any = one.processor
     whole = processor.processor if isinstance(processor, Gated) else processor
-    return await one.fetch(
-        refs, KeyedSettings.of(media_settings(whole).server, ("tiny", None)), await one.download(refs, lambda _: None)
-    )
+    keyed = KeyedSettings.of(media_settings(whole).server, ("tiny", None))
+    return await one.fetch(refs, [keyed] * len(refs), await one.download(refs, lambda _: None))
 
 
 async def load(one: MediaLoader, refs: list[MediaRef]) -> list[ProcessedItem]:

@@ -8,15 +8,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mini_engine.api.body import parse_body
+from mini_engine.api.chat import MediaRef
 from mini_engine.api.errors import ApiError
 from mini_engine.api.media_settings import KeyedSettings, MediaSettingsResolver
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.media.hashing import media_hash
-from mini_engine.media.processor import MediaProcessor, MediaSettings
-from mini_engine.media.sampling import VideoSampling
+from mini_engine.media.processor import TIME_TOKENS, MediaProcessor, MediaSettings
+from mini_engine.media.sampling import VideoFacts, VideoSampling
 from tests import tiny_processor
 from tests.api.serving import Served, chat_body, image, media_loader, serve, words
 from tests.api.test_media_cache import baseline, figures, sent, since
@@ -122,9 +124,21 @@ def resolver(processor: MediaProcessor, **kwargs: Any) -> MediaSettingsResolver:
     return MediaSettingsResolver(processor, (processor.hf_processor.tokenizer.name_or_path, None), kwargs)
 
 
-def of_request(server: MediaSettingsResolver, **kwargs: Any) -> MediaSettings:
-    body = chat_body([{"type": "text", "text": "?"}], mm_processor_kwargs=kwargs)
-    return server.resolve(parse_body(json.dumps(body).encode(), ChatRequest, ["tiny"]), 10**6).settings
+def of_request(server: MediaSettingsResolver, part: Any = (), **kwargs: Any) -> MediaSettings:
+    """Those of a video in a part with settings, in a request with mm_processor_kwargs."""
+    body = chat_body([video() | dict(part)], mm_processor_kwargs=kwargs)
+    chat = parse_body(json.dumps(body).encode(), ChatRequest, ["tiny"])
+    return server.resolve(chat, 10**6, MediaRef("video", "", "video 1", dict(part))).settings
+
+
+def test_settings_of_a_part_win_over_those_of_the_request(processor: MediaProcessor) -> None:
+    """As the models' cards and qwen_vl_utils write them."""
+    server = resolver(processor)
+    settings = of_request(server, {"fps": 1.0, "max_pixels": 8000}, num_frames=4, size={"longest_edge": 9000})
+    assert (settings.sampling.fps, settings.sampling.num_frames) == (1.0, None)
+    assert settings.calls["video"]["size"]["longest_edge"] == 8000
+    assert of_request(server, fps=2, do_sample_frames=True).sampling.fps == 2.0
+    assert of_request(server, num_frames=-1).sampling.num_frames == 10**6 // 5 * 2  # all, but for what fits
 
 
 @pytest.mark.parametrize("family", tiny_processor.PROCESSORS)
@@ -164,6 +178,57 @@ def test_pixels_of_long_videos_can_be_capped(tmp_path: Path) -> None:
     assert capped.num_tokens < processor.process_video(*clip, server.server).num_tokens
 
 
+def published(directory: Path, family: str) -> tuple[MediaProcessor, MediaSettingsResolver]:
+    """Of a checkpoint in the layout of Qwen2-VL and Qwen2.5-VL, which only speaks of images; Qwen3-VL's has both."""
+    tiny_processor.build(directory, family)
+    images = {"shortest_edge": 4 * 28 * 28, "longest_edge": 16384 * 28 * 28}
+    files = {
+        "preprocessor_config": images,
+        "video_preprocessor_config": {"shortest_edge": 4096, "longest_edge": 25165824},
+    }
+    for name, size in files.items():
+        path = directory / f"{name}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"size": size}))
+    if family != "qwen3_vl":
+        path.unlink()
+    processor = MediaProcessor(directory)
+    return processor, MediaSettingsResolver(processor, (str(directory), None))
+
+
+def processed(processor: MediaProcessor, settings: MediaSettings, seconds: float, size: tuple[int, int]) -> Any:
+    """A black video of 24 frames per second, of this width and height: how many frames are kept, and the item."""
+    times = [index / 24 for index in range(round(24 * seconds))]
+    timestamps = [times[index] for index in settings.sampling.indices(times, 24.0, 768)]
+    frames = np.zeros((len(timestamps), *size[::-1], 3), np.uint8)
+    facts = VideoFacts(timestamps, 24.0, len(times), len(times))
+    return len(frames), processor.process_video(frames, facts, settings)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize(
+    ("seconds", "size", "frames", "tokens"),
+    [(1, (1920, 1080), 4, 1440), (5, (1280, 720), 10, 3600), (13, (480, 270), 26, 2210), (70, (176, 144), 140, 10010)],
+)
+def test_videos_are_sampled_and_sized_as_by_the_authors(
+    family: str, seconds: float, size: tuple[int, int], frames: int, tokens: int, tmp_path: Path
+) -> None:
+    """The counts are those of qwen_vl_utils 0.0.14."""
+    processor, server = published(tmp_path, family)
+    count, item = processed(processor, server.fitted(server.server, 115_200), seconds, size)
+    assert (count, item.num_tokens) == (frames, tokens)
+
+
+@pytest.mark.parametrize("family", tiny_processor.PROCESSORS)
+def test_long_videos_fit(family: str, tmp_path: Path) -> None:
+    processor, server = published(tmp_path, family)
+    for most in (300, 14745):
+        for seconds in (20, 200, 3600):
+            _, item = processed(processor, server.fitted(server.server, most), seconds, (320, 180))
+            tokens = item.num_tokens + (0 if item.placeholder is None else TIME_TOKENS * item.grid_thw[0])
+            assert tokens <= most
+        assert tokens > most / 3  # an hour takes much of what there is
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"do_normalize": True}, "unknown field `do_normalize`; it takes size, min_pixels"),
     ({"size": {"height": 1}}, "unknown field `height`"),
@@ -173,6 +238,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_pixels": 784, "min_pixels": 1568}, "number of pixels, 1568, is more than the greatest, 784"),
     ({"cap_pixels_per_frame": 1}, r"got `int` - at `\$.cap_pixels_per_frame`"),
     ({"num_frames": 4, "fps": 1}, "exactly one of num_frames"),
+    ({"do_sample_frames": False}, "do_sample_frames is always on"),
 ]
 
 

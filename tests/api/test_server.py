@@ -8,6 +8,7 @@ import pytest
 
 from mini_engine.api import server
 from mini_engine.api.body import parse_body
+from mini_engine.api.chat import MediaRef
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
 from mini_engine.media.limits import DecodeLimits
@@ -111,7 +112,7 @@ def test_the_settings_enter_the_media_hashes(model_dir: Path) -> None:
         front = load(model_dir, **settings)
         front.media.close()
         chat = parse_body(json.dumps(chat_body()).encode(), ChatRequest, ["tiny"])
-        keys = front.media_settings.resolve(chat, 1000).keys
+        keys = front.media_settings.resolve(chat, 1000, MediaRef("video", "", "video 1")).keys
         return keys["image"], keys["video"]
 
     image, video = hashes()
