@@ -53,7 +53,7 @@ class _Size(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class _RequestKwargs(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What a request may lower: how large items get. The rest must match the model's weights."""
+    """What a request may set: how large items get. The rest must match the model's weights."""
 
     size: _Size | None = None
     min_pixels: Count | None = None
@@ -119,7 +119,7 @@ class MediaSettingsResolver:
             settings = MediaSettings(
                 server.sampling.updated("video sampling", asked).updated("video sampling", own_asked),
                 {**server.processor_kwargs, **msgspec.to_builtins(given)},
-                _tuned(ref.name, server.calls, given, only_less=True),
+                _tuned(ref.name, server.calls, given, video_tokens * self._processor.token_pixels),
             )
         except ValueError as error:
             param = "messages" if ref.settings else "mm_processor_kwargs" if processor_kwargs else "media_io_kwargs"
@@ -162,19 +162,19 @@ def _split(processor_kwargs: Kwargs, io_kwargs: Kwargs) -> tuple[dict[str, Any],
 
 
 def _tuned(
-    owner: str, calls: Mapping[Kind, Kwargs], given: _RequestKwargs, only_less: bool = False
+    owner: str, calls: Mapping[Kind, Kwargs], given: _RequestKwargs, most_pixels: float = math.inf
 ) -> dict[Kind, Kwargs]:
-    """`calls` with the settings `given`; these can only make items smaller if `only_less`. Raises ValueError."""
+    """`calls` with the settings `given`; these make no item larger than `most_pixels`. Raises ValueError."""
     asked: dict[str, int] = msgspec.to_builtins(given.size or _Size(given.min_pixels, given.max_pixels))
     tuned: dict[Kind, Kwargs] = {}
     for kind, call in calls.items():
         own, size = call["size"], {**call["size"], **asked}
-        if only_less and any(size[edge] > own[edge] for edge in size):
-            raise ValueError(f"{owner}: {size} is more than this server's {own} for {kind}s")
         least, most = size["shortest_edge"], size["longest_edge"]
+        if least > max(own["shortest_edge"], most_pixels):
+            raise ValueError(f"{owner}: {least} pixels at least are more than the {most_pixels} within --max-model-len")
         if least > most and "shortest_edge" in asked:
             raise ValueError(f"{owner}: the least number of pixels, {least}, is more than the greatest, {most}")
-        size["shortest_edge"] = min(least, most)
+        size = {"shortest_edge": min(least, most), "longest_edge": min(most, max(own["longest_edge"], most_pixels))}
         others = {name: value for name, value in msgspec.to_builtins(given).items() if name in call}
         tuned[kind] = {**call, **others, "size": size}
     return tuned
