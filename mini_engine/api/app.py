@@ -35,17 +35,9 @@ from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.errors import ApiError
 from mini_engine.api.logprobs import LogprobList
 from mini_engine.api.media_loader import FetchedItem, MediaLoader
-from mini_engine.api.media_settings import MediaSettingsResolver
+from mini_engine.api.media_settings import MediaSettingsResolver, video_tokens
 from mini_engine.api.openapi import FOR_TEXT, GUARDED, DescribedApp, in_path, refuses, takes
-from mini_engine.api.prompt_media import (
-    PromptItem,
-    check_budget,
-    fill_in,
-    place,
-    placeholders,
-    prompt_items,
-    video_tokens,
-)  # fmt: skip
+from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place, placeholders, prompt_items
 from mini_engine.api.protocol import ChatRequest, GenerationRequest
 from mini_engine.api.refusal import error_response, explain, refuse_for
 from mini_engine.api.request_log import RequestLog
@@ -127,11 +119,6 @@ class Frontend:
             with self.engines.choose(hashes, chat.num_choices) as engine:  # row 5
                 # Row 6: decode and process what its ranks cannot read.
                 items = await self._prepare(fetched, engine.media.look_up(hashes), clock, request_id)
-                logger.debug(
-                    "%s has its media: %d of %d are kept by engine %d",
-                    request_id, sum(item.patches is None for item in items), len(items), engine.number,
-                    extra=about(request_id),
-                )  # fmt: skip
                 # Row 7: the placeholders at their length, and the sampling.
                 check_budget(items, self.limits)
                 prompt = self.renderer.expand(token_ids, placeholders(items))

@@ -20,8 +20,9 @@ from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.media.processor import EDGES, TIME_TOKENS, Kind, Kwargs, MediaProcessor, MediaSettings
 from mini_engine.media.sampling import Count, VideoSampling, parse_options
-from mini_engine.messages import Modality
+from mini_engine.messages import EngineLimits, Modality
 
+LONGEST_VIDEO, LEAST_VIDEO = 128_000, 64  # tokens
 LEAST_STEP_TOKENS = 32  # of Qwen3-VL, as it has for its longest videos
 
 
@@ -135,6 +136,19 @@ class MediaSettingsResolver:
             least = math.ceil(1.25 * shortest / self._processor.token_pixels)  # sides are rounded up to whole patches
         frames = self._processor.step * max(1, video_tokens // least)
         return replace(settings, sampling=settings.sampling.at_most(frames), video_tokens=video_tokens)
+
+
+def video_tokens(limits: EngineLimits, text_tokens: int, answer_tokens: int, num_items: int) -> int:
+    """The most tokens of each video in a prompt with so many images and videos, so that it fits.
+
+    The share of a model's length is qwen_vl_utils'. It is halved until all fit, and not divided exactly: a video then
+    has the same media hash in most of its prompts.
+    """
+    tokens = min(0.9 * min(LONGEST_VIDEO, limits.max_model_len), limits.max_prompt_media_tokens)
+    room = (limits.max_model_len - text_tokens - answer_tokens) / max(num_items, 1)
+    while tokens > max(room, LEAST_VIDEO):
+        tokens /= 2
+    return int(tokens)
 
 
 def _own_sampling(processor: MediaProcessor) -> dict[str, Any]:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from mini_engine.media.processor import ProcessedItem
 
-LONGEST_VIDEO, LEAST_VIDEO = 128_000, 64  # tokens
-
 
 @dataclass(frozen=True, eq=False)
 class PromptItem:
@@ -81,19 +79,6 @@ def check_budget(items: Sequence[PromptItem], limits: EngineLimits) -> None:
             "messages",
             "media_too_large",
         )
-
-
-def video_tokens(limits: EngineLimits, text_tokens: int, answer_tokens: int, num_items: int) -> int:
-    """The most tokens of each video in a prompt with so many images and videos, so that it fits.
-
-    The share of a model's length is qwen_vl_utils'. It is halved until all fit, and not divided exactly: a video then
-    has the same media hash in most of its prompts.
-    """
-    tokens = min(0.9 * min(LONGEST_VIDEO, limits.max_model_len), limits.max_prompt_media_tokens)
-    room = (limits.max_model_len - text_tokens - answer_tokens) / max(num_items, 1)
-    while tokens > max(room, LEAST_VIDEO):
-        tokens /= 2
-    return int(tokens)
 
 
 def placeholders(items: Sequence[PromptItem]) -> list[Placeholder]:

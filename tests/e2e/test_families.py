@@ -128,5 +128,5 @@ def check_answers(family: Family, server: RunningServer) -> None:
         for name, media in prompts.items():
             assert family.ask(server, f"What of {name}?", media) == expected[name], (name, turn)
         assert turn == 0 or server.total("prefix_cache_hits_total") > hits
-    # Two videos and a picture: everything else was a hit.
-    assert server.total("media_decodes_total") == 3
+    # Two videos and a picture; a video again where it has to share the prompt's length with others.
+    assert 3 <= server.total("media_decodes_total") <= 5
