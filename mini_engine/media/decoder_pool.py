@@ -90,7 +90,7 @@ class DecoderPool:
         if first.network is not None:
             logger.warning("media decoders have no network namespace of their own: %s", first.network)
         self._keep_spare()
-        self._idle.append(first)
+        self._keep(first)
 
     async def decode(self, job: Job, data: bytes, owner: str) -> Decoding:
         """Decode the item `data` for the request `owner`. Cancelling it stops the decode within STOP_SECONDS.
@@ -141,16 +141,17 @@ class DecoderPool:
     def close(self) -> None:
         """Kill all decoders and wait for their ends. What is at work is lost."""
         self._closed = True
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            while self._idle:
+                self._unwatch(self._idle[0])
         for child in self._children:
             child.close()
         self._children.clear()
 
     async def _take(self) -> Decoder:
-        while self._idle:
-            child = self._idle.pop()
-            if child.is_ready:
-                break
-            self._retire(child, "killed")
+        if self._idle:
+            child = self._idle[-1]
+            self._unwatch(child)
         else:
             child = await self._start()
         self._keep_spare()
@@ -171,8 +172,18 @@ class DecoderPool:
     def _keep(self, child: Decoder) -> None:
         if child.ending is None and len(self._idle) < self._max_idle:
             self._idle.append(child)
+            asyncio.get_running_loop().add_reader(child.connection, self._lose, child)
         else:
             self._retire(child, child.ending or "surplus")
+
+    def _unwatch(self, child: Decoder) -> None:
+        self._idle.remove(child)
+        asyncio.get_running_loop().remove_reader(child.connection)
+
+    def _lose(self, child: Decoder) -> None:
+        """An idle decoder has ended, or has sent what the next job would take for its own."""
+        self._unwatch(child)
+        self._retire(child, "killed")
 
     async def _stop_decode(self, child: Decoder, work: asyncio.Future[Any], give_back: Callable[[], None]) -> None:
         """The decode was asked to stop: the decoder reports in time, or is killed."""
@@ -185,6 +196,8 @@ class DecoderPool:
 
     def _retire(self, child: Decoder, ending: Ending) -> None:
         metrics.media_decoder_exits_total.labels(ending).inc()
+        if ending not in ("surplus", "cancelled"):
+            logger.warning("media decoder %d is replaced: %s", child.pid, ending)
         self._children.discard(child)
         self._in_background(asyncio.to_thread(child.close))
         self._keep_spare()
@@ -226,9 +239,9 @@ class Decoder:
         self.network: str | None = None  # why it is still on the host's network, once it has started
         self._limits = limits
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
-            self._connection, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.connection, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             theirs.enter_context(connection)
-            ours.enter_context(self._connection).setblocking(False)
+            ours.enter_context(self.connection).setblocking(False)
             output = create_sparse(limits.most_output_bytes)
             theirs.callback(os.close, output)
             self._output: mmap.mmap | None = mmap.mmap(output, limits.most_output_bytes)
@@ -244,15 +257,7 @@ class Decoder:
                 env={name: value for name, value in os.environ.items() if name not in SECRETS} | ONE_THREAD,
             )
             ours.pop_all()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it lives, and has sent nothing that the next job would take for its own."""
-        try:
-            self._connection.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return True
-        return False
+        self.pid = self._process.pid
 
     async def wait_until_started(self) -> None:
         """Raises OSError if it does not start."""
@@ -273,7 +278,7 @@ class Decoder:
         try:
             async with asyncio.timeout(seconds):
                 await self._write(data)
-                self._connection.send(msgspec.msgpack.encode(job))
+                self.connection.send(msgspec.msgpack.encode(job))
                 return await self._result(job.item, announced)
         except TimeoutError:
             starved = self._processor_seconds() - began < STARVED_SHARE * seconds
@@ -306,7 +311,7 @@ class Decoder:
         """Kill the process, wait for its end and close the descriptors. Blocks."""
         self._process.kill()
         self._process.wait()
-        self._connection.close()
+        self.connection.close()
         self._input.close()
         self._output = None  # the mapping holds a descriptor
 
@@ -342,7 +347,7 @@ class Decoder:
         raise ConnectionError("unexpected message")
 
     async def _receive(self) -> Reply:
-        message = await asyncio.get_running_loop().sock_recv(self._connection, decoder.DATAGRAM_BYTES)
+        message = await asyncio.get_running_loop().sock_recv(self.connection, decoder.DATAGRAM_BYTES)
         try:
             return _replies.decode(message)
         except msgspec.DecodeError as error:

@@ -85,7 +85,7 @@ def test_a_line_for_each_hop_of_a_request(
     request_id = asyncio.run(scenario())
     lines = [record.getMessage() for record in caplog.records]
     assert [line.removeprefix(request_id + " ").split(",")[0].split(":")[0] for line in lines[:-1]] == [
-        "admitted", "has its media", "sent", "is at engine 0", "finished",
+        "admitted", "sent", "is at engine 0", "finished",
     ]  # fmt: skip
     assert lines[-1].endswith(" refused: 400 invalid_value")
     assert {record.request_id for record in caplog.records[:-1]} == {request_id}
