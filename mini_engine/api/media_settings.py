@@ -118,7 +118,7 @@ class MediaSettingsResolver:
                 raise ValueError("images take no arguments")
             given = parse_options("mm_processor_kwargs", rest, _RequestKwargs)
             settings = MediaSettings(
-                server.sampling.updated("video sampling", asked).updated("video sampling", own_asked),
+                updated(updated(server.sampling, asked), own_asked),
                 {**server.processor_kwargs, **msgspec.to_builtins(given)},
                 _tuned(ref.name, server.calls, given, video_tokens * self._processor.token_pixels),
             )
@@ -135,7 +135,7 @@ class MediaSettingsResolver:
             shortest = settings.calls["video"]["size"]["shortest_edge"]
             least = math.ceil(1.25 * shortest / self._processor.token_pixels)  # sides are rounded up to whole patches
         frames = self._processor.step * max(1, video_tokens // least)
-        return replace(settings, sampling=settings.sampling.at_most(frames), video_tokens=video_tokens)
+        return replace(settings, sampling=at_most(settings.sampling, frames), video_tokens=video_tokens)
 
 
 def video_tokens(limits: EngineLimits, text_tokens: int, answer_tokens: int, num_items: int) -> int:
@@ -149,6 +149,27 @@ def video_tokens(limits: EngineLimits, text_tokens: int, answer_tokens: int, num
     while tokens > max(room, LEAST_VIDEO):
         tokens /= 2
     return int(tokens)
+
+
+def updated(sampling: VideoSampling, asked: Mapping[str, Any]) -> VideoSampling:
+    """`sampling` with the fields `asked` for. Raises ValueError as `parse_options`."""
+    own, asked = msgspec.structs.asdict(sampling), {name: value for name, value in asked.items() if value is not None}
+    if "num_frames" in asked:
+        own |= {"fps": None, "max_frames": None, "min_frames": None}
+    elif "fps" in asked:
+        own["num_frames"] = None
+    if own["min_frames"] and isinstance(most := asked.get("max_frames"), int):
+        own["min_frames"] = min(own["min_frames"], most)
+    return parse_options("video sampling", own | asked, VideoSampling)
+
+
+def at_most(sampling: VideoSampling, frames: int) -> VideoSampling:
+    """`sampling`, of which no more than `frames` frames come, at least one."""
+    if sampling.num_frames is not None:
+        count = frames if sampling.num_frames == -1 else min(sampling.num_frames, frames)
+        return msgspec.structs.replace(sampling, num_frames=count)
+    most, least = min(sampling.max_frames or frames, frames), min(sampling.min_frames or 1, frames)
+    return msgspec.structs.replace(sampling, max_frames=most, min_frames=least)
 
 
 def _own_sampling(processor: MediaProcessor) -> dict[str, Any]:

@@ -58,27 +58,6 @@ class VideoSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if end is not None and end <= start:
             raise ValueError(f"end is {end:g}, not more than the {start:g} of start")
 
-    def updated(self, owner: str, asked: Mapping[str, Any]) -> "VideoSampling":
-        """This sampling with the fields `asked` for. Raises ValueError as `parse_options`."""
-        own = msgspec.structs.asdict(self)
-        if asked.get("num_frames") is not None:
-            own |= {"fps": None, "max_frames": None, "min_frames": None}
-        elif asked.get("fps") is not None:
-            own["num_frames"] = None
-        if own["min_frames"] and isinstance(most := asked.get("max_frames"), int):
-            own["min_frames"] = min(own["min_frames"], most)
-        return parse_options(
-            owner, own | {name: value for name, value in asked.items() if value is not None}, type(self)
-        )
-
-    def at_most(self, frames: int) -> "VideoSampling":
-        """This sampling, of which no more than `frames` frames come, at least one."""
-        if self.num_frames is not None:
-            count = frames if self.num_frames == -1 else min(self.num_frames, frames)
-            return msgspec.structs.replace(self, num_frames=count)
-        most, least = min(self.max_frames or frames, frames), min(self.min_frames or 1, frames)
-        return msgspec.structs.replace(self, max_frames=most, min_frames=least)
-
     def window(self, times: Sequence[float]) -> range:
         """Returns the indices of the frames displayed from `start` up to `end`; never empty.
 

@@ -14,7 +14,7 @@ import pytest
 from mini_engine.api.body import parse_body
 from mini_engine.api.chat import MediaRef
 from mini_engine.api.errors import ApiError
-from mini_engine.api.media_settings import KeyedSettings, MediaSettingsResolver
+from mini_engine.api.media_settings import KeyedSettings, MediaSettingsResolver, at_most, updated
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.media.hashing import media_hash
 from mini_engine.media.processor import TIME_TOKENS, MediaProcessor, MediaSettings
@@ -227,6 +227,49 @@ def test_long_videos_fit(family: str, tmp_path: Path) -> None:
             tokens = item.num_tokens + (0 if item.placeholder is None else TIME_TOKENS * item.grid_thw[0])
             assert tokens <= most
         assert tokens > most / 3  # an hour takes much of what there is
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "most", "count"), [({"num_frames": 9}, 5, 5), ({"num_frames": -1}, 5, 5), ({"num_frames": 3}, 5, 3)]
+    + [({"fps": 9}, 5, 5), ({"fps": 9, "min_frames": 8, "max_frames": 9}, 5, 5), ({"fps": 0.5}, 5, 3)],
+)  # fmt: skip
+def test_at_most(kwargs: dict, most: int, count: int) -> None:
+    assert len(at_most(VideoSampling(**kwargs), most).indices([index / 10 for index in range(60)], 10.0, 768)) == count
+
+
+@pytest.mark.parametrize(
+    ("server", "asked", "expected"),
+    [
+        ({"num_frames": 32}, {"num_frames": None}, {"num_frames": 32}),
+        ({"num_frames": 32}, {"num_frames": 64}, {"num_frames": 64}),
+        ({"num_frames": 32}, {"start": 2, "end": 5}, {"num_frames": 32, "start": 2.0, "end": 5.0}),
+        ({"num_frames": 32}, {"fps": 4}, {"fps": 4.0}),
+        ({"fps": 2.0, "max_frames": 9}, {"fps": 1}, {"fps": 1.0, "max_frames": 9}),
+        ({"fps": 2.0, "min_frames": 4}, {"num_frames": 3}, {"num_frames": 3}),
+        ({"fps": 2.0, "min_frames": 4}, {"max_frames": 3}, {"fps": 2.0, "max_frames": 3, "min_frames": 3}),
+    ],
+)
+def test_requests_update_the_servers_sampling(server: dict, asked: dict, expected: dict) -> None:
+    assert updated(VideoSampling(**server), asked) == VideoSampling(**expected)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"fps": 1, "num_frames": 2}, "exactly one of"),
+        ({"num_frames": 0}, "exactly one of"),
+        ({"num_frames": 3, "max_frames": 4}, "max_frames and min_frames go with fps"),
+        ({"min_frames": 5, "max_frames": 4}, "min_frames is 5, more than the 4 of max_frames"),
+        ({"start": 2, "end": 1}, "end is 1, not more than the 2 of start"),
+        ({"frames": 2}, "unknown field `frames`; it takes num_frames, fps, max_frames, min_frames, start, end"),
+        *[({"num_frames": value}, r"int.*\$.num_frames") for value in (-2, 2.5, True, "8")],
+        *[({"fps": value}, r"float.*\$.fps") for value in (0, float("nan"), float("inf"), True, "2")],
+        *[({"start": value}, r"float.*\$.start") for value in (-1, True)],
+    ],
+)
+def test_nonsense_is_refused(asked: dict, says: str) -> None:
+    with pytest.raises(ValueError, match="^video sampling: .*" + says):
+        updated(VideoSampling(fps=2.0), asked)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

@@ -7,7 +7,6 @@ from transformers.video_utils import VideoMetadata
 
 from mini_engine.media.sampling import VideoSampling
 
-NAN, INFINITE = float("nan"), float("inf")
 THIRD = Qwen3VLVideoProcessor()
 
 
@@ -50,14 +49,6 @@ def test_examples(kwargs: dict, times: list[float], expected: list[int]) -> None
     assert VideoSampling(**kwargs).indices(times, 10.0, 768).tolist() == expected
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "most", "count"), [({"num_frames": 9}, 5, 5), ({"num_frames": -1}, 5, 5), ({"num_frames": 3}, 5, 3)]
-    + [({"fps": 9}, 5, 5), ({"fps": 9, "min_frames": 8, "max_frames": 9}, 5, 5), ({"fps": 0.5}, 5, 3)],
-)  # fmt: skip
-def test_at_most(kwargs: dict, most: int, count: int) -> None:
-    assert len(VideoSampling(**kwargs).at_most(most).indices(TENTHS, 10.0, 768)) == count
-
-
 @given(
     times=st.lists(st.floats(0, 20), min_size=1, max_size=60).map(sorted),
     start=st.floats(0, 20),
@@ -76,38 +67,3 @@ def test_window_holds_the_frames_displayed_in_it(times: list[float], start: floa
     within = [place for place, time in enumerate(shown) if start + 0.0015 < time < start + length - 0.0015]
     assert list(window)[1:] == within or len(window) == 1
     assert sampling.indices(times, 10.0, 768).tolist() == list(window)
-
-
-@pytest.mark.parametrize(
-    ("server", "asked", "expected"),
-    [
-        ({"num_frames": 32}, {"num_frames": None}, {"num_frames": 32}),
-        ({"num_frames": 32}, {"num_frames": 64}, {"num_frames": 64}),
-        ({"num_frames": 32}, {"start": 2, "end": 5}, {"num_frames": 32, "start": 2.0, "end": 5.0}),
-        ({"num_frames": 32}, {"fps": 4}, {"fps": 4.0}),
-        ({"fps": 2.0, "max_frames": 9}, {"fps": 1}, {"fps": 1.0, "max_frames": 9}),
-        ({"fps": 2.0, "min_frames": 4}, {"num_frames": 3}, {"num_frames": 3}),
-        ({"fps": 2.0, "min_frames": 4}, {"max_frames": 3}, {"fps": 2.0, "max_frames": 3, "min_frames": 3}),
-    ],
-)
-def test_requests_update_the_servers_sampling(server: dict, asked: dict, expected: dict) -> None:
-    assert VideoSampling(**server).updated("it", asked) == VideoSampling(**expected)
-
-
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        ({"fps": 1, "num_frames": 2}, "exactly one of"),
-        ({"num_frames": 0}, "exactly one of"),
-        ({"num_frames": 3, "max_frames": 4}, "max_frames and min_frames go with fps"),
-        ({"min_frames": 5, "max_frames": 4}, "min_frames is 5, more than the 4 of max_frames"),
-        ({"start": 2, "end": 1}, "end is 1, not more than the 2 of start"),
-        ({"frames": 2}, "unknown field `frames`; it takes num_frames, fps, max_frames, min_frames, start, end"),
-        *[({"num_frames": value}, r"int.*\$.num_frames") for value in (-2, 2.5, True, "8")],
-        *[({"fps": value}, r"float.*\$.fps") for value in (0, NAN, INFINITE, True, "2")],
-        *[({"start": value}, r"float.*\$.start") for value in (-1, True)],
-    ],
-)
-def test_nonsense_is_refused(asked: dict, says: str) -> None:
-    with pytest.raises(ValueError, match="^it: .*" + says):
-        VideoSampling(fps=2.0).updated("it", asked)
