@@ -166,6 +166,9 @@ def without_effect(config: EngineConfig, origins: Mapping[str, str], cache: Medi
         ("mm_processor_cache_type", config.mm_processor_cache_type, cache.kind == "off", "the cache is off"),
         ("mm_shm_cache_max_object_size_mb", config.mm_shm_cache_max_object_size_mb, cache.kind != "shm",
          "no cache in shared memory"),
+        ("limit_mm_per_prompt", config.limit_mm_per_prompt,
+         any(isinstance(one, dict) and one.keys() - {"count"} for one in config.limit_mm_per_prompt.values()),
+         "of sizes beside a count"),
         ("revision", config.revision, Path(config.model).is_dir(), "MODEL is a directory"),
     ]  # fmt: skip
     defaults = EngineConfig()

@@ -23,7 +23,7 @@ LEAST_SLOT = 1 << 20  # bytes of a slot: less would hold the patches of small im
 class MediaOptions:
     """The options on media and the data plane."""
 
-    limit_mm_per_prompt: dict[str, int] = option(
+    limit_mm_per_prompt: dict[str, Any] = option(
         {}, 'Most items of each modality in one prompt, such as \'{"video": 1, "image": 4}\' or video=1,image=4.',
         "Media",
         parse=parse_limits, metavar="JSON", unset="no limit",
@@ -156,7 +156,9 @@ class MediaOptions:
             raise ConfigError(
                 "--mm-processor-device cuda: direct_rpc carries no patches on a device; choose --mm-tensor-ipc auto"
             )
-        for modality, limit in self.limit_mm_per_prompt.items():
+        for modality, limit in self.item_limits.items():
+            if (modality, limit) == ("audio", 0):
+                continue  # none is taken in any case
             if modality not in ("image", "video") or not isinstance(limit, int) or limit < 0:
                 raise ConfigError(
                     f"--limit-mm-per-prompt: {modality!r}: {limit!r} is not one of image, video with a count >= 0"
@@ -169,6 +171,13 @@ class MediaOptions:
             _check_hosts(self.allowed_media_domains)
         if self.allowed_local_media_path is not None and not os.path.isdir(self.allowed_local_media_path):
             raise ConfigError(f"--allowed-local-media-path: {self.allowed_local_media_path} is not a directory")
+
+    @property
+    def item_limits(self) -> dict[str, int]:
+        """Most items in one prompt, by modality; vLLM's `{"image": {"count": 4}}` is 4."""
+        limits = self.limit_mm_per_prompt.items()
+        counts = {name: one.get("count", ...) if isinstance(one, dict) else one for name, one in limits}
+        return {name: count for name, count in counts.items() if count is not ...}
 
 
 def _check_hosts(hosts: list[str]) -> None:
