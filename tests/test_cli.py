@@ -153,6 +153,7 @@ def test_the_tensor_transport_switch(argv, environ, expected):
         (["--chat-template", "/nowhere.jinja"], {}, "--chat-template"),
         (["--allowed-local-media-path", "/nowhere"], {}, "--allowed-local-media-path"),
         (["--allowed-media-domains", "*.example.com"], {}, "--allowed-media-domains"),
+        (["--allowed-media-domains", "10.0.0.0/8"], {}, "a network needs a host name beside it"),
         (["--max-num-queued-reqs", "0"], {}, "--max-num-queued-reqs"),
         (["--max-inflight-media-gb", "0"], {}, "--max-inflight-media-gb"),
         (["--media-decode-timeout", "0"], {}, "--media-decode-timeout"),

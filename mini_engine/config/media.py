@@ -46,8 +46,9 @@ class MediaOptions:
         None, "Directory below which `file://` media may be read.", "Media sources", metavar="DIRECTORY", unset="none"
     )
     allowed_media_domains: list[str] = option(
-        [], "Hosts from which `http(s)://` media may be fetched. All addresses of a host must be public; an address, "
-        "such as 127.0.0.1:8080, is allowed as it stands.", "Media sources", metavar="HOST[:PORT]", unset="none",
+        [], "Hosts from which `http(s)://` media may be fetched. All addresses of a host name must be public, or in "
+        "networks that are listed too, such as 10.0.0.0/8 or fd00::/8. An address, such as 127.0.0.1:8080, is allowed "
+        "in URLs as it stands; a network is not.", "Media sources", metavar="HOST[:PORT]", unset="none",
     )  # fmt: skip
     allow_media_redirects: bool = option(
         False, "Follow redirects to other hosts of --allowed-media-domains.", "Media sources"
@@ -185,10 +186,11 @@ def _check_hosts(hosts: list[str]) -> None:
     from mini_engine.media.addresses import parse_allowed_host
 
     try:
-        for host in hosts:
-            parse_allowed_host(host)
+        parsed = [parse_allowed_host(host) for host in hosts]
     except ValueError as error:
         raise ConfigError(f"--allowed-media-domains: {error}") from None
+    if not any(isinstance(one, tuple) for one in parsed):
+        raise ConfigError("--allowed-media-domains: a network needs a host name beside it; list the hosts, too")
 
 
 def _check_media_io(modality: str, kwargs: dict[str, Any]) -> None:
