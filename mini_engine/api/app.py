@@ -265,13 +265,16 @@ async def model(request: Request) -> Response:
 
 
 ROUTERS = (router, completions.router, tokens.router, operation.router)
+ENDPOINTS = {route.path_format for part in ROUTERS for route in part.routes if isinstance(route, Route)}
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own refusals, an unknown path or method, in OpenAI's form."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return error_response(ApiError(404, f"{error.detail}.", code="unknown_url"))
+        asked = f"Invalid URL ({request.method} {request.url.path[:80]})"
+        text = f"{asked}; this server has {', '.join(sorted(ENDPOINTS))}."
+        return error_response(ApiError(404, text, code="unknown_url"))
     methods = {  # of all routes of this path, of which the error knows one
         method
         for part in ROUTERS
