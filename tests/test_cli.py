@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -244,7 +245,28 @@ def test_a_bad_start_is_one_line_and_status_2(tmp_path):
             env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)},
         )  # fmt: skip
         assert result.returncode == 2
-        assert named in result.stderr and result.stderr.count("\n") == 1, result.stderr
+        *before, last = result.stderr.splitlines()
+        assert named in last and all("taking it from the hub" in line for line in before), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "first"),
+    [
+        ([], ["--host 0.0.0.0: all who reach port "]),
+        (
+            ["--host", "::", "--swap-space", "4"],
+            ["--swap-space 4: accepted, has no effect: ", "--host ::: all who reach "],
+        ),
+        (["--api-key", "k"], []),
+        (["--host", "127.0.0.1"], []),
+    ],
+)
+def test_the_first_lines_say_what_starts(flags, first):
+    command = [sys.executable, "serve.py", "--port", "0", *flags]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        for text in [*first, "loading mini-engine-demo (Qwen2_5_VLForConditionalGeneration) from "]:
+            assert f" supervisor | {text}" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize(
