@@ -39,7 +39,7 @@ from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.openapi import FOR_TEXT, GUARDED, DescribedApp, in_path, refuses, takes
 from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place, placeholders, prompt_items
 from mini_engine.api.protocol import ChatRequest, GenerationRequest
-from mini_engine.api.refusal import error_response, explain, refuse_for
+from mini_engine.api.refusal import error_response, explain, refuse_for, unknown_url
 from mini_engine.api.request_log import RequestLog
 from mini_engine.api.sampling import SamplingResolver
 from mini_engine.api.timings import RequestClock
@@ -265,16 +265,13 @@ async def model(request: Request) -> Response:
 
 
 ROUTERS = (router, completions.router, tokens.router, operation.router)
-ENDPOINTS = {route.path_format for part in ROUTERS for route in part.routes if isinstance(route, Route)}
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own refusals, an unknown path or method, in OpenAI's form."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        asked = f"Invalid URL ({request.method} {request.url.path[:80]})"
-        text = f"{asked}; this server has {', '.join(sorted(ENDPOINTS))}."
-        return error_response(ApiError(404, text, code="unknown_url"))
+        return unknown_url(request, ROUTERS)
     methods = {  # of all routes of this path, of which the error knows one
         method
         for part in ROUTERS

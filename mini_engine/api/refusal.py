@@ -6,9 +6,11 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from fastapi import APIRouter, Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from mini_engine import metrics
 from mini_engine.api.errors import ApiError, as_api_error, internal_error, overloaded
@@ -90,6 +92,13 @@ def refuse_for(shortage: Shortage) -> ApiError:
         logger.error("this process gets no more %s, and refuses requests for that: %s", what, REMEDIES[what])
     metrics.requests_rejected_total.labels("host").inc()
     return overloaded(str(shortage))
+
+
+def unknown_url(request: Request, routers: Iterable[APIRouter]) -> Response:
+    """A 404 that lists the endpoints that there are."""
+    paths = {route.path_format for router in routers for route in router.routes if isinstance(route, Route)}
+    asked = f"Invalid URL ({request.method} {request.url.path[:80]})"
+    return error_response(ApiError(404, f"{asked}; this server has {', '.join(sorted(paths))}.", code="unknown_url"))
 
 
 def error_response(

@@ -92,11 +92,11 @@ class Supervisor:
             if self.config.uds is not None:
                 held.callback(sockets.BoundPath(self.config.uds).unlink)
             runtime_dir = held.enter_context(runtime_directory())
-            self._log_start(model_dir)
             self.family = Family(runtime_dir, self.log, signals)
             self.liveness = Liveness(self.config, self.family)
             self.ground = Ground(self.config, model_dir, media_cache, runtime_dir, self.listeners, self.family)
             self.generation = Generation(1, self.ground)
+            self._log_start(model_dir)
             return self._serve_until_stopped()
 
     def _log_start(self, model_dir: str) -> None:
