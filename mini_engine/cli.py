@@ -19,7 +19,7 @@ from typing import Any
 from mini_engine import log
 from mini_engine.cli_help import build_parser
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.config.elsewhere import ELSEWHERE
+from mini_engine.config.elsewhere import ELSEWHERE, no_effect_line
 from mini_engine.config.sources import (
     CONFIG_ENV,
     Given,
@@ -44,6 +44,7 @@ class Settings:
     config: EngineConfig
     origins: dict[str, str]  # what gave each field that does not have its default, such as `--port`
     warnings: list[str]
+    notes: list[str]  # on flags of vLLM that change nothing here
     print_config: bool = False
 
 
@@ -65,19 +66,21 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         raise ConfigError("--config: '' is not a file")
     path = path or environ.get(CONFIG_ENV)
     print_config = bool(args.pop("print_config", False))
+    notes = [no_effect_line(use.origin, use.value) for use in args.pop("no_effect", [])]
     given = {
-        **(from_file(path) if path else {}),
+        **(from_file(path, notes) if path else {}),
         **from_environment(environ),
         **{name: _from_flags(name, uses) for name, uses in args.items()},
     }
     config = EngineConfig(**{name: one.value for name, one in given.items()})
     config.validate()
     origins = {name: one.origin for name, one in given.items()}
-    return Settings(config, origins, unknown_variables(environ), print_config)
+    return Settings(config, origins, unknown_variables(environ), notes, print_config)
 
 
 def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
-    """What the flags give: by field a list of `Given`, with values as they were typed; and `config`, `print_config`.
+    """What the flags give: by field a list of `Given`, with values as they were typed; `config` and `print_config`; and
+    under `no_effect` a list of `Given` of those that change nothing.
 
     Raises:
         ConfigError: an unknown flag, or one without its value.
@@ -114,9 +117,10 @@ def _from_flags(name: str, uses: list[Given]) -> Given:
         return Given([item for one in given for item in one.value], last.origin)
     if isinstance(last.value, dict):
         return Given(functools.reduce(_merged, (one.value for one in given)), last.origin)
-    twins = EngineConfig.__dataclass_fields__[name].metadata["option"].twins
+    opt = EngineConfig.__dataclass_fields__[name].metadata["option"]
     for one in given:
-        if one.value != last.value and (one.origin in twins or last.origin in twins):
+        differ = one.value != last.value
+        if differ and (opt.positional or one.origin in opt.twins or last.origin in opt.twins):
             raise ConfigError(f"{one.origin} and {last.origin} ask for different things: keep one of them")
     return last
 
@@ -162,8 +166,8 @@ def serve(argv: Sequence[str] | None = None) -> int:
     try:
         settings = settle(sys.argv[1:] if argv is None else argv, os.environ)
         if settings.print_config:
-            for warning in settings.warnings:
-                print(f"serve.py: {warning}", file=sys.stderr)
+            for line in (*settings.warnings, *settings.notes):
+                print(f"serve.py: {line}", file=sys.stderr)
             return 1 if tell(to_yaml(settings.config, settings.origins), end="") else 0
         # Nothing runs yet, so there is nothing to wait for: a KeyboardInterrupt would, for the files of a download that
         # are on their way. A process 1, as in a container, would not get a SIGTERM at all.
@@ -175,6 +179,8 @@ def serve(argv: Sequence[str] | None = None) -> int:
         log.setup("supervisor", supervisor.log)
         for warning in settings.warnings:
             logger.warning("%s", warning)
+        for note in settings.notes:
+            logger.info("%s", note)
         return supervisor.run()
     except ConfigError as error:
         print(f"serve.py: {error}", file=sys.stderr)

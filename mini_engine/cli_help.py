@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, get_origin
 
 from mini_engine.config import ConfigError, Option, env_of, field_types, fields
+from mini_engine.config.elsewhere import NO_EFFECT
 from mini_engine.config.option import choices_of, default_of, flag_of, flags_of, parse_bytes, plain_type
 from mini_engine.config.sources import CONFIG_ENV, IPC_SWITCH_ENV, Given, suggestion
 from mini_engine.stdout import tell
@@ -97,6 +98,9 @@ def build_parser(word: str | None = None) -> argparse.ArgumentParser:
         if opt.group not in groups:
             groups[opt.group] = parser.add_argument_group(opt.group)
         _add_field(groups[opt.group], field, opt, kinds[field.name])
+    for flag, (values, _) in NO_EFFECT.items():
+        means = {flag: None} if values is None else None
+        parser.add_argument(flag, dest="no_effect", action=Use, means=means, help=argparse.SUPPRESS)
     if not groups:
         known = sorted({field.metadata["option"].group for field in fields()})
         near = suggestion(word or "", known)
@@ -129,7 +133,7 @@ def _add_field(group: argparse._ArgumentGroup, field: Any, opt: Option, kind: An
     common: dict[str, Any] = {"dest": field.name, "action": Use}
     if opt.positional:
         group.add_argument(**common, nargs="?", metavar=opt.metavar, help=text)
-        return
+        text = f"The same as {opt.metavar}."
     flags = flags_of(field, kind)
     if kind is bool:
         group.add_argument(*flags, **common, means=dict(zip(flags, (True, False), strict=True)), help=text)

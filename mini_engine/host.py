@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import mmap
 import os
 import resource
@@ -23,6 +24,8 @@ from mini_engine.model.checkpoint import CheckpointError, find_tensors
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.registry import UnknownArchitecture, find_spec
 from mini_engine.transport.memory import create_sealed
+
+logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -48,6 +51,9 @@ def resolve_model(config: EngineConfig) -> str:
     if config.model.startswith(("/", ".", "~")):
         raise ConfigError(f"{config.model} is not a directory")
     weights = [] if config.load_format == "dummy" else ["*.safetensors"]
+    logger.info(
+        "%s is no directory here: taking it from the hub, or from the hub's cache; then it is loaded", config.model
+    )
     hub = importlib.import_module("huggingface_hub")
     try:
         return hub.snapshot_download(
@@ -166,6 +172,9 @@ def without_effect(config: EngineConfig, origins: Mapping[str, str], cache: Medi
         ("mm_processor_cache_type", config.mm_processor_cache_type, cache.kind == "off", "the cache is off"),
         ("mm_shm_cache_max_object_size_mb", config.mm_shm_cache_max_object_size_mb, cache.kind != "shm",
          "no cache in shared memory"),
+        ("limit_mm_per_prompt", config.limit_mm_per_prompt,
+         any(isinstance(one, dict) and one.keys() - {"count"} for one in config.limit_mm_per_prompt.values()),
+         "of sizes beside a count"),
         ("revision", config.revision, Path(config.model).is_dir(), "MODEL is a directory"),
     ]  # fmt: skip
     defaults = EngineConfig()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +15,11 @@ from mini_engine import config
 from mini_engine.cli import parse, settle
 from mini_engine.cli_help import build_parser
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.config.elsewhere import ELSEWHERE
+from mini_engine.config.elsewhere import ELSEWHERE, NO_EFFECT
 from mini_engine.config.option import parse_bytes
 
 ROOT = Path(__file__).parent.parent
+FLAG = re.compile("--[a-z][a-z-]*")
 
 
 def test_no_argument_serves_the_bundled_model():
@@ -106,7 +109,12 @@ def test_the_tensor_transport_switch(argv, environ, expected):
         (['--media-io-kwarg={"video": {}}'], {}, "unknown flag --media-io-kwarg; did you mean --media-io-kwargs?"),
         (["--api-key", "k", "--bogus=a b"], {}, "unknown flag --bogus"),
         (["-x"], {}, "unexpected argument '-x'"),
-        (["--model", "M"], {}, "--model: the model is the first argument"),
+        (["M", "--model", "N"], {}, "MODEL and --model ask for different things"),
+        (["--pipeline-parallel-size", "2"], {}, "--pipeline-parallel-size 2: not supported: layers are not dealt out"),
+        (["--kv-cache-dtype=fp8"], {}, "--kv-cache-dtype fp8: not supported"),
+        (["--cpu-offload-gb", "4"], {}, "--cpu-offload-gb 4: not supported"),
+        (["--enable-expert-parallel"], {}, "--enable-expert-parallel: not supported: mixtures of experts"),
+        (["--limit-mm-per-prompt", '{"image": {"count": -1}}'], {}, "--limit-mm-per-prompt: 'image': -1"),
         (["M", "N"], {}, "unexpected argument 'N'"),
         (["--served-model-name", ""], {}, "--served-model-name"),
         (["--served-model-name", "\udcff"], {}, "is not UTF-8; write it so"),
@@ -146,6 +154,7 @@ def test_the_tensor_transport_switch(argv, environ, expected):
         (["--chat-template", "/nowhere.jinja"], {}, "--chat-template"),
         (["--allowed-local-media-path", "/nowhere"], {}, "--allowed-local-media-path"),
         (["--allowed-media-domains", "*.example.com"], {}, "--allowed-media-domains"),
+        (["--allowed-media-domains", "10.0.0.0/8"], {}, "a network needs a host name beside it"),
         (["--max-num-queued-reqs", "0"], {}, "--max-num-queued-reqs"),
         (["--max-inflight-media-gb", "0"], {}, "--max-inflight-media-gb"),
         (["--media-decode-timeout", "0"], {}, "--media-decode-timeout"),
@@ -162,19 +171,57 @@ def test_a_bad_setting_is_named(argv, environ, named):
 
 
 def test_a_flag_of_another_engine_says_what_there_is_here(tmp_path):
-    ours = {flag for action in build_parser()._actions for flag in action.option_strings}
-    assert not ours & ELSEWHERE.keys()
+    every = {flag for action in build_parser()._actions for flag in action.option_strings}
+    ours = every - NO_EFFECT.keys()
+    assert not every & ELSEWHERE.keys()
     for flag, said in ELSEWHERE.items():
         for argv in ([flag, "1"], [f"{flag}=1"], [flag.replace("-", "_").replace("_", "-", 2), "1"]):
             with pytest.raises(ConfigError) as caught:
                 parse(argv, {})
             assert str(caught.value) == f"{flag}: {said}"
-        named = re.findall(r"--[a-z][a-z-]*", said)
-        assert {*named} <= ours, f"{flag}: {named}"
+    named = {flag for said in (*ELSEWHERE.values(), *dict(NO_EFFECT.values()).values()) for flag in FLAG.findall(said)}
+    assert named <= ours
 
 
-def test_limits_in_their_older_form():
-    assert parse(["--limit-mm-per-prompt", "video=1, image=2"], {}).limit_mm_per_prompt == {"video": 1, "image": 2}
+# Of the models' cards and of vLLM's pages on them, `vllm serve` left out, and what the last flags stand for.
+COMMANDS = [
+    ("""Qwen/Qwen2.5-VL-7B-Instruct --port 8000 --host 0.0.0.0 --dtype bfloat16
+        --limit-mm-per-prompt '{"image":5,"video":5}'""", {"limit_mm_per_prompt": {"image": 5, "video": 5}}),
+    ("--model M --dtype bfloat16 --tensor_parallel_size 2 --limit-mm-per-prompt image=5,video=5",
+     {"model": "M", "limit_mm_per_prompt": {"image": 5, "video": 5}}),
+    ("M -tp 4 --mm-encoder-tp-mode data --data-parallel-size 4 --no-enable-prefix-caching --max-model-len=65536",
+     {"mm_encoder_tp_mode": "data", "enable_prefix_caching": False, "max_model_len": 65536}),
+    ("M --tensor-parallel-size 8 --limit-mm-per-prompt.video 0 --mm-processor-cache-type shm --async-scheduling "
+     "--gpu-memory-utilization 0.95 --max-num-seqs 128", {"limit_mm_per_prompt": {"video": 0}, "max_num_seqs": 128}),
+    ("""M --max-model-len 128000 --trust-remote-code --mm-processor-cache-gb 0 --media-io-kwargs
+        '{"video": {"num_frames": 8}}'""", {"media_io_kwargs": {"video": {"num_frames": 8}}}),
+    ("M --max-model-len auto", {"max_model_len": None}),
+    ("M --max-model-len -1 --api-server-count 2", {"max_model_len": None, "api_server_count": 2}),
+    ("""--limit-mm-per-prompt '{"image": {"count": 4, "width": 512}, "video": {"width": 512}, "audio": 0}'""",
+     {"item_limits": {"image": 4, "audio": 0}}),
+    ("--limit-mm-per-prompt.image.count 4", {"item_limits": {"image": 4}}),
+    ("--limit-mm-per-prompt video=1,image=2", {"item_limits": {"video": 1, "image": 2}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "expected"), COMMANDS)
+def test_a_command_line_of_vllm_runs_unchanged(command, expected):
+    settings = settle(shlex.split(command), {})
+    assert {name: getattr(settings.config, name) for name in expected} == expected and not settings.notes
+
+
+def test_a_value_that_asks_for_nothing_that_is_missing_is_accepted_with_a_line(tmp_path):
+    values = {None: [], r"[\d.]+": ["4"], r"[0.]+": ["0"], r"\w+": ["info"], r"\d+": ["100"]}
+    argv = [[flag, *values.get(taken, str(taken).split("|")[:1])] for flag, (taken, _) in NO_EFFECT.items()]
+    notes = settle([arg for args in argv for arg in args], {}).notes
+    assert notes == [f"{' '.join(args)}: accepted, has no effect: {NO_EFFECT[args[0]][1]}" for args in argv]
+    assert notes[7] == "--swap-space 4: accepted, has no effect: a preempted request is computed again"
+    path = tmp_path / "vllm.yaml"
+    path.write_text("swap-space: 4\nenable-chunked-prefill: true\n")
+    assert len(settle(["--config", str(path)], {}).notes) == 2
+    path.write_text("enable-chunked-prefill: false\n")
+    with pytest.raises(ConfigError, match="--enable-chunked-prefill False: not supported: prompts longer"):
+        settle(["--config", str(path)], {})
 
 
 @pytest.mark.parametrize(
@@ -197,7 +244,28 @@ def test_a_bad_start_is_one_line_and_status_2(tmp_path):
             env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)},
         )  # fmt: skip
         assert result.returncode == 2
-        assert named in result.stderr and result.stderr.count("\n") == 1, result.stderr
+        *before, last = result.stderr.splitlines()
+        assert named in last and all("taking it from the hub" in line for line in before), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "first"),
+    [
+        ([], ["--host 0.0.0.0: all who reach port "]),
+        (
+            ["--host", "::", "--swap-space", "4"],
+            ["--swap-space 4: accepted, has no effect: ", "--host ::: all who reach "],
+        ),
+        (["--api-key", "k"], []),
+        (["--host", "127.0.0.1"], []),
+    ],
+)
+def test_the_first_lines_say_what_starts(flags, first):
+    command = [sys.executable, "serve.py", "--port", "0", *flags]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        for text in [*first, "loading mini-engine-demo (Qwen2_5_VLForConditionalGeneration) from "]:
+            assert f" supervisor | {text}" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize(

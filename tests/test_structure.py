@@ -109,6 +109,8 @@ def test_every_path_and_flag_in_the_documents_exists():
         text = document.read_text()
         for path in re.findall(r"`((?:mini_engine|tests|docs)/[\w./-]+)`", text):
             assert (ROOT / path).exists(), f"{document.name} names {path}"
+        for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
+            assert (document.parent / path).exists(), f"{document.name} shows {path}"
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text):
             commands = [path for part in ("demo", "bench") for path in (PACKAGE / part).rglob("*.py")]
             known = flag in {*flags, "--no-", "--index-url"} or any(

@@ -39,7 +39,7 @@ from mini_engine.api.media_settings import MediaSettingsResolver, video_tokens
 from mini_engine.api.openapi import FOR_TEXT, GUARDED, DescribedApp, in_path, refuses, takes
 from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place, placeholders, prompt_items
 from mini_engine.api.protocol import ChatRequest, GenerationRequest
-from mini_engine.api.refusal import error_response, explain, refuse_for
+from mini_engine.api.refusal import error_response, explain, refuse_for, unknown_url
 from mini_engine.api.request_log import RequestLog
 from mini_engine.api.sampling import SamplingResolver
 from mini_engine.api.timings import RequestClock
@@ -267,7 +267,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own refusals, an unknown path or method, in OpenAI's form."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return error_response(ApiError(404, f"{error.detail}.", code="unknown_url"))
+        return unknown_url(request, ROUTERS)
     methods = {  # of all routes of this path, of which the error knows one
         method
         for part in ROUTERS

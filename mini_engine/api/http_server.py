@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from mini_engine.api.errors import ApiError, too_slow
+from mini_engine.api.refusal import refusals
 from mini_engine.config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -173,6 +174,7 @@ class BoundedProtocol(H11Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise its response is on its way, or there
+            refusals.add(error, "-")
             body = error.encode()
             headers = [
                 ("content-type", "application/json"),

@@ -1,13 +1,16 @@
-"""How a request that cannot be served ends: a line in the log if the server is at fault, and OpenAI's error."""
+"""How a request that cannot be served ends: a line in the log with the reason, and OpenAI's error."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from fastapi import APIRouter, Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from mini_engine import metrics
 from mini_engine.api.errors import ApiError, as_api_error, internal_error, overloaded
@@ -17,6 +20,8 @@ from mini_engine.shortage import Shortage, shortage_in
 
 logger = logging.getLogger(__name__)
 
+LINES_A_SECOND = 10  # on refused requests: their clients could fill the disk
+REASON_CHARACTERS = 300
 QUIET_SECONDS = 60.0  # without a refusal after which the next one begins another shortage
 REMEDIES = {
     "open files": "raise its limit: ulimit -n, LimitNOFILE=, --ulimit nofile=",
@@ -27,14 +32,49 @@ REMEDIES = {
 _refused_at: dict[str, float] = {}  # by what there was too little of
 
 
+class RefusalLog:
+    """A line in the log for each refused request, `LINES_A_SECOND` at most, and the number of those left out."""
+
+    def __init__(self) -> None:
+        self._until = 0.0  # the end of a second
+        self._refused = 0  # in that second
+        self._left_out = 0
+
+    def add(self, error: ApiError, request_id: str) -> None:
+        """Log one, with the error's own message in one line of printable characters. Runs in an event loop."""
+        now = time.monotonic()
+        if now >= self._until:
+            self._until, self._refused = now + 1, 0
+        self._refused += 1
+        if self._refused > LINES_A_SECOND:
+            self._left_out += 1
+            if self._refused == LINES_A_SECOND + 1:
+                asyncio.get_running_loop().call_later(1.0, self._log_left_out)
+            return
+        message = error.body.message
+        reason = "".join(one if one.isprintable() else " " for one in message[:REASON_CHARACTERS])
+        cut = "…" if len(message) > REASON_CHARACTERS else ""
+        what = "refused" if error.status < 500 or error.status == 503 else "failed"
+        text = f"{request_id} {what}: {error.status} {error.body.code}: {reason}{cut}"
+        logger.info("%s", text, extra=about(request_id))
+
+    def _log_left_out(self) -> None:
+        logger.info("%d more requests were refused, at most %d a second are listed", self._left_out, LINES_A_SECOND)
+        self._left_out = 0
+
+
+refusals = RefusalLog()
+
+
 def explain(error: Exception, request_id: str, clock: RequestClock) -> ApiError:
-    """What the client is told of `error`. One that is nobody's fault but the server's goes to the log."""
+    """What the client is told of `error`, and a line of the log on it."""
     shortage = shortage_in(error)
     answer = as_api_error(error) if shortage is None else refuse_for(shortage)
     if answer is None:
         logger.error("%s failed", request_id, exc_info=error, extra=about(request_id))
         answer = internal_error(request_id)
-    logger.debug("%s refused: %d %s", request_id, answer.status, answer.body.code, extra=about(request_id))
+    else:
+        refusals.add(answer, request_id)
     clock.failed = True
     if answer.status >= 500:
         clock.end("error")
@@ -54,9 +94,20 @@ def refuse_for(shortage: Shortage) -> ApiError:
     return overloaded(str(shortage))
 
 
+def unknown_url(request: Request, routers: Iterable[APIRouter]) -> Response:
+    """A 404 that lists the endpoints that there are."""
+    paths = {route.path_format for router in routers for route in router.routes if isinstance(route, Route)}
+    asked = f"Invalid URL ({request.method} {request.url.path[:80]})"
+    return error_response(ApiError(404, f"{asked}; this server has {', '.join(sorted(paths))}.", code="unknown_url"))
+
+
 def error_response(
     error: ApiError, request_id: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """`error` as a response. A request that has no id yet is given one, by which its client can ask about it."""
-    named = {"x-request-id": request_id or f"req-{uuid.uuid4().hex}"}
-    return Response(error.encode(), error.status, {**error.headers, **named, **(headers or {})}, "application/json")
+    """`error` as a response. A request that has no id yet is given one, by which its client can ask about it, and a
+    line of the log."""
+    if request_id is None:
+        request_id = f"req-{uuid.uuid4().hex}"
+        refusals.add(error, request_id)
+    named = {**error.headers, "x-request-id": request_id, **(headers or {})}
+    return Response(error.encode(), error.status, named, "application/json")

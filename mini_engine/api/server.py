@@ -275,7 +275,7 @@ async def _serve(
     front.media.decoders.count_decoded = admission.count_decoded
     frontend = Frontend(
         model_names=config.served_names,
-        item_limits=config.limit_mm_per_prompt,
+        item_limits=config.item_limits,
         renderer=front.renderer,
         tokenizer=front.processor.hf_processor.tokenizer,
         vocabulary=front.vocabulary,

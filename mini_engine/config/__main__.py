@@ -33,13 +33,19 @@ called mini-engine. It sets `MINI_ENGINE_PORT` too, which is then refused; `enab
 What cannot be used is refused at start, in one line that says what to do. The exit status is 2, or 1 if it takes one of
 the server's processes to find out, such as the memory of a device. What has no effect on the device at hand, such as
 `--gpu-memory-utilization` on a CPU, is said in one line of the log.
+
+Command lines for vLLM work as they are where the feature exists. A flag of vLLM that is not below is accepted if its
+value asks for nothing that is missing, with one line of the log: `--swap-space 4: accepted, has no effect: …`. Other
+values and flags, such as `--pipeline-parallel-size 2`, end the start with a line that says what there is instead.
 """
 
 
 def row(field: dataclasses.Field[Any], kind: Any) -> str:
     """A line of the table for one setting."""
     opt: Option = field.metadata["option"]
-    flags = [f"`{flag}`" for flag in [*flags_of(field, kind), *opt.twins]] or ["`MODEL`, the first argument"]
+    flags = [f"`{flag}`" for flag in [*flags_of(field, kind), *opt.twins]]
+    if opt.positional:
+        flags.insert(0, f"`{opt.metavar}`, the first argument")
     cells = (", ".join(flags), f"`{env_of(field.name)}`", default_of(field), values_of(opt, kind), opt.help)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

@@ -1,36 +1,30 @@
-"""Flags of vLLM's server that this one does not have, each with what there is in its place."""
+"""Flags of vLLM's server that this one does not have: what there is in their place, and which values change nothing."""
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
+from mini_engine.config.option import ConfigError
+
 _CHUNKS = "prompts longer than --max-num-batched-tokens are always computed in chunks"
+_GENERATES = "MODEL always generates text"
 _LORA = "not supported: LoRA adapters; merge the adapter into the weights"
 _ONE_HOST = "not supported: all processes run on one host"
 _SPECULATION = "not supported: speculative decoding"
 _STRUCTURE = "not supported: structured output"
-_SWAP = "not supported: weights and KV cache stay on the device; a preempted request is computed again"
 _TOOLS = "not supported: tool calls"
 _FILES = "not supported: it is read from the directory of MODEL; put the files there"
-_LAYERS = "not supported: layers are not dealt out to workers; --tensor-parallel-size shares out each of them"
+_LAYERS = "layers are not dealt out to workers; --tensor-parallel-size shares out each of them"
 _QUANTISED = "not supported: quantised weights; --dtype has the formats there are"
 
 ELSEWHERE = {
-    "--model": "the model is the first argument, without a flag: serve.py MODEL",
-    "--pipeline-parallel-size": _LAYERS,
-    "-pp": _LAYERS,
     "--enable-expert-parallel": "not supported: mixtures of experts",
-    "--distributed-executor-backend": "workers are always processes of this host; leave it out",
     "--data-parallel-address": _ONE_HOST,
     "--data-parallel-size-local": _ONE_HOST,
     "--headless": _ONE_HOST,
-    "--nnodes": _ONE_HOST,
-    "--node-rank": _ONE_HOST,
-    "--enable-chunked-prefill": f"{_CHUNKS}; leave it out",
     "--no-enable-chunked-prefill": f"not supported: {_CHUNKS}",
-    "--scheduling-policy": "requests always go by their `priority`, and then by their arrival; leave it out",
-    "--swap-space": _SWAP,
-    "--cpu-offload-gb": _SWAP,
     "--kv-transfer-config": "not supported: the KV cache of an engine is its own",
-    "--kv-cache-dtype": "not supported: the KV cache has the format of --dtype",
     "--quantization": _QUANTISED,
     "-q": _QUANTISED,
     "--speculative-config": _SPECULATION,
@@ -46,18 +40,49 @@ ELSEWHERE = {
     "--guided-decoding-backend": _STRUCTURE,
     "--structured-outputs-config": _STRUCTURE,
     "--tokenizer": _FILES,
-    "--tokenizer-mode": _FILES,
     "--hf-overrides": _FILES,
-    "--task": "MODEL always generates text; leave it out",
-    "--runner": "MODEL always generates text; leave it out",
-    "--interleave-mm-strings": "media always stand where the message has them; leave it out",
     "--video-pruning-rate": "not supported: all of a video counts; --media-io-kwargs has fewer frames taken",
     "--disable-mm-preprocessor-cache": "use --mm-processor-cache-gb 0",
     "--override-generation-config": "not supported: --generation-config names a directory with such a file",
-    "--response-role": "answers are always of the role assistant",
-    "--enable-prompt-tokens-details": "the answer's usage always has them; leave it out",
-    "--uvicorn-log-level": "use --log-level",
-    "--disable-uvicorn-access-log": "requests are logged with --enable-log-requests only; leave it out",
-    "--max-log-len": "what requests say is never logged; leave it out",
     "--otlp-traces-endpoint": "not supported: traces; /metrics has histograms of each stage of a request",
 }
+
+# Of these some values ask for nothing that is missing: those that the pattern matches whole; None: the flag takes none.
+NO_EFFECT: dict[str, tuple[str | None, str]] = {
+    "--pipeline-parallel-size": ("1", _LAYERS),
+    "-pp": ("1", _LAYERS),
+    "--distributed-executor-backend": ("mp|uni", "workers are processes of this host"),
+    "--nnodes": ("1", "all processes run on one host"),
+    "--node-rank": ("0", "all processes run on one host"),
+    "--enable-chunked-prefill": (None, _CHUNKS),
+    "--scheduling-policy": ("fcfs|priority", "requests go by their `priority`, and then by their arrival"),
+    "--swap-space": (r"[\d.]+", "a preempted request is computed again"),
+    "--cpu-offload-gb": (r"[0.]+", "weights stay on the device"),
+    "--kv-cache-dtype": ("auto", "the KV cache has the format of --dtype"),
+    "--tokenizer-mode": ("auto|hf", "the tokenizer is the model's fast one of Hugging Face"),
+    "--task": ("auto|generate", _GENERATES),
+    "--runner": ("auto|generate", _GENERATES),
+    "--convert": ("auto|none", _GENERATES),
+    "--max-logprobs": ("20", "a request may ask for up to 20 logprobs of a token"),
+    "--chat-template-content-format": ("auto|openai", "a chat template gets content in the form that the message has"),
+    "--interleave-mm-strings": (None, "media stand where the message has them"),
+    "--skip-mm-profiling": (None, "on CUDA the memory that media need is measured at start"),
+    "--response-role": ("assistant", "answers are of the role assistant"),
+    "--enable-prompt-tokens-details": (None, "the answer's usage always has them"),
+    "--uvicorn-log-level": (r"\w+", "--log-level is for all lines of the log"),
+    "--disable-uvicorn-access-log": (None, "requests that succeed are logged with --enable-log-requests only"),
+    "--max-log-len": (r"\d+", "prompts are never logged"),
+}
+
+
+def no_effect_line(flag: str, value: Any) -> str:
+    """The line of the log on a flag of `NO_EFFECT` with its value as typed or in a file; None or True: without one.
+
+    Raises:
+        ConfigError: the value asks for more than there is.
+    """
+    accepted, why = NO_EFFECT[flag]
+    given = flag if value is None else f"{flag} {value}"
+    if not re.fullmatch(accepted or "None|True", str(value)):
+        raise ConfigError(f"{given}: not supported: {why}")
+    return f"{given}: accepted, has no effect: {why}"

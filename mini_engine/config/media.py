@@ -23,7 +23,7 @@ LEAST_SLOT = 1 << 20  # bytes of a slot: less would hold the patches of small im
 class MediaOptions:
     """The options on media and the data plane."""
 
-    limit_mm_per_prompt: dict[str, int] = option(
+    limit_mm_per_prompt: dict[str, Any] = option(
         {}, 'Most items of each modality in one prompt, such as \'{"video": 1, "image": 4}\' or video=1,image=4.',
         "Media",
         parse=parse_limits, metavar="JSON", unset="no limit",
@@ -46,8 +46,9 @@ class MediaOptions:
         None, "Directory below which `file://` media may be read.", "Media sources", metavar="DIRECTORY", unset="none"
     )
     allowed_media_domains: list[str] = option(
-        [], "Hosts from which `http(s)://` media may be fetched. All addresses of a host must be public; an address, "
-        "such as 127.0.0.1:8080, is allowed as it stands.", "Media sources", metavar="HOST[:PORT]", unset="none",
+        [], "Hosts from which `http(s)://` media may be fetched. All addresses of a host name must be public, or in "
+        "networks that are listed too, such as 10.0.0.0/8 or fd00::/8. An address, such as 127.0.0.1:8080, is allowed "
+        "in URLs as it stands; a network is not.", "Media sources", metavar="HOST[:PORT]", unset="none",
     )  # fmt: skip
     allow_media_redirects: bool = option(
         False, "Follow redirects to other hosts of --allowed-media-domains.", "Media sources"
@@ -156,7 +157,9 @@ class MediaOptions:
             raise ConfigError(
                 "--mm-processor-device cuda: direct_rpc carries no patches on a device; choose --mm-tensor-ipc auto"
             )
-        for modality, limit in self.limit_mm_per_prompt.items():
+        for modality, limit in self.item_limits.items():
+            if (modality, limit) == ("audio", 0):
+                continue  # none is taken in any case
             if modality not in ("image", "video") or not isinstance(limit, int) or limit < 0:
                 raise ConfigError(
                     f"--limit-mm-per-prompt: {modality!r}: {limit!r} is not one of image, video with a count >= 0"
@@ -170,16 +173,24 @@ class MediaOptions:
         if self.allowed_local_media_path is not None and not os.path.isdir(self.allowed_local_media_path):
             raise ConfigError(f"--allowed-local-media-path: {self.allowed_local_media_path} is not a directory")
 
+    @property
+    def item_limits(self) -> dict[str, int]:
+        """Most items in one prompt, by modality; vLLM's `{"image": {"count": 4}}` is 4."""
+        limits = self.limit_mm_per_prompt.items()
+        counts = {name: one.get("count", ...) if isinstance(one, dict) else one for name, one in limits}
+        return {name: count for name, count in counts.items() if count is not ...}
+
 
 def _check_hosts(hosts: list[str]) -> None:
     # This takes yarl, which most starts of the command do without.
     from mini_engine.media.addresses import parse_allowed_host
 
     try:
-        for host in hosts:
-            parse_allowed_host(host)
+        parsed = [parse_allowed_host(host) for host in hosts]
     except ValueError as error:
         raise ConfigError(f"--allowed-media-domains: {error}") from None
+    if not any(isinstance(one, tuple) for one in parsed):
+        raise ConfigError("--allowed-media-domains: a network needs a host name beside it; list the hosts, too")
 
 
 def _check_media_io(modality: str, kwargs: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from mini_engine.config.option import ConfigError, check_files, option, parse_count
+from mini_engine.config.option import ConfigError, check_files, option, parse_length
 
 BUNDLED_NAME = "mini-engine-demo"  # what clients call it
 BUNDLED_MODEL = str(Path(__file__).parent.parent / "demo" / "weights")
@@ -62,8 +62,8 @@ class ModelOptions:
     enforce_eager: bool = option(False, "Run decode steps without CUDA graphs.", "Model")
     seed: int = option(0, "Seed of the server's own randomness.", "Model")
     max_model_len: int | None = option(
-        None, "Longest prompt and output together, in tokens.", "Model", parse=parse_count, minimum=1,
-        unset="what the model was made for, or less if the KV cache holds less",
+        None, "Longest prompt and output together, in tokens; `auto` is the default.", "Model", parse=parse_length,
+        minimum=1, unset="what the model was made for, or less if the KV cache holds less",
     )  # fmt: skip
     allow_long_max_model_len: bool = option(
         False, "Let --max-model-len be more than the model was made for; what it says then may be nonsense.", "Model"
@@ -84,7 +84,9 @@ class ModelOptions:
     data_parallel_size: int = option(
         1, "Engines, each with its own copy of the model.", "Processes", short="-dp", minimum=1, maximum=64
     )
-    api_server_count: int = option(1, "Number of API-server processes.", "Processes", minimum=1, maximum=64)
+    api_server_count: int = option(
+        1, "Number of API-server processes.", "Processes", short="-asc", minimum=1, maximum=64
+    )
     collective_timeout: float = option(
         60.0, "Seconds after which a collective between workers is given up, an engine or API server that gives no "
         "sign of life is killed, or a request is given up whose media do not reach the workers (30 at most).",

@@ -74,6 +74,11 @@ def parse_count(text: str) -> int:
     raise ValueError(f"{text!r} is not a whole number, such as 16384, 16k (16000) or 16K (16384)")
 
 
+def parse_length(text: str) -> int | None:
+    """A count, or vLLM's `auto` or `-1` for as much as there is: None."""
+    return None if text in ("auto", "-1") else parse_count(text)
+
+
 def parse_json_object(text: str) -> dict[str, Any]:
     """A JSON object from the command line.
 
@@ -109,10 +114,8 @@ def flag_of(name: str) -> str:
 
 
 def flags_of(field: dataclasses.Field[Any], kind: Any) -> list[str]:
-    """All ways to write the flag of a field, without its twins; none for a positional argument."""
+    """All ways to write the flag of a field, without its twins."""
     opt: Option = field.metadata["option"]
-    if opt.positional:
-        return []
     flag = flag_of(field.name)
     return [flag, f"--no-{flag[2:]}"] if kind is bool else [flag, *([opt.short] if opt.short else [])]
 
@@ -157,7 +160,7 @@ def values_of(opt: Option, kind: Any) -> str:
     words = names.get(get_origin(kind) or kind, "a JSON object")
     if kind not in (int, float):
         return words
-    if opt.parse is parse_count:
+    if opt.parse in (parse_count, parse_length):
         words += " such as 16384, 16k or 16K,"
     low, high = opt.minimum, opt.maximum
     if low is not None and high is not None:

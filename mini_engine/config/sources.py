@@ -16,7 +16,7 @@ import msgspec
 import yaml
 
 from mini_engine.config import ENV_PREFIX, ConfigError, EngineConfig, Option, env_of, field_types, fields, flag_of
-from mini_engine.config.elsewhere import ELSEWHERE
+from mini_engine.config.elsewhere import ELSEWHERE, NO_EFFECT, no_effect_line
 from mini_engine.config.option import check_range, plain_type, values_of
 
 CONFIG_ENV = env_of("config")
@@ -126,8 +126,10 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
-def from_file(path: str) -> dict[str, Given]:
+def from_file(path: str, notes: list[str]) -> dict[str, Given]:
     """What a YAML file gives, by field: flags without their dashes in front, or fields' names, each with its value.
+
+    Lines on those that change nothing are appended to `notes`.
 
     Raises:
         ConfigError: it cannot be read, or a setting in it is unknown, stands there twice, or has a value of no use.
@@ -137,6 +139,9 @@ def from_file(path: str) -> dict[str, Given]:
     known = [field.name for field in fields()]
     for key, value, where in _items(path):
         name = key.replace("-", "_")
+        if flag_of(name) in NO_EFFECT:
+            notes.append(no_effect_line(flag_of(name), value))
+            continue
         if name not in known:
             raise ConfigError(f"{where}: {key!r} is not a setting{_remedy(name, known)}")
         if name in seen:

@@ -1,4 +1,6 @@
-"""Render one video of the kind that the bundled model knows: `python -m mini_engine.demo --out clip.mp4`."""
+"""Render one video of the kind that the bundled model knows, or its middle frame, by the ending of `--out`:
+`python -m mini_engine.demo --out clip.mp4`.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,20 @@ def main() -> None:
     parser.add_argument("--shape", choices=videos.SHAPES)
     parser.add_argument("--motion", choices=videos.MOTIONS)
     parser.add_argument("--seed", type=int, default=None, help="of everything that is not chosen; default: a new one")
-    parser.add_argument("--out", type=Path, default=Path("clip.mp4"), help="ending in .mp4, .mkv or .webm")
+    parser.add_argument(
+        "--out", type=Path, default=Path("clip.mp4"), help="ending in .mp4, .mkv, .webm, or .png for a frame"
+    )
     args = parser.parse_args()
     container = args.out.suffix.removeprefix(".")
-    if container not in CODECS:
-        parser.error(f"--out: {args.out} does not end in one of .{', .'.join(CODECS)}")
+    if container not in (*CODECS, "png"):
+        parser.error(f"--out: {args.out} does not end in one of .{', .'.join(CODECS)}, .png")
     chosen = {name: getattr(args, name) for name in ("colour", "shape", "motion") if getattr(args, name)}
     clip = videos.render(random.randrange(10**9, 2 * 10**9) if args.seed is None else args.seed, **chosen)
-    args.out.write_bytes(videos.encode(clip, container, CODECS[container]))
+    if container == "png":
+        frame = videos.Picture(clip.colour, clip.shape, clip.frames[len(clip.frames) // 2])
+        args.out.write_bytes(videos.encode_image(frame))
+    else:
+        args.out.write_bytes(videos.encode(clip, container, CODECS[container]))
     print(f"{args.out}: {clip.colour} {clip.shape}, {clip.motion}")
 
 

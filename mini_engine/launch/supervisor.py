@@ -96,7 +96,20 @@ class Supervisor:
             self.liveness = Liveness(self.config, self.family)
             self.ground = Ground(self.config, model_dir, media_cache, runtime_dir, self.listeners, self.family)
             self.generation = Generation(1, self.ground)
+            self._log_start(model_dir)
             return self._serve_until_stopped()
+
+    def _log_start(self, model_dir: str) -> None:
+        config = self.config
+        if config.uds is None and config.host in ("0.0.0.0", "::") and not config.api_key and config.ssl_cert_reqs < 2:
+            logger.warning(
+                "--host %s: all who reach port %d of this host can use the server; set --api-key, or --host 127.0.0.1",
+                config.host, self.listeners[0].getsockname()[1],
+            )  # fmt: skip
+        logger.info(
+            "loading %s (%s) from %s; the line `serving` comes when requests are answered, in %g s at most",
+            config.served_names[0], self.model_config.architecture, model_dir, config.startup_timeout,
+        )  # fmt: skip
 
     def _serve_until_stopped(self) -> int:
         end = Stop(1)

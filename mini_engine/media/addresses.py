@@ -2,13 +2,14 @@
 
 import re
 from contextlib import suppress
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 from yarl import URL
 
 Address = IPv4Address | IPv6Address
 AllowedHost = tuple[str, int | None]
 """A host as `URL.raw_host` spells it, and a port; None allows every port."""
+Network = IPv4Network | IPv6Network
 
 # IANA's special-purpose registries, less the globally reachable entries; multicast; deprecated and returned blocks.
 # Not `ipaddress.is_global`, whose table differs between Python versions.
@@ -27,18 +28,20 @@ _ENTRY = re.compile(r"(\[.*\]|[^\s:/?#@\\]+)(:[0-9]+)?")
 _NAME = re.compile(r"([a-z0-9_-]{1,63}\.)*[a-z_][a-z0-9_-]{0,62}")  # 127.1 and 0x7f.1 are addresses to some resolvers
 
 
-def parse_allowed_host(text: str) -> AllowedHost:
-    """Parses an operator's `host`, `host:port`, `v6`, `[v6]` or `[v6]:port` with the parser of the clients' URLs.
+def parse_allowed_host(text: str) -> AllowedHost | Network:
+    """Parses an operator's `host`, `host:port`, `v6`, `[v6]`, `[v6]:port` as clients' URLs are parsed, or a network.
 
     Raises ValueError, which names the entry.
     """
     entry = f"[{text}]" if text.count(":") > 1 and text[0] != "[" else text
     with suppress(ValueError):
+        if "/" in text:
+            return ip_network(text)
         url = URL(f"http://{entry}/")
         host = str(url.raw_host)
         if _ENTRY.fullmatch(entry) and (_NAME.fullmatch(host) or ip_address(host)):
             return host, url.explicit_port
-    raise ValueError(f"{text!r} is not a host name or address with an optional port, such as a.example:80")
+    raise ValueError(f"{text!r} is not a host name or address with an optional port, such as a.example:80, or network")
 
 
 def is_global(address: Address) -> bool:

@@ -110,8 +110,8 @@ class _Resolver(AbstractResolver):
         async with asyncio.timeout(QUIET_SECONDS):
             found = await asyncio.get_running_loop().run_in_executor(_LOOKUPS, self.policy.resolve, host, port)
         addresses = dict.fromkeys(str(info[4][0]) for info in found)
-        if not all(self.policy.is_allowed_address(ip_address(address)) for address in addresses):
-            raise MediaError(self.item, "the URL's host is not on the public internet")
+        if not all(self.policy.may_connect(ip_address(address)) for address in addresses):
+            raise MediaError(self.item, "its host has a private address; list the network in --allowed-media-domains")
         return [ResolveResult(hostname=host, host=one, port=port, family=0, proto=0, flags=0) for one in addresses]
 
     async def close(self) -> None:

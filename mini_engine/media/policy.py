@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mini_engine.media.addresses import Address, AllowedHost, is_global, parse_allowed_host
+from mini_engine.media.addresses import Address, AllowedHost, Network, is_global, parse_allowed_host
 from mini_engine.media.errors import MediaError
 
 Received = Callable[[int], None]
@@ -34,8 +34,8 @@ class MediaPolicy:
         max_media_bytes: most bytes of one encoded item.
         allowed_media_domains: the hosts that `http(s)://` URLs may name; empty disables them. An entry is a host name
             without wildcards, or an address. With `:port` the entry allows one port, otherwise every port. All
-            addresses of a host name must pass `is_allowed_address`. An address entry, such as `127.0.0.1:8080`, allows
-            URLs that contain this address, even a private one. It allows no host name that resolves to it.
+            addresses of a host name must pass `is_allowed_address`, or be in a network entry, such as `10.0.0.0/8`. An
+            address entry, such as `127.0.0.1:8080`, allows URLs that contain it, and no host name that resolves to it.
         allow_media_redirects: follow HTTP redirects. Every redirect is checked and resolved like the first URL. A
             redirect from https to http is refused.
         media_fetch_timeout: most seconds for one `http(s)` item, from the name resolution to the last byte.
@@ -50,11 +50,16 @@ class MediaPolicy:
     media_fetch_timeout: float = 30.0
     resolve: Resolver = socket.getaddrinfo
     is_allowed_address: Callable[[Address], bool] = is_global
-    allowed_hosts: frozenset[AllowedHost] = field(init=False)
+    allowed_hosts: frozenset[AllowedHost | Network] = field(init=False)
 
     def __post_init__(self) -> None:
         hosts = frozenset(parse_allowed_host(entry) for entry in self.allowed_media_domains)
         object.__setattr__(self, "allowed_hosts", hosts)
+
+    def may_connect(self, address: Address) -> bool:
+        """Whether a listed host name may resolve to the address."""
+        networks = [entry for entry in self.allowed_hosts if not isinstance(entry, tuple)]
+        return self.is_allowed_address(address) or any(address in network for network in networks)
 
     def check_size(self, nbytes: int, item: str) -> None:
         """Raises MediaError for an item of more bytes than the limit."""

@@ -100,7 +100,7 @@ def worst_step(config: EngineConfig, longest: int) -> Step:
 
 def _modalities(config: EngineConfig) -> list[Modality]:
     every: tuple[Modality, ...] = ("image", "video")
-    return [each for each in every if config.limit_mm_per_prompt.get(each) != 0]
+    return [each for each in every if config.item_limits.get(each) != 0]
 
 
 def _most_pixels(config: EngineConfig, model_dir: str | Path, modality: Modality) -> int:

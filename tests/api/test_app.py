@@ -349,6 +349,12 @@ def test_the_other_endpoints(processor: MediaProcessor, tmp_path: Path) -> None:
                 response = await request
                 assert response.status_code in (404, 405)
                 assert response.json()["error"]["type"] == "invalid_request_error"
+            for path in ("/v1/responses", "/v1/embeddings", "/v1/audio/speech"):
+                unknown = (await served.http.post(path, json={})).json()["error"]
+                assert unknown["code"] == "unknown_url" and unknown["message"].startswith(
+                    f"Invalid URL (POST {path}); "
+                )
+                assert "/v1/chat/completions, /v1/completions, /v1/models, /v1/models/{name}" in unknown["message"]
             slash = await served.http.get("/live/", headers={"host": "elsewhere"})
             assert (slash.status_code, slash.json()["error"]["code"]) == (404, "unknown_url")
             for path, allowed in (

@@ -36,7 +36,7 @@ def test_every_setting_survives_the_file(tmp_path):
     every = EngineConfig(**{field.name: sample(field, kinds[field.name]) for field in config.fields()})
     path = tmp_path / "all.yaml"
     path.write_text(to_yaml(every, {"api_key": "--api-key", "port": "--port"}))
-    given = from_file(str(path))
+    given = from_file(str(path), [])
     assert {name: one.value for name, one in given.items()} == {
         field.name: getattr(every, field.name) for field in config.fields() if field.name != "api_key"
     }
@@ -94,7 +94,7 @@ def test_a_file_as_users_write_one(tmp_path):
         ("port: 70000\n", "line 1: port: 70000 is not a whole number from 0 to 65535"),
         ("api-key: [1]\n", "line 1: api-key: [1] is not a list of texts"),
         ("dtype: int3\n", "is not one of auto, float32"),
-        ("swap_space: 3\n", "line 1: 'swap_space' is not a setting; not supported: "),
+        ("quantization: awq\n", "line 1: 'quantization' is not a setting; not supported: "),
         ("media-io-kwargs.video.fps: 3\n", "; the parts of media-io-kwargs are written below it, one level each"),
         ("media-io-kwargs: 3\n", "is not a JSON object"),
         ("kv-cache-memory-bytes: 12Q\n", "'12Q' is not a size"),

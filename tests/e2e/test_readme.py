@@ -21,7 +21,7 @@ from tests.e2e.asked import ask_video
 from tests.e2e.running_server import ROOT, RunningServer
 
 README = (ROOT / "README.md").read_text()
-INSTALL = 'python3 -m venv .venv && .venv/bin/pip install -e ".[dev]" && '
+INSTALL = "python3 -m venv .venv && .venv/bin/pip install -e {} && "
 PYTHON = ".venv/bin/python"
 OUTPUT = "The answer:"  # the line before a block that is no command
 
@@ -69,21 +69,24 @@ def test_every_block_is_run_by_a_test():
     assert set(blocks()) == set(run_here)
 
 
-@runs(f"{INSTALL}{PYTHON} serve.py")
+@runs(f"{INSTALL.format('.')}{PYTHON} serve.py")
 def test_serving_needs_no_more_than_the_first_line(server):
-    """The server of these tests is started by `serve.py` alone. The rest of the line is what `.ci/run` runs."""
+    """The server of these tests is started by `serve.py` alone. `.ci/run` runs the rest of the line, with more."""
     assert server.ask("Describe the video.", ask_video(1).urls)
     assert RunningServer().command[1] == "serve.py"
 
 
-@runs(f"{INSTALL}{PYTHON} -m pytest")
+TESTS = INSTALL.format('".[dev]"') + f"{PYTHON} -m pytest"
+
+
+@runs(TESTS)
 def test_the_test_command_is_the_one_that_is_run_on_a_clean_checkout(tmp_path):
     script = (ROOT / ".ci" / "run").read_text()
     assert script.splitlines()[-1] == 'eval "$command"'
     (tmp_path / ".ci").mkdir()
     (tmp_path / ".ci" / "run").write_text(script.replace('eval "$command"', ""))
     (tmp_path / "README.md").write_text(README)
-    assert shell("bash .ci/run", tmp_path).removeprefix("+ ") == f"{INSTALL}{PYTHON} -m pytest\n"
+    assert shell("bash .ci/run", tmp_path).removeprefix("+ ") == f"{TESTS}\n"
 
 
 RENDER = f"{PYTHON} -m mini_engine.demo --colour red --shape circle --motion left --out clip.mp4"

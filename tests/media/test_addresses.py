@@ -1,4 +1,4 @@
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 
 import pytest
 
@@ -25,11 +25,13 @@ def test_only_public_addresses_are_global() -> None:
 HOSTS = {
     **{"Example.COM": ("example.com", None), "example.com:8080": ("example.com", 8080), "my_x-1": ("my_x-1", None)},
     **{"127.0.0.1:1": ("127.0.0.1", 1), "[0:0::1]:65535": ("::1", 65535), "0::1": ("::1", None)},
+    **{text: ip_network(text) for text in ("10.0.0.0/8", "fd00::/8", "192.168.1.7/32")},
     **{"Bücher.example": ("xn--bcher-kva.example", None), "1.example": ("1.example", None)},
 }
 BAD_HOSTS = r"""
 a: :80 a:-1 a:+1 a:1_0 a:99999 a:80:80 a/b a@b a\b a%41 a?b a#b a..b .a a. *.a http://a.b 2130706433 0x7f000001 127.1
 0x7f.0.0.1 0177.0.0.1 127.0.0.01 127.0.0.256 1.2.3.4.5 a.0x1 a.1 127.0.0.1. [127.0.0.1] [::1 ::1] [1:2] []""".split()
+BAD_HOSTS += ["10.0.0.1/8", "10/8", "/8", "[fd00::]/8", "10.0.0.0/8:80", "10.0.0.0/33", "a.test/8"]
 BAD_HOSTS += ["", "a b", "a\n", "a" * 64, "x\u200d.a", "\u0661.0.0.1"]
 
 

@@ -147,8 +147,20 @@ def test_host_with_a_private_address_is_not_dialled(found: list[str]) -> None:
     by_test = MediaPolicy(None, LIMIT, ["media.test", "127.0.0.1"], resolve=Names(media_test=found))
     with WebServer(response(BODY)) as server:
         for host, policy in (("media.test", by_test), ("localhost", MediaPolicy(None, LIMIT, ["localhost"]))):
-            assert "not on the public internet" in refusal(f"http://{host}:{server.port}/", policy)
+            assert "its host has a private address" in refusal(f"http://{host}:{server.port}/", policy)
     assert server.dialled == 0
+
+
+@pytest.mark.parametrize("found", [["127.0.0.1"], ["127.0.0.2", "127.0.0.1"]])
+def test_host_with_an_address_in_a_listed_network_is_dialled(found: list[str]) -> None:
+    names = Names(media_test=found, other_test=found)
+    policy = MediaPolicy(None, LIMIT, ["media.test", "127.0.0.0/8", "fd00::/8"], resolve=names)
+    elsewhere = replace(policy, resolve=Names(media_test=[*found, "10.0.0.1"]))
+    with WebServer(response(BODY)) as server:
+        assert download(f"http://media.test:{server.port}/", policy) == BODY
+        assert "list the network in --allowed-media-domains" in refusal(f"http://media.test:{server.port}/", elsewhere)
+        for host in ("127.0.0.1", "127.0.0.0", "other.test"):
+            assert "does not list the URL's host" in refusal(f"http://{host}:{server.port}/", policy)
 
 
 def test_dns_rebinding_has_no_effect(policy: MediaPolicy, names: Names) -> None:
