@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from mini_engine.bench import ab, attention, core, gpu, serve, sweep, transport
+from mini_engine.bench import ab, core, gpu, serve, sweep, transport
 from mini_engine.bench.files import check_file, write, write_text
 from mini_engine.bench.parser import Parser
 from mini_engine.bench.redaction import config_of
@@ -59,7 +59,6 @@ REGIMES: dict[str, Regime] = {
     "core": core,
     "transport": transport,
     "gpu": gpu,
-    "attention": attention,
 }
 FLAG_TEXTS = ("--launch", "--a", "--b", "--flag")  # flags whose value is itself a text of flags
 
