@@ -368,8 +368,6 @@ def test_a_server_of_its_own_and_media_by_http(tmp_path: Path):
             "--result-filename: r.jsonl is where --save-detailed writes its lines",
         ),
         ('--launch "\'"', "--launch: these flags cannot be read: "),
-        ("attention --repeats 0", "--repeats: 0 is below 1"),
-        ("attention --sequences 0", "--sequences: 0 is below 1"),
         ("gpu --repeats 0", "--repeats: 0 is below 1"),
         ("gpu --batches 1 0", "--batches: 0 is below 1"),
         ("core --repeats 0", "--repeats: 0 is below 1"),
