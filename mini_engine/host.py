@@ -174,7 +174,7 @@ def without_effect(config: EngineConfig, origins: Mapping[str, str], cache: Medi
          "no cache in shared memory"),
         ("limit_mm_per_prompt", config.limit_mm_per_prompt,
          any(isinstance(one, dict) and one.keys() - {"count"} for one in config.limit_mm_per_prompt.values()),
-         "of sizes beside a count"),
+         "sizes beside a count change nothing"),
         ("revision", config.revision, Path(config.model).is_dir(), "MODEL is a directory"),
     ]  # fmt: skip
     defaults = EngineConfig()

@@ -37,6 +37,12 @@ def test_nothing_is_said_of_what_was_not_asked_for(tmp_path: Path) -> None:
     assert useless(["--config", str(path)]) == []
 
 
+def test_sizes_of_media_beside_their_count() -> None:
+    assert useless(["--limit-mm-per-prompt", '{"image": {"count": 4}}']) == []
+    said = useless(["--limit-mm-per-prompt", '{"image": {"count": 4, "width": 512}}'])
+    assert said == ["--limit-mm-per-prompt (sizes beside a count change nothing)"]
+
+
 def test_what_needs_cuda() -> None:
     asked = ["--gpu-memory-utilization", "0.9", "--no-enforce-eager"]
     assert useless(asked) == [

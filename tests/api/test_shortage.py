@@ -30,6 +30,7 @@ from tests.web import WebServer, response
 @pytest.fixture(autouse=True)
 def before_any_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusal, "_refused_at", {})
+    monkeypatch.setattr(refusal, "refusals", refusal.RefusalLog())
 
 
 def shortages(caplog: pytest.LogCaptureFixture) -> list[str]:
