@@ -5,7 +5,7 @@ Runs in a decoder process, which bounds its memory and time. Knows nothing of mo
 
 import mmap
 import warnings
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import numpy as np
 import pillow_heif
@@ -47,9 +47,9 @@ def decode_image(file: mmap.mmap, guard: Guard, allocate: Allocate) -> NDArray[n
             guard.check_size("max_image_pixels", *image.size)  # what an icon holds may have another size
             upright = _upright(image)
             width, height = upright.size
-            # White where pixels have more than 8 bits. TIFF does not say it: the usual one that no pixel exceeds.
-            highest = cast(Any, image.getextrema())[1] if image.mode in ("I", "F") else 65535
-            peak = next((white for white in (1, 255, 65535) if highest <= white), highest)
+            # White of pixels of more than 8 bits. TIFF does not say it: a usual one that no pixel exceeds, or the peak.
+            highest = np.fmax.reduce(np.asarray(image), axis=None) if image.mode in ("I", "F") else 65535
+            peak = next((white for white in (1, 255) if highest <= white), highest)
             pixels = allocate((1, height, width))[0]
             for top in range(0, height, _STRIP_ROWS):
                 bottom = min(top + _STRIP_ROWS, height)

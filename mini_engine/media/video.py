@@ -30,7 +30,7 @@ from mini_engine.media.sampling import VideoFacts, VideoSampling
 
 # FFmpeg's demuxers that open what a file names: playlists, sessions, scripts, parts of a recording. NOFILE are those
 # that open devices or many files.
-_DENIED = {"avisynth", "concat", "dash", "dvdvideo", "imf", "mlv", "sdp", "vapoursynth", "vobsub", "webm_dash_manifest"}
+_DENIED = {"avisynth", "concat", "dash", "hls", "imf", "mlv", "sdp", "vapoursynth", "vobsub", "webm_dash_manifest"}
 _DEMUXERS = ",".join(
     n for n in av.formats_available - _DENIED if (f := av.ContainerFormat(n)).is_input and not f.no_file
 )
@@ -206,7 +206,7 @@ def _video_stream(container: av.container.InputContainer, guard: Guard) -> av.vi
         log = cast(Any, container).dumps_format()  # nothing else in PyAV names a codec that has no decoder
         av.logging.set_level(None)
         (codec, *_) = re.findall(rf"Stream #0:{stream.index}\b.*?: Video: (?:none \()?(\w+)", log) or ["none"]
-        problem = f"its video is coded as {codec}, for which there is no decoder; send H.264 in mp4"
+        problem = f"it is coded as {codec}, for which there is no decoder; send PNG, or H.264 in mp4"
         raise MediaError(guard.item, ENCRYPTED if codec in ("encv", "drmi") else problem)
     return stream
 
