@@ -1,4 +1,4 @@
-"""Which of four containers a video file is, and how long its header says that it is.
+"""How long a video file's header says that it is.
 
 FFmpeg reads most truncated files to their end and reports nothing; this finds the truncation. Recordings that were
 written without seeking do not say how long they are. Knows nothing of codecs.
@@ -6,34 +6,22 @@ written without seeking do not say how long they are. Knows nothing of codecs.
 
 import mmap
 
-Data = bytes | mmap.mmap
-
 _EBML = b"\x1a\x45\xdf\xa3"
 _SEGMENT = b"\x18\x53\x80\x67"
 
 
-def container_of(data: Data) -> str:
-    """FFmpeg's name of the only demuxer that may open the file, by its first bytes."""
-    if data[:4] == _EBML:
-        return "matroska"
-    if data[:4] == b"RIFF":
-        return "avi"
-    return "gif" if data[:3] == b"GIF" else "mov"
-
-
-def declared_size(data: Data) -> int:
+def declared_size(data: bytes | mmap.mmap) -> int:
     """The bytes that the file should have at least; more than it has means that it is cut short."""
-    match container_of(data):
-        case "matroska":
-            return _end_of_matroska(data)
-        case "avi":
-            return _end_of_riff(data)
-        case "gif":  # the last picture's empty block and the trailer (GIF89a, appendix B), maybe padded
-            return len(data) + (not data[-1024:].rstrip(b"\0").endswith(b"\0;"))
-    return 0  # an mp4's index tells which frames its `mdat` lacks
+    if data[:4] == _EBML:
+        return _end_of_matroska(data)
+    if data[:4] == b"RIFF":
+        return _end_of_riff(data)
+    if data[:3] == b"GIF":  # the last picture's empty block and the trailer (GIF89a, appendix B), maybe padded
+        return len(data) + (not data[-1024:].rstrip(b"\0").endswith(b"\0;"))
+    return 0  # an mp4's index tells which frames its `mdat` lacks; most others are streams without a length
 
 
-def _end_of_matroska(data: Data) -> int:
+def _end_of_matroska(data: bytes | mmap.mmap) -> int:
     """An EBML header and one segment, each an id of four bytes, a size and its content (RFC 8794; RFC 9559)."""
     place = 0
     for name in (_EBML, _SEGMENT):
@@ -48,7 +36,7 @@ def _end_of_matroska(data: Data) -> int:
     return place
 
 
-def _end_of_riff(data: Data) -> int:
+def _end_of_riff(data: bytes | mmap.mmap) -> int:
     """One RIFF list, or several: beyond a gigabyte OpenDML continues in further ones."""
     end = padding = 0
     while data[end + padding : end + padding + 4] == b"RIFF":

@@ -15,6 +15,8 @@ Allocate = Callable[[tuple[int, int, int]], NDArray[np.uint8]]
 """Makes the array of an item's frames, given their number, height and width: uint8 [T, H, W, 3]. The next call may
 reuse the memory."""
 
+# PyAV reads no side data of a frame with any of a kind that it does not know (EXIF, view ids): here they are one kind.
+Type._missing_ = classmethod(lambda cls, _: cls.VIDEO_HINT)  # type: ignore[assignment]
 _Turn = tuple[bool, bool, bool]  # whether to swap the axes, then to mirror left and right, then top and bottom
 
 

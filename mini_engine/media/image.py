@@ -1,37 +1,35 @@
-"""Bytes of an image file -> RGB, with Pillow. The first frame of an animation counts.
+"""Bytes of an image file -> RGB, with Pillow, or else with FFmpeg. The first frame of an animation counts.
 
 Runs in a decoder process, which bounds its memory and time. Knows nothing of models.
 """
 
 import mmap
-import struct
 import warnings
 from typing import BinaryIO, cast
 
 import numpy as np
+import pillow_heif
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401 - see below
+from PIL import AvifImagePlugin, ExifTags, Image, UnidentifiedImageError
 
 from mini_engine.media.errors import MediaError
 from mini_engine.media.frames import Allocate
-from mini_engine.media.limits import Guard
+from mini_engine.media.limits import UNREADABLE, Guard
+from mini_engine.media.sampling import VideoSampling
+from mini_engine.media.video import decode_video
 
-# Pillow knows dozens of formats, some of which start other programs (EPS) or are rarely fuzzed.
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-_UNREADABLE = "cannot be read as an image, or is damaged; send a whole PNG, JPEG, WebP, GIF or BMP file"
 _STRIP_ROWS = 512  # converted to RGB at once
-_TURNS = {  # how an image that is stored with an orientation of EXIF 2.3 is set upright
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+_T = Image.Transpose  # how an image that is stored with an orientation of EXIF 2.3 is set upright
+_TURNS = {2: _T.FLIP_LEFT_RIGHT, 3: _T.ROTATE_180, 4: _T.FLIP_TOP_BOTTOM, 5: _T.TRANSPOSE, 6: _T.ROTATE_270,
+          7: _T.TRANSVERSE, 8: _T.ROTATE_90}  # fmt: skip
 
 # Import the formats now and not at their first file: a decoder process has few descriptors.
-Image.preinit()
+Image.init()
+pillow_heif.register_heif_opener(decode_threads=1)
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1
+# EPS starts a program, IPTC opens what it holds in any format, the next are only identified, the rest are guessed.
+_DENIED = {"EPS", "IPTC", "BUFR", "GRIB", "HDF5", "MPEG", "WMF", "IM", "IMT", "PCD", "SPIDER"}
+_FORMATS = sorted(set(Image.ID) - _DENIED, key=lambda name: name == "TGA")  # it has no mark at its start: tried last
 Image.MAX_IMAGE_PIXELS = None  # the limit here is a flag, and memory has one of its own
 # Pillow warns of all that it finds wrong in EXIF: a client could fill the log with it.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -46,18 +44,24 @@ def decode_image(file: mmap.mmap, guard: Guard, allocate: Allocate) -> NDArray[n
         with Image.open(cast(BinaryIO, file), formats=_FORMATS) as image:
             guard.check_size("max_image_pixels", *image.size)
             image.load()
+            guard.check_size("max_image_pixels", *image.size)  # what an icon holds may have another size
             upright = _upright(image)
             width, height = upright.size
+            # White of pixels of more than 8 bits. TIFF does not say it: a usual one that no pixel exceeds, or the peak.
+            highest = np.fmax.reduce(np.asarray(image), axis=None) if image.mode in ("I", "F") else 65535
+            peak = next((white for white in (1, 255) if highest <= white), highest)
             pixels = allocate((1, height, width))[0]
             for top in range(0, height, _STRIP_ROWS):
                 bottom = min(top + _STRIP_ROWS, height)
-                pixels[top:bottom] = np.asarray(_to_rgb(upright.crop((0, top, width, bottom))))
+                pixels[top:bottom] = np.asarray(_to_rgb(upright.crop((0, top, width, bottom)), peak))
             return pixels
-    except MediaError:
+    except UnidentifiedImageError:
+        file.seek(0)
+        return decode_video(file, VideoSampling(num_frames=1), guard, allocate)[0][0]
+    except (MediaError, MemoryError):
         raise
-    # What Pillow raises for a damaged file depends on the format and on the damage.
-    except (EOFError, OSError, ValueError, SyntaxError, LookupError, TypeError, OverflowError, struct.error) as error:
-        raise MediaError(guard.item, _UNREADABLE) from error
+    except Exception as error:  # noqa: BLE001 - what Pillow raises depends on the format and on the damage
+        raise MediaError(guard.item, UNREADABLE) from error
 
 
 def _upright(image: Image.Image) -> Image.Image:
@@ -70,9 +74,10 @@ def _upright(image: Image.Image) -> Image.Image:
     return image if turn is None else image.transpose(turn)
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey to white
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+def _to_rgb(image: Image.Image, peak: float) -> Image.Image:
+    if image.mode.startswith(("I", "F")):  # Pillow would clip it to white
+        grey = np.nan_to_num(np.asarray(image) * np.float32(255 / peak))
+        return Image.fromarray(grey.round().clip(0, 255).astype(np.uint8)).convert("RGB")
     if not image.has_transparency_data:
         return image.convert("RGB")
     layered = Image.new("RGBA", image.size, "white")

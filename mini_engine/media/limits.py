@@ -11,6 +11,7 @@ from mini_engine.media.errors import MediaError
 MOST_FRAMES_KEPT = 10_000
 """Upper bound of --max-video-frames-kept: a decoder process lists the frames in one datagram of at most 200 kB."""
 
+UNREADABLE = "cannot be read, or is damaged; send a whole file of another format, such as PNG, or H.264 in mp4"
 CUT_SHORT = "the file is cut short or damaged: {}; send the whole file"
 _MAX_ASPECT_RATIO = 200  # where the Qwen-VL processors refuse
 
@@ -20,10 +21,10 @@ class DecodeLimits:
     """Limits on one item, each named like its flag. Exceeding one is a MediaError that names the flag."""
 
     max_image_pixels: int = 64 << 20
-    max_video_frames: int = 54_000  # in the file: half an hour at 30 frames per second
+    max_video_frames: int = 220_000  # in the file: an hour at 60 frames per second
     max_video_frames_kept: int = 768  # by the sampling: as many as the Qwen-VL processors take
     max_video_seconds: float = 3600.0  # from the first frame to the last
-    max_frame_pixels: int = 4096 * 4096
+    max_frame_pixels: int = 8192 * 4608  # 8K
     max_video_pixels_kept: int = 512 << 20  # over all kept frames: 1.5 GiB of RGB
     media_decode_timeout: float = 30.0  # seconds of wall time
     media_decoder_memory: int = 1 << 30  # bytes of a decoder process, beside itself, the encoded item and the frames

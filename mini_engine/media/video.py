@@ -10,28 +10,30 @@ Runs in a decoder process, which bounds its memory and time. Knows nothing of mo
 """
 
 import mmap
+import re
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import av
-import av.container
 import av.subtitles.stream  # PyAV imports it at the first video otherwise, when descriptors may be exhausted
-import av.video
 import numpy as np
 from av.stream import Disposition
 from numpy.typing import NDArray
 
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.media.containers import container_of, declared_size
+from mini_engine.media.containers import declared_size
 from mini_engine.media.errors import MediaError
 from mini_engine.media.frames import Allocate, FrameRows
-from mini_engine.media.limits import CUT_SHORT, Guard
-from mini_engine.media.packets import PacketTable
+from mini_engine.media.limits import CUT_SHORT, UNREADABLE, Guard
+from mini_engine.media.packets import ENCRYPTED, PacketTable
 from mini_engine.media.sampling import VideoFacts, VideoSampling
 
-# FFmpeg's decoders for what people send, of the hundreds that it has.
-_DECODERS = ("h264", "hevc", "vp8", "vp9", "libdav1d", "libaom-av1", "av1", "mpeg4", "gif")
-_READABLE = "send a GIF, or H.264, H.265, VP8, VP9, AV1 or MPEG-4 in mp4, mov, mkv, webm or avi"
-_UNREADABLE = f"cannot be read as a video; {_READABLE}"
+# FFmpeg's demuxers that open what a file names: playlists, sessions, scripts, parts of a recording. NOFILE are those
+# that open devices or many files.
+_DENIED = {"avisynth", "concat", "dash", "hls", "imf", "mlv", "sdp", "vapoursynth", "vobsub", "webm_dash_manifest"}
+_DEMUXERS = ",".join(
+    n for n in av.formats_available - _DENIED if (f := av.ContainerFormat(n)).is_input and not f.no_file
+)
 _NO_FRAME = CUT_SHORT.format("no frame can be decoded")
 _WORTH_SEEKING = 0.75  # decode runs of packets when they are at most this share of all
 
@@ -54,19 +56,14 @@ def decode_video(
             data,
             mode="r",
             metadata_errors="replace",
-            container_options={
-                # A playlist (hls, dash, concat) lists addresses that FFmpeg would open: no such demuxer, no protocol.
-                "format_whitelist": container_of(data),
-                "protocol_whitelist": "",
-                "codec_whitelist": ",".join(_DECODERS),
-            },
+            container_options={"format_whitelist": _DEMUXERS, "protocol_whitelist": ""},
             options={"max_pixels": str(guard.limits.max_frame_pixels)},  # FFmpeg decodes a little while it opens a file
         ) as container:
             return _Decode(container, sampling, guard, allocate).run()
-    except MemoryError:
+    except (MediaError, MemoryError):
         raise
-    except (av.error.FFmpegError, UnicodeDecodeError) as error:
-        raise MediaError(guard.item, CUT_SHORT.format(guard.damage) if guard.damage else _UNREADABLE) from error
+    except (av.error.FFmpegError, ValueError) as error:  # a ValueError of PyAV itself
+        raise MediaError(guard.item, CUT_SHORT.format(guard.damage) if guard.damage else UNREADABLE) from error
 
 
 class _Decode:
@@ -125,8 +122,12 @@ class _Decode:
         """Seconds, in order of showing. A file in which any is missing (avi) is taken to run at its frame rate."""
         base, known = self.stream.time_base, [stamp for stamp in stamps if stamp is not None]
         if base is None or len(known) < len(stamps):
-            return [place / self.rate for place in range(len(stamps))]
-        return [float(stamp) * base.numerator / base.denominator for stamp in sorted(known)]
+            rate = float(self.stream.guessed_rate or self.rate)  # the average of a raw stream is FFmpeg's default, 25
+            return [place / rate for place in range(len(stamps))]
+        times = np.array(known, float) * base.numerator / base.denominator
+        for place in np.flatnonzero(np.diff(times) < -17 / self.rate):  # recordings were joined
+            times[place + 1 :] += times[place] - times[place + 1] + 1 / self.rate
+        return np.sort(times).tolist()
 
     def _seek(self, indices: NDArray[np.int64]) -> FrameRows | None:
         """The frames at `indices`, decoded from key frames. None: that is not possible, saves little, or went wrong.
@@ -161,7 +162,8 @@ class _Decode:
         run, interlaced = range(len(self.packets)), False
         for frame in self._frames_of(run):
             if frame is None:
-                self.guard.add_damage(f"frame {len(stamps)} cannot be decoded")
+                if stamps or not self.packets.is_cut:
+                    self.guard.add_damage(f"frame {len(stamps)} cannot be decoded")
                 continue
             self.guard.check("max_video_frames", len(stamps) + 1, "frames", "a shorter video")
             frames.offer(len(stamps), frame)
@@ -197,14 +199,15 @@ def _video_stream(container: av.container.InputContainer, guard: Guard) -> av.vi
     """FFmpeg's choice of the main stream: marked as default, with most pictures, with most bits."""
     videos = [stream for stream in container.streams.video if not stream.disposition & Disposition.attached_pic]
     if not videos:  # the cover of a song is a stream too
-        raise MediaError(guard.item, "the file holds no video stream")
-    best = container.streams.best("video")
-    stream = next((video for video in videos if video is best), videos[0])
-    if stream.codec_context is None:  # a codec that this FFmpeg does not have
-        raise MediaError(guard.item, _UNREADABLE)
-    if stream.codec_context.name not in _DECODERS:
-        codec = stream.codec_context.codec.canonical_name  # from FFmpeg's own list
-        raise MediaError(guard.item, f"its video is coded as {codec}, which is not taken; {_READABLE}")
+        raise MediaError(guard.item, "the file holds no image or video")
+    stream = next((video for video in videos if video is container.streams.best("video")), videos[0])
+    if stream.codec_context is None:
+        av.logging.set_level(av.logging.INFO)
+        log = cast(Any, container).dumps_format()  # nothing else in PyAV names a codec that has no decoder
+        av.logging.set_level(None)
+        (codec, *_) = re.findall(rf"Stream #0:{stream.index}\b.*?: Video: (?:none \()?(\w+)", log) or ["none"]
+        problem = f"it is coded as {codec}, for which there is no decoder; send PNG, or H.264 in mp4"
+        raise MediaError(guard.item, ENCRYPTED if codec in ("encv", "drmi") else problem)
     return stream
 
 

@@ -125,8 +125,8 @@ def video_inputs() -> Iterator[BadInput]:
         "text": b"This is no video.\n" * 100,
         "one zero byte": b"\0",
         "zero bytes": bytes(1 << 20),
-        "bytes of a PNG": media_files.png_of_size(64, 64),
-        "a playlist": media_files.PLAYLISTS["hls"],
+        "a PNG of too many pixels": media_files.png_of_size(),
+        "a playlist": media_files.PLAYLISTS["hls"].format("file:///etc/passwd").encode(),
         "boxes in boxes": b"".join(struct.pack(">I4s", 8 * (1000 - depth), b"moov") for depth in range(1000)),
         "a box of 2**64 - 1 bytes": struct.pack(">I4sQ", 1, b"moov", 2**64 - 1) + bytes(100),
     }

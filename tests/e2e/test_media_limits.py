@@ -130,7 +130,7 @@ def test_a_server_that_has_enough_to_do_says_so(strict, clip, web):
     for reason in ("queued_requests", "inflight_media"):
         assert strict.metrics()[f'mini_engine:requests_rejected_total{{reason="{reason}"}}'] == 1
     wait_for(strict, "inflight_media_bytes", 0)
-    with pytest.raises(openai.BadRequestError, match="cannot be read as a video"):
+    with pytest.raises(openai.BadRequestError, match="cannot be read, or is damaged"):
         strict.ask(question.text, large)
     wait_for(strict, "inflight_media_bytes", 0)
 

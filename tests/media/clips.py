@@ -10,7 +10,7 @@ from typing import Any
 import av
 import numpy as np
 
-# Every codec in every container that takes it.
+# Codecs in containers: every one that PyAV encodes of what clients send, at ten frames per second.
 ALL = [
     *[("libx264", container) for container in ("mp4", "mov", "matroska", "avi")],
     *[("libx265", container) for container in ("mp4", "mov", "matroska")],
@@ -18,7 +18,22 @@ ALL = [
     *[("libvpx-vp9", container) for container in ("mp4", "webm", "matroska", "avi")],
     *[("libsvtav1", container) for container in ("mp4", "webm", "matroska", "avi")],
     *[("mpeg4", container) for container in ("mp4", "mov", "matroska", "avi")],
-    ("gif", "gif"),
+    *[("libx264", container) for container in ("mpegts", "mpeg", "flv", "3gp", "ismv", "asf", "h264", "nut")],
+    *[("libx265", container) for container in ("mpegts", "flv", "hevc")],
+    *[("mpeg4", container) for container in ("mpegts", "3gp", "m4v")],
+    *[("mjpeg", container) for container in ("mov", "matroska", "avi")],
+    *[(codec, "mov") for codec in ("prores_ks", "png", "qtrle", "cfhd", "svq1", "jpeg2000")],
+    *[(codec, "matroska") for codec in ("ffv1", "snow")],
+    *[(codec, "avi") for codec in ("ffvhuff", "utvideo", "cinepak", "msmpeg4")],
+    *[
+        ("libvpx-vp9", "ivf"),
+        ("libsvtav1", "ivf"),
+        ("flv", "flv"),
+        ("flashsv", "flv"),
+        ("wmv1", "asf"),
+        ("wmv2", "asf"),
+    ],
+    *[("gif", "gif"), ("apng", "apng"), ("rawvideo", "yuv4mpegpipe")],
 ]
 SAME_BYTES = {"fflags": "+bitexact"}  # without it Matroska contains random numbers
 QUIET = {"libx265": {"x265-params": "log-level=none"}}
@@ -51,8 +66,9 @@ def video_stream(output: Any, codec: str, width: int, height: int, rate: int, op
     """A stream of `output`. `options` are the encoder's; `g` is the most frames from one key frame to the next."""
     stream = output.add_stream(codec, rate=rate, options=QUIET.get(codec, {}) | options)
     stream.width, stream.height = width, height
-    formats = {"gif": "rgb8", "mjpeg": "yuvj420p", "png": "rgb24", "prores_ks": "yuv422p10le"}
-    stream.pix_fmt = "yuv444p" if codec == "libx264" and width % 2 else formats.get(codec, "yuv420p")
+    known = [kind.name for kind in stream.codec.video_formats or []] or ["yuv420p"]
+    usual = "yuvj420p" if codec == "mjpeg" else "yuv444p" if codec == "libx264" and width % 2 else "yuv420p"
+    stream.pix_fmt = next((kind for kind in (usual, "rgb24") if kind in known), known[0])
     stream.thread_count = 1
     return stream
 

@@ -192,13 +192,15 @@ def jpeg_of_scans(width: int = 8192, height: int = 8184, scans: int = 15_000) ->
     return b"\xff\xd8" + head + first + b"\xff\xda\0\x08\1\1\0\1\x3f\0\0" * (scans - 1) + b"\xff\xd9"
 
 
-# Each names a file and an address.
-_URLS = "file:///etc/passwd", "http://127.0.0.1:9/"
-_PLAYLISTS = {
-    "hls": "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{}\n#EXTINF:1,\n{}\n#EXT-X-ENDLIST\n",
-    "concat": "ffconcat version 1.0\nfile '{}'\nfile '{}'\n",
+# What FFmpeg would open other files and addresses for: those that {} stands for.
+PLAYLISTS = {
+    "hls": "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{}\n#EXT-X-ENDLIST\n",
+    "concat": "ffconcat version 1.0\nfile '{}'\n",
+    "dash": '<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011"><BaseURL>{}</BaseURL></MPD>',
+    "imf": '<?xml version="1.0"?><CompositionPlaylist xmlns="http://www.smpte-ra.org/schemas/2067-3/2016">{}',
+    "sdp": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns={}\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 26\n",
+    "vobsub": "# VobSub index file, v7\nid: en, index: 0\ntimestamp: 00:00:01:000, filepos: 0",
 }
-PLAYLISTS: dict[str, bytes] = {name: text.format(*_URLS).encode() for name, text in _PLAYLISTS.items()}
 
 
 ATTACKS: dict[str, tuple[Modality, Callable[[], bytes]]] = {
@@ -208,7 +210,7 @@ ATTACKS: dict[str, tuple[Modality, Callable[[], bytes]]] = {
     "h265_of_parameter_sets": ("video", h265_of_parameter_sets),  # > 60 s, 140 MB, for one frame
     "h264_of_large_references": ("video", h264_of_large_references),  # 9 s, 3570 MB
     "gif_of_frames": ("video", gif_of_frames),  # > 60 s, 130 MB
-    "playlist": ("video", lambda: PLAYLISTS["concat"]),  # refused at once
+    "playlist": ("video", PLAYLISTS["concat"].format("file:///etc/passwd").encode),  # refused at once
     "webp_of_one_colour": ("image", webp_of_one_colour),  # 7 s, 1670 MB
     "png_of_one_colour": ("image", png_of_one_colour),  # 3 s, 1150 MB
     "png_of_size": ("image", png_of_size),  # refused at once
