@@ -12,13 +12,14 @@ from typing import Any, get_type_hints
 
 from mini_engine.config.media import IPC_GPU_GIB, LEAST_SLOT, SLOTS_PART, STAGING_SLOTS, MediaOptions, TensorIpc
 from mini_engine.config.model import BUNDLED_MODEL, BUNDLED_NAME, AttentionBackendName, ModelOptions
-from mini_engine.config.option import ConfigError, Option, check_range, flag_of
+from mini_engine.config.option import ConfigError, Option, check_range, flag_of, parse_options
 from mini_engine.config.scheduling import SchedulingOptions
 from mini_engine.config.server import ServerOptions
 
 __all__ = [
     "BUNDLED_MODEL", "BUNDLED_NAME", "ENV_PREFIX", "IPC_GPU_GIB", "SLOTS_PART", "STAGING_SLOTS", "AttentionBackendName",
     "ConfigError", "EngineConfig", "Option", "TensorIpc", "env_of", "field_types", "fields", "flag_of",
+    "parse_options",
 ]  # fmt: skip
 
 ENV_PREFIX = "MINI_ENGINE_"

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import Any, Literal
 
-from mini_engine.config.option import ConfigError, option, parse_bytes, parse_json_object, parse_limits
+from mini_engine.config.option import ConfigError, option, parse_bytes, parse_json_object, parse_limits, parse_options
 from mini_engine.media.limits import MOST_FRAMES_KEPT, DecodeLimits
 
 MediaCacheType = Literal["auto", "lru", "shm"]
@@ -200,7 +200,7 @@ def _check_media_io(modality: str, kwargs: dict[str, Any]) -> None:
     if modality == "image":
         raise ConfigError("--media-io-kwargs: images take no arguments")
     # This takes numpy, which most starts of the command do without.
-    from mini_engine.media.sampling import VideoSampling, parse_options
+    from mini_engine.media.sampling import VideoSampling
 
     try:
         parse_options("--media-io-kwargs", kwargs, VideoSampling)

@@ -8,7 +8,11 @@ import os
 import types
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import msgspec
+
+Options = TypeVar("Options", bound=msgspec.Struct)
 
 
 class ConfigError(ValueError):
@@ -192,3 +196,12 @@ def check_files(paths: Mapping[str, str | None]) -> None:
     for flag, path in paths.items():
         if path is not None and not os.path.isfile(path):  # False, too, for a name that is too long
             raise ConfigError(f"{flag}: {path} is not a file")
+
+
+def parse_options(owner: str, given: Mapping[str, Any], kind: type[Options]) -> Options:
+    """The options `given` to `owner`, as JSON values; null is as good as none. Raises ValueError, whose text is safe
+    for a client."""
+    try:
+        return msgspec.convert({name: value for name, value in given.items() if value is not None}, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{owner}: {error}; it takes {', '.join(kind.__struct_fields__)}") from None

@@ -1,7 +1,7 @@
 """Which frames of a video are kept. Knows frame times, nothing of files or decoders."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -10,18 +10,8 @@ from numpy.typing import NDArray
 Count = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 Rate = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-Options = TypeVar("Options", bound=msgspec.Struct)
 
 _SLACK = 0.0015  # seconds that a frame may start after a tick and count at it: Matroska rounds times to 1 ms
-
-
-def parse_options(owner: str, given: Mapping[str, Any], kind: type[Options]) -> Options:
-    """The options `given` to `owner`, as JSON values; null is as good as none. Raises ValueError, whose text is safe
-    for a client."""
-    try:
-        return msgspec.convert({name: value for name, value in given.items() if value is not None}, kind)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{owner}: {error}; it takes {', '.join(kind.__struct_fields__)}") from None
 
 
 class VideoFacts(msgspec.Struct, frozen=True):

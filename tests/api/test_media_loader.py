@@ -15,10 +15,10 @@ from mini_engine.media.errors import MediaError
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.metrics import REGISTRY
+from tests import clips
 from tests.api.patience import PATIENCE
 from tests.api.peers import eventually
 from tests.api.serving import image, media_loader, media_settings
-from tests.media import clips
 from tests.web import WebServer, response
 
 

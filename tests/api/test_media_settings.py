@@ -19,10 +19,9 @@ from mini_engine.api.protocol import ChatRequest
 from mini_engine.media.hashing import media_hash
 from mini_engine.media.processor import TIME_TOKENS, MediaProcessor, MediaSettings
 from mini_engine.media.sampling import VideoFacts, VideoSampling
-from tests import tiny_processor
+from tests import clips, tiny_processor
 from tests.api.serving import Served, chat_body, image, media_loader, serve, words
 from tests.api.test_media_cache import baseline, figures, sent, since
-from tests.media import clips
 from tests.media.test_families import decoded, full_call
 
 WHOLE = clips.encode(frames=12, container="matroska")

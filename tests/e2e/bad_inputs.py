@@ -19,8 +19,8 @@ from typing import Any
 
 from mini_engine.media.errors import MediaError
 from mini_engine.media.sampling import VideoSampling
+from tests import clips
 from tests.e2e.running_server import message
-from tests.media import clips
 from tests.media import corpus as media_files
 from tests.media.decoding import decode_video
 from tests.web import chunked, response

@@ -16,7 +16,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from tests.media import clips
+from tests import clips
 
 Modality = Literal["image", "video"]
 _X265 = {"preset": "ultrafast", "x265-params": "log-level=none:bframes=0:info=0:pools=none:frame-threads=1"}

@@ -12,7 +12,7 @@ import pytest
 from mini_engine.media.containers import declared_size
 from mini_engine.media.errors import MediaError
 from mini_engine.media.sampling import VideoSampling
-from tests.media import clips
+from tests import clips
 from tests.media.decoding import decode_video
 
 ALL = VideoSampling(num_frames=1000)

@@ -22,8 +22,8 @@ from mini_engine.media.errors import DecoderUnavailable, MediaError
 from mini_engine.media.limits import DecodeLimits
 from mini_engine.media.sampling import VideoSampling
 from mini_engine.metrics import REGISTRY
+from tests import clips
 from tests.api.peers import eventually
-from tests.media import clips
 from tests.media.corpus import ATTACKS
 
 GOOD = clips.encode(20)

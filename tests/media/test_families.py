@@ -108,7 +108,7 @@ def test_prompts(processor):
     if "second_per_grid_ts" in theirs:
         assert items[2].second_per_grid == pytest.approx(1.0) == theirs["second_per_grid_ts"][1].item()
     if items[2].placeholder is not None:
-        assert re.findall(r"<([\d.]+) seconds>", items[2].placeholder) == ["1.2", "2.2", "3.2"]
+        assert re.findall(r"<([\d.]+) seconds>", items[2].placeholder) == ["1.3", "2.5", "3.6"]
 
 
 def test_video_of_one_frame(processor):

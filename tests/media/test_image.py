@@ -9,7 +9,7 @@ from PIL import Image
 
 from mini_engine.media.errors import MediaError
 from mini_engine.media.limits import DecodeLimits
-from tests.media import clips
+from tests import clips
 from tests.media.corpus import png_of_size
 from tests.media.decoding import decode_image
 

@@ -18,7 +18,8 @@ from PIL import Image
 from mini_engine.media.errors import MediaError
 from mini_engine.media.limits import DecodeLimits, flag_of
 from mini_engine.media.sampling import VideoSampling
-from tests.media import clips, corpus
+from tests import clips
+from tests.media import corpus
 from tests.media.decoding import decode_video
 
 EIGHT = VideoSampling(num_frames=8)

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mini_engine.model.reference import Prompt, ReferenceAttention, media_at
 from mini_engine.model.rope import PromptPositions, mrope_positions
 from mini_engine.model.vision_language import VisionLanguageModel
+from tests.model.reference import Prompt, ReferenceAttention, media_at
 
 
 def chunked_logits(

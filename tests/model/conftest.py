@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.reference import Prompt
 from mini_engine.model.registry import canonical_name
 from tests.model.families import FAMILIES, IMAGE, PATCH_DIM, VIDEO, build, placeholders
+from tests.model.reference import Prompt
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -21,9 +21,9 @@ from torch import Tensor
 from mini_engine.confinement import die_with_parent
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.reference import reference_logits
 from mini_engine.model.weights import load_model
 from tests.model.chunks import chunked_logits, in_dtype
+from tests.model.reference import reference_logits
 
 CHUNK = 29  # tokens of a prompt in a step: ends inside of items
 

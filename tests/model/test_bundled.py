@@ -11,10 +11,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from mini_engine.demo import evaluate, videos
 from mini_engine.demo.model import WEIGHTS
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.reference import Prompt, ReferenceAttention, reference_logits
 from mini_engine.model.rope import mrope_positions
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
+from tests.model.reference import Prompt, ReferenceAttention, reference_logits
 from tests.oracle import exact_seconds
 
 SEED = 2_000_000_000  # beyond what training and its evaluation draw from

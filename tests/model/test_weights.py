@@ -15,12 +15,12 @@ from mini_engine.model.checkpoint import CheckpointError, Reader
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.parallel import Placement, TensorParallel
-from mini_engine.model.reference import reference_logits
 from mini_engine.model.registry import canonical_name
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model, load_weights
 from tests.model.families import FAMILIES
 from tests.model.made import whole_tensors, write_config
+from tests.model.reference import reference_logits
 
 CPU = torch.device("cpu")
 FILE = "model.safetensors"
