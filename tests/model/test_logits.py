@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from mini_engine.kernels import ops
-from mini_engine.model import reference
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.rope import MRope, PromptPositions, mrope_positions
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
+from tests.model import reference
 from tests.model.chunks import chunked_logits, in_dtype, place
 from tests.model.families import IMAGE, VIDEO
 from tests.model.reference import Prompt, ReferenceAttention, reference_logits
