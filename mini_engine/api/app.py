@@ -99,7 +99,7 @@ class Frontend:
             refs = self.renderer.collect(messages, self.item_limits)
             token_ids = await worked(partial(self.renderer.render, messages), sum(map(_text_length, messages)))
             budget = video_tokens(self.limits, len(token_ids), chat.asked_tokens or 1, len(refs))
-            keyed = [self.media_settings.resolve(chat, budget, ref) for ref in refs]
+            keyed = self.media_settings.resolve(chat, budget, refs)
             # Row 3: room for the bytes, those that other servers have, a place in line.
             reservation = held.enter_context(self.admission.reserve(await self.media.sizes(refs)))
             clock.enter("fetch")

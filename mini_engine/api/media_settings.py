@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -102,29 +102,34 @@ class MediaSettingsResolver:
         self._processor = processor
         self._model = model
 
-    def resolve(self, chat: ChatRequest, video_tokens: int, ref: MediaRef) -> KeyedSettings:
-        """The settings for one item of `chat`; of a video, by which it has at most so many tokens.
+    def resolve(self, chat: ChatRequest, video_tokens: int, refs: Sequence[MediaRef]) -> list[KeyedSettings]:
+        """The settings for each item of `chat`, of which a video has at most `video_tokens` tokens.
 
         Raises:
-            ApiError: 400 for settings that there are not, or that ask for more than the server allows.
+            ApiError: 400 for settings that there are not, or that ask for more than the server allows. Those of the
+                whole request are checked even if it has no media.
         """
+        whole = self._keyed(chat, video_tokens, "mm_processor_kwargs", {})
+        return [self._keyed(chat, video_tokens, ref.name, ref.settings) if ref.settings else whole for ref in refs]
+
+    def _keyed(self, chat: ChatRequest, video_tokens: int, owner: str, of_part: Mapping[str, Any]) -> KeyedSettings:
         io_kwargs, processor_kwargs = chat.media_io_kwargs or {}, chat.mm_processor_kwargs or {}
         asked, rest = _split(processor_kwargs, io_kwargs.get("video") or {})
-        own_asked, own_rest = _split(ref.settings, {})
+        own_asked, own_rest = _split(of_part, {})
         if own_rest:  # of the two ways to say it, the part's
             rest = {name: value for name, value in rest.items() if name != "size"} | own_rest
         server = self.server
         try:
             if io_kwargs.get("image"):
                 raise ValueError("images take no arguments")
-            given = parse_options("mm_processor_kwargs", rest, _RequestKwargs)
+            given = parse_options(owner, rest, _RequestKwargs)
             settings = MediaSettings(
                 updated(updated(server.sampling, asked), own_asked),
                 {**server.processor_kwargs, **msgspec.to_builtins(given)},
-                _tuned(ref.name, server.calls, given, video_tokens * self._processor.token_pixels),
+                _tuned(owner, server.calls, given, video_tokens * self._processor.token_pixels),
             )
         except ValueError as error:
-            param = "messages" if ref.settings else "mm_processor_kwargs" if processor_kwargs else "media_io_kwargs"
+            param = "messages" if of_part else "mm_processor_kwargs" if processor_kwargs else "media_io_kwargs"
             raise bad_request(f"Invalid '{param}': {error}.", param, "invalid_value") from error
         return KeyedSettings.of(self.fitted(settings, video_tokens), self._model)
 

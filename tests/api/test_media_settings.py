@@ -127,7 +127,7 @@ def of_request(server: MediaSettingsResolver, part: Any = (), **kwargs: Any) -> 
     """Those of a video in a part with settings, in a request with mm_processor_kwargs."""
     body = chat_body([video() | dict(part)], mm_processor_kwargs=kwargs)
     chat = parse_body(json.dumps(body).encode(), ChatRequest, ["tiny"])
-    return server.resolve(chat, 10**6, MediaRef("video", "", "video 1", dict(part))).settings
+    return server.resolve(chat, 10**6, [MediaRef("video", "", "video 1", dict(part))])[0].settings
 
 
 def test_settings_of_a_part_win_over_those_of_the_request(processor: MediaProcessor) -> None:
@@ -314,11 +314,12 @@ def test_settings_that_a_request_may_not_have(processor: MediaProcessor, tmp_pat
     async def scenario(served: Served) -> None:
         for stream in (False, True):
             for more, param, says in REFUSED:
-                response = await served.post(content=[video()], stream=stream, **more)
-                assert response.status_code == 400, more
-                error = response.json()["error"]
-                assert error["param"] == param
-                assert error["message"].startswith(f"Invalid '{param}': ") and says in error["message"]
+                for content in ([video()], "hello"):
+                    response = await served.post(content=content, stream=stream, **more)
+                    assert response.status_code == 400, more
+                    error = response.json()["error"]
+                    assert error["param"] == param
+                    assert error["message"].startswith(f"Invalid '{param}': ") and says in error["message"]
         assert served.core.requests == []
 
     with_server(processor, tmp_path, scenario)

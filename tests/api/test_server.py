@@ -112,7 +112,7 @@ def test_the_settings_enter_the_media_hashes(model_dir: Path) -> None:
         front = load(model_dir, **settings)
         front.media.close()
         chat = parse_body(json.dumps(chat_body()).encode(), ChatRequest, ["tiny"])
-        keys = front.media_settings.resolve(chat, 1000, MediaRef("video", "", "video 1")).keys
+        keys = front.media_settings.resolve(chat, 1000, [MediaRef("video", "", "video 1")])[0].keys
         return keys["image"], keys["video"]
 
     image, video = hashes()
