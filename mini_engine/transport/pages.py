@@ -1,0 +1,115 @@
+"""`PageAllocator`: which pages of a shared memory belong to whom. By numbers alone: it maps nothing. Torch-free.
+
+Shared memory is divided into pages of 64 KB, like the KV cache into blocks. An allocation is a list of extents, so that
+nothing has to be contiguous: as many free pages as are needed are always enough. The tensor queue's arenas
+(`tensor_ipc.py`) and the media store (`core/media_store.py`) use it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+log = logging.getLogger(__name__)
+
+PAGE_BYTES = 64 << 10
+MARK_PAGES = (64 << 20) // PAGE_BYTES  # that the mark rises by
+
+Extent = tuple[int, int]
+"""First page, and how many follow one another from there."""
+
+
+def pages_for(nbytes: int) -> int:
+    """Pages that an allocation of `nbytes` takes, at least one."""
+    return max(1, -(-nbytes // PAGE_BYTES))
+
+
+class PageAllocator:
+    """Allocates pages 0 .. `capacity` of a sparse memory, of which those below `mark` have been used.
+
+    A page has memory once it was written. The mark rises in steps of 64 MB, and only while enough memory is free for all
+    that may still be written below it: a memfd has no limit of its own, and writing to one on a full machine ends in the
+    kernel's OOM killer.
+
+    Args:
+        nbytes: of the memory; rounded down to whole pages.
+        available: bytes of memory that may be taken beyond what is written, asked for when the mark is to rise.
+    """
+
+    def __init__(self, nbytes: int, available: Callable[[], int]):
+        self.capacity = nbytes // PAGE_BYTES
+        self.mark = 0
+        self._available = available
+        self._free = np.ones(self.capacity, bool)
+        self._written = np.zeros(self.capacity, bool)
+
+    @property
+    def num_free(self) -> int:
+        """Free pages below the mark."""
+        return int(np.count_nonzero(self._free[: self.mark]))
+
+    @property
+    def num_used(self) -> int:
+        """Allocated pages."""
+        return self.mark - self.num_free
+
+    def allocate(self, nbytes: int) -> list[Extent] | None:
+        """Pages for `nbytes`: the best-fitting free run if there is one, else as few runs as possible.
+
+        Pages that have memory go first; then the mark rises. None: too few are free, and the mark cannot rise. The
+        memory is not touched: who writes it says `written`.
+        """
+        count = pages_for(nbytes)
+        with_memory = self._free[: self.mark] & self._written[: self.mark]
+        if np.count_nonzero(with_memory) >= count:
+            return self._take(with_memory, count)
+        while (missing := count - self.num_free) > 0:
+            if not self._raise_mark(missing):
+                return None
+        return self._take(self._free[: self.mark], count)
+
+    def written(self, extents: Iterable[Extent]) -> None:
+        """These pages have memory now."""
+        for first, count in extents:
+            self._written[first : first + count] = True
+
+    def free(self, extents: Iterable[Extent]) -> None:
+        """Nobody reads or writes these pages any more."""
+        expected = self.num_free
+        for first, count in extents:
+            self._free[first : first + count] = True
+            expected += count
+        assert self.num_free == expected, "pages were freed that were free already"
+
+    def _raise_mark(self, missing: int) -> bool:
+        step = min(-(-missing // MARK_PAGES) * MARK_PAGES, self.capacity - self.mark)
+        if step < missing:
+            return False
+        unwritten = self.mark - int(np.count_nonzero(self._written[: self.mark]))
+        if self._available() < (unwritten + step) * PAGE_BYTES:
+            log.debug("No memory for %d more pages of shared memory", step)
+            return False
+        self.mark += step
+        return True
+
+    def _take(self, free: np.ndarray, count: int) -> list[Extent]:
+        """`count` of the pages that are `free`, of which there are enough."""
+        bounded = np.concatenate(([False], free, [False]))
+        edges = np.flatnonzero(bounded[1:] != bounded[:-1])
+        starts, lengths = edges[::2], edges[1::2] - edges[::2]
+        extents: list[Extent] = []
+        fitting = np.flatnonzero(lengths >= count)
+        if not len(fitting):  # the largest runs, and the one that fits what remains best
+            largest = np.argsort(-lengths, kind="stable")
+            enough = int(np.searchsorted(np.cumsum(lengths[largest]), count))
+            extents = [(int(starts[run]), int(lengths[run])) for run in largest[:enough]]
+            count -= sum(length for _, length in extents)
+            rest = largest[enough:]
+            fitting = rest[lengths[rest] >= count]
+        best = fitting[np.argmin(lengths[fitting])]
+        extents.append((int(starts[best]), count))
+        for first, length in extents:
+            self._free[first : first + length] = False
+        return extents
