@@ -7,6 +7,7 @@ nothing behind. This file knows nothing of messages or tensors.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -59,6 +60,21 @@ def _create(give_size: Callable[[int], None]) -> int:
 def map_sparse(fd: int, nbytes: int) -> mmap.mmap:
     """As `map_for_writing`, for what `create_sparse` made: nothing is entered into the page table yet."""
     return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def size_of(fd: int) -> int:
+    """Bytes of the memory behind `fd`."""
+    return os.fstat(fd).st_size
+
+
+def populate_for_writing(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
+    """Give the pages that a range touches their memory, and enter them into the page table. For any thread.
+
+    Raises:
+        OSError: no memory for them.
+    """
+    start = offset // PAGE * PAGE
+    _advise(_pages(mapping)[start : offset + nbytes], _MADV_POPULATE_WRITE, check=True)
 
 
 def allocate(fd: int, mapping: mmap.mmap, offset: int, nbytes: int) -> None:
@@ -140,11 +156,13 @@ def _pages(mapping: mmap.mmap) -> np.ndarray:
     return np.frombuffer(mapping, dtype=np.uint8)
 
 
-def _advise(pages: np.ndarray, advice: int) -> None:
+def _advise(pages: np.ndarray, advice: int, check: bool = False) -> None:
     """Populating: enter all pages into this process's page table now.
 
     Not by MAP_POPULATE: Python's mmap holds the interpreter's lock meanwhile, for 256 MB a quarter of a second in which
     no other thread of the process runs. A kernel that does not know the advice enters each page at its first access
     instead; the memory itself is allocated either way.
     """
-    _libc.madvise(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(pages.nbytes), advice)
+    failed = _libc.madvise(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(pages.nbytes), advice)
+    if failed and check and ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
+        raise OSError(errno.ENOMEM, "no memory for shared pages")
