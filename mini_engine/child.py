@@ -40,6 +40,7 @@ class ChildSpec(msgspec.Struct, frozen=True):
     supervisor: str  # ZMQ endpoint
     log: log.LogSettings
     listen_fd: int | None = None  # API server: inherited, bound, not yet listening
+    media_stores: list[int] = []  # descriptors of the media stores: an API server's by engine, a worker's own
 
 
 class Child:
@@ -53,6 +54,7 @@ class Child:
         self.index = spec.index
         self.incarnation = spec.incarnation
         self.listen_fd = spec.listen_fd
+        self.media_stores = spec.media_stores
         self.name = f"{spec.role} {spec.index}"
         self.encoder = Encoder(self.name, spec.incarnation)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

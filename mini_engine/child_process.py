@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import IO
 import msgspec
 
 from mini_engine.child import ChildSpec
-from mini_engine.log import LogSettings, output
+from mini_engine.log import output
 from mini_engine.messages import Role
 
 TAIL_LINES = 20
@@ -73,23 +72,21 @@ class ChildProcess:
 
     @classmethod
     def start(
-        cls, *, role: Role, index: str, incarnation: int, supervisor: str, log: LogSettings,
-        listener: socket.socket | None, environment: dict[str, str], module: str = "mini_engine.child",
+        cls, spec: ChildSpec, environment: dict[str, str], module: str = "mini_engine.child"
     ) -> ChildProcess:  # fmt: skip
-        """Start `module` in a fresh interpreter. Call it from the main thread only.
+        """Start `module` in a fresh interpreter, which inherits the descriptors of `spec`. Call it from the main thread
+        only.
 
         Raises:
             OSError: the host gives no process, or no descriptors for it.
         """
-        listen_fd = None if listener is None else listener.fileno()
-        spec = ChildSpec(role, index, incarnation, os.getpid(), supervisor, log, listen_fd)
         popen = subprocess.Popen(
             [sys.executable, "-m", module, msgspec.json.encode(spec).decode()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},
-            pass_fds=[] if listen_fd is None else [listen_fd],
+            pass_fds=[*spec.media_stores, *([] if spec.listen_fd is None else [spec.listen_fd])],
         )
         try:
             return cls(spec, popen)

@@ -222,7 +222,7 @@ def plan_media_cache(config: EngineConfig) -> MediaCachePlan:
             "use --mm-processor-cache-type lru"
         )
     shared = wanted != "lru" and refusal is None
-    holders = config.api_server_count if shared else config.tensor_parallel_size * config.data_parallel_size
+    holders = config.data_parallel_size * (1 if shared else config.tensor_parallel_size)
     free = available_memory()
     if config.mm_processor_cache_gb is None:
         total = min(DEFAULT_MEDIA_CACHE_BYTES * (1 if shared else holders), free // 4)

@@ -36,7 +36,8 @@ REGISTRY = CollectorRegistry()
 # they lie on several devices. An item's, past the store: no room there, or it is too large; and one that was processed
 # on the CPU, since its API server has no room for it on its device.
 FALLBACK_REASONS = (
-    "no_memory", "copy_failed", "send_failed", "lost", "cuda_ipc", "store_full", "store_oversize", "processor_memory"
+    "no_memory", "copy_failed", "send_failed", "lost", "cuda_ipc", "store_full", "store_busy", "store_oversize",
+    "processor_memory",
 )  # fmt: skip
 
 # Why requests were refused with 429, see `api/admission.py`; and with 503, since the host is short of something.
@@ -170,8 +171,8 @@ mm_cache_hits_total = _counter(
     "Media items named by their hash, without decoding, for the engine can read them.",
     ["engine"],
 )
-mm_cache_resends_total = _counter(
-    "mm_cache_resends_total", "Requests sent again with tensors of media that the engine had dropped.", ["engine"]
+mm_store_fragmented_total = _counter(
+    "mm_store_fragmented_total", "Items written to the media store in several extents, which readers have to gather."
 )
 mm_cache_evictions_total = _counter("mm_cache_evictions_total", "Cached media dropped to make room.", ["engine"])
 mm_store_bytes = _engine_gauge(
@@ -273,7 +274,6 @@ class EngineFigures:
         self._store["free"].set(media_capacity)
         self._oldest = mm_cache_oldest_seconds.labels(label)
         self._references = mm_cache_references.labels(label)
-        self.resends = mm_cache_resends_total.labels(label)
         self._counters = {
             "prefix_cache_queries": prefix_cache_queries_total.labels(label),
             "prefix_cache_hits": prefix_cache_hits_total.labels(label),

@@ -10,7 +10,7 @@ import contextlib
 import importlib.metadata
 import logging
 import time
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,10 +34,10 @@ from mini_engine.api.door import Door, Work
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.errors import ApiError
 from mini_engine.api.logprobs import LogprobList
-from mini_engine.api.media_loader import FetchedItem, MediaLoader
+from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver, video_tokens
 from mini_engine.api.openapi import FOR_TEXT, GUARDED, DescribedApp, in_path, refuses, takes
-from mini_engine.api.prompt_media import PromptItem, check_budget, fill_in, place, placeholders, prompt_items
+from mini_engine.api.prompt_media import check_budget, place, placeholders, prompt_items
 from mini_engine.api.protocol import ChatRequest, GenerationRequest
 from mini_engine.api.refusal import error_response, explain, refuse_for, unknown_url
 from mini_engine.api.request_log import RequestLog
@@ -47,7 +47,7 @@ from mini_engine.api.tokens import DetokenizeRequest, TokenizeRequest
 from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.config import EngineConfig
 from mini_engine.log import about
-from mini_engine.messages import CachedMedia, EngineLimits, NewRequest, SamplingParams
+from mini_engine.messages import EngineLimits, SamplingParams
 from mini_engine.shortage import shortage_in
 
 logger = logging.getLogger(__name__)
@@ -115,35 +115,26 @@ class Frontend:
             fetched = await self.media.fetch(refs, keyed, downloads)
             reservation.correct(sum(len(item.data) for item in fetched))
             clock.enter("other")
-            hashes = {item.media_hash for item in fetched}
-            with self.engines.choose(hashes, chat.num_choices) as engine:  # row 5
+            hashes = list(dict.fromkeys(item.media_hash for item in fetched))
+            with self.engines.choose(hashes[0] if hashes else None, chat.num_choices) as engine:  # row 5
+                held.enter_context(engine.media.holding(request_id))
+                found = await engine.media.look_up(request_id, hashes)
                 # Row 6: decode and process what its ranks cannot read.
-                items = await self._prepare(fetched, engine.media.look_up(hashes), clock, request_id)
+                lacking = [item for item in fetched if item.media_hash not in found]
+                items = prompt_items(
+                    [item.media_hash for item in fetched], await self.media.process(lacking, clock, request_id), found
+                )
                 # Row 7: the placeholders at their length, and the sampling.
                 check_budget(items, self.limits)
                 prompt = self.renderer.expand(token_ids, placeholders(items))
                 request = self.sampling.new_request(chat, request_id, prompt.token_ids, place(prompt, items))
                 samples = self.sample_texts(chat, request.sampling)
-            # Row 8. The fetched bytes stay until the engine has the request: it may have dropped media meanwhile.
+            # Row 8.
             clock.enter("transport")
-            generation = await engine.submit(request, partial(self._refill, fetched, clock))
+            generation = await engine.submit(request)
             clock.enter("other")
         missing = [f"{ref.name}: {item.missing}" for ref, item in zip(refs, items, strict=True) if item.missing]
         return Answer(generation, samples, clock, len(prompt.token_ids), missing)
-
-    async def _prepare(
-        self, fetched: list[FetchedItem], kept: Mapping[bytes, CachedMedia], clock: RequestClock, request_id: str
-    ) -> list[PromptItem]:
-        """The prompt's items, those processed that the engine does not keep."""
-        lacking = (item for item in fetched if item.media_hash not in kept)
-        processed = await self.media.process(lacking, clock, request_id)
-        return prompt_items([item.media_hash for item in fetched], processed, kept)
-
-    async def _refill(
-        self, fetched: list[FetchedItem], clock: RequestClock, request: NewRequest, missing: Collection[bytes]
-    ) -> NewRequest:
-        lacking = (item for item in fetched if item.media_hash in missing)
-        return fill_in(request, await self.media.process(lacking, clock, request.request_id))
 
     def sample_texts(self, asked: GenerationRequest, sampling: SamplingParams) -> list[SampleText]:
         """What makes the text of each sample of the answer to `asked`, which was resolved to `sampling`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -142,8 +142,8 @@ class Completing:
         frontend = self._frontend
         samples = frontend.sample_texts(self._asked, request.sampling)
         clock.enter("transport")
-        with frontend.engines.choose((), self._asked.num_choices) as engine:
-            generation = await engine.submit(request, _no_media)
+        with frontend.engines.choose(samples=self._asked.num_choices) as engine:
+            generation = await engine.submit(request)
         clock.enter("other")
         return Answer(generation, samples, clock, len(request.prompt_token_ids), warnings=())
 
@@ -173,10 +173,6 @@ async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece],
         for task in coming:
             task.cancel()
         await asyncio.gather(*coming, return_exceptions=True)
-
-
-async def _no_media(request: NewRequest, missing: Collection[bytes]) -> NewRequest:
-    raise AssertionError(f"{request.request_id} has no media, of which {len(missing)} could be missing")
 
 
 def _usage(answers: Sequence[Answer]) -> responses.Usage:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 import zmq.asyncio
@@ -18,8 +18,7 @@ import zmq.asyncio
 from mini_engine import metrics
 from mini_engine.api.errors import EngineError, MediaNotSent
 from mini_engine.api.generation import Generation, Sample
-from mini_engine.api.media_cache import MediaCopy
-from mini_engine.api.media_store import MediaStore
+from mini_engine.api.media_store import MediaStoreClient
 from mini_engine.api.pulse import Pulse
 from mini_engine.api.sending import RequestSender
 from mini_engine.log import about
@@ -27,36 +26,30 @@ from mini_engine.messages import (
     Accepted,
     AnyMessage,
     AskFigures,
-    Attach,
-    Busy,
-    Cached,
     CachesReset,
     Consumed,
-    Evicted,
     Figures,
     Finish,
     FinishReason,
-    LastUsed,
+    Found,
     MediaMiss,
     NewRequest,
     Outputs,
     Pong,
     RequestOutput,
+    Reserved,
     ResetCaches,
-    Retracted,
-    Unwanted,
 )
 from mini_engine.transport.base import TensorSender
 from mini_engine.transport.codec import Encoder, decode
+
+if TYPE_CHECKING:
+    from mini_engine.transport.arena import WritableMemory
 
 logger = logging.getLogger(__name__)
 
 ENGINE_DIED = "The engine that served this request has stopped; send it again later."
 ENGINE_STOPPED = "The engine has stopped; send this request again later."
-
-# Makes a request again, with the patches of those of its items that have one of these hashes.
-Refill = Callable[[NewRequest, Collection[bytes]], Awaitable[NewRequest]]
-
 
 @dataclass(frozen=True)
 class Surroundings:
@@ -66,7 +59,7 @@ class Surroundings:
     numbers: Iterator[int]  # of this server's tensor messages
     num_ranks: int  # of each engine
     media_capacity: int  # most bytes of cached media that an engine can read; 0: none are cached
-    store: MediaStore | None  # this server's part of the shared-memory store
+    max_object_bytes: int  # of an item in the media store
     on_memory: Callable[[], None]  # the memory of tensors on their way has changed
     on_stop: Callable[[], None]  # an engine serves no more
 
@@ -79,16 +72,20 @@ class Engine:
     """
 
     def __init__(
-        self, number: int, socket: zmq.asyncio.Socket, senders: Sequence[TensorSender], surroundings: Surroundings
+        self,
+        number: int,
+        socket: zmq.asyncio.Socket,
+        senders: Sequence[TensorSender],
+        store: WritableMemory | None,
+        surroundings: Surroundings,
     ):
+        """`store`: the memory of its media store, if it has one."""
         self.number = number
-        self.media = MediaCopy(number, enabled=surroundings.media_capacity > 0)
         self.requests: dict[str, Sample] = {}
         self.preparing = 0  # samples of requests that chose this engine and are not in `requests` yet
         self.stopped: EngineError | None = None  # what requests end with once it serves no more
         self._socket = socket
         self._encoder = surroundings.encoder
-        self._store = surroundings.store
         self._on_stop = surroundings.on_stop
         self._figures = metrics.EngineFigures(number, surroundings.media_capacity)
         self._resets: dict[int, asyncio.Future[None]] = {}
@@ -102,7 +99,14 @@ class Engine:
             self._send,
             surroundings.on_memory,
         )
-        self.tell(Attach())
+        self.media = MediaStoreClient(
+            number,
+            lambda body: self._send(self._encoder.encode(body)),
+            surroundings.num_ranks,
+            surroundings.media_capacity > 0,
+            store,
+            surroundings.max_object_bytes,
+        )
 
     @property
     def buffered_bytes(self) -> int:
@@ -124,43 +128,32 @@ class Engine:
         if self.stopped is not None:
             raise self.stopped.with_traceback(None)  # which would grow with each who meets it
 
-    async def submit(self, request: NewRequest, refill: Refill) -> Generation:
-        """Hand `request` to the engine, its media's patches still tensors, or None where `media` names the hash.
+    async def submit(self, request: NewRequest) -> Generation:
+        """Hand `request` to the engine, its media's patches still tensors, or None where `media` has found them there.
 
-        Waits for room for the tensors, which leave before the request does, straight to the ranks; and, if there are
-        media, until the engine has accepted the request. Where the engine has dropped media meanwhile, `refill` makes
-        the request again and it is sent anew. Cancelling it leaves nothing behind.
+        What finds room in the store is written there; for the rest this waits for room for its tensors, which leave
+        before the request does, straight to the ranks; and, if there are media, until the engine has accepted the
+        request. Cancelling it leaves nothing behind, inside of `media.holding`.
 
         Raises:
             EngineError: the engine is gone, or no transport takes the tensors (MediaNotSent).
-            MediaError: by `refill`.
         """
         generation = Generation(self, [request.request_id, *(sibling.request_id for sibling in request.siblings)])
         self.requests |= {sample.request_id: sample for sample in generation.samples}
-        lost = False
         try:
-            while True:
-                missing = await self._submit_once(request, generation, lost)
-                if missing is None:  # the engine has it all, or has ended it
-                    logger.debug(
-                        "%s is at engine %d, which has its %d media", request.request_id, self.number,
-                        len(request.media), extra=about(request.request_id),
-                    )  # fmt: skip
+            request = await self.media.place(request)
+            for again in (False, True):
+                await self._sender.submit(request, again)
+                self.media.hand_over(request.request_id)
+                generation.at_engine = True
+                if not request.media or await generation.is_accepted():
                     return generation
-                # It has not, and lacks media that this server only named: they are made again.
-                named = {item.media_hash for item in request.media if item.patches is None}.intersection(missing)
-                if named:
-                    self._figures.resends.inc()
-                    request = await refill(request, named)
-                elif lost:
-                    raise MediaNotSent()
-                else:  # or tensors that were sent: once more, by another transport
-                    logger.warning(
-                        "%s: its tensors have not reached engine %d", request.request_id, self.number,
-                        extra=about(request.request_id),
-                    )  # fmt: skip
-                    metrics.ipc_fallbacks_total.labels("lost").inc()
-                    lost = True
+                logger.warning(
+                    "%s: its tensors have not reached engine %d", request.request_id, self.number,
+                    extra=about(request.request_id),
+                )  # fmt: skip
+                metrics.ipc_fallbacks_total.labels("lost").inc()
+            raise MediaNotSent()
         except BaseException:
             if generation.at_engine:
                 generation.abort()
@@ -211,7 +204,7 @@ class Engine:
             return
         self.stopped = why
         self._figures.forget()
-        self.media.clear()
+        self.media.close(why)
         requests, self.requests = self.requests, {}
         for sample in requests.values():
             sample.fail(begun or why)
@@ -248,8 +241,8 @@ class Engine:
                     self._on_output(output)
             case Accepted(request_ids=request_ids):
                 self._on_accepted(request_ids)
-            case MediaMiss(request_id=request_id, hashes=hashes):
-                self._on_miss(request_id, hashes)
+            case MediaMiss(request_id=request_id):
+                self._on_turned_down(request_id)
             case Figures(stats=stats, counters=counters):
                 self._figures.update(stats, counters)
                 if self._asked is not None and not self._asked.done():
@@ -261,12 +254,10 @@ class Engine:
         match body:
             case Consumed(messages=messages):
                 self._sender.consumed(messages)
-            case Cached(items=items):
-                self.media.add(items)
-            case Evicted(hashes=hashes):
-                self.media.drop(hashes)
-            case Retracted() | Busy() | LastUsed() | Unwanted() if self._store is not None:
-                self._store.hear(self.number, body)
+            case Found():
+                self.media.on_found(body)
+            case Reserved():
+                self.media.on_reserved(body)
             case Pong(number=number):
                 self._pulse.pong(number)
             case CachesReset(number=number):
@@ -278,13 +269,14 @@ class Engine:
             if (sample := self.requests.get(request_id)) is not None:
                 sample.generation.accept()
 
-    def _on_miss(self, request_id: str, hashes: list[bytes]) -> None:
-        self.media.drop(hashes)
+    def _on_turned_down(self, request_id: str) -> None:
+        self.media.turned_down(request_id)
         sample = self.requests.get(request_id)
-        if sample is None:
-            return
-        sample.generation.miss(hashes)
-        if sample.generation.over:  # aborted meanwhile: the core, which did not take it, will send no end
+        if sample is not None:
+            sample.generation.turn_down()
+        if sample is None or sample.generation.over:  # aborted meanwhile: the core, which did not take it, sends no end
+            self.media.release(request_id)
+        if sample is not None and sample.generation.over:
             self._forget(sample.generation)
 
     def _on_output(self, output: RequestOutput) -> None:
@@ -299,18 +291,6 @@ class Engine:
         """The core knows nothing of it: no final output will come."""
         for sample in generation.samples:
             self.requests.pop(sample.request_id, None)
-
-    async def _submit_once(self, request: NewRequest, generation: Generation, again: bool) -> list[bytes] | None:
-        """Send `request` and wait for the engine's answer; what is in the store is held there meanwhile.
-
-        Returns the hashes of the media that the engine lacks; None: it has accepted the request, or ended it.
-        """
-        async with contextlib.AsyncExitStack() as held:
-            if self._store is not None and request.media:
-                request = await held.enter_async_context(self._store.placing(request))
-            await self._sender.submit(request, again)
-            generation.at_engine = True
-            return await generation.missing() if request.media else None
 
     def _send(self, frame: bytes) -> None:
         self.check()

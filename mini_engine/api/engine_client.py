@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import zmq.asyncio
 
 from mini_engine import metrics
 from mini_engine.api.engine import Engine, Surroundings
 from mini_engine.api.errors import EngineError
-from mini_engine.api.media_store import MediaStore
-from mini_engine.messages import AnyMessage
 from mini_engine.transport import sockets
 from mini_engine.transport.base import TensorSender
 from mini_engine.transport.codec import Encoder
 
-# How many samples more than the least loaded engine one may have to be preferred because it keeps a prompt's media: a
-# few more in a batch cost a request some milliseconds, while decoding a video again costs hundreds.
+if TYPE_CHECKING:
+    from mini_engine.transport.arena import WritableMemory
+
+# How many samples more than the least loaded engine one may have to be preferred for a prompt's media: a few more in a
+# batch cost a request some milliseconds, while decoding a video again costs hundreds.
 LOAD_MARGIN = 4
 FIGURES_SECONDS = 1.0  # for the engines to say how they are; Prometheus gives a whole scrape ten
-
-StoreMaker = Callable[[int, Callable[[int, AnyMessage], None]], MediaStore]
 
 
 class EngineClient:
     """All engines of `num_ranks` ranks each. `senders` holds the usable transports of each, in the order of use.
 
-    With a `media_capacity` of 0 no engine is asked for media that it may have. `store`, if given, makes this server's
-    part of the shared-memory store, from the number of engines and what sends a message to one of them.
+    With a `media_capacity` of 0 no engine is asked for media that it may have. `stores`: the memory of the media store
+    of each, if it has one; an item of more than `max_object_bytes` is not stored.
     """
 
     def __init__(
@@ -42,18 +43,18 @@ class EngineClient:
         *,
         num_ranks: int,
         media_capacity: int,
-        store: StoreMaker | None = None,
+        stores: Sequence[WritableMemory | None],
+        max_object_bytes: int = 0,
     ):
         name = sockets.identity(encoder.sender, encoder.incarnation)
         self._numbers = itertools.count(1)
-        self._store = None if store is None else store(len(endpoints), self._tell)
         self._blocks: set[asyncio.Timeout] = set()  # that last no longer than the engines
         shared = Surroundings(
-            encoder, self._numbers, num_ranks, media_capacity, self._store, self._show_memory, self._end_blocks
+            encoder, self._numbers, num_ranks, media_capacity, max_object_bytes, self._show_memory, self._end_blocks
         )
         self.engines = [
-            Engine(number, sockets.connect_dealer(context, endpoint, name), theirs, shared)
-            for number, (endpoint, theirs) in enumerate(zip(endpoints, senders, strict=True))
+            Engine(number, sockets.connect_dealer(context, endpoint, name), theirs, store, shared)
+            for number, (endpoint, theirs, store) in enumerate(zip(endpoints, senders, stores, strict=True))
         ]
 
     def check(self) -> None:
@@ -96,9 +97,12 @@ class EngineClient:
         await asyncio.gather(*(engine.receive() for engine in self.engines))
 
     @contextlib.contextmanager
-    def choose(self, hashes: Collection[bytes] = (), samples: int = 1) -> Iterator[Engine]:
-        """The engine for a request with `samples` samples and media of these `hashes`: the one with the fewest
-        unfinished samples, or, of those with up to `LOAD_MARGIN` more, one that keeps all of the media.
+    def choose(self, media_hash: bytes | None = None, samples: int = 1) -> Iterator[Engine]:
+        """The engine for a request with `samples` samples whose first item of media has this hash.
+
+        Without media the one with the fewest unfinished samples. With them, of those with up to `LOAD_MARGIN` more, the
+        one that rendezvous hashing prefers (Thaler and Ravishankar 1998): so all API servers send the same media to the
+        same engine, which caches them, without a word between them.
 
         While the block runs the request counts as the engine's; it is to be submitted at once afterwards.
 
@@ -108,9 +112,11 @@ class EngineClient:
         self.check()
         running = self._running
         least = min(engine.load for engine in running)
-        close = [engine for engine in running if engine.load <= least + LOAD_MARGIN]
-        keeping = [engine for engine in close if engine.media.holds_all(hashes)]
-        engine = min(keeping or running, key=lambda engine: engine.load)
+        if media_hash is None:
+            engine = next(engine for engine in running if engine.load == least)
+        else:
+            close = [engine for engine in running if engine.load <= least + LOAD_MARGIN]
+            engine = max(close, key=lambda one: hashlib.blake2b(media_hash + bytes([one.number])).digest())
         engine.preparing += samples
         try:
             yield engine
@@ -154,8 +160,6 @@ class EngineClient:
         """Stop, and close all sockets."""
         for engine in self.engines:
             engine.close()
-        if self._store is not None:
-            self._store.close()
 
     @property
     def _running(self) -> list[Engine]:
@@ -167,9 +171,6 @@ class EngineClient:
         if not self._running:
             for block in self._blocks:
                 block.reschedule(0)
-
-    def _tell(self, engine: int, body: AnyMessage) -> None:
-        self.engines[engine].tell(body)
 
     def _show_memory(self) -> None:
         metrics.ipc_buffered_bytes.set(sum(engine.buffered_bytes for engine in self.engines))

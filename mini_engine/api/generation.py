@@ -96,7 +96,7 @@ class Generation:
         self.at_engine = False  # the engine has been handed the request, and has not turned it down
         self._engine = engine
         self._accepted = False
-        self._missed: list[bytes] | None = None
+        self._turned_down = False
         self._waiting: collections.deque[Sample] = collections.deque()  # each with something to take, once
         self._error: EngineError | None = None
         self._arrival: asyncio.Future[None] | None = None
@@ -119,15 +119,13 @@ class Generation:
         """Whether nobody waits for any of its tokens any more."""
         return all(sample.over for sample in self.samples)
 
-    async def missing(self) -> list[bytes] | None:
-        """Wait until the engine has taken the request or turned it down: the hashes of the media that it lacks.
-
-        None: it has accepted the request, or ended it, as the next look at the tokens will tell.
-        """
-        while not (self._accepted or self._missed is not None or self._waiting or self._error):
+    async def is_accepted(self) -> bool:
+        """Wait until the engine has taken the request, or ended it, as the next look at the tokens will tell; False: it
+        has turned it down."""
+        while not (self._accepted or self._turned_down or self._waiting or self._error):
             await self._next_arrival()
-        missed, self._missed = self._missed, None
-        return None if self._error else missed
+        turned_down, self._turned_down = self._turned_down, False
+        return not turned_down or self._error is not None
 
     def __aiter__(self) -> Generation:
         return self
@@ -161,10 +159,10 @@ class Generation:
         self._accepted = True
         self._wake()
 
-    def miss(self, hashes: list[bytes]) -> None:
-        """The engine has turned the request down, since it lacks these media; it knows nothing of the request."""
+    def turn_down(self) -> None:
+        """The engine has turned the request down, since its tensors have not come; it knows nothing of the request."""
         self.at_engine = False
-        self._missed = hashes
+        self._turned_down = True
         self._wake()
 
     def ready(self, sample: Sample) -> None:

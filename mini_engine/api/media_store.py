@@ -1,313 +1,219 @@
-"""This API server's part of the shared-memory store: what lies in its segment, for whom, and what makes room.
+"""One engine's cached media, as this API server uses them: asked for before media are decoded, written after it.
 
-    put ──► offered to every engine ──► pinned: a request on its way ──► referred to by engines ──► idle
-                                                                                                     │ room is needed
-    freed ◄── every engine it was offered to has answered Retracted ◄── Retract to each of them ◄────┘
-                    Busy: it stays where it is still offered, and the next is tried
-
-Only the owner frees, and only with every engine's vote, so a segment has one writer and no locks. The order of eviction
-is by last use, here and, as engines tell, by other API servers. Nothing waits for room: an item that finds none travels
-by itself. This file knows nothing of sockets or of how the segment is made; it belongs to the event loop's thread. Not
-`worker/media_store.py`, which keeps copies in a rank.
+The engine core owns the store (`core/media_store.py`, which shows the messages); this end copies bytes into the pages
+that it is given. Knows nothing of HTTP or of how media are made. It belongs to the event loop's thread; large items are
+copied in another.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
-from bisect import bisect_left
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from mini_engine import metrics
+from mini_engine.api.errors import EngineError
 from mini_engine.messages import (
+    Abandoned,
     AnyMessage,
-    Busy,
     CachedMedia,
-    LastUsed,
+    Found,
+    Lookup,
     MediaItem,
     NewRequest,
-    Offer,
-    Retract,
-    Retracted,
-    StoredMedia,
-    StoreHandle,
-    StoreObject,
-    Unwanted,
+    Reserve,
+    Reserved,
+    Unreserve,
+    Written,
 )
 
-INLINE_COPY_BYTES = 4 << 20  # copies up to this size cost less than the way into a thread and back
-HEADROOM = 8  # the part of a segment that is kept free for what comes next: one in so many
+if TYPE_CHECKING:
+    from mini_engine.transport.arena import WritableMemory
+
+INLINE_COPY_BYTES = 4 << 20  # copies up to this size cost less than handing them to a thread and back
+SHM_STORE = "shm_store"  # beside the transports' names, in the metrics
 
 
-class Slot(Protocol):
-    """Room for one object; to be freed by its `object` whether it was filled or not."""
+class _Write:
+    """One item on its way into the store, for all requests of this API server that bring it meanwhile."""
 
-    @property
-    def object(self) -> StoreObject:
-        """Its name, which is never used again."""
-
-    def fill(self, tensor: Any) -> StoreHandle:
-        """Copy `tensor` there. For any thread."""
-
-
-class Segment(Protocol):
-    """The memory of a store; see `transport/shm_store.py`."""
-
-    @property
-    def allocated_bytes(self) -> int:
-        """What it has grown to."""
-
-    @property
-    def free_bytes(self) -> int:
-        """The part of `allocated_bytes` that no object takes, in all holes together."""
-
-    def reserve(self, nbytes: int) -> Slot | None:
-        """Room for `nbytes`, or None."""
-
-    async def grow(self, nbytes: int) -> bool:
-        """More room, for `nbytes` at least; False when there is no more to be had."""
-
-    def would_fit(self, nbytes: int, freed: Iterable[StoreObject]) -> bool:
-        """Whether there would be room for `nbytes` if these were freed."""
-
-    def free(self, object: StoreObject) -> None:
-        """Nobody reads it any more."""
-
-    def close(self) -> None:
-        """Give everything back."""
+    def __init__(self, request_id: str, item: MediaItem):
+        self.first = request_id  # which reserves
+        self.item = item
+        self.waiting: set[str] = {request_id}
+        self.answer: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
+        self.readers: Collection[str] = ()  # requests that refer to the item when this is over
+        self.task: asyncio.Task[None]
 
 
-@dataclass(eq=False, slots=True)
-class Stored:
-    """One object of the store."""
+class MediaStoreClient:
+    """Towards one engine. A request refers to what `look_up` found, and to what `place` has stored, until the engine
+    has it; `holding` ends that where it does not get so far.
 
-    handle: StoreHandle
-    media: CachedMedia
-    pins: int = 0  # requests on their way that use it
-    offered: set[int] = field(default_factory=set)  # engines that may refer to it
-    asked: set[int] = field(default_factory=set)  # of those, the ones whose vote is awaited
-    unwanted: bool = False  # to be retracted as soon as it is not pinned
-    unwanted_again: bool = False  # an engine has said so while votes were awaited: it may have been busy before
-
-    @property
-    def number(self) -> int:
-        return self.handle.object.number
-
-
-class MediaStore:
-    """The objects of one segment. `tell` sends a message to an engine, and drops it if the engine is gone."""
+    Args:
+        engine: its number.
+        send: a message for the core; raises EngineError when the engine is gone.
+        num_ranks: of the engine.
+        is_cached: whether the engine caches media at all.
+        memory: of its store; None: it has none, or keeps copies in its ranks.
+        max_object_bytes: a larger item is not stored.
+    """
 
     def __init__(
-        self, segment: Segment, max_object_bytes: int, num_engines: int, tell: Callable[[int, AnyMessage], None]
+        self,
+        engine: int,
+        send: Callable[[AnyMessage], None],
+        num_ranks: int,
+        is_cached: bool,
+        memory: WritableMemory | None,
+        max_object_bytes: int,
     ):
-        self._segment = segment
+        self._send = send
+        self._num_ranks = num_ranks
+        self._is_cached = is_cached
+        self._memory = memory
         self._max_object_bytes = max_object_bytes
-        self._engines = range(num_engines)
-        self._tell = tell
-        self._objects: OrderedDict[int, Stored] = OrderedDict()  # by number, the longest unused first
-        self._by_hash: dict[bytes, Stored] = {}  # those that a request may use
-        self._writing: dict[bytes, asyncio.Task[None]] = {}
-        self._refused = math.inf  # bytes: since it grew last the segment could not grow for as many
-        self._wanted = 0  # bytes in one piece that room is being made for
-        self._spare = 0  # bytes in all holes together, too
-        self._tried: set[int] = set()  # numbers that were busy meanwhile
+        self._lookups: dict[str, asyncio.Future[Found]] = {}
+        self._writes: dict[bytes, _Write] = {}
+        self._held: set[str] = set()  # requests that may refer to something and are not at the engine
+        self._queries = metrics.mm_cache_queries_total.labels(str(engine))
+        self._hits = metrics.mm_cache_hits_total.labels(str(engine))
 
-    @contextlib.asynccontextmanager
-    async def placing(self, request: NewRequest) -> AsyncIterator[NewRequest]:
-        """`request` with handles in the place of those of its tensors that find room, every engine told of them.
-
-        While the block runs they stay. It is to be left once the engine has accepted the request, or will not.
-        """
-        pinned: dict[int, Stored] = {}
+    @contextlib.contextmanager
+    def holding(self, request_id: str) -> Iterator[None]:
+        """What the request refers to at the end of the block is released, unless it is at the engine by then."""
         try:
-            media = [await self._place(item, pinned) for item in request.media]
-            self._offer(pinned.values())
-            yield msgspec.structs.replace(request, media=media)
+            yield
         finally:
-            for stored in pinned.values():
-                stored.pins -= 1
-                if stored.unwanted and not stored.pins:
-                    self._retract([stored])
+            self.release(request_id)
 
-    def hear(self, engine: int, body: Retracted | Busy | LastUsed | Unwanted) -> None:
-        """What an engine says of objects. Those that are no more are passed over."""
-        known = [self._objects[number] for number in body.numbers if number in self._objects]
-        match body:
-            case LastUsed():
-                for stored in known:
-                    self._objects.move_to_end(stored.number)
-            case Unwanted():
-                for stored in known:
-                    stored.unwanted = True
-                    stored.unwanted_again = bool(stored.asked)
-                self._retract([stored for stored in known if not stored.pins and not stored.asked])
-            case Retracted() | Busy():
-                for stored in known:
-                    stored.asked.discard(engine)
-                    if isinstance(body, Retracted):
-                        stored.offered.discard(engine)
-                    if not stored.asked:
-                        self._settle(stored)
-                self._evict()
+    def release(self, request_id: str) -> None:
+        """The request will not be sent (again)."""
+        if request_id in self._held:
+            self._held.discard(request_id)
+            with contextlib.suppress(EngineError):
+                self._send(Unreserve(request_id))
 
-    def close(self) -> None:
-        """Give all memory back; engines keep what they have mapped."""
-        for task in self._writing.values():
-            task.cancel()
-        self._segment.close()
+    def hand_over(self, request_id: str) -> None:
+        """The engine has been sent the request."""
+        self._held.discard(request_id)
 
-    # --- put ---------------------------------------------------------------------------------------------------------
+    def turned_down(self, request_id: str) -> None:
+        """The engine does not have the request, but what it refers to."""
+        self._held.add(request_id)
 
-    async def _place(self, item: MediaItem, pinned: dict[int, Stored]) -> MediaItem:
-        """`item` with a handle if it has a tensor and the tensor is, or now lies, in the store: pinned, once."""
-        stored = self._by_hash.get(item.media_hash)
-        if stored is not None:
-            self._objects.move_to_end(stored.number)
-        if item.patches is None or not item.cacheable:
-            return item
-        assert not isinstance(item.patches, StoreHandle), "a request is placed once"
-        if item.patches.nbytes > self._max_object_bytes:
-            metrics.ipc_fallbacks_total.labels("store_oversize").inc()
-            return item
-        if stored is None:
-            await self._written(item)
-            stored = self._by_hash.get(item.media_hash)  # None: no room, or it had to make room again
-        if stored is None:
-            metrics.ipc_fallbacks_total.labels("store_full").inc()
-            return item
-        if stored.number not in pinned:  # the same video may stand in a prompt twice
-            pinned[stored.number] = stored
-            stored.pins += 1
-        return msgspec.structs.replace(item, patches=stored.handle)
+    async def look_up(self, request_id: str, hashes: Collection[bytes]) -> dict[bytes, CachedMedia]:
+        """Those of `hashes` that the engine has, by hash.
 
-    async def _written(self, item: MediaItem) -> None:
-        """Wait until the item was written, for whomever. Who stops waiting does not stop the writing."""
-        task = self._writing.get(item.media_hash)
-        if task is None:
-            task = self._writing[item.media_hash] = asyncio.create_task(self._write(item))
-            task.add_done_callback(lambda _: self._writing.pop(item.media_hash))
-        await asyncio.shield(task)
-
-    async def _write(self, item: MediaItem) -> None:
-        tensor: Any = item.patches
-        slot = await self._room_for(tensor.nbytes)
-        if slot is None:
-            self._make_room(tensor.nbytes)
-            return
+        Raises:
+            EngineError: it is gone.
+        """
+        if not hashes or not self._is_cached:
+            return {}
+        self._held.add(request_id)
+        self._send(Lookup(request_id, list(hashes)))
+        answer = self._lookups[request_id] = asyncio.get_running_loop().create_future()
         try:
-            if tensor.nbytes <= INLINE_COPY_BYTES:
-                handle = slot.fill(tensor)
-            else:
-                handle = await asyncio.get_running_loop().run_in_executor(None, slot.fill, tensor)
-        except Exception:
-            self._segment.free(slot.object)
-            raise
-        stored = Stored(handle, CachedMedia.of(item), pins=1)  # at first: it is not itself to make room for the next
-        self._objects[stored.number] = self._by_hash[item.media_hash] = stored
-        self._offer([stored])  # though the one it was made for may have left
-        if tensor.nbytes >= self._refused:
-            self._make_room(tensor.nbytes, self._segment.allocated_bytes // HEADROOM)  # the next may be like it
-        stored.pins -= 1
+            found = (await answer).items
+        finally:
+            del self._lookups[request_id]
+        self._queries.inc(len(hashes))
+        self._hits.inc(len(found))
+        return {media.media_hash: media for media in found}
 
-    async def _room_for(self, nbytes: int) -> Slot | None:
-        slot = self._segment.reserve(nbytes)
-        while slot is None:
-            if not await self._segment.grow(nbytes):
-                self._refused = min(self._refused, nbytes)
-                break
-            self._refused = math.inf
-            slot = self._segment.reserve(nbytes)
-        return slot
+    async def place(self, request: NewRequest) -> NewRequest:
+        """`request`, with None in the place of those of its tensors that lie in the store now.
 
-    def _offer(self, pinned: Iterable[Stored]) -> None:
-        for engine in self._engines:
-            items = [stored for stored in pinned if engine not in stored.offered]
-            if items:
-                self._tell(engine, Offer([StoredMedia(stored.media, stored.handle) for stored in items]))
-            for stored in items:
-                stored.offered.add(engine)
-
-    # --- make room ---------------------------------------------------------------------------------------------------
-
-    def _make_room(self, nbytes: int, spare: int = 0) -> None:
-        """Begin to free what was unused for longest, until `nbytes` in one piece and `spare` in all are."""
-        self._wanted, self._spare = nbytes, spare
-        self._tried.clear()
-        self._evict()
-
-    def _evict(self) -> None:
-        """Ask for as many objects as are still needed, counting on those that are asked for already.
-
-        For none if all of them would not be enough: an item too large for the store must not empty it.
+        Raises:
+            EngineError: the engine is gone.
         """
-        if not self._wanted:
-            return
-        going = [stored for stored in self._objects.values() if stored.asked]
-        if self._suffices(going):
-            if not going:
-                self._wanted = 0
-            return
-        may_go = [
-            stored
-            for stored in self._objects.values()
-            if not stored.pins and not stored.asked and stored.number not in self._tried
+        if self._memory is None:
+            return request
+        brought = {item.media_hash: item for item in request.media if item.patches is not None and item.cacheable}
+        stored = await asyncio.gather(*(self._store(request.request_id, item) for item in brought.values()))
+        names = {value for value, is_stored in zip(brought, stored, strict=True) if is_stored}
+        media = [
+            msgspec.structs.replace(item, patches=None) if item.media_hash in names else item for item in request.media
         ]
-        fewest = self._fewest(going, may_go)
-        if fewest is None:
-            self._wanted = 0
-        else:
-            self._retract(may_go[:fewest])
+        return msgspec.structs.replace(request, media=media)
 
-    def _fewest(self, going: list[Stored], may_go: Sequence[Stored]) -> int | None:
-        """How many of `may_go`, from the first on, have to go beside `going`; None: all are not enough.
+    def on_found(self, found: Found) -> None:
+        """The answer to a `Lookup`."""
+        if (answer := self._lookups.get(found.request_id)) is not None and not answer.done():
+            answer.set_result(found)
 
-        In doubling steps, then by halves, since most often few have to go, and each look takes time by their number.
-        """
-        most = 1
-        while most < len(may_go) and not self._suffices([*going, *may_go[:most]]):
-            most *= 2
-        least, most = most // 2, min(most, len(may_go))
-        counts = range(least, most + 1)
-        index = bisect_left(counts, True, key=lambda count: self._suffices([*going, *may_go[:count]]))
-        return counts[index] if index < len(counts) else None
+    def on_reserved(self, reserved: Reserved) -> None:
+        """The answer to a `Reserve`."""
+        self._writes[reserved.media_hash].answer.set_result(reserved)
 
-    def _suffices(self, freed: Iterable[Stored]) -> bool:
-        """Whether there is as much room as wanted once these are freed."""
-        handles = [stored.handle for stored in freed]
-        free = self._segment.free_bytes + sum(math.prod(handle.shape) for handle in handles)
-        return free >= self._spare and self._segment.would_fit(self._wanted, [handle.object for handle in handles])
+    def close(self, error: EngineError) -> None:
+        """The engine is gone: what waits for it gets `error`."""
+        self._held.clear()
+        answers: list[asyncio.Future[Any]] = [*self._lookups.values(), *(one.answer for one in self._writes.values())]
+        for answer in answers:
+            if not answer.done():
+                answer.set_exception(error)
 
-    def _retract(self, objects: Iterable[Stored]) -> None:
-        """Ask every engine that may refer to them. From now on no request of this server uses them."""
-        numbers: dict[int, list[int]] = {}
-        for stored in objects:
-            if self._by_hash.get(stored.media.media_hash) is stored:
-                del self._by_hash[stored.media.media_hash]
-            stored.asked = set(stored.offered)
-            for engine in stored.asked:
-                numbers.setdefault(engine, []).append(stored.number)
-            if not stored.asked:
-                self._settle(stored)
-        for engine, asked in numbers.items():
-            self._tell(engine, Retract(asked))
+    async def _store(self, request_id: str, item: MediaItem) -> bool:
+        """Whether the request refers to the item in the store now."""
+        nbytes = item.patches.nbytes  # type: ignore[union-attr] # a tensor: see `messages.Tensor`
+        if nbytes > self._max_object_bytes:
+            metrics.ipc_fallbacks_total.labels("store_oversize").inc()
+            return False
+        outcome = "present"
+        while outcome == "present":  # for the request that reserved it; the others that waited ask themselves
+            write = self._writes.get(item.media_hash) or self._start(request_id, item)
+            write.waiting.add(request_id)
+            try:
+                await asyncio.shield(write.task)
+            finally:
+                write.waiting.discard(request_id)
+            if request_id in write.readers:
+                metrics.ipc_messages_total.labels(SHM_STORE).inc(self._num_ranks)
+                metrics.ipc_bytes_total.labels(SHM_STORE).inc(nbytes * self._num_ranks)
+                return True
+            outcome = write.answer.result().outcome
+        metrics.ipc_fallbacks_total.labels("store_busy" if outcome == "busy" else "store_full").inc()
+        return False
 
-    def _settle(self, stored: Stored) -> None:
-        """All votes are in."""
-        if not stored.offered:
-            del self._objects[stored.number]
-            self._segment.free(stored.handle.object)
+    def _start(self, request_id: str, item: MediaItem) -> _Write:
+        self._held.add(request_id)
+        self._send(Reserve(request_id, CachedMedia.of(item)))
+        write = self._writes[item.media_hash] = _Write(request_id, item)
+        write.task = asyncio.create_task(self._write(write))
+        write.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, if no request waits
+        return write
+
+    async def _write(self, write: _Write) -> None:
+        try:
+            reserved = await write.answer
+            if reserved.outcome == "present":
+                write.readers = {write.first}
+            elif reserved.outcome == "reserved" and write.waiting:
+                await self._fill(write, reserved)
+            elif reserved.outcome == "reserved":
+                self._send(Abandoned(reserved.number))
+        finally:  # who comes from now on asks anew
+            del self._writes[write.item.media_hash]
+
+    async def _fill(self, write: _Write, reserved: Reserved) -> None:
+        """Copy the item; no cancellation gets here, so that the reservation ends after the copy in any case."""
+        assert self._memory is not None
+        if len(reserved.extents) > 1:
+            metrics.mm_store_fragmented_total.inc()
+        try:
+            payload = write.item.patches.view(-1)  # type: ignore[union-attr]
+            if payload.nbytes <= INLINE_COPY_BYTES:
+                self._memory.write(reserved.extents, payload)
+            else:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(None, self._memory.write, reserved.extents, payload, 0)
+        except OSError:  # no memory for the pages
+            self._send(Abandoned(reserved.number))
             return
-        if stored.unwanted_again:
-            stored.unwanted_again = False
-            self._retract([stored])
-            return
-        self._tried.add(stored.number)
-        self._objects.move_to_end(stored.number, last=not stored.unwanted)
-        if not stored.unwanted:
-            self._by_hash.setdefault(stored.media.media_hash, stored)
+        write.readers = set(write.waiting)
+        self._held |= write.waiting
+        self._send(Written(reserved.number, list(write.waiting)))

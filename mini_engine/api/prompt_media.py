@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from mini_engine.api.chat import ExpandedPrompt, Placeholder
 from mini_engine.api.errors import bad_request
 from mini_engine.media.hashing import HASH_BYTES
-from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality, NewRequest
+from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality
 
 if TYPE_CHECKING:
     import torch
@@ -103,14 +101,3 @@ def place(prompt: ExpandedPrompt, items: Sequence[PromptItem]) -> list[MediaItem
         )
         for placed, item in zip(prompt.items, items, strict=True)
     ]
-
-
-def fill_in(request: NewRequest, processed: Mapping[bytes, ProcessedItem]) -> NewRequest:
-    """`request` with the patches of the items whose hashes are in `processed`."""
-    media = [
-        msgspec.structs.replace(item, patches=processed[item.media_hash].patches)
-        if item.media_hash in processed
-        else item
-        for item in request.media
-    ]
-    return msgspec.structs.replace(request, media=media)

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -21,13 +20,11 @@ from mini_engine import metrics
 from mini_engine.api.errors import EngineError, MediaNotSent
 from mini_engine.api.media_store import INLINE_COPY_BYTES
 from mini_engine.log import about
-from mini_engine.messages import MessageId, NewRequest, StoreHandle, Withdraw
+from mini_engine.messages import MessageId, NewRequest, Withdraw
 from mini_engine.transport.base import Outgoing, TensorSender, TransportError, Unreachable
 from mini_engine.transport.codec import Encoder
 
 logger = logging.getLogger(__name__)
-
-SHM_STORE = "shm_store"  # beside the transports' names, for figures
 
 
 class RequestSender:
@@ -61,13 +58,13 @@ class RequestSender:
         """Hand over `request`, its tensors before it. Waits for room for them; cancelling it leaves nothing behind.
 
         Args:
-            request: the patches of its items are tensors, handles of the store, or None.
+            request: the patches of its items are tensors, or None.
             again: the first transport has lost its tensors.
 
         Raises:
             EngineError: the engine is gone, or no transport takes the tensors (MediaNotSent).
         """
-        tensors = [item.patches for item in request.media if not isinstance(item.patches, StoreHandle | None)]
+        tensors = [item.patches for item in request.media if item.patches is not None]
         if tensors:
             try:
                 await self._submit_with_tensors(request, tensors, again)
@@ -75,15 +72,8 @@ class RequestSender:
                 self._on_memory()
         else:
             self._send(self._encoder.encode(request))
-        stored = [item.patches for item in request.media if isinstance(item.patches, StoreHandle)]
-        logger.debug(
-            "%s sent, with %d media as tensors and %d in the store", request.request_id, len(tensors), len(stored),
-            extra=about(request.request_id),
-        )  # fmt: skip
-        if stored:
-            nbytes = sum(math.prod(handle.shape) for handle in stored)
-            metrics.ipc_messages_total.labels(SHM_STORE).inc(len(stored) * self._num_ranks)
-            metrics.ipc_bytes_total.labels(SHM_STORE).inc(nbytes * self._num_ranks)
+        sent = request.request_id, len(tensors)
+        logger.debug("%s sent, with %d media as tensors", *sent, extra=about(request.request_id))
 
     def consumed(self, messages: Iterable[MessageId]) -> None:
         """No rank will read these again."""
@@ -189,7 +179,7 @@ async def _on_host(request: NewRequest) -> tuple[NewRequest, list[Any]]:
     def copied() -> NewRequest:
         media = [
             item
-            if isinstance(item.patches, StoreHandle | None)
+            if item.patches is None
             else msgspec.structs.replace(item, patches=item.patches.cpu())
             for item in request.media
         ]
@@ -203,7 +193,7 @@ async def _on_host(request: NewRequest) -> tuple[NewRequest, list[Any]]:
             extra=about(request.request_id),
         )  # fmt: skip
         raise MediaNotSent() from error
-    return moved, [item.patches for item in moved.media if not isinstance(item.patches, StoreHandle | None)]
+    return moved, [item.patches for item in moved.media if item.patches is not None]
 
 
 class _SendFailed(Exception):

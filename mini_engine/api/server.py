@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,6 @@ from mini_engine.api.errors import ServerStopping
 from mini_engine.api.http_server import HttpServer
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
-from mini_engine.api.media_store import MediaStore
 from mini_engine.api.processor_device import cuda_sender, limit_memory, processor_device, watch_device
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.stats_log import log_stats
@@ -45,7 +43,7 @@ from mini_engine.transport.codec import decode
 if TYPE_CHECKING:
     from mini_engine.child import Child
     from mini_engine.media.processor import MediaProcessor
-    from mini_engine.transport.shm_store import ShmStoreWriter
+    from mini_engine.transport.arena import WritableMemory
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +209,7 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
         for engine in range(len(init.cores))
     ]
     plan = init.media_cache
-    segment = open_store(child, init) if plan.kind == "shm" else None
+    stores = open_stores(child.media_stores) or [None] * len(init.cores)
     # The same context, so the same I/O thread, seen through asyncio.
     context = zmq.asyncio.Context(shadow=child.context)
     engines = EngineClient(
@@ -220,10 +218,9 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
         init.cores,
         [one.senders for one in usable],
         num_ranks=init.config.tensor_parallel_size,
-        media_capacity=plan.nbytes * (init.config.api_server_count if plan.kind == "shm" else 1),
-        store=None
-        if segment is None
-        else partial(MediaStore, segment, init.config.mm_shm_cache_max_object_size_mb << 20),
+        media_capacity=plan.nbytes,
+        stores=stores,
+        max_object_bytes=init.config.mm_shm_cache_max_object_size_mb << 20,
     )
     await front.media.decoders.start()
     child.ready(transports=[one.choice for one in usable])
@@ -249,19 +246,18 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
         link.socket.close()
 
 
-def open_store(child: Child, init: Init) -> ShmStoreWriter | None:
-    """This server's part of the shared-memory store. None: it has none, and what it processes is not cached.
+def open_stores(descriptors: list[int]) -> list[WritableMemory | None]:
+    """The media stores of the engines, mapped for writing.
 
     Raises:
-        ConfigError: there can be none, and the server has not been running yet.
+        ConfigError: there is no room for them in this process's address space.
     """
+    from mini_engine.transport.arena import WritableMemory
+
     try:
-        return transports.connect_store(init.config, child.encoder, init.ranks, init.media_cache)
-    except ConfigError as error:
-        if not init.late:
-            raise
-        logger.error("this API server caches no media of its own: %s", error)
-        return None
+        return [WritableMemory(fd) for fd in descriptors]
+    except OSError as error:
+        raise ConfigError(f"--mm-processor-cache-gb: the media store cannot be mapped ({error}); lower it") from error
 
 
 async def _serve(

@@ -1,5 +1,5 @@
 """How this API server's tensors reach the ranks: by which transport towards each engine (`--mm-tensor-ipc`), decided by
-probes before it serves, and by its store.
+probes before it serves.
 
 Knows the transports' names and their order, not how they work.
 """
@@ -8,20 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
 from mini_engine import metrics
 from mini_engine.config import ConfigError, EngineConfig, TensorIpc
-from mini_engine.messages import MediaCachePlan, RankAddress, TransportChoice, TransportName
+from mini_engine.messages import RankAddress, TransportChoice, TransportName
 from mini_engine.transport.base import TensorSender, TransportError
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.credit import ByteCredit
-
-if TYPE_CHECKING:
-    from mini_engine.transport.shm_store import ShmStoreWriter
 
 ORDER: tuple[TransportName, ...] = ("torch_shm", "direct_rpc")  # each is the fallback of the one before it
 PROBE_SECONDS = 60.0  # the ranks answer as soon as they run, while their model still loads
@@ -67,27 +63,6 @@ def connect(
     if make_cuda is None or config.mm_tensor_ipc == "direct_rpc":
         return transports
     return with_cuda(transports, config.mm_tensor_ipc, lambda: make_cuda(theirs), timeout)
-
-
-def connect_store(
-    config: EngineConfig, encoder: Encoder, ranks: list[RankAddress], plan: MediaCachePlan
-) -> ShmStoreWriter:
-    """This server's part of the shared-memory store, mapped by every rank. Blocks.
-
-    Raises:
-        ConfigError: there is no memory for it, or a rank cannot read it.
-    """
-    from mini_engine.transport.shm_store import ShmStoreWriter
-
-    try:
-        store = ShmStoreWriter(encoder, ranks, plan.nbytes)
-        store.connect(min(PROBE_SECONDS, config.startup_timeout))
-    except TransportError as error:
-        raise ConfigError(
-            f"--mm-processor-cache-type {config.mm_processor_cache_type}: media cannot be kept in shared memory: "
-            f"{error}. Use --mm-processor-cache-type lru, or no cache: --mm-processor-cache-gb 0."
-        ) from error
-    return store
 
 
 def choose(engine: int, mode: TensorIpc, candidates: Candidates, timeout: float) -> EngineTransports:

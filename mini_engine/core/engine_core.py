@@ -10,31 +10,26 @@ import dataclasses
 import itertools
 import logging
 import time
-from typing import Any
-
-import msgspec
 
 from mini_engine.child import Child
 from mini_engine.config import EngineConfig
 from mini_engine.core.arrivals import Arrivals, AwaitingMedia
-from mini_engine.core.directory import Directory
 from mini_engine.core.encoder_cache import EncoderCache
-from mini_engine.core.kept_media import KeptMedia
 from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.limits import budgets, engine_limits
 from mini_engine.core.links import Links
+from mini_engine.core.media_store import MediaDirectory, MediaStore, RankCopies
 from mini_engine.core.outbox import Outbox
-from mini_engine.core.request import Request, Tensors, family, tensor_messages
+from mini_engine.core.request import Request, Tensors, family
 from mini_engine.core.scheduler import Budgets, Counters, Plan, Scheduler
 from mini_engine.core.steps import InFlight, Steps
-from mini_engine.core.stored_media import StoredObjects
 from mini_engine.core.validation import problem_with
+from mini_engine.free_memory import available_memory, memory_reserve
 from mini_engine.log import about
 from mini_engine.messages import (
+    Abandoned,
     AnyMessage,
     AskFigures,
-    Attach,
-    Cached,
     CachesReset,
     EngineCounters,
     EngineLimits,
@@ -43,24 +38,29 @@ from mini_engine.messages import (
     Figures,
     Finish,
     FinishReason,
+    Found,
+    Init,
+    Lookup,
     MediaFailed,
     MediaMiss,
     MediaReady,
     MessageId,
     NewRequest,
-    Offer,
     PeerGone,
     Ping,
     RequestOutput,
+    Reserve,
     ResetCaches,
-    Retract,
     SampledToken,
     StepResult,
     TensorHandle,
+    Unreserve,
     Withdraw,
+    Written,
 )
 from mini_engine.model.config import ModelConfig
 from mini_engine.transport import sockets
+from mini_engine.transport.pages import MARK_PAGES, PAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class EngineCore:
         model: ModelConfig,
         limits: EngineLimits,
         bounds: Budgets,
-        media: Directory[Any],
+        media: MediaDirectory,
         links: Links,
     ):
         self.config = config
@@ -106,7 +106,7 @@ class EngineCore:
         self._expire_media()
         while len(self.steps.in_flight) < self.max_in_flight and self._dispatch():
             pass
-        self.outbox.send(self.media)
+        self.outbox.send()
 
     # --- receive -----------------------------------------------------------------------------------------------------
 
@@ -140,19 +140,30 @@ class EngineCore:
                     self._turn_down(request)
             case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
                 self._on_api_server_gone(sender, incarnation)
+            case Lookup() | Reserve() | Written() | Abandoned() | Unreserve():
+                self._handle_media(envelope)
             case body:
-                self._handle_other(body, sockets.identity(envelope.sender, envelope.incarnation), envelope)
+                self._handle_other(body, sockets.identity(envelope.sender, envelope.incarnation))
 
-    def _handle_other(self, body: AnyMessage, peer: bytes, envelope: Envelope) -> None:
+    def _handle_media(self, envelope: Envelope) -> None:
+        """What API servers ask and say of cached media."""
+        media, peer = self.media, sockets.identity(envelope.sender, envelope.incarnation)
+        match envelope.body:
+            case Lookup(request_id=request_id, hashes=hashes):
+                found = media.look_up((envelope.incarnation, request_id), hashes)
+                self.links.send(peer, Found(request_id, found))
+            case Unreserve(request_id=request_id):
+                media.release_request((envelope.incarnation, request_id))
+            case Reserve(request_id=request_id, media=item) if isinstance(media, MediaStore):
+                self.links.send(peer, media.reserve((envelope.incarnation, request_id), item))
+            case Written(number=number, request_ids=request_ids) if isinstance(media, MediaStore):
+                media.written(number, [(envelope.incarnation, request_id) for request_id in request_ids])
+            case Abandoned(number=number) if isinstance(media, MediaStore):
+                media.abandoned(number)
+
+    def _handle_other(self, body: AnyMessage, peer: bytes) -> None:
         """What API servers say beside their requests, and the supervisor's ping."""
         match body:
-            case Attach():
-                self.links.send(peer, Cached(self.media.all_listed()))
-            case Offer(items=items) if isinstance(self.media, StoredObjects):
-                self.media.offer(items)
-            case Retract(numbers=numbers) if isinstance(self.media, StoredObjects):
-                for answer in self.media.retract(envelope.incarnation, numbers):
-                    self.links.send(peer, answer)
             case AskFigures():
                 self.links.send(peer, self._figures())
             case Withdraw(messages=messages):
@@ -162,21 +173,15 @@ class EngineCore:
             case ResetCaches(number=number):
                 self.blocks.forget_prefixes()
                 self.encoder.forget_unused()
-                self.media.forget_unused()
+                self.media.reset()
                 self.links.send(peer, CachesReset(number))
 
     # --- accept ------------------------------------------------------------------------------------------------------
 
     def _accept(self, new: NewRequest, sender: str, incarnation: int) -> None:
         """Take a request and its siblings in: each of them ends exactly once from here on."""
-        if missing := self.media.missing(new.media):
-            # It comes again with all of its tensors, in another message.
-            self.steps.release += tensor_messages(new)
-            self.links.send(sockets.identity(sender, incarnation), MediaMiss(new.request_id, missing))
-            return
-        new = self.media.resolve(new)
-        references = self.media.references_of(new)
-        self.media.acquire(references)
+        references = self.media.claim((incarnation, new.request_id))
+        new = self.media.resolve(new, references)
         lead = family(new, references, sender, incarnation, self.numbers, self.config.enable_prefix_caching)
         self.requests.update((request.id, request) for request in (lead, *lead.siblings))
         problem = problem_with(lead.new, self.model, self.limits)
@@ -208,7 +213,6 @@ class EngineCore:
         if request.media:
             self.outbox.accepted(sockets.identity(request.sender, request.incarnation), request.id)
         if not request.tensors.released:
-            self.media.used_by(request.incarnation, request.tensors.references)
             for item in request.media:
                 if isinstance(item.patches, TensorHandle) and item.cacheable:
                     self.media.arrived(item)
@@ -222,12 +226,11 @@ class EngineCore:
 
     def _turn_down(self, request: Request) -> None:
         """Its tensors do not reach all ranks: nothing of it and its siblings stays, and its API server is told."""
-        brought = [item for item in request.media if isinstance(item.patches, TensorHandle)]
-        # Not those that another request has brought meanwhile: its API server would forget them for good.
-        lost = self.media.missing(msgspec.structs.replace(item, patches=None) for item in brought)
+        request.tensors.references, references = {}, request.tensors.references
         for member in [*request.siblings, request]:
             self._remove(member)
-        self.links.send(sockets.identity(request.sender, request.incarnation), MediaMiss(request.id, lost))
+        self.media.hand_back((request.incarnation, request.new.request_id), references)
+        self.links.send(sockets.identity(request.sender, request.incarnation), MediaMiss(request.id))
 
     def _on_api_server_gone(self, sender: str, incarnation: int) -> None:
         """Its requests end without anybody to tell, and the ranks forget its tensors."""
@@ -237,7 +240,7 @@ class EngineCore:
         self.arrivals.drop_sender(incarnation)
         self.steps.release = [message for message in self.steps.release if message.incarnation != incarnation]
         self.steps.drop_senders.append(incarnation)
-        self.media.drop_owner(incarnation)
+        self.media.on_api_server_gone(incarnation)
         self.outbox.forget(sockets.identity(sender, incarnation))
 
     # --- schedule and dispatch ---------------------------------------------------------------------------------------
@@ -261,7 +264,7 @@ class EngineCore:
         if not tensors.released:
             tensors.released = True
             self.steps.release += tensors.messages
-            self.steps.unreferenced += tensors.references
+            self.steps.unreferenced.append(tensors.references)
 
     # --- retire ------------------------------------------------------------------------------------------------------
 
@@ -282,7 +285,8 @@ class EngineCore:
         for message in flight.step.release:
             self.arrivals.released(message)
             self.outbox.consumed(message)
-        self.media.release(flight.unreferenced)
+        for references in flight.unreferenced:
+            self.media.release(references)
 
     def _publish(self, request: Request, end: int) -> None:
         """Make the blocks that are full up to token `end` findable; start the siblings once the prompt is there."""
@@ -383,8 +387,18 @@ def run(child: Child) -> None:
     links = Links(child, init.cores[engine], init.core_workers[engine], config.tensor_parallel_size)
     workers = links.wait_for_workers()
     limits = engine_limits(config, model, min(ready.num_blocks for ready in workers), workers[0].device)
-    plan = init.media_cache
-    media: Directory[Any] = StoredObjects() if plan.kind == "shm" else KeptMedia(plan.nbytes)
+    media = media_directory(init, model.vision.patch_dim, limits.device)
     core = EngineCore(config, model, limits, budgets(config, workers[0].device), media, links)
     child.ready(limits=limits)
     core.run()
+
+
+def media_directory(init: Init, row_bytes: int, device: str) -> MediaDirectory:
+    """What keeps account of this engine's cached media. `row_bytes`: of one patch."""
+    plan, config = init.media_cache, init.config
+    if plan.kind != "shm":
+        return RankCopies(plan.nbytes)
+    # Each of the others, stores and arenas, may be taking a step at the same time.
+    others = config.data_parallel_size - 1 + config.api_server_count
+    reserve = memory_reserve() + others * MARK_PAGES * PAGE_BYTES
+    return MediaStore(plan.nbytes, row_bytes, lambda: available_memory() - reserve, device == "cuda")

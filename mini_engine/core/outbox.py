@@ -2,23 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
-from mini_engine.core.directory import Directory
 from mini_engine.core.links import Links
-from mini_engine.messages import (
-    Accepted,
-    Cached,
-    Consumed,
-    Evicted,
-    LastUsed,
-    MessageId,
-    Outputs,
-    RequestOutput,
-    StoreObject,
-    Unwanted,
-)
+from mini_engine.messages import Accepted, Consumed, MessageId, Outputs, RequestOutput
 
 
 class Outbox:
@@ -49,7 +34,7 @@ class Outbox:
         for waiting in (self._outputs, self._consumed, self._accepted):
             waiting.pop(peer, None)
 
-    def send(self, media: Directory[Any]) -> None:
+    def send(self) -> None:
         """Tell everybody everything."""
         for peer, request_ids in self._accepted.items():
             self._links.send(peer, Accepted(request_ids))
@@ -58,25 +43,3 @@ class Outbox:
         for peer, messages in self._consumed.items():
             self._links.send(peer, Consumed(messages))
         self._accepted, self._outputs, self._consumed = {}, {}, {}
-        self._send_directory(media)
-
-    def _send_directory(self, media: Directory[Any]) -> None:
-        """What the copies of the directory lack, and what owners of objects should know."""
-        for peer in self._links.identities.values():
-            if media.unlisted:
-                self._links.send(peer, Evicted(list(media.unlisted)))
-            if media.listed:
-                self._links.send(peer, Cached(list(media.listed.values())))
-        media.unlisted, media.listed = {}, {}
-        for kind, objects in ((LastUsed, media.used), (Unwanted, media.unwanted)):
-            for incarnation, numbers in _by_owner(objects).items():
-                if (owner := self._links.identities.get(incarnation)) is not None:
-                    self._links.send(owner, kind(numbers))
-        media.used, media.unwanted = {}, {}
-
-
-def _by_owner(objects: Iterable[StoreObject]) -> dict[int, list[int]]:
-    numbers: dict[int, list[int]] = {}
-    for key in objects:
-        numbers.setdefault(key.incarnation, []).append(key.number)
-    return numbers

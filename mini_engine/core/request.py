@@ -8,10 +8,10 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 
+from mini_engine.core.media_store import References
 from mini_engine.messages import EngineTimes, MediaItem, MessageId, NewRequest, SamplingParams, TensorHandle
 
 HASH_BYTES = 16
@@ -26,7 +26,7 @@ class Tensors:
     """
 
     messages: list[MessageId]  # tensor messages, each once
-    references: list[Any]  # keys of the cached media that they refer to
+    references: References  # to the cached media that they name
     users: int  # samples that have not ended
     released: bool  # given back, or about to be; or there are none
 
@@ -145,11 +145,16 @@ def tensor_messages(new: NewRequest) -> list[MessageId]:
 
 
 def family(
-    new: NewRequest, references: list[Any], sender: str, incarnation: int, arrivals: Iterator[int], share_prefixes: bool
+    new: NewRequest,
+    references: References,
+    sender: str,
+    incarnation: int,
+    arrivals: Iterator[int],
+    share_prefixes: bool,
 ) -> Request:
     """The requests that `new` stands for: the first sample, and the others as its siblings.
 
-    `references`: keys of the cached media that they refer to. Their blocks are shared with all requests of the same
+    `references`: to the cached media that they name. Their blocks are shared with all requests of the same
     cache salt, or among themselves if prefixes are not shared.
     """
     salt = os.urandom(HASH_BYTES) if new.siblings else None

@@ -10,11 +10,10 @@ import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
-from mini_engine.core.directory import Directory
 from mini_engine.core.encoder_cache import EncoderCache
 from mini_engine.core.links import Links
+from mini_engine.core.media_store import MediaDirectory, References
 from mini_engine.core.scheduler import Plan, Work
 from mini_engine.messages import MessageId, Pong, SampledToken, Step, StepResult
 
@@ -27,7 +26,7 @@ class InFlight:
     work: list[Work]
     encoded_hashes: list[bytes]
     heavy: bool
-    unreferenced: list[Any]  # keys of cached media that no step after it reads for their request
+    unreferenced: list[References]  # to cached media that no step after it reads for their request
     reported: int = 0
     tokens: list[SampledToken] = dataclasses.field(default_factory=list)  # from rank 0
 
@@ -35,7 +34,7 @@ class InFlight:
 class Steps:
     """The steps of one engine."""
 
-    def __init__(self, links: Links, num_ranks: int, directory: Directory[Any], encoder: EncoderCache):
+    def __init__(self, links: Links, num_ranks: int, directory: MediaDirectory, encoder: EncoderCache):
         self._links = links
         self._num_ranks = num_ranks
         self._directory = directory
@@ -47,7 +46,7 @@ class Steps:
         self.release: list[MessageId] = []
         self.drop_senders: list[int] = []
         # What it will give back when it retires:
-        self.unreferenced: list[Any] = []
+        self.unreferenced: list[References] = []
         # Who waits for a sign of all ranks, and the number of the ping: answered when the next step retires.
         self.pings: list[tuple[bytes, int]] = []
 
@@ -63,11 +62,12 @@ class Steps:
         """
         directory, encoder = self._directory, self._encoder
         if not (plan.requests or self.finished):  # the ranks have never heard of the requests that referred to these
-            directory.release(self.unreferenced)
+            for references in self.unreferenced:
+                directory.release(references)
             self.unreferenced = []
         told = (self.finished, self.release, self.drop_senders, encoder.evicted)
         unasked = bool(self.pings) and not self.in_flight  # else a step on its way will answer
-        if not (plan.requests or any(told) or unasked or directory.drop or directory.keep or directory.drop_segments):
+        if not (plan.requests or any(told) or unasked or directory.drop or directory.keep or directory.mark):
             return False
         step = Step(
             next(self._numbers),
@@ -80,11 +80,11 @@ class Steps:
             chunks=plan.chunks,
             release=self.release,
             drop_senders=self.drop_senders,
-            drop_segments=directory.drop_segments,
+            media_mark=directory.mark,
         )
         self.in_flight.append(InFlight(step, plan.work, plan.encoded_hashes, plan.heavy, self.unreferenced))
         self.finished, self.release, self.drop_senders, self.unreferenced, encoder.evicted = [], [], [], [], []
-        directory.drop, directory.keep, directory.drop_segments = [], [], []
+        directory.drop, directory.keep, directory.mark = [], [], None
         self._links.send_step(step)
         return True
 

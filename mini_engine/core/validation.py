@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from mini_engine.messages import EngineLimits, MediaItem, NewRequest
+from mini_engine.messages import EngineLimits, MediaItem, NewRequest, TensorHandle
 from mini_engine.model.config import ModelConfig
 
 
@@ -47,7 +47,8 @@ def _problem_with_item(item: MediaItem, earliest: int, tokens: list[int], model:
         return f"has a grid of patches, {item.grid_thw}, that cannot be merged"
     if item.num_tokens != patches // vision.merge_unit:
         return f"has {item.num_tokens} tokens for {patches} patches"
-    if item.patches is not None and (item.patches.shape, item.patches.dtype) != ((patches, vision.patch_dim), "uint8"):
+    sent = item.patches if isinstance(item.patches, TensorHandle) else None
+    if sent is not None and (sent.shape, sent.dtype) != ((patches, vision.patch_dim), "uint8"):
         return f"has patches of another shape than its grid, {item.grid_thw}"
     placeholder = model.image_token_id if item.modality == "image" else model.video_token_id
     runs = item.grid_thw[0] if item.modality == "video" and model.video_time == "text" else 1

@@ -12,11 +12,13 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
 
+from mini_engine.child import ChildSpec
 from mini_engine.child_process import ChildProcess
 from mini_engine.config import ConfigError
 from mini_engine.log import LogSettings
@@ -109,18 +111,27 @@ class Family:
             ) from None
 
     def start(
-        self, role: Role, index: str, generation: int, listener: socket.socket | None = None
+        self, role: Role, index: str, generation: int, listener: socket.socket | None = None,
+        media_stores: Sequence[int] = (),
     ) -> ChildProcess:  # fmt: skip
-        """Start a child that belongs to the engines of this `generation`. Raises OSError: the host gives no process."""
+        """Start a child that belongs to the engines of this `generation` and inherits these descriptors.
+
+        Raises OSError: the host gives no process.
+        """
         ledger = self._free_ledger()
+        spec = ChildSpec(
+            role,
+            index,
+            next(self._incarnations),
+            os.getpid(),
+            self._endpoint,
+            self._log,
+            None if listener is None else listener.fileno(),
+            list(media_stores),
+        )
         child = ChildProcess.start(
-            role=role,
-            index=index,
-            incarnation=next(self._incarnations),
-            supervisor=self._endpoint,
-            log=self._log,
-            listener=listener,
-            environment={
+            spec,
+            {
                 "PROMETHEUS_MULTIPROC_DIR": str(self._runtime_dir / "metrics"),
                 "MINI_ENGINE_LEDGER": str(ledger),
                 "TMPDIR": str(self._runtime_dir / "tmp"),  # what libraries leave there goes with the directory

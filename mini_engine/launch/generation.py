@@ -6,6 +6,7 @@ Knows nothing of what follows when one of them dies.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import socket
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from mini_engine.config import EngineConfig
 from mini_engine.launch import addresses
 from mini_engine.launch.family import Family, Said
 from mini_engine.messages import EngineLimits, Hello, Init, MediaCachePlan, Ready, Serving, Start, TransportChoice
+from mini_engine.transport.memory import create_sparse, discard, map_sparse
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class Generation:
         self._ground = ground
         self._family = ground.family
         self._directory = addresses.directory(ground.runtime_dir, number)
+        self._media_stores: list[int] = []  # descriptors, by engine
 
     @property
     def children(self) -> list[ChildProcess]:
@@ -61,16 +64,20 @@ class Generation:
         """Start all processes. Raises OSError: the host gives none."""
         config = self._ground.config
         self._directory.mkdir()
+        if self._ground.media_cache.kind == "shm":
+            for _ in range(config.data_parallel_size):
+                self._media_stores.append(create_sparse(self._ground.media_cache.nbytes))
         for slot in range(config.api_server_count):  # first: they have the most to import
             self.fill(slot)
         for engine in range(config.data_parallel_size):
             self._family.start("core", str(engine), self.number)
             for rank in range(config.tensor_parallel_size):
-                self._family.start("worker", f"{engine}.{rank}", self.number)
+                own = self._media_stores[engine : engine + 1]
+                self._family.start("worker", f"{engine}.{rank}", self.number, media_stores=own)
 
     def fill(self, slot: int) -> None:
         """Start the API server of a slot. Raises OSError: the host gives no process."""
-        self._family.start("api", str(slot), self.number, self._ground.listeners[slot])
+        self._family.start("api", str(slot), self.number, self._ground.listeners[slot], self._media_stores)
 
     def end(self, spare: Sequence[ChildProcess] = ()) -> None:
         """Kill all of them but `spare`."""
@@ -80,8 +87,12 @@ class Generation:
                 child.kill()
 
     def forget(self) -> None:
-        """Its engines are dead: nobody listens at their addresses any more."""
+        """Its engines are dead: no process listens at their addresses, and none reads their media stores any more."""
         shutil.rmtree(self._directory, ignore_errors=True)
+        for fd in self._media_stores:  # which its API servers, as long as they answer 503, have mapped
+            discard(map_sparse(fd, self._ground.media_cache.nbytes))
+            os.close(fd)
+        self._media_stores.clear()
 
     def hear(self, said: Said) -> None:
         """Take the next message of the handshake."""

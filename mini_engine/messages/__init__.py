@@ -31,38 +31,35 @@ from mini_engine.messages.handshake import (
     TransportChoice,
 )
 from mini_engine.messages.requests import (
+    Abandoned,
     Accepted,
     AskFigures,
-    Attach,
-    Busy,
-    Cached,
     CachedMedia,
     CachesReset,
     Consumed,
     EngineCounters,
     EngineStats,
     EngineTimes,
-    Evicted,
     Figures,
     Finish,
     FinishReason,
-    LastUsed,
+    Found,
+    Lookup,
     MediaMiss,
     NewRequest,
-    Offer,
     Outputs,
     Ping,
     Pong,
     RequestOutput,
+    Reserve,
+    Reserved,
     ResetCaches,
-    Retract,
-    Retracted,
     SamplingParams,
     Sibling,
-    StoredMedia,
     TokenLogprob,
-    Unwanted,
+    Unreserve,
     Withdraw,
+    Written,
 )
 from mini_engine.messages.steps import (
     Chunk,
@@ -82,10 +79,7 @@ from mini_engine.messages.tensors import (
     MessageId,
     Modality,
     ProbeResult,
-    Segment,
-    SegmentGrown,
     StoreHandle,
-    StoreObject,
     TensorHandle,
     TensorLayout,
     TensorMessage,
@@ -93,12 +87,10 @@ from mini_engine.messages.tensors import (
 )
 
 __all__ = [
+    "Abandoned",
     "Accepted",
     "AnyMessage",
     "AskFigures",
-    "Attach",
-    "Busy",
-    "Cached",
     "CachedMedia",
     "CachesReset",
     "Chunk",
@@ -111,14 +103,14 @@ __all__ = [
     "EngineStats",
     "EngineTimes",
     "Envelope",
-    "Evicted",
     "Figures",
     "Finish",
     "FinishReason",
+    "Found",
     "Hello",
     "Init",
     "KeepMedia",
-    "LastUsed",
+    "Lookup",
     "MediaCachePlan",
     "MediaFailed",
     "MediaItem",
@@ -129,7 +121,6 @@ __all__ = [
     "Modality",
     "NewRequest",
     "NewSequence",
-    "Offer",
     "Outputs",
     "PROTOCOL_VERSION",
     "PeerGone",
@@ -140,31 +131,28 @@ __all__ = [
     "Ready",
     "Refused",
     "RequestOutput",
+    "Reserve",
+    "Reserved",
     "ResetCaches",
-    "Retract",
-    "Retracted",
     "Role",
     "SampledToken",
     "SamplingParams",
-    "Segment",
-    "SegmentGrown",
     "Serving",
     "Sibling",
     "Start",
     "Step",
     "StepResult",
     "StoreHandle",
-    "StoreObject",
-    "StoredMedia",
     "TensorHandle",
     "TensorLayout",
     "TensorMessage",
     "TokenLogprob",
     "TransportChoice",
     "TransportName",
-    "Unwanted",
+    "Unreserve",
     "Withdraw",
     "WorkerReady",
+    "Written",
 ]
 
 
@@ -183,8 +171,8 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 AnyMessage = (
     Hello | Init | Ready | Refused | Start | Serving | Drain | PeerGone
     | NewRequest | Finish | ResetCaches | Outputs | Consumed | CachesReset | Ping | Pong
-    | Attach | Cached | Evicted | Accepted | MediaMiss
-    | Offer | Retract | Retracted | Busy | LastUsed | Unwanted | Withdraw | AskFigures | Figures
+    | Accepted | MediaMiss | Withdraw | AskFigures | Figures
+    | Lookup | Found | Reserve | Reserved | Written | Abandoned | Unreserve
     | Step | StepResult | WorkerReady | MediaReady | MediaFailed
-    | TensorMessage | ProbeResult | Segment | SegmentGrown | DeviceSlots
+    | TensorMessage | ProbeResult | DeviceSlots
 )  # fmt: skip

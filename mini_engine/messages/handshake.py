@@ -36,7 +36,7 @@ class MediaCachePlan(msgspec.Struct, frozen=True):
     """What becomes of processed media that may be used again, and how much of it."""
 
     kind: Literal["off", "lru", "shm"]
-    nbytes: int  # of each worker (lru), or of each API server's segment (shm)
+    nbytes: int  # of each worker (lru), or of each engine's store (shm)
     reason: str
 
 

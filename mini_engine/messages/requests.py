@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from mini_engine.messages.base import Message
-from mini_engine.messages.tensors import MediaItem, MessageId, Modality, StoreHandle
+from mini_engine.messages.tensors import MediaItem, MessageId, Modality
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -49,10 +49,6 @@ class NewRequest(Message, frozen=True):
     siblings: list[Sibling] = []  # each ends in a finish message of its own
 
 
-class Attach(Message, frozen=True):
-    """API server -> core, first of all: here I am; tell me what is cached."""
-
-
 class CachedMedia(msgspec.Struct, frozen=True, array_like=True):
     """What a prompt needs to know of an item that an engine's ranks can read."""
 
@@ -72,59 +68,54 @@ class CachedMedia(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-class Cached(Message, frozen=True):
-    """Core -> every API server: all ranks can read these; a request may name them by hash."""
+class Lookup(Message, frozen=True):
+    """API server -> core: which of these media are cached? The request refers to those from then on."""
 
-    items: list[CachedMedia]
-
-
-class Evicted(Message, frozen=True):
-    """Core -> every API server: no request may name these any more."""
-
+    request_id: str
     hashes: list[bytes]
 
 
-class StoredMedia(msgspec.Struct, frozen=True, array_like=True):
-    """An item in the shared-memory store, and where."""
+class Found(Message, frozen=True):
+    """Core -> API server: the answer to `Lookup`."""
 
+    request_id: str
+    items: list[CachedMedia]
+
+
+class Reserve(Message, frozen=True):
+    """API server -> core: pages of the media store for this item, which the request brings."""
+
+    request_id: str
     media: CachedMedia
-    handle: StoreHandle
 
 
-class Offer(Message, frozen=True):
-    """API server -> every core, before any request that uses them: these objects of mine may be read from now on."""
+class Reserved(Message, frozen=True):
+    """Core -> API server: the answer to `Reserve`, of which an API server has one for a hash at a time."""
 
-    items: list[StoredMedia]
-
-
-class Retract(Message, frozen=True):
-    """API server -> every core that it offered them to: may I free these objects of mine? Numbers, as all below."""
-
-    numbers: list[int]
+    media_hash: bytes
+    # present: it is cached by now, and the request refers to it; full: no room; busy: another reservation of it is open
+    outcome: Literal["reserved", "present", "full", "busy"]
+    number: int = 0  # of the reservation
+    extents: list[tuple[int, int]] = []  # (first page, pages); the item's bytes lie in them one after another
 
 
-class Retracted(Message, frozen=True):
-    """Core -> their owner: as far as I am concerned, yes; I have dropped them."""
+class Written(Message, frozen=True):
+    """API server -> core: the item of this reservation lies in its pages; these requests refer to it."""
 
-    numbers: list[int]
-
-
-class Busy(Message, frozen=True):
-    """Core -> their owner: no, requests of mine refer to them."""
-
-    numbers: list[int]
+    number: int
+    request_ids: list[str]
 
 
-class LastUsed(Message, frozen=True):
-    """Core -> their owner: requests of other API servers used these just now."""
+class Abandoned(Message, frozen=True):
+    """API server -> core: this reservation is not written to, nor will be."""
 
-    numbers: list[int]
+    number: int
 
 
-class Unwanted(Message, frozen=True):
-    """Core -> their owner: retract these. Another object holds the same media, or the caches are to be empty."""
+class Unreserve(Message, frozen=True):
+    """API server -> core: this request will not come (again), and refers to nothing any more."""
 
-    numbers: list[int]
+    request_id: str
 
 
 class Accepted(Message, frozen=True):
@@ -134,13 +125,12 @@ class Accepted(Message, frozen=True):
 
 
 class MediaMiss(Message, frozen=True):
-    """Core -> API server: this request was not accepted, since these are not there; send it again with their tensors.
+    """Core -> API server: this request was not accepted, since its tensors did not reach all ranks; send it again.
 
-    They were named and are not cached (any more), or their tensors did not reach all ranks.
+    It still refers to the cached media that it named.
     """
 
     request_id: str
-    hashes: list[bytes]
 
 
 class Withdraw(Message, frozen=True):

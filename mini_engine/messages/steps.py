@@ -68,7 +68,7 @@ class Step(Message, frozen=True):
     chunks: list[Chunk] = []
     release: list[MessageId] = []  # drop these tensor messages, received or yet to come
     drop_senders: list[int] = []  # drop all messages of these incarnations, received or yet to come
-    drop_segments: list[int] = []  # unmap the store segments of these incarnations: no item refers to them any more
+    media_mark: int | None = None  # bytes of the media store that are in use, or soon will be: register them
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):

@@ -28,20 +28,11 @@ class TensorHandle(msgspec.Struct, frozen=True, array_like=True, tag=1):
     dtype: str  # torch's name without the prefix: "uint8"
 
 
-class StoreObject(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """One object of the shared-memory store of an API server. Lower is older, within an incarnation and between two."""
-
-    incarnation: int  # of the API server that owns it
-    number: int  # its generation: counts up from 1 within an incarnation, and stands in the object's header
-
-
 class StoreHandle(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Stands for a tensor that lies in a segment of the shared-memory store, which every rank has mapped."""
+    """Stands for a uint8 tensor that lies in the media store of the engine. Made by its core from a reference."""
 
-    object: StoreObject
-    offset: int  # bytes from the start of the segment to the tensor's first; its header lies before it
-    shape: tuple[int, ...]
-    dtype: str
+    extents: list[tuple[int, int]]  # (first page, pages); the tensor's bytes lie in them one after another
+    shape: tuple[int, int]
 
 
 if TYPE_CHECKING:  # the sender puts a torch.Tensor, the codec exchanges it for its handle
@@ -123,21 +114,6 @@ class DeviceSlots(Message, frozen=True):
     memory: bytes  # CUDA's IPC handle of all of it
     filled: list[bytes]  # for each slot, the IPC handle of the event after which its bytes are there
     probe: TensorMessage
-
-
-class Segment(Message, frozen=True):
-    """API server -> rank, with the descriptor of its store's segment: map it, and tell the checksum of `probe`."""
-
-    nbytes: int
-    grown: int  # bytes from its start that have memory by now; a multiple of a page
-    probe: StoreHandle
-
-
-class SegmentGrown(Message, frozen=True):
-    """API server -> rank: these bytes of the segment have memory now. Enter them in the page table ahead of use."""
-
-    offset: int  # a multiple of a page
-    nbytes: int
 
 
 class ProbeResult(Message, frozen=True):

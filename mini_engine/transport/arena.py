@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from mini_engine.transport import memory
-from mini_engine.transport.packing import DTYPES
 from mini_engine.transport.pages import PAGE_BYTES, Extent
 
 Pin = Callable[[int, int], Callable[[], object] | None]
@@ -73,10 +72,12 @@ class ReadableMemory:
         views = [self._bytes[first : first + nbytes] for first, nbytes in _pieces(extents, start, stop)]
         return views[0] if len(views) == 1 else torch.cat(views) if views else self._bytes[:0]
 
-    def rows(self, extents: Sequence[Extent], shape: Sequence[int], dtype: str, first: int, stop: int) -> torch.Tensor:
+    def rows(
+        self, extents: Sequence[Extent], shape: Sequence[int], dtype: torch.dtype, first: int, stop: int
+    ) -> torch.Tensor:
         """Rows `first .. stop` of the C-contiguous tensor that lies in `extents`; see `read`."""
-        row_bytes = math.prod(shape[1:]) * DTYPES[dtype].itemsize
-        return self.read(extents, first * row_bytes, stop * row_bytes).view(DTYPES[dtype]).view(-1, *shape[1:])
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        return self.read(extents, first * row_bytes, stop * row_bytes).view(dtype).view(-1, *shape[1:])
 
     def register(self, nbytes: int) -> None:
         """Pin the first `nbytes`, as far as they are not: that gives them memory. Without effect without `pin`."""

@@ -27,11 +27,19 @@ from typing import Protocol
 import torch
 
 from mini_engine.messages import DeviceSlots, MessageId, ProbeResult, RankAddress, TensorMessage, TransportName
-from mini_engine.transport.allocator import ALIGNMENT
 from mini_engine.transport.base import DeviceType, TransportError
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.credit import ByteCredit
-from mini_engine.transport.packing import Copied, Received, dtype_name, packed_bytes, probe_result, probe_tensor, unpack
+from mini_engine.transport.packing import (
+    ALIGNMENT,
+    Copied,
+    Received,
+    dtype_name,
+    packed_bytes,
+    probe_result,
+    probe_tensor,
+    unpack,
+)
 from mini_engine.transport.rank_stream import RankStream
 from mini_engine.transport.sender import PackedOutgoing, PackedSender, head_of
 

@@ -25,11 +25,11 @@ from mini_engine.messages import (
     TensorLayout,
     TensorMessage,
 )
-from mini_engine.transport.allocator import ALIGNMENT
 from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import decode
 
 MAX_DIMENSIONS = 8
+ALIGNMENT = 64  # bytes: a cache line, and enough for every dtype
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype

@@ -7,12 +7,9 @@ nothing has to be contiguous: as many free pages as are needed are always enough
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 
 import numpy as np
-
-log = logging.getLogger(__name__)
 
 PAGE_BYTES = 64 << 10
 MARK_PAGES = (64 << 20) // PAGE_BYTES  # that the mark rises by
@@ -29,9 +26,9 @@ def pages_for(nbytes: int) -> int:
 class PageAllocator:
     """Allocates pages 0 .. `capacity` of a sparse memory, of which those below `mark` have been used.
 
-    A page has memory once it was written. The mark rises in steps of 64 MB, and only while enough memory is free for all
-    that may still be written below it: a memfd has no limit of its own, and writing to one on a full machine ends in the
-    kernel's OOM killer.
+    A page has memory once it was written. The mark rises in steps of 64 MB, and only while enough memory is free for
+    all that may still be written below it: a memfd has no limit of its own, and writing to one on a full machine ends
+    in the kernel's OOM killer.
 
     Args:
         nbytes: of the memory; rounded down to whole pages.
@@ -65,9 +62,10 @@ class PageAllocator:
         with_memory = self._free[: self.mark] & self._written[: self.mark]
         if np.count_nonzero(with_memory) >= count:
             return self._take(with_memory, count)
-        while (missing := count - self.num_free) > 0:
-            if not self._raise_mark(missing):
-                return None
+        if count > self.num_free:
+            self._raise_mark(count - self.num_free)
+        if count > self.num_free:
+            return None
         return self._take(self._free[: self.mark], count)
 
     def written(self, extents: Iterable[Extent]) -> None:
@@ -83,16 +81,13 @@ class PageAllocator:
             expected += count
         assert self.num_free == expected, "pages were freed that were free already"
 
-    def _raise_mark(self, missing: int) -> bool:
-        step = min(-(-missing // MARK_PAGES) * MARK_PAGES, self.capacity - self.mark)
-        if step < missing:
-            return False
-        unwritten = self.mark - int(np.count_nonzero(self._written[: self.mark]))
-        if self._available() < (unwritten + step) * PAGE_BYTES:
-            log.debug("No memory for %d more pages of shared memory", step)
-            return False
-        self.mark += step
-        return True
+    def _raise_mark(self, missing: int) -> None:
+        """Raise it by as many steps as it takes for so many pages, or by as many as there are, and have memory."""
+        wanted = min(-(-missing // MARK_PAGES) * MARK_PAGES, self.capacity - self.mark)
+        if wanted:
+            unwritten = self.mark - int(np.count_nonzero(self._written[: self.mark]))
+            allowed = self._available() // PAGE_BYTES - unwritten
+            self.mark += wanted if wanted <= allowed else max(0, allowed // MARK_PAGES * MARK_PAGES)
 
     def _take(self, free: np.ndarray, count: int) -> list[Extent]:
         """`count` of the pages that are `free`, of which there are enough."""

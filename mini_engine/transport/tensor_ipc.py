@@ -6,8 +6,7 @@ A frame is a length, a count of descriptors (0 or 1) and an envelope. The envelo
 holds the tensors; the buffer's descriptor comes with the first frame that names it. So a message costs one memcpy,
 however many ranks read it, and a few hundred bytes on each socket. A sender that is killed is an end of file here.
 
-The receiver also takes the connections of `shm_store.py`, whose frames hand over a store's segment instead, and those
-of `cuda_slots.py`, whose heads name staging slots in a device's memory.
+The receiver also takes the connections of `cuda_slots.py`, whose heads name staging slots in a device's memory.
 
 This file knows nothing of requests, of who waits for a message, or of when a rank has read it.
 """
@@ -32,11 +31,10 @@ from mini_engine.messages import (
     MessageId,
     ProbeResult,
     RankAddress,
-    Segment,
-    SegmentGrown,
     TensorMessage,
     TransportName,
 )
+from mini_engine.transport.arena import Pin
 from mini_engine.transport.base import TransportError
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.credit import ByteCredit
@@ -46,9 +44,7 @@ from mini_engine.transport.memory import before_unmap, map_for_reading
 from mini_engine.transport.packing import Failed, Received, as_head, decode_envelope, probe_result, unpack
 from mini_engine.transport.pool import BufferPool, PooledBuffer, size_class
 from mini_engine.transport.rank_stream import RankStream
-from mini_engine.transport.segment import Pin
 from mini_engine.transport.sender import PackedOutgoing, PackedSender, head_of
-from mini_engine.transport.shm_store import Attached, Attachment
 from mini_engine.transport.sockets import BoundPath
 
 log = logging.getLogger(__name__)
@@ -169,12 +165,11 @@ class Connection:
         self._map_slots = map_slots
         self._slots: RankSlots | None = None
         self._pin = pin
-        self._attachment = Attachment(pin)
         self._stream = stream
         self._parser = FrameParser()
         self._buffers: dict[int, MappedBuffer] = {}
 
-    def read(self) -> Iterator[Received | Failed | Attached]:
+    def read(self) -> Iterator[Received | Failed]:
         """Read once, without blocking, and yield what that completed.
 
         Raises:
@@ -188,17 +183,13 @@ class Connection:
         """Forget the stream: its partial frame, its descriptors, and its mappings as soon as no view is left."""
         self._parser.close()
         self._buffers.clear()
-        self._attachment.close()
         self._stream.close()
         if self._slots is not None:
             self._slots.close()
 
-    def _take(self, frame: Frame) -> Iterator[Received | Failed | Attached]:
+    def _take(self, frame: Frame) -> Iterator[Received | Failed]:
         try:
             envelope = decode_envelope(frame.envelope)
-            if isinstance(envelope.body, Segment | SegmentGrown):
-                yield from self._attachment.take(envelope.incarnation, envelope.body, frame, self._answer)
-                return
             if isinstance(envelope.body, DeviceSlots):
                 self._answer(self._take_slots(envelope.body))
                 return
@@ -297,7 +288,7 @@ class TensorIpcReceiver:
         """What to poll for reading. Changes with each `receive`."""
         return {self._listener.fileno(), *self._connections}
 
-    def receive(self, fd: int) -> Iterator[Received | Failed | Attached]:
+    def receive(self, fd: int) -> Iterator[Received | Failed]:
         """Serve one readable descriptor without blocking. Exhaust the iterator before the next call.
 
         No error of a peer gets out of here: a message that cannot be used is yielded as `Failed`, and a connection

@@ -3,9 +3,8 @@
     API servers ==tensors==> receiver thread -> table {message: tensors} -> model runner (main thread)
                                    └── MediaReady / MediaFailed --> engine core
 
-It also keeps the segments of the API servers' shared-memory stores, in which an object needs no message. The thread
-blocks on its connections, so an idle rank costs nothing. This file knows nothing of requests or of the model: the core
-says which messages are read and when they are released, and when a segment is no longer needed.
+The thread blocks on its connections, so an idle rank costs nothing. This file knows nothing of requests or of the
+model: the core says which messages are read and when they are released.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import zmq
 
-from mini_engine.messages import MediaFailed, MediaReady, MessageId, RankAddress, StoreHandle, TensorHandle
+from mini_engine.messages import MediaFailed, MediaReady, MessageId, RankAddress, TensorHandle
+from mini_engine.transport.arena import Pin, ReadableMemory
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.cuda_slots import MapSlots
 from mini_engine.transport.direct_rpc import DirectRpcReceiver
 from mini_engine.transport.packing import Failed, Received
-from mini_engine.transport.segment import MappedSegment, Pin
-from mini_engine.transport.shm_store import Attached
 from mini_engine.transport.sockets import connect_dealer, identity
 from mini_engine.transport.tensor_ipc import TensorIpcReceiver
 
@@ -116,6 +114,7 @@ class MediaInputs:
         Raises:
             OSError, zmq.ZMQError: an address is taken, or its path is too long.
         """
+        self.store: ReadableMemory | None = None  # the engine's media store
         self._me = me
         self._rank = rank
         self._to_device = to_device
@@ -129,12 +128,10 @@ class MediaInputs:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="media receiver", daemon=True)
         self._crash: BaseException | None = None
-        self._lock = threading.Lock()  # over the five below
+        self._lock = threading.Lock()  # over the three below
         self._closing = False
         self._senders: dict[int, _Sender] = {}
         self._gone: set[int] = set()  # incarnations, for good: an integer for each API server that ever died
-        self._segments: dict[int, MappedSegment] = {}  # by the incarnation of its owner
-        self._unmapped: set[int] = set()  # incarnations, for good, as above
 
     # --- main thread ---
 
@@ -173,35 +170,6 @@ class MediaInputs:
         if received.copied is not None:
             received.copied.use(tensor)
         return tensor
-
-    def stored(self, handle: StoreHandle) -> torch.Tensor:
-        """The object that `handle` stands for, of its shape and dtype: a view of its owner's segment, without a copy.
-
-        On the CPU whatever the device is, and read-only: a write ends the process. Valid until its owner frees it,
-        which it does once every engine has said that it no longer needs the object.
-
-        Raises:
-            MediaMissing: the segment is not mapped here.
-            ValueError: the object is not in the segment, or is not what the handle says.
-        """
-        self.check()
-        incarnation = handle.object.incarnation
-        with self._lock:
-            segment = self._segments.get(incarnation)
-        if segment is None:
-            raise MediaMissing(f"the store of incarnation {incarnation} is not mapped here")
-        return segment.view(handle)
-
-    def drop_segments(self, incarnations: Iterable[int]) -> None:
-        """Unmap the stores of these, each when its last view goes; one that is yet to come is refused.
-
-        The end of a store's connection, or `drop_sender`, leaves its segment here: requests that came by way of other
-        API servers may still need the objects of a dead one.
-        """
-        with self._lock:
-            for incarnation in incarnations:
-                self._unmapped.add(incarnation)
-                self._segments.pop(incarnation, None)
 
     def release(self, messages: Iterable[MessageId]) -> list[MessageId]:
         """Drop these messages, received or yet to come; returns those that were not reported, nor ever will be.
@@ -245,7 +213,6 @@ class MediaInputs:
         os.close(self._wake)
         with self._lock:
             self._senders.clear()
-            self._segments.clear()
 
     # --- receiver thread ---
 
@@ -278,7 +245,7 @@ class MediaInputs:
             self._handle(arrival)
         # Returning drops `arrival`: in the loop above it would keep the last message's memory until the next one.
 
-    def _arrivals(self, source: zmq.Socket | int) -> Iterator[Received | Failed | Attached]:
+    def _arrivals(self, source: zmq.Socket | int) -> Iterator[Received | Failed]:
         if source is self._direct.socket:
             return self._direct.receive()
         if isinstance(source, int) and source != self._wake:
@@ -288,11 +255,8 @@ class MediaInputs:
             return self._queue.receive(source)
         return iter(())
 
-    def _handle(self, arrival: Received | Failed | Attached) -> None:
+    def _handle(self, arrival: Received | Failed) -> None:
         """The first arrival of a message counts."""
-        if isinstance(arrival, Attached):
-            self._attach(arrival)
-            return
         message = arrival.message
         kept: Received | None = None
         with self._lock:
@@ -314,15 +278,6 @@ class MediaInputs:
             self._report(MediaReady(self._rank, message))
         else:
             self._report(MediaFailed(self._rank, message, arrival.why))
-
-    def _attach(self, attached: Attached) -> None:
-        with self._lock:
-            if attached.incarnation in self._unmapped:
-                attached.refused = "its owner is gone"
-            elif attached.incarnation in self._segments:
-                attached.refused = "its owner has another one here"
-            else:
-                self._segments[attached.incarnation] = attached.segment
 
     def _report(self, event: MediaReady | MediaFailed) -> None:
         self._core.send(self._me.encode(event), zmq.NOBLOCK)

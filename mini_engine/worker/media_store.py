@@ -1,23 +1,26 @@
-"""Where a rank finds an item's patches: received, in an API server's store, or kept for requests to come.
+"""Where a rank finds an item's patches: received, in the engine's media store, or kept for requests to come.
 
 What it keeps are its own copies, by media hash, on its own device. What to keep and what to drop is decided by the
-engine core; all ranks of an engine keep the same. Not `api/media_store.py`, the API server's end of the shared memory.
+engine core; all ranks of an engine keep the same. Not `core/media_store.py`, which
+owns the pages of the shared memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from mini_engine.messages import KeepMedia, MediaItem, StoreHandle, TensorHandle
+from mini_engine.transport.arena import ReadableMemory
 
 
 class MediaStore:
-    """`received` gives the tensor of a handle, valid until its message is released; `stored` that of an object in a
-    store, on the CPU, valid until its owner frees it."""
+    """`received` gives the tensor of a handle, valid until its message is released; `stored` is the memory of the
+    engine's media store, if it has one: what lies there stays as long as a request refers to it."""
 
-    def __init__(self, received: Callable[[TensorHandle], Tensor], stored: Callable[[StoreHandle], Tensor]):
+    def __init__(self, received: Callable[[TensorHandle], Tensor], stored: ReadableMemory | None = None):
         self._received = received
         self._stored = stored
         self._kept: dict[bytes, Tensor] = {}
@@ -40,17 +43,24 @@ class MediaStore:
             if self._kept.pop(value, None) is None:
                 raise RuntimeError(f"media {value.hex()} is to be dropped, but is not kept here")
 
-    def patches(self, item: MediaItem) -> Tensor:
-        """uint8 `[t * h * w, 3 * temporal_patch_size * patch_size**2]` of an item; only to be read.
+    def register(self, nbytes: int) -> None:
+        """So much of the store, from its start, is in use, or soon will be."""
+        if self._stored is not None:
+            self._stored.register(nbytes)
+
+    def patches(self, item: MediaItem, first: int, stop: int) -> Tensor:
+        """Rows `first .. stop` of an item's patches, uint8 `[stop - first, 3 * temporal_patch_size * patch_size**2]`,
+        only to be read: a view, or a copy of what lies in several extents.
 
         Raises:
             RuntimeError: it came without a tensor and is not kept.
         """
         if isinstance(item.patches, TensorHandle):
-            return self._received(item.patches)
+            return self._received(item.patches)[first:stop]
         if isinstance(item.patches, StoreHandle):
-            return self._stored(item.patches)
+            assert self._stored is not None
+            return self._stored.rows(item.patches.extents, item.patches.shape, torch.uint8, first, stop)
         kept = self._kept.get(item.media_hash)
         if kept is None:
             raise RuntimeError(f"media {item.media_hash.hex()} came without a tensor, but is not kept here")
-        return kept
+        return kept[first:stop]

@@ -21,13 +21,13 @@ from mini_engine.messages import (
     NewSequence,
     Step,
     StepResult,
-    StoreHandle,
     TensorHandle,
 )
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.rope import Grid
 from mini_engine.model.text import MediaRows
 from mini_engine.model.vision_language import VisionLanguageModel
+from mini_engine.transport.arena import ReadableMemory
 from mini_engine.worker import sampler
 from mini_engine.worker.attention import AttentionBackend, StepAttention
 from mini_engine.worker.batch import FlatBatch, build_batch
@@ -46,23 +46,19 @@ NO_TOKENS = np.empty(0, dtype=np.int64)
 class Media(Protocol):
     """Where received tensors lie; `media_inputs.py` has the real one."""
 
+    store: ReadableMemory | None  # the engine's media store
+
     def check(self) -> None:
         """Raise a RuntimeError if nothing is received any more."""
 
     def tensor(self, handle: TensorHandle) -> Tensor:
         """The tensor that `handle` stands for: uint8, valid until its message is released."""
 
-    def stored(self, handle: StoreHandle) -> Tensor:
-        """The object of a store that `handle` stands for: uint8, on the CPU, valid until its owner frees it."""
-
     def release(self, messages: list[MessageId]) -> list[MessageId]:
         """Drop these messages, received or yet to come; returns those that were not reported, nor ever will be."""
 
     def drop_sender(self, incarnation: int) -> None:
         """Drop all messages of an incarnation, received or yet to come."""
-
-    def drop_segments(self, incarnations: list[int]) -> None:
-        """Unmap the stores of these incarnations, mapped or yet to come."""
 
 
 class DecodeSteps(Protocol):
@@ -117,7 +113,7 @@ class ModelRunner:
         self._to_device = to_device or partial(Tensor.to, device=self._device)
         self._sequences: dict[str, SequenceState] = {}
         self._encoded = EncoderCache()
-        self._store = MediaStore(media.tensor, media.stored)
+        self._store = MediaStore(media.tensor, media.store)
         self._decode: DecodeBatch | None = None  # the last step's, if it was one
         self._sampling: Sampling | None = None  # the last step's, as long as its tokens are not taken
 
@@ -159,6 +155,8 @@ class ModelRunner:
         self._media.check()  # in an empty step, too: a rank that receives nothing answers no ping
         self._forget(step.finished)
         self._encoded.evict(step.evict)
+        if step.media_mark is not None:
+            self._store.register(step.media_mark)
         self._store.drop(step.drop)
         self._store.keep(step.keep)
         self._begin(step.started)
@@ -207,7 +205,7 @@ class ModelRunner:
         grids: list[Grid] = []
         for item, entry in zip(items, media, strict=True):
             _, h, w = entry.grid_thw
-            raw.append(self._store.patches(entry)[item.first * h * w : (item.first + item.count) * h * w])
+            raw.append(self._store.patches(entry, item.first * h * w, (item.first + item.count) * h * w))
             grids.append((item.count, h, w))
         for item, entry, rows in zip(items, media, self.encode_patches(raw, grids), strict=True):
             per_grid = entry.num_tokens // entry.grid_thw[0]
@@ -297,8 +295,6 @@ class ModelRunner:
         unreported = self._media.release(step.release) if step.release else []
         for incarnation in step.drop_senders:
             self._media.drop_sender(incarnation)
-        if step.drop_segments:
-            self._media.drop_segments(step.drop_segments)
         return unreported
 
 

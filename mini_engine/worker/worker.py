@@ -29,6 +29,7 @@ from mini_engine.model.parallel import RankEnded, RankLost, TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
+from mini_engine.transport.arena import ReadableMemory
 from mini_engine.transport.cuda_memory import CudaMapped, on_stream
 from mini_engine.worker.attention import AttentionBackend, choose_backend, leave_out_cudnn, make_backend
 from mini_engine.worker.device_memory import MemoryUse
@@ -197,6 +198,8 @@ def receive_media(
     media = MediaInputs(
         address, init.core_workers[engine], child.encoder, rank, child.context, to_device, pin, map_slots
     )
+    if child.media_stores:
+        media.store = ReadableMemory(child.media_stores[0], pin)
     media.start()
     return media
 

@@ -1,0 +1,330 @@
+"""Cached media: which items this engine's ranks can read, which requests refer to them, and what makes room.
+
+Cache type `shm`, `MediaStore`: one shared memory per engine. The engine core owns its pages and never maps it.
+
+    API server                                   engine core                     ranks
+      Lookup(request, hashes) ──────────────────► reference what is there
+      ◄───────────────── Found(facts of each)
+      decode and process what is absent
+      Reserve(request, facts) ──────────────────► allocate, evict the longest unused
+      ◄───────────────── Reserved(number, extents)
+      copy to the extents
+      Written(number, requests that wait) ──────► readable; a reference for each of them
+      NewRequest(items named by hash) ──────────► resolved through its own references ──► view of the extents
+                                                  the last step that reads them retires: the references end
+
+References are held by a request's id, and `NewRequest` is resolved through them, never through the directory: what a
+request was told is there cannot be missing later. A reservation belongs to the API server that writes it, and not to a
+request: it ends by `Written` or `Abandoned`, or when that process is dead, and by nothing else, since a thread may be
+writing to the pages until then.
+
+Cache type `lru`, `RankCopies`: every rank keeps its own copies; the steps say what to keep and what to drop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from mini_engine.core.idle import Idle
+from mini_engine.messages import (
+    CachedMedia,
+    KeepMedia,
+    MediaItem,
+    NewRequest,
+    Reserved,
+    StoreHandle,
+    TensorHandle,
+)
+from mini_engine.transport.pages import PAGE_BYTES, Extent, PageAllocator, pages_for
+
+Owner = tuple[int, str]
+"""Incarnation of an API server, and the id of one of its requests."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Entry:
+    """One cached item."""
+
+    media: CachedMedia
+    nbytes: int
+    extents: list[Extent] = dataclasses.field(default_factory=list)  # in the store; none: the ranks have copies
+    references: int = 0
+    listed: bool = True  # `look_up` finds it
+
+
+References = dict[bytes, Entry]
+"""A request's, by media hash."""
+
+
+class MediaDirectory:
+    """Cached items by hash, and the references to them. What both types of cache share; by itself it stays empty."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.num_bytes_pinned = 0  # of those, the part that is referred to
+        self.num_references = 0
+        self.num_evictions = 0
+        self.idle: Idle[Entry] = Idle()  # listed and not referred to
+        self._listed: dict[bytes, Entry] = {}
+        self._held: dict[Owner, References] = {}  # of requests that have not come yet
+        # What the next step has to tell the ranks:
+        self.keep: list[KeepMedia] = []
+        self.drop: list[bytes] = []
+        self.mark: int | None = None  # bytes of the store to register as pinned memory
+
+    def look_up(self, owner: Owner, hashes: Iterable[bytes]) -> list[CachedMedia]:
+        """Those that are there; the request refers to them from now on."""
+        found = [self._listed[value] for value in hashes if value in self._listed]
+        for entry in found:
+            self._refer(owner, entry)
+        return [entry.media for entry in found]
+
+    def release_request(self, owner: Owner) -> None:
+        """It ends before it has come."""
+        self.release(self._held.pop(owner, {}))
+
+    def claim(self, owner: Owner) -> References:
+        """The request has come: its references, which are the caller's until `release` or `hand_back`."""
+        return self._held.pop(owner, {})
+
+    def hand_back(self, owner: Owner, references: References) -> None:
+        """The request was turned down, and comes again or is released."""
+        if references:
+            self._held[owner] = references
+
+    def resolve(self, new: NewRequest, references: References) -> NewRequest:
+        """`new` as the ranks need it: they know what it names by hash."""
+        assert all(item.patches is not None or item.media_hash in references for item in new.media)
+        return new
+
+    def release(self, references: References) -> None:
+        """The request refers to them no more: they were used until now."""
+        for entry in references.values():
+            entry.references -= 1
+            self.num_references -= 1
+            if not entry.references:
+                self.num_bytes_pinned -= entry.nbytes
+                self._on_unreferenced(entry)
+
+    def on_api_server_gone(self, incarnation: int) -> None:
+        """It is dead: so are its requests that have not come."""
+        for owner in [owner for owner in self._held if owner[0] == incarnation]:
+            self.release_request(owner)
+
+    def arrived(self, item: MediaItem) -> None:
+        """The tensor of `item` lies on all ranks."""
+
+    def kept(self, value: bytes) -> None:
+        """A step that says `KeepMedia` has run on all ranks."""
+
+    def reset(self) -> None:
+        """Drop what is not referred to."""
+        self._evict(list(self.idle))
+
+    def _list(self, entry: Entry) -> None:
+        self._listed[entry.media.media_hash] = entry
+
+    def _refer(self, owner: Owner, entry: Entry) -> None:
+        held = self._held.setdefault(owner, {})
+        if entry.media.media_hash in held:
+            return
+        held[entry.media.media_hash] = entry
+        if entry in self.idle:
+            self.idle.remove(entry)
+        if not entry.references:
+            self.num_bytes_pinned += entry.nbytes
+        entry.references += 1
+        self.num_references += 1
+
+    def _on_unreferenced(self, entry: Entry) -> None:
+        if entry.listed:
+            self.idle.add(entry, self._size(entry))
+        else:
+            self._free([entry])
+
+    def _evict(self, entries: Iterable[Entry]) -> None:
+        """These, which are idle."""
+        for entry in entries:
+            self.idle.remove(entry)
+            del self._listed[entry.media.media_hash]
+        self._free(entries)
+
+    def _size(self, entry: Entry) -> int:
+        """What it takes of the room that `idle` counts."""
+        return entry.nbytes
+
+    def _free(self, entries: Iterable[Entry]) -> None:
+        self.num_bytes -= sum(entry.nbytes for entry in entries)
+
+
+class RankCopies(MediaDirectory):
+    """Cache type `lru`: at most `capacity` bytes of copies in each rank; 0 keeps nothing."""
+
+    def __init__(self, capacity: int):
+        super().__init__()
+        self.capacity = capacity
+        self._unready: dict[bytes, Entry] = {}  # on their way to be copied
+
+    def arrived(self, item: MediaItem) -> None:
+        """See `MediaDirectory`: keep it, unless it is kept already or finds no room."""
+        assert isinstance(item.patches, TensorHandle)
+        value, nbytes = item.media_hash, math.prod(item.patches.shape)
+        if value in self._listed or value in self._unready or self.num_bytes - self.idle.size + nbytes > self.capacity:
+            return
+        while self.num_bytes + nbytes > self.capacity:
+            self._evict([self.idle.longest_unused()])
+            self.num_evictions += 1
+        self._unready[value] = Entry(CachedMedia.of(item), nbytes)
+        self.num_bytes += nbytes
+        self.keep.append(KeepMedia(value, item.patches))
+
+    def kept(self, value: bytes) -> None:
+        """See `MediaDirectory`."""
+        entry = self._unready.pop(value)
+        self._list(entry)
+        self.idle.add(entry, entry.nbytes)
+
+    def _free(self, entries: Iterable[Entry]) -> None:
+        super()._free(entries)
+        self.drop += [entry.media.media_hash for entry in entries]
+
+
+@dataclasses.dataclass(slots=True)
+class Reservation:
+    """Pages that an API server is writing an item to."""
+
+    incarnation: int
+    media: CachedMedia
+    extents: list[Extent]
+    listed: bool = True  # to be
+
+
+class MediaStore(MediaDirectory):
+    """Cache type `shm`: the pages of one shared memory of `nbytes`.
+
+    Args:
+        nbytes: what all items together may take, each in whole pages.
+        row_bytes: bytes of one patch.
+        available: see `PageAllocator`.
+        is_registered: whether the ranks register the memory up to the mark, which gives it memory.
+    """
+
+    def __init__(self, nbytes: int, row_bytes: int, available: Callable[[], int], is_registered: bool = False):
+        super().__init__()
+        self._is_registered = is_registered
+        self.pages = PageAllocator(nbytes, available)
+        self._row_bytes = row_bytes
+        self._numbers = itertools.count(1)
+        self._reservations: dict[int, Reservation] = {}
+        self._being_written: set[bytes] = set()
+
+    @property
+    def num_reservations(self) -> int:
+        """Items that are being written."""
+        return len(self._reservations)
+
+    def reserve(self, owner: Owner, media: CachedMedia) -> Reserved:
+        """Pages for an item that a request brings; or a reference, if it has come to be there meanwhile."""
+        value = media.media_hash
+        if value in self._listed:
+            self._refer(owner, self._listed[value])
+            return Reserved(value, "present")
+        if value in self._being_written:
+            return Reserved(value, "busy")
+        extents = self._allocate(self._nbytes(media))
+        if extents is None:
+            return Reserved(value, "full")
+        number = next(self._numbers)
+        self._reservations[number] = Reservation(owner[0], media, extents)
+        self._being_written.add(value)
+        return Reserved(value, "reserved", number, extents)
+
+    def written(self, number: int, owners: Iterable[Owner]) -> None:
+        """The item is readable; these requests refer to it."""
+        reservation = self._end_reservation(number)
+        self.pages.written(reservation.extents)
+        entry = Entry(reservation.media, self._nbytes(reservation.media), reservation.extents)
+        entry.listed = reservation.listed
+        self.num_bytes += entry.nbytes
+        if entry.listed:
+            self._list(entry)
+        for owner in owners:
+            self._refer(owner, entry)
+        if not entry.references:
+            self._on_unreferenced(entry)
+
+    def abandoned(self, number: int) -> None:
+        """It is not written, nor will be."""
+        self.pages.free(self._end_reservation(number).extents)
+
+    def resolve(self, new: NewRequest, references: References) -> NewRequest:
+        """See `MediaDirectory`: names become handles."""
+        media = [
+            item if item.patches is not None else self._with_handle(item, references[item.media_hash])
+            for item in new.media
+        ]
+        return msgspec.structs.replace(new, media=media)
+
+    def on_api_server_gone(self, incarnation: int) -> None:
+        """See `MediaDirectory`. What it has written stays, what it was writing is free again."""
+        super().on_api_server_gone(incarnation)
+        theirs = [number for number, one in self._reservations.items() if one.incarnation == incarnation]
+        for number in theirs:
+            self.abandoned(number)
+
+    def reset(self) -> None:
+        """See `MediaDirectory`. No later request finds the rest of it, nor what is being written."""
+        super().reset()
+        for entry in self._listed.values():
+            entry.listed = False
+        self._listed.clear()
+        for reservation in self._reservations.values():
+            reservation.listed = False
+        self._being_written.clear()
+
+    def _allocate(self, nbytes: int) -> list[Extent] | None:
+        """Free pages, or those of the longest unused items, if both together are enough."""
+        before = self.pages.mark
+        extents = self.pages.allocate(nbytes)
+        if self._is_registered and self.pages.mark > before:
+            self.pages.written([(before, self.pages.mark - before)])
+            self.mark = self.pages.mark * PAGE_BYTES
+        if extents is not None:
+            return extents
+        missing = (pages_for(nbytes) - self.pages.num_free) * PAGE_BYTES
+        if missing > self.idle.size:
+            return None
+        victims: list[Entry] = []
+        for entry in self.idle:
+            if missing <= 0:
+                break
+            victims.append(entry)
+            missing -= self._size(entry)
+        self._evict(victims)
+        self.num_evictions += len(victims)
+        return self.pages.allocate(nbytes)
+
+    def _end_reservation(self, number: int) -> Reservation:
+        reservation = self._reservations.pop(number)
+        if reservation.listed:
+            self._being_written.discard(reservation.media.media_hash)
+        return reservation
+
+    def _with_handle(self, item: MediaItem, entry: Entry) -> MediaItem:
+        rows = math.prod(entry.media.grid_thw)
+        return msgspec.structs.replace(item, patches=StoreHandle(entry.extents, (rows, self._row_bytes)))
+
+    def _nbytes(self, media: CachedMedia) -> int:
+        return math.prod(media.grid_thw) * self._row_bytes
+
+    def _size(self, entry: Entry) -> int:
+        return pages_for(entry.nbytes) * PAGE_BYTES
+
+    def _free(self, entries: Iterable[Entry]) -> None:
+        super()._free(entries)
+        self.pages.free(extent for entry in entries for extent in entry.extents)
