@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,7 +31,10 @@ from mini_engine.messages import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from mini_engine.transport.arena import WritableMemory
+    from mini_engine.transport.pages import Extent
 
 INLINE_COPY_BYTES = 4 << 20  # copies up to this size cost less than handing them to a thread and back
 SHM_STORE = "shm_store"  # beside the transports' names, in the metrics
@@ -201,19 +204,21 @@ class MediaStoreClient:
 
     async def _fill(self, write: _Write, reserved: Reserved) -> None:
         """Copy the item; no cancellation gets here, so that the reservation ends after the copy in any case."""
-        assert self._memory is not None
         if len(reserved.extents) > 1:
             metrics.mm_store_fragmented_total.inc()
         try:
             payload = write.item.patches.view(-1)  # type: ignore[union-attr]
             if payload.nbytes <= INLINE_COPY_BYTES:
-                self._memory.write(reserved.extents, payload)
+                self._copy(reserved.extents, payload)
             else:
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(None, self._memory.write, reserved.extents, payload, 0)
+                await asyncio.get_running_loop().run_in_executor(None, self._copy, reserved.extents, payload)
         except OSError:  # no memory for the pages
             self._send(Abandoned(reserved.number))
             return
         write.readers = set(write.waiting)
         self._held |= write.waiting
         self._send(Written(reserved.number, list(write.waiting)))
+
+    def _copy(self, extents: Sequence[Extent], payload: torch.Tensor) -> None:
+        assert self._memory is not None
+        self._memory.write(extents, payload)

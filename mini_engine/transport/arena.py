@@ -45,10 +45,6 @@ class WritableMemory:
             self._bytes.numpy()[start : start + nbytes] = source[:nbytes]
             source = source[nbytes:]
 
-    def fill(self, extents: Sequence[Extent], value: int) -> None:
-        """Set every byte of `extents`: tests make a view of the wrong pages visible by it."""
-        for first, count in extents:
-            self._bytes[first * PAGE_BYTES : (first + count) * PAGE_BYTES] = value
 
 
 class ReadableMemory:

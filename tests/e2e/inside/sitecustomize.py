@@ -82,20 +82,22 @@ def in_mid_request(execute: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def strict(init: Callable[..., None]) -> Callable[..., None]:
-    """The store fills what it frees with 0xFF: whoever still reads it gives another answer. And it is told that no
-    memory is free while there is a file `no-memory`."""
+def scrubbed(write: Callable[..., None]) -> Callable[..., None]:
+    """What is written to pages is 0xFF first: a reader of what lay there before gives another answer."""
 
-    @functools.wraps(init)
-    def wrapper(*args: Any, **kwargs: Any) -> None:
-        from mini_engine.free_memory import available_memory
+    @functools.wraps(write)
+    def wrapper(memory: Any, extents: Any, *payload: Any) -> None:
+        import torch
 
-        def available() -> int:
-            return 0 if os.path.exists(f"{DIRECTORY}/no-memory") else available_memory()
-
-        init(*args, **kwargs, scrub=True, available=available)
+        write(memory, extents, torch.full((sum(count for _, count in extents) << 16,), 0xFF, dtype=torch.uint8))
+        write(memory, extents, *payload)
 
     return wrapper
+
+
+def short(available: Callable[[], int]) -> Callable[[], int]:
+    """The store is told that no memory is free while there is a file `no-memory`."""
+    return lambda: 0 if os.path.exists(f"{DIRECTORY}/no-memory") else available()
 
 
 # What is else copied in the event loop, for it is small, is copied in a thread: a barrier holds nobody else there.
@@ -118,14 +120,15 @@ BARRIERS: dict[str, dict[str, Wrap]] = {
     "mini_engine.api.server": {"load": behind("loading-api"), "HttpServer.startup": behind("listening")},
     "mini_engine.worker.worker": {"load_model": behind("loading-worker"), "warm_up": behind("warming-up")},
     "mini_engine.media.processor": {"MediaProcessor.process_video": behind("processing")},
-    "mini_engine.transport.segment": {"Slot.fill": behind("storing")},
-    "mini_engine.transport.shm_store": {"ShmStoreWriter.__init__": strict},
+    "mini_engine.api.media_store": {"MediaStoreClient._copy": behind("storing")},
+    "mini_engine.transport.arena": {"WritableMemory.write": scrubbed},
     "mini_engine.worker.media_inputs": {
         # A connection is readable, and nothing has been read from it.
         "MediaInputs._serve_source": behind("receiving", lambda self, source: source != self._wake),
     },
     "mini_engine.core.engine_core": {
         "EngineCore._accept": behind("accepting"),
+        "available_memory": short,
         "engine_limits": behind("loading-core"),
     },
     "mini_engine.worker.model_runner": {"ModelRunner.execute": in_mid_request},
@@ -153,7 +156,9 @@ def of_core(core: Any) -> Figures:
         "KV blocks": core.blocks.num_used,
         "encoder tokens in use": core.encoder.num_tokens - core.encoder.idle.size,
         "media references": core.media.num_references,
-        "media bytes in use": core.media.num_bytes - core.media.idle.size,
+        "media bytes in use": core.media.num_bytes_pinned,
+        "requests that refer to media": len(core.media._held),
+        "reservations": len(getattr(core.media, "_reservations", ())),
         "steps in flight": len(core.steps.in_flight),
         "untold": sum(map(len, (core.steps.finished, core.steps.release, core.steps.drop_senders))),
         "unreferenced": len(core.steps.unreferenced),
@@ -161,17 +166,11 @@ def of_core(core: Any) -> Figures:
     return held, {"encoder tokens": core.encoder.num_tokens, "media bytes": core.media.num_bytes}
 
 
-def of_store(store: Any) -> Figures:
-    objects = store._objects.values()
-    held = {"pins": sum(one.pins for one in objects), "votes": sum(len(one.asked) for one in objects)}
-    return held | {"being written": len(store._writing)}, {"objects": len(objects)}
-
-
 def of_inputs(inputs: Any) -> Figures:
     with inputs._lock:
         messages = [message for sender in inputs._senders.values() for message in sender.messages.values()]
     tensors = [tensor for message in messages for tensor in message.tensors]
-    kept = {"senders": len(inputs._senders), "segments": len(inputs._segments)}
+    kept = {"senders": len(inputs._senders)}
     return {"tensors": len(tensors), "tensor bytes": sum(tensor.nbytes for tensor in tensors)}, kept
 
 
@@ -204,9 +203,15 @@ FIGURES: dict[str, dict[str, Callable[[Any], Figures]]] = {
     "mini_engine.api.engine": {
         "Engine": lambda engine: ({"samples": len(engine.requests), "preparing": engine.preparing}, {}),
     },
-    "mini_engine.api.media_store": {"MediaStore": of_store},
-    "mini_engine.transport.shm_store": {
-        "ShmStoreWriter": lambda store: ({}, {"store bytes": store._allocator.used_bytes, "slots": len(store._slots)}),
+    "mini_engine.api.media_store": {
+        "MediaStoreClient": lambda client: (
+            {
+                "look-ups": len(client._lookups),
+                "being written": len(client._writes),
+                "requests that refer to media": len(client._held),
+            },
+            {},
+        ),
     },
     "mini_engine.transport.tensor_ipc": {"TensorIpcSender": of_tensor_queue},
     "mini_engine.transport.direct_rpc": {
