@@ -57,7 +57,6 @@ from mini_engine.messages import (
     SampledToken,
     StepResult,
     TensorHandle,
-    Withdraw,
 )
 from mini_engine.model.config import ModelConfig
 from mini_engine.transport import sockets
@@ -121,8 +120,6 @@ class EngineCore:
     def _handle(self, envelope: Envelope) -> None:
         match envelope.body:
             case StepResult() as result:
-                for message in result.unreported:
-                    self.arrivals.report(message, result.rank, usable=False)
                 for flight in self.steps.report(result):
                     self._retire(flight)
             case NewRequest() as new:
@@ -131,11 +128,11 @@ class EngineCore:
                 if (request := self.requests.get(request_id)) is not None:
                     self._finish(request, reason)
             case MediaReady(rank=rank, message=message):
-                self.arrivals.report(message, rank, usable=True)
+                self.steps.release += self.arrivals.report(message, rank, usable=True)
                 self._start_if_ready(message)
             case MediaFailed(message=message, rank=rank, why=why):
                 logger.error("rank %d cannot use tensor message %d: %s", rank, message.number, why)
-                self.arrivals.report(message, rank, usable=False)
+                self.steps.release += self.arrivals.report(message, rank, usable=False)
                 if (request := self.awaiting_media.request_for(message)) is not None:
                     self._turn_down(request)
             case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
@@ -155,8 +152,6 @@ class EngineCore:
                     self.links.send(peer, answer)
             case AskFigures():
                 self.links.send(peer, self._figures())
-            case Withdraw(messages=messages):
-                self.steps.release += messages
             case Ping(number=number):
                 self.steps.pings.append((peer, number))
             case ResetCaches(number=number):
@@ -171,7 +166,7 @@ class EngineCore:
         """Take a request and its siblings in: each of them ends exactly once from here on."""
         if missing := self.media.missing(new.media):
             # It comes again with all of its tensors, in another message.
-            self.steps.release += tensor_messages(new)
+            self.steps.release += self.arrivals.release(tensor_messages(new))
             self.links.send(sockets.identity(sender, incarnation), MediaMiss(new.request_id, missing))
             return
         new = self.media.resolve(new)
@@ -215,19 +210,19 @@ class EngineCore:
         self.scheduler.add(request)
 
     def _expire_media(self) -> None:
-        """Have the requests sent again whose media did not come in time."""
+        """Turn down the requests whose media did not come in time."""
         for request in self.awaiting_media.expired(time.monotonic()):
             logger.warning("%s: its media are not on all ranks in time", request.id, extra=about(request.id))
-            self._turn_down(request)
+            self._turn_down(request, late=True)
 
-    def _turn_down(self, request: Request) -> None:
+    def _turn_down(self, request: Request, late: bool = False) -> None:
         """Its tensors do not reach all ranks: nothing of it and its siblings stays, and its API server is told."""
         brought = [item for item in request.media if isinstance(item.patches, TensorHandle)]
         # Not those that another request has brought meanwhile: its API server would forget them for good.
         lost = self.media.missing(msgspec.structs.replace(item, patches=None) for item in brought)
         for member in [*request.siblings, request]:
             self._remove(member)
-        self.links.send(sockets.identity(request.sender, request.incarnation), MediaMiss(request.id, lost))
+        self.links.send(sockets.identity(request.sender, request.incarnation), MediaMiss(request.id, lost, late))
 
     def _on_api_server_gone(self, sender: str, incarnation: int) -> None:
         """Its requests end without anybody to tell, and the ranks forget its tensors."""
@@ -260,7 +255,7 @@ class EngineCore:
         """Give them back, once: when the next step, which is the last to read them, retires."""
         if not tensors.released:
             tensors.released = True
-            self.steps.release += tensors.messages
+            self.steps.release += self.arrivals.release(tensors.messages)
             self.steps.unreferenced += tensors.references
 
     # --- retire ------------------------------------------------------------------------------------------------------
@@ -280,7 +275,6 @@ class EngineCore:
             if request is not None:  # it may have ended while the step ran: then nobody wants the token
                 self._deliver(request, sampled)
         for message in flight.step.release:
-            self.arrivals.released(message)
             self.outbox.consumed(message)
         self.media.release(flight.unreferenced)
 

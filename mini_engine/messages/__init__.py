@@ -62,7 +62,6 @@ from mini_engine.messages.requests import (
     StoredMedia,
     TokenLogprob,
     Unwanted,
-    Withdraw,
 )
 from mini_engine.messages.steps import (
     Chunk,
@@ -82,12 +81,9 @@ from mini_engine.messages.tensors import (
     MessageId,
     Modality,
     ProbeResult,
-    Segment,
-    SegmentGrown,
     StoreHandle,
     StoreObject,
     TensorHandle,
-    TensorLayout,
     TensorMessage,
     TransportName,
 )
@@ -146,8 +142,6 @@ __all__ = [
     "Role",
     "SampledToken",
     "SamplingParams",
-    "Segment",
-    "SegmentGrown",
     "Serving",
     "Sibling",
     "Start",
@@ -157,13 +151,11 @@ __all__ = [
     "StoreObject",
     "StoredMedia",
     "TensorHandle",
-    "TensorLayout",
     "TensorMessage",
     "TokenLogprob",
     "TransportChoice",
     "TransportName",
     "Unwanted",
-    "Withdraw",
     "WorkerReady",
 ]
 
@@ -184,7 +176,7 @@ AnyMessage = (
     Hello | Init | Ready | Refused | Start | Serving | Drain | PeerGone
     | NewRequest | Finish | ResetCaches | Outputs | Consumed | CachesReset | Ping | Pong
     | Attach | Cached | Evicted | Accepted | MediaMiss
-    | Offer | Retract | Retracted | Busy | LastUsed | Unwanted | Withdraw | AskFigures | Figures
+    | Offer | Retract | Retracted | Busy | LastUsed | Unwanted | AskFigures | Figures
     | Step | StepResult | WorkerReady | MediaReady | MediaFailed
-    | TensorMessage | ProbeResult | Segment | SegmentGrown | DeviceSlots
+    | TensorMessage | ProbeResult | DeviceSlots
 )  # fmt: skip

@@ -136,17 +136,13 @@ class Accepted(Message, frozen=True):
 class MediaMiss(Message, frozen=True):
     """Core -> API server: this request was not accepted, since these are not there; send it again with their tensors.
 
-    They were named and are not cached (any more), or their tensors did not reach all ranks.
+    They were named and are not cached (any more), or a rank cannot use their tensors. `late`: tensors have not reached
+    all ranks in time. They are in order and still on their way, so sending them again would not help.
     """
 
     request_id: str
     hashes: list[bytes]
-
-
-class Withdraw(Message, frozen=True):
-    """API server -> core: no request will come for these tensor messages, which some ranks have or may get."""
-
-    messages: list[MessageId]
+    late: bool = False
 
 
 class Finish(Message, frozen=True):

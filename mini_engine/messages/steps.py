@@ -66,7 +66,7 @@ class Step(Message, frozen=True):
     started: list[NewSequence] = []
     encode: list[EncodeItem] = []
     chunks: list[Chunk] = []
-    release: list[MessageId] = []  # drop these tensor messages, received or yet to come
+    release: list[MessageId] = []  # drop these tensor messages, which every rank has reported
     drop_senders: list[int] = []  # drop all messages of these incarnations, received or yet to come
     drop_segments: list[int] = []  # unmap the store segments of these incarnations: no item refers to them any more
 
@@ -83,7 +83,6 @@ class StepResult(Message, frozen=True):
     number: int
     tokens: list[SampledToken] = []
     rank: int = 0
-    unreported: list[MessageId] = []  # released by this step; the rank has not reported them, nor will it
 
 
 class WorkerReady(Message, frozen=True):

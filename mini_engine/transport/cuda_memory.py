@@ -17,8 +17,7 @@ from collections.abc import Iterator
 import torch
 
 from mini_engine.messages import DeviceSlots
-from mini_engine.transport.base import DeviceType, TransportError
-from mini_engine.transport.cuda_slots import Export
+from mini_engine.transport.codec import TransportError
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ class _MemoryHandle(ctypes.Structure):
 class CudaStaging:
     """`cuda_slots.Staging` on one CUDA device."""
 
-    takes: DeviceType = "cuda"
+    device_type = "cuda"
 
     def __init__(self, device: torch.device):
         self._device = torch.device("cuda", device.index or 0)
@@ -55,29 +54,29 @@ class CudaStaging:
             self._address = address.value or 0
             return _view(self._address, slots * nbytes, self._device)
 
-    def export(self) -> Export:
+    def export(self, nbytes: int) -> DeviceSlots:
         """See `cuda_slots.Staging`."""
         with _refusing(), torch.cuda.device(self._device):
             handle = _MemoryHandle()
             _call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(self._address))
-            return Export(self._device.index, bytes(handle), [event.ipc_handle() for event in self._filled])
+            filled = [event.ipc_handle() for event in self._filled]
+            return DeviceSlots(self._device.index, nbytes, bytes(handle), filled)
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `cuda_slots.Staging`."""
         with _refusing():
             return tensor.to(self._device)
 
-    def fill(self, slot: int, memory: torch.Tensor, tensor: torch.Tensor) -> None:
+    def fill(self, slot: int, memory: torch.Tensor, content: torch.Tensor) -> None:
         """See `cuda_slots.Staging`."""
-        if tensor.device != self._device:
-            raise TransportError(f"a tensor on {tensor.device} cannot be copied to a slot on {self._device}")
+        if content.device != self._device:
+            raise TransportError(f"a tensor on {content.device} cannot be copied to a slot on {self._device}")
         with _refusing():
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with on_stream(self._stream):
-                content = tensor.detach().resolve_neg().contiguous().view(-1).view(torch.uint8)
                 memory.copy_(content, non_blocking=True)
                 self._filled[slot - 1].record(self._stream)
-            tensor.record_stream(self._stream)  # its memory is not to be another's before it is copied
+            content.record_stream(self._stream)  # its memory is not to be another's before it is copied
 
     def settle(self, slot: int) -> None:
         """See `cuda_slots.Staging`."""

@@ -21,7 +21,6 @@ from mini_engine.messages import (
     NewSequence,
     Step,
     StepResult,
-    StoreHandle,
     TensorHandle,
 )
 from mini_engine.model.parallel import TensorParallel
@@ -49,20 +48,14 @@ class Media(Protocol):
     def check(self) -> None:
         """Raise a RuntimeError if nothing is received any more."""
 
-    def tensor(self, handle: TensorHandle) -> Tensor:
-        """The tensor that `handle` stands for: uint8, valid until its message is released."""
+    def rows(self, handle: TensorHandle, first: int, stop: int) -> Tensor:
+        """Rows of the tensor that `handle` stands for: uint8, valid until its message is released."""
 
-    def stored(self, handle: StoreHandle) -> Tensor:
-        """The object of a store that `handle` stands for: uint8, on the CPU, valid until its owner frees it."""
-
-    def release(self, messages: list[MessageId]) -> list[MessageId]:
-        """Drop these messages, received or yet to come; returns those that were not reported, nor ever will be."""
+    def release(self, messages: list[MessageId]) -> None:
+        """Drop these messages, which were reported."""
 
     def drop_sender(self, incarnation: int) -> None:
         """Drop all messages of an incarnation, received or yet to come."""
-
-    def drop_segments(self, incarnations: list[int]) -> None:
-        """Unmap the stores of these incarnations, mapped or yet to come."""
 
 
 class DecodeSteps(Protocol):
@@ -117,7 +110,7 @@ class ModelRunner:
         self._to_device = to_device or partial(Tensor.to, device=self._device)
         self._sequences: dict[str, SequenceState] = {}
         self._encoded = EncoderCache()
-        self._store = MediaStore(media.tensor, media.stored)
+        self._store = MediaStore(media.rows)
         self._decode: DecodeBatch | None = None  # the last step's, if it was one
         self._sampling: Sampling | None = None  # the last step's, as long as its tokens are not taken
 
@@ -164,8 +157,10 @@ class ModelRunner:
         self._begin(step.started)
         self._encode(step.encode)
         sampling = self._compute(step.chunks)
-        result = StepResult(step.number, rank=self._tp.rank, unreported=self._release(step))
-        return Launched(result, sampling, self._device)
+        self._media.release(step.release)
+        for incarnation in step.drop_senders:
+            self._media.drop_sender(incarnation)
+        return Launched(StepResult(step.number, rank=self._tp.rank), sampling, self._device)
 
     @torch.inference_mode()
     def encode_patches(self, raw: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
@@ -207,7 +202,7 @@ class ModelRunner:
         grids: list[Grid] = []
         for item, entry in zip(items, media, strict=True):
             _, h, w = entry.grid_thw
-            raw.append(self._store.patches(entry)[item.first * h * w : (item.first + item.count) * h * w])
+            raw.append(self._store.rows(entry, item.first * h * w, (item.first + item.count) * h * w))
             grids.append((item.count, h, w))
         for item, entry, rows in zip(items, media, self.encode_patches(raw, grids), strict=True):
             per_grid = entry.num_tokens // entry.grid_thw[0]
@@ -291,15 +286,6 @@ class ModelRunner:
             self._decode.feed(chosen)
         self._sampling = Sampling(HostCopy(chosen), batch, self._decode, sampled if self._tp.rank == 0 else None)
         return self._sampling
-
-    def _release(self, step: Step) -> list[MessageId]:
-        """Let go of what the step says; returns the messages that the core hears of by its result alone."""
-        unreported = self._media.release(step.release) if step.release else []
-        for incarnation in step.drop_senders:
-            self._media.drop_sender(incarnation)
-        if step.drop_segments:
-            self._media.drop_segments(step.drop_segments)
-        return unreported
 
 
 def _row_without_tokens(sequence: SequenceState, stop: int) -> sampler.Row:
