@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig
 from mini_engine.free_memory import processor_memory
-from mini_engine.transport.cuda_slots import StagingSlots
+from mini_engine.transport.cuda_memory import StagingSlots
 
 SLOT_ROOM = 64 << 10  # what a slot takes beside its message, and more
 CHECK_SECONDS = 1.0
@@ -55,7 +55,7 @@ def staging_slots(config: EngineConfig, index: int, engines: int) -> Callable[[]
         return None
     import torch
 
-    from mini_engine.transport.cuda_slots import CudaStaging
+    from mini_engine.transport.cuda_memory import CudaStaging
 
     nbytes = processor_memory(config).slots // (engines * STAGING_SLOTS) - SLOT_ROOM
     return lambda: StagingSlots(CudaStaging(torch.device(device)), STAGING_SLOTS, nbytes)

@@ -17,7 +17,7 @@ from mini_engine.free_memory import available_memory
 from mini_engine.messages import RankAddress, TransportChoice, TransportName
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import Encoder, TransportError
-from mini_engine.transport.cuda_slots import StagingSlots
+from mini_engine.transport.cuda_memory import StagingSlots
 from mini_engine.transport.pages import MARK_PAGES, PAGE_BYTES
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 

@@ -6,7 +6,7 @@ A frame brings one tensor: its head is a `TensorMessage`, and the placement says
 
     torch_shm    in extents of the API server's arena (`arena.py`); its descriptor came with the first such frame
     direct_rpc   they follow the head
-    CUDA slots   in a staging slot in device memory (`cuda_slots.py`), for CUDA tensors; beside either of the others
+    CUDA slots   in a staging slot in device memory (`cuda_memory.py`), for CUDA tensors; beside either of the others
 
 This file knows nothing of requests, of what waits for a message, or of when a rank has read it.
 """
@@ -40,7 +40,7 @@ from mini_engine.messages import (
 )
 from mini_engine.transport.arena import DTYPES, Arena, Pin, ReadableMemory, bytes_of
 from mini_engine.transport.codec import Encoder, TransportError, decode
-from mini_engine.transport.cuda_slots import Copied, MappedSlots, MapSlots, StagingSlots
+from mini_engine.transport.cuda_memory import Copied, MappedSlots, MapSlots, StagingSlots
 from mini_engine.transport.frames import Frame, FrameReceiver, FrameSender
 from mini_engine.transport.pages import MARK_PAGES, PAGE_BYTES, Extent
 from mini_engine.transport.sockets import BoundPath

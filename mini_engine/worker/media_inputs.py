@@ -20,7 +20,7 @@ import zmq
 from mini_engine.messages import MediaFailed, MediaReady, MessageId, RankAddress, TensorHandle
 from mini_engine.transport.arena import Pin, bytes_of
 from mini_engine.transport.codec import Encoder
-from mini_engine.transport.cuda_slots import MapSlots
+from mini_engine.transport.cuda_memory import MapSlots
 from mini_engine.transport.sockets import connect_dealer, identity
 from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver
 

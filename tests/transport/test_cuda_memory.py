@@ -1,0 +1,137 @@
+"""The CUDA calls of the staging slots: errors on a machine without a device; what needs a device is marked `gpu`."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mini_engine
+from mini_engine.messages import DeviceSlots
+from mini_engine.transport.codec import TransportError
+from mini_engine.transport.cuda_memory import CudaMapped, CudaStaging, check, use_cuda
+
+DEVICE = torch.device("cuda", 0)
+SLOTS = DeviceSlots(0, 4096, bytes(64), [bytes(64)])
+without_device = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+
+
+@pytest.mark.parametrize("start", [lambda: CudaStaging(DEVICE).allocate(1, 8), lambda: CudaMapped(DEVICE, SLOTS)])
+def test_missing_cuda_bindings_is_a_transport_error(start, monkeypatch) -> None:
+    """As with a CPU build of torch."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(TransportError, match="cuda.bindings is not installed: "):
+        start()
+
+
+@without_device
+@pytest.mark.parametrize("start", [lambda: CudaStaging(DEVICE).allocate(1, 8), lambda: CudaMapped(DEVICE, SLOTS)])
+def test_missing_device_is_a_transport_error(start) -> None:
+    pytest.importorskip("cuda.bindings")
+    with pytest.raises(TransportError, match="^CUDA: "):
+        start()
+
+
+def test_staging_without_memory_is_freed_without_cuda(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    CudaStaging(DEVICE).free()
+
+
+def test_failed_call_names_the_cuda_error() -> None:
+    runtime = pytest.importorskip("cuda.bindings.runtime")
+    assert check((runtime.cudaError_t.cudaSuccess,)) is None
+    assert check((runtime.cudaError_t.cudaSuccess, 7)) == 7
+    with pytest.raises(TransportError, match=r"^cudaErrorMemoryAllocation: out of memory \(CUDA error 2\)$"):
+        check((runtime.cudaError_t.cudaErrorMemoryAllocation, None))
+
+
+@without_device
+def test_functions_of_the_cuda_runtime_return_an_error_and_a_value() -> None:
+    """The calls of `cuda_memory.py` and `pinning.py`, with the arguments they have there."""
+    runtime = pytest.importorskip("cuda.bindings.runtime")
+    handle = runtime.cudaIpcMemHandle_t()
+    ctypes.memmove(handle.getPtr(), bytes(range(64)), 64)
+    assert ctypes.string_at(handle.getPtr(), 64) == bytes(range(64))
+    for result in (
+        runtime.cudaSetDevice(0),
+        runtime.cudaMalloc(8),
+        runtime.cudaFree(4096),
+        runtime.cudaIpcGetMemHandle(4096),
+        runtime.cudaIpcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess),
+        runtime.cudaIpcCloseMemHandle(4096),
+        runtime.cudaHostRegister(4096, 4096, runtime.cudaHostRegisterReadOnly),
+        runtime.cudaHostUnregister(4096),
+    ):
+        with pytest.raises(TransportError, match="^cudaError"):
+            check(result)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_failed_call_leaves_torch_usable() -> None:
+    """CUDA keeps a thread's last error, which torch reports after its next call."""
+    with pytest.raises(TransportError, match="^cudaError"), use_cuda(DEVICE) as runtime:
+        check(runtime.cudaFree(4096))
+    assert torch.ones(8, device=DEVICE).sum().item() == 8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_staging_memory_is_a_view_and_returns_when_it_is_freed() -> None:
+    staging = CudaStaging(DEVICE)
+    before = torch.cuda.mem_get_info(DEVICE)[0]
+    memory = staging.allocate(2, 1 << 28)
+    assert memory.data_ptr() == staging._address and memory.nbytes == 1 << 29
+    assert torch.cuda.mem_get_info(DEVICE)[0] <= before - (1 << 29)
+    content = torch.arange(1 << 20, dtype=torch.int32, device=DEVICE).view(torch.uint8)
+    staging.fill(2, memory[1 << 28 :][: content.nbytes], content)
+    staging.settle(2)
+    assert torch.equal(memory[1 << 28 :][: content.nbytes], content)
+    export = staging.export(1 << 28)
+    assert [len(handle) for handle in (export.memory, *export.filled)] == [64, 64, 64]
+    del memory
+    staging.free()
+    assert torch.cuda.mem_get_info(DEVICE)[0] > before - (1 << 29)
+
+
+def test_streams_are_made_current_in_no_other_way() -> None:
+    package = Path(mini_engine.__file__).parent
+    users = [path for path in package.rglob("*.py") if "torch.cuda.stream(" in path.read_text()]
+    assert users == [package / "transport" / "cuda_memory.py"]
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices")
+def test_a_thread_leaves_no_context_on_the_first_device() -> None:
+    program = """
+import threading, torch
+from mini_engine.transport.cuda_memory import CudaStaging
+from mini_engine.messages import StepResult
+from mini_engine.worker.launched import Launched
+from mini_engine.worker.pinning import PinnedMemory
+from mini_engine.worker.serving import wait_for_device
+from mini_engine.worker.worker import fetch_beside
+device = torch.device("cuda", 1)
+torch.cuda.set_device(device)
+staging, stream = CudaStaging(device), torch.cuda.Stream(device)
+memory = staging.allocate(1, 1 << 20)
+step = Launched(StepResult(0), None, device)
+
+def work():
+    staging.fill(1, memory[:8], torch.zeros(8, dtype=torch.uint8, device=device))
+    staging.settle(1)
+    fetch_beside(stream, torch.zeros(8))
+    wait_for_device(step)
+    host = torch.zeros(1 << 20)
+    PinnedMemory(device).pin(host.data_ptr(), host.nbytes)()
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+assert torch._C._cuda_hasPrimaryContext(1) and not torch._C._cuda_hasPrimaryContext(0)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
