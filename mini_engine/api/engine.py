@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +46,8 @@ from mini_engine.messages import (
     Retracted,
     Unwanted,
 )
-from mini_engine.transport.base import TensorSender
 from mini_engine.transport.codec import Encoder, decode
+from mini_engine.transport.tensor_ipc import TensorIpcSender
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +63,11 @@ class Surroundings:
     """What all engines of an API server share."""
 
     encoder: Encoder
-    numbers: Iterator[int]  # of this server's tensor messages
-    num_ranks: int  # of each engine
     media_capacity: int  # most bytes of cached media that an engine can read; 0: none are cached
     store: MediaStore | None  # this server's part of the shared-memory store
     on_memory: Callable[[], None]  # the memory of tensors on their way has changed
     on_stop: Callable[[], None]  # an engine serves no more
+    on_lost: Callable[[int], None]  # the engine of this number cannot be reached, and nothing has said that it died
 
 
 class Engine:
@@ -78,9 +77,7 @@ class Engine:
     which comes even for one that was aborted.
     """
 
-    def __init__(
-        self, number: int, socket: zmq.asyncio.Socket, senders: Sequence[TensorSender], surroundings: Surroundings
-    ):
+    def __init__(self, number: int, socket: zmq.asyncio.Socket, queue: TensorIpcSender, surroundings: Surroundings):
         self.number = number
         self.media = MediaCopy(number, enabled=surroundings.media_capacity > 0)
         self.requests: dict[str, Sample] = {}
@@ -90,29 +87,23 @@ class Engine:
         self._encoder = surroundings.encoder
         self._store = surroundings.store
         self._on_stop = surroundings.on_stop
+        self._on_lost = surroundings.on_lost
         self._figures = metrics.EngineFigures(number, surroundings.media_capacity)
         self._resets: dict[int, asyncio.Future[None]] = {}
         self._asked: asyncio.Future[None] | None = None  # for its figures
         self._pulse = Pulse(lambda ping: self._send(self._encoder.encode(ping)))
-        self._sender = RequestSender(
-            self._encoder,
-            senders,
-            surroundings.num_ranks,
-            surroundings.numbers,
-            self._send,
-            surroundings.on_memory,
-        )
+        self._sender = RequestSender(self._encoder, queue, self._send, surroundings.on_memory)
         self.tell(Attach())
 
     @property
     def buffered_bytes(self) -> int:
         """Bytes of tensors reserved or sent and not yet consumed by all ranks."""
-        return sum(sender.buffered_bytes for sender in self._sender.senders)
+        return self._sender.queue.buffered_bytes
 
     @property
     def buffered_tensors(self) -> int:
         """Tensors copied or sent and not yet consumed by all ranks."""
-        return sum(sender.buffered_tensors for sender in self._sender.senders)
+        return self._sender.queue.buffered_tensors
 
     @property
     def load(self) -> int:
@@ -132,7 +123,7 @@ class Engine:
         the request again and it is sent anew. Cancelling it leaves nothing behind.
 
         Raises:
-            EngineError: the engine is gone, or no transport takes the tensors (MediaNotSent).
+            EngineError: the engine is gone, or the tensors cannot be sent or do not arrive (MediaNotSent).
             MediaError: by `refill`.
         """
         generation = Generation(self, [request.request_id, *(sibling.request_id for sibling in request.siblings)])
@@ -140,7 +131,7 @@ class Engine:
         lost = False
         try:
             while True:
-                missing = await self._submit_once(request, generation, lost)
+                missing = await self._submit_once(request, generation)
                 if missing is None:  # the engine has it all, or has ended it
                     logger.debug(
                         "%s is at engine %d, which has its %d media", request.request_id, self.number,
@@ -154,9 +145,9 @@ class Engine:
                     request = await refill(request, named)
                 elif lost:
                     raise MediaNotSent()
-                else:  # or tensors that were sent: once more, by another transport
+                else:  # or tensors that were sent: once more
                     logger.warning(
-                        "%s: its tensors have not reached engine %d", request.request_id, self.number,
+                        "%s: engine %d cannot use its tensors; they are sent again", request.request_id, self.number,
                         extra=about(request.request_id),
                     )  # fmt: skip
                     metrics.ipc_fallbacks_total.labels("lost").inc()
@@ -235,7 +226,8 @@ class Engine:
         self._socket.close()
 
     async def receive(self) -> None:
-        """Take what the core sends, until cancelled."""
+        """Take what the core sends, until cancelled; and see whether a rank can no longer be reached."""
+        self._sender.queue.watch_end(self._lose)
         while True:
             body = decode(await self._socket.recv()).body
             if self.stopped is None:
@@ -248,6 +240,8 @@ class Engine:
                     self._on_output(output)
             case Accepted(request_ids=request_ids):
                 self._on_accepted(request_ids)
+            case MediaMiss(late=True, request_id=request_id):
+                self._on_late(request_id)
             case MediaMiss(request_id=request_id, hashes=hashes):
                 self._on_miss(request_id, hashes)
             case Figures(stats=stats, counters=counters):
@@ -287,6 +281,13 @@ class Engine:
         if sample.generation.over:  # aborted meanwhile: the core, which did not take it, will send no end
             self._forget(sample.generation)
 
+    def _on_late(self, request_id: str) -> None:
+        """Its tensors have not reached all ranks in time: the core has forgotten the request."""
+        if (sample := self.requests.get(request_id)) is not None:
+            self._forget(sample.generation)
+            sample.generation.miss([])
+            sample.fail(MediaNotSent())
+
     def _on_output(self, output: RequestOutput) -> None:
         if output.finish_reason is None:
             sample = self.requests.get(output.request_id)
@@ -300,7 +301,7 @@ class Engine:
         for sample in generation.samples:
             self.requests.pop(sample.request_id, None)
 
-    async def _submit_once(self, request: NewRequest, generation: Generation, again: bool) -> list[bytes] | None:
+    async def _submit_once(self, request: NewRequest, generation: Generation) -> list[bytes] | None:
         """Send `request` and wait for the engine's answer; what is in the store is held there meanwhile.
 
         Returns the hashes of the media that the engine lacks; None: it has accepted the request, or ended it.
@@ -308,7 +309,7 @@ class Engine:
         async with contextlib.AsyncExitStack() as held:
             if self._store is not None and request.media:
                 request = await held.enter_async_context(self._store.placing(request))
-            await self._sender.submit(request, again)
+            await self._sender.submit(request)
             generation.at_engine = True
             return await generation.missing() if request.media else None
 
@@ -317,9 +318,15 @@ class Engine:
         try:
             send_now(self._socket, frame)
         except zmq.ZMQError as error:
-            logger.error("engine %d takes no more messages (%s): treated as dead", self.number, error)
-            self.die()
+            self._lose(f"it takes no more messages: {error}")
             self.check()
+
+    def _lose(self, why: str) -> None:
+        """A connection to it has ended. If it has died the supervisor says so, too."""
+        if self.stopped is None:
+            logger.error("engine %d is treated as dead: %s", self.number, why)
+            self.die()
+            self._on_lost(self.number)
 
 
 def send_now(socket: zmq.asyncio.Socket, frame: bytes) -> None:

@@ -11,14 +11,14 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import msgspec
-import torch
 
 from mini_engine import metrics
 from mini_engine.api.errors import EngineError, MediaNotSent, MediaTooLarge
 from mini_engine.log import about
-from mini_engine.messages import MessageId, NewRequest
+from mini_engine.messages import MediaItem, MessageId, NewRequest
 from mini_engine.transport.arena import RequestTooLarge
 from mini_engine.transport.codec import Encoder, TransportError
 from mini_engine.transport.tensor_ipc import Outgoing, TensorIpcSender
@@ -80,7 +80,7 @@ class RequestSender:
         self.queue.close_streams()
         self._on_memory()
 
-    async def _submit_by_host(self, request: NewRequest, tensors: list[torch.Tensor]) -> None:
+    async def _submit_by_host(self, request: NewRequest, tensors: list[Any]) -> None:
         if any(tensor.device.type != "cpu" for tensor in tensors):
             metrics.ipc_fallbacks_total.labels("cuda_ipc").inc()
             request = await _on_host(request)
@@ -97,13 +97,15 @@ class RequestSender:
         except RequestTooLarge:
             raise MediaTooLarge(nbytes) from None
         except TransportError as error:
-            logger.warning("%s: its tensors cannot be sent: %s", request.request_id, error, extra=about(request.request_id))
+            logger.warning(
+                "%s: its tensors cannot be sent: %s", request.request_id, error, extra=about(request.request_id)
+            )
             raise MediaNotSent() from error
         finally:
             self._waits.discard(wait)
         self._send_all(request, outgoing, frame, self.queue.placement)
 
-    async def _submit_by_slots(self, request: NewRequest, tensors: list[torch.Tensor]) -> bool:
+    async def _submit_by_slots(self, request: NewRequest, tensors: list[Any]) -> bool:
         if any(tensor.device.type != "cuda" for tensor in tensors):
             return False
         outgoing = self.queue.reserve_slots(tensors)
@@ -148,7 +150,7 @@ class RequestSender:
         except EngineError:  # the engine counts as stopped, for which this process ends unless the engine has
             raise
         except BaseException:
-            logger.critical("%s: tensors were sent, its request cannot be: this process ends", request.request_id, exc_info=True)
+            logger.critical("%s: its tensors were sent, and it cannot be; exiting", request.request_id, exc_info=True)
             logging.shutdown()
             os._exit(1)
         nbytes = sum(message.nbytes for message in outgoing.messages)
@@ -156,24 +158,24 @@ class RequestSender:
         metrics.ipc_bytes_total.labels(transport).inc(nbytes * sent // len(outgoing.messages))
 
 
-def _tensors_of(request: NewRequest) -> list[torch.Tensor]:
+def _tensors_of(request: NewRequest) -> list[Any]:
     return [item.patches for item in request.media if item.patches is not None]
 
 
 async def _on_host(request: NewRequest) -> NewRequest:
     """`request` with its tensors on the CPU. In a thread, which waits for the device."""
 
+    def on_host(item: MediaItem) -> MediaItem:
+        patches: Any = item.patches
+        return item if patches is None else msgspec.structs.replace(item, patches=patches.cpu())
+
     def copied() -> NewRequest:
-        media = [
-            item if item.patches is None else msgspec.structs.replace(item, patches=item.patches.cpu())
-            for item in request.media
-        ]
-        return msgspec.structs.replace(request, media=media)
+        return msgspec.structs.replace(request, media=[on_host(item) for item in request.media])
 
     try:
         return await asyncio.get_running_loop().run_in_executor(None, copied)
     except RuntimeError as error:  # torch's, of the device
-        logger.error("%s: its tensors cannot be copied from the device: %s", request.request_id, error, extra=about(request.request_id))
+        logger.error("%s: the device fails to copy its tensors: %s", request.request_id, error)
         raise MediaNotSent() from error
 
 

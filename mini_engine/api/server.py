@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,7 @@ from mini_engine.api.errors import ServerStopping
 from mini_engine.api.http_server import HttpServer
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
-from mini_engine.api.media_store import MediaStore
-from mini_engine.api.processor_device import cuda_sender, limit_memory, processor_device, watch_device
+from mini_engine.api.processor_device import limit_memory, processor_device, staging_slots, watch_device
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.stats_log import log_stats
 from mini_engine.api.threads import Threads
@@ -45,7 +43,6 @@ from mini_engine.transport.codec import decode
 if TYPE_CHECKING:
     from mini_engine.child import Child
     from mini_engine.media.processor import MediaProcessor
-    from mini_engine.transport.shm_store import ShmStoreWriter
 
 logger = logging.getLogger(__name__)
 
@@ -205,25 +202,17 @@ def media_threads(config: EngineConfig) -> int:
 
 async def _main(child: Child, init: Init, front: ModelFront) -> None:
     asyncio.get_running_loop().set_default_executor(Threads(WORK_THREADS, "work"))
-    make_cuda = cuda_sender(init.config, child.encoder, int(child.index), len(init.cores))
+    arena = transports.make_arena(init.config)
+    make_slots = staging_slots(init.config, int(child.index), len(init.cores))
     usable = [
-        transports.connect(init.config, child.encoder, child.context, engine, init.ranks, make_cuda)
+        transports.connect(init.config, child.encoder, arena, engine, init.ranks, make_slots)
         for engine in range(len(init.cores))
     ]
     plan = init.media_cache
-    segment = open_store(child, init) if plan.kind == "shm" else None
     # The same context, so the same I/O thread, seen through asyncio.
     context = zmq.asyncio.Context(shadow=child.context)
     engines = EngineClient(
-        context,
-        child.encoder,
-        init.cores,
-        [one.senders for one in usable],
-        num_ranks=init.config.tensor_parallel_size,
-        media_capacity=plan.nbytes * (init.config.api_server_count if plan.kind == "shm" else 1),
-        store=None
-        if segment is None
-        else partial(MediaStore, segment, init.config.mm_shm_cache_max_object_size_mb << 20),
+        context, child.encoder, init.cores, [one.queue for one in usable], media_capacity=plan.nbytes
     )
     await front.media.decoders.start()
     child.ready(transports=[one.choice for one in usable])
@@ -246,22 +235,8 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
         await asyncio.gather(serving, *background, return_exceptions=True)
         front.media.close()
         engines.close()
+        arena.close_memory()
         link.socket.close()
-
-
-def open_store(child: Child, init: Init) -> ShmStoreWriter | None:
-    """This server's part of the shared-memory store. None: it has none, and what it processes is not cached.
-
-    Raises:
-        ConfigError: there can be none, and the server has not been running yet.
-    """
-    try:
-        return transports.connect_store(init.config, child.encoder, init.ranks, init.media_cache)
-    except ConfigError as error:
-        if not init.late:
-            raise
-        logger.error("this API server caches no media of its own: %s", error)
-        return None
 
 
 async def _serve(
@@ -329,6 +304,7 @@ class SupervisorLink:
                     self.started.set_result(limits)
                 case Drain():
                     self.draining.set()
+                    self._engines.draining = True
                 case PeerGone(sender=sender):
                     self._engines.peer_gone(sender)
                 case Ping(number=number):

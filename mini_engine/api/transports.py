@@ -83,8 +83,8 @@ def choose(engine: int, mode: TensorIpc, queue: TensorIpcSender, timeout: float)
     else:
         raise ConfigError(_refusal(engine, mode, failures))
     reason = "asked for by --mm-tensor-ipc" if mode != "auto" else "the first whose probe passed"
-    for failed, error in failures.items():
-        reason += f"; {failed} was passed over: {error}"
+    for failed, why in failures.items():
+        reason += f"; {failed} was passed over: {why}"
     # Without the errors' texts: they may hold addresses, and metrics are read by others than logs.
     label = "asked_for" if mode != "auto" else "_".join([*failures, "failed"]) if failures else "probe_passed"
     metrics.mm_tensor_ipc_info.labels(str(engine), queue.placement, label).set(1)

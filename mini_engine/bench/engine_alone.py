@@ -217,7 +217,7 @@ class EngineAlone:
             runtime_dir=str(self._directory),
             cores=[self._endpoint("core-0")],
             core_workers=[self._endpoint("core-0-workers")],
-            ranks=[RankAddress(0, 0, f"{self._directory}/tensors-0.0", self._endpoint("tensors-rpc-0.0"))],
+            ranks=[RankAddress(0, 0, f"{self._directory}/tensors-0.0")],
             media_cache=MediaCachePlan("off", 0, "no media are sent"),
         )
 

@@ -21,7 +21,6 @@ from mini_engine.messages import (
     NewRequest,
     NewSequence,
     Step,
-    StoreHandle,
     TensorHandle,
 )
 from mini_engine.model.parallel import TensorParallel
@@ -50,19 +49,13 @@ class NoMedia:
     def check(self) -> None:
         pass
 
-    def tensor(self, handle: TensorHandle) -> torch.Tensor:
-        raise KeyError(handle)
+    def rows(self, handle: TensorHandle, first: int, stop: int) -> torch.Tensor:
+        raise KeyError(handle, first, stop)
 
-    def stored(self, handle: StoreHandle) -> torch.Tensor:
-        raise KeyError(handle)
-
-    def release(self, messages: list[MessageId]) -> list[MessageId]:
-        return messages
-
-    def drop_sender(self, incarnation: int) -> None:
+    def release(self, messages: list[MessageId]) -> None:
         pass
 
-    def drop_segments(self, incarnations: list[int]) -> None:
+    def drop_sender(self, incarnation: int) -> None:
         pass
 
 

@@ -92,8 +92,8 @@ class MediaItem(msgspec.Struct, frozen=True):
 class TensorMessage(Message, frozen=True):
     """API server -> rank, in a stream of `transport/tensor_ipc.py`: head of a frame, which brings one tensor.
 
-    Its bytes, in C order, follow the head unless it says where else they lie. Number 0 is a probe: it is answered with a
-    `ProbeResult`, and nothing of it is kept.
+    Its bytes, in C order, follow the head unless it says where else they lie. Number 0 is a probe: it is answered with
+    a `ProbeResult`, and nothing of it is kept.
     """
 
     number: int

@@ -13,8 +13,8 @@ The slot's number travels in a frame's head (`tensor_ipc.py`). A host waits for 
   event of a rank.
 
 The slots are memory of the CUDA runtime (cuda.bindings), not of torch: torch's pools may lie in expandable segments,
-which are shared by `pidfd_getfd` or not at all, and torch counts the users of shared memory in a named file, which stays
-in /dev/shm after a SIGKILL. Streams and events are torch's.
+which are shared by `pidfd_getfd` or not at all, and torch counts the users of shared memory in a named file, which
+stays in /dev/shm after a SIGKILL. Streams and events are torch's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ _HANDLE_BYTES = 64
 
 
 class Staging(Protocol):
-    """Device memory of an API server that other processes can map; `CudaStaging`. Its methods raise TransportError."""
+    """Device memory of an API server that other processes can map; `CudaStaging`. Its methods raise TransportError.
+
+    It is given back with this process: a rank may have it mapped for some time after the end of its stream.
+    """
 
     device_type: str  # of the tensors that it takes
 
@@ -59,14 +62,11 @@ class Staging(Protocol):
         """A copy of `tensor` on this device."""
 
     def fill(self, slot: int, memory: torch.Tensor, content: torch.Tensor) -> None:
-        """Begin to copy `content` to `memory`, a part of slot `slot` (from 1 on), both uint8 and of one size, after what
-        the current stream has begun; then record the slot's event. For any thread."""
+        """Begin to copy `content` to `memory`, a part of slot `slot` (from 1 on), both uint8 and of one size, after
+        what the current stream has begun; then record the slot's event. For any thread."""
 
     def settle(self, slot: int) -> None:
         """Wait until the slot's event has come. For any thread."""
-
-    def free(self) -> None:
-        """Give the memory back: no process has it mapped."""
 
 
 class StagingSlots:
@@ -141,13 +141,6 @@ class CudaStaging:
     def settle(self, slot: int) -> None:
         with use_cuda(self._device):
             self._filled[slot - 1].synchronize()
-
-    def free(self) -> None:
-        if self._address:
-            with contextlib.suppress(TransportError), use_cuda(self._device) as runtime:
-                self._stream.synchronize()
-                check(runtime.cudaFree(self._address))
-            self._address = 0
 
 
 # --- receiver --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Frames on a unix stream from an API server to a rank, both ends: a header, a head, and maybe bytes after it. Torch-free.
+"""Frames on a unix stream from an API server to a rank, both ends. A frame is a header, a head, and maybe bytes after
+it. Torch-free.
 
 A stream keeps its order, so it cannot lose a frame without ending. It is never made again, and what is queued is never
 withdrawn: what the socket does not take at once waits in the sender. A process that is killed is an end of file.
@@ -29,7 +30,12 @@ HEADER = struct.Struct("<IBQ")  # bytes of the head, descriptors that come with 
 MAX_HEAD = 1 << 20
 TURN_BYTES = 1 << 20  # written to, or read from, one stream before others have their turn
 
-_TRANSIENT = (FileNotFoundError, ConnectionRefusedError, BlockingIOError, TimeoutError)  # the rank may bind a moment later
+_TRANSIENT = (
+    FileNotFoundError,
+    ConnectionRefusedError,
+    BlockingIOError,
+    TimeoutError,
+)  # the rank may bind a moment later
 
 
 def pack_frame(head: bytes, num_bytes: int = 0, descriptors: int = 0) -> bytes:
@@ -49,6 +55,7 @@ class FrameSender:
 
     def __init__(self, path: str, deadline: float):
         self._socket = _connect(path, deadline)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, TURN_BYTES)
         self._queue: deque[memoryview] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_end: Callable[[str], None] | None = None

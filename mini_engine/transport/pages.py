@@ -29,9 +29,9 @@ def pages_for(nbytes: int) -> int:
 class PageAllocator:
     """Allocates pages 0 .. `capacity` of a sparse memory, of which those below `mark` have been used.
 
-    A page has memory once it was written. The mark rises in steps of 64 MB, and only while enough memory is free for all
-    that may still be written below it: a memfd has no limit of its own, and writing to one on a full machine ends in the
-    kernel's OOM killer.
+    A page has memory once it was written. The mark rises in steps of 64 MB, and only while enough memory is free for
+    all that may still be written below it: a memfd has no limit of its own, and writing to one on a full machine ends
+    in the kernel's OOM killer.
 
     Args:
         nbytes: of the memory; rounded down to whole pages.

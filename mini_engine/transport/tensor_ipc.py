@@ -63,7 +63,7 @@ class _Message:
     nbytes: int
     extents: list[Extent] = dataclasses.field(default_factory=list)
     slot: int = 0  # in place of extents
-    head: TensorMessage | None = None  # once its tensor was taken
+    head: TensorMessage | None = None  # once its tensor was placed
     payload: memoryview | None = None  # direct_rpc: a view of the tensor, until it is sent
     sent: bool = False
 
@@ -72,9 +72,10 @@ class Outgoing:
     """The tensors of one request, for which there is room: an `OOBTensorConsumer`. They are taken once, in the order of
     the sizes that were reserved. For any thread; it is sent or discarded when no thread uses it any more."""
 
-    def __init__(self, sender: TensorIpcSender, messages: list[_Message]):
+    def __init__(self, sender: TensorIpcSender, incarnation: int, messages: list[_Message]):
         self.messages = messages
         self._sender = sender
+        self._incarnation = incarnation
         self._next = iter(messages)
 
     def __call__(self, tensor: object) -> TensorHandle:
@@ -90,7 +91,8 @@ class Outgoing:
         message = next(self._next, None)
         if message is None or tensor.nbytes != message.nbytes:
             raise TransportError(f"no room was reserved for a tensor of {tensor.nbytes} bytes")
-        return self._sender.place(message, tensor)
+        head = self._sender.place(message, tensor)
+        return TensorHandle(MessageId(self._incarnation, head.number), head.shape, head.dtype)
 
     def discard(self) -> None:
         """Give everything back unsent."""
@@ -126,13 +128,13 @@ class TensorIpcSender:
         content = (torch.arange(PROBE_BYTES, dtype=torch.int32) % 251).to(torch.uint8)
         message = _Message(0, PROBE_BYTES, self._arena.take_now(PROBE_BYTES))
         try:
-            self.place(message, content)
+            head = self._me.encode(self.place(message, content))
             arena = self._arena.descriptor if placement == "torch_shm" else None
             for address in self._addresses:
                 with _naming(placement, address):
                     stream = FrameSender(address.tensor_ipc, deadline)
                     self._streams.append(stream)
-                    stream.enqueue_frame(self._me.encode(message.head), message.payload, arena)
+                    stream.enqueue_frame(head, message.payload, arena)
                     _check_answer(stream.receive_answer(deadline), content)
                     if slots is not None:
                         self._probe_slots(slots, stream, content, deadline)
@@ -167,28 +169,32 @@ class TensorIpcSender:
             [_Message(next(self._numbers), nbytes, slot=slot) for nbytes, slot in zip(sizes, slots, strict=True)]
         )
 
-    def place(self, message: _Message, tensor: torch.Tensor) -> TensorHandle:
-        """See `Outgoing.__call__`."""
+    def place(self, message: _Message, tensor: torch.Tensor) -> TensorMessage:
+        """Copy `tensor` to where `message` has room; returns the head of its frame. For any thread.
+
+        Raises:
+            TransportError: see `Outgoing.__call__`.
+        """
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.layout != torch.strided or dtype not in DTYPES or not 1 <= tensor.dim() <= MAX_DIMENSIONS:
             raise TransportError(f"a {tensor.layout} tensor of {dtype}, {tensor.dim()} dimensions, cannot be sent")
         place = self._slots.staging.device_type if self._slots is not None and message.slot else "cpu"
         if tensor.device.type != place:
             raise TransportError(f"a tensor on {tensor.device} cannot be sent as one on {place}")
-        head = TensorMessage(message.number, tuple(tensor.shape), dtype, message.extents, message.slot)
+        extents = message.extents
         if message.slot:
             assert self._slots is not None
             self._slots.fill(message.slot, tensor)
         elif self.placement == "torch_shm":
-            self._arena.write(message.extents, bytes_of(tensor))
+            self._arena.write(extents, bytes_of(tensor))
         else:
-            message.payload = bytes_of(tensor).numpy().data
-            head = msgspec.structs.replace(head, extents=[])
-        message.head = head
-        return TensorHandle(MessageId(self._me.incarnation, head.number), head.shape, head.dtype)
+            message.payload, extents = bytes_of(tensor).numpy().data, []
+        message.head = TensorMessage(message.number, tuple(tensor.shape), dtype, extents, message.slot)
+        return message.head
 
     def send_tensors(self, outgoing: Outgoing) -> int:
-        """Queue the frames of all tensors to every rank, without waiting; they cannot be withdrawn. Returns how many."""
+        """Queue the frames of all tensors to every rank, without waiting; they cannot be withdrawn. Returns how many
+        frames."""
         for message in outgoing.messages:
             assert message.head is not None, "room was reserved for more tensors than came"
             self._arena.written(message.head.extents)
@@ -232,19 +238,17 @@ class TensorIpcSender:
 
     def _hold(self, messages: list[_Message]) -> Outgoing:
         self._held |= {message.number: message for message in messages}
-        return Outgoing(self, messages)
+        return Outgoing(self, self._me.incarnation, messages)
 
-    def _probe_slots(
-        self, slots: StagingSlots, stream: FrameSender, content: torch.Tensor, deadline: float
-    ) -> None:
+    def _probe_slots(self, slots: StagingSlots, stream: FrameSender, content: torch.Tensor, deadline: float) -> None:
         taken = slots.take([PROBE_BYTES])
         if taken is None:
             raise TransportError(f"a staging slot of {slots.nbytes} bytes is too small for a probe")
         message = _Message(0, PROBE_BYTES, slot=taken[0])
         try:
-            self.place(message, slots.staging.local(content))
+            head = self.place(message, slots.staging.local(content))
             stream.enqueue_frame(self._me.encode(slots.staging.export(slots.nbytes)))
-            stream.enqueue_frame(self._me.encode(message.head))
+            stream.enqueue_frame(self._me.encode(head))
             _check_answer(stream.receive_answer(deadline), content)
         finally:
             self.give_back([message])

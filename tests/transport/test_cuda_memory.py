@@ -36,11 +36,6 @@ def test_missing_device_is_a_transport_error(start) -> None:
         start()
 
 
-def test_staging_without_memory_is_freed_without_cuda(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    CudaStaging(DEVICE).free()
-
-
 def test_failed_call_names_the_cuda_error() -> None:
     runtime = pytest.importorskip("cuda.bindings.runtime")
     assert check((runtime.cudaError_t.cudaSuccess,)) is None
@@ -81,7 +76,7 @@ def test_failed_call_leaves_torch_usable() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_staging_memory_is_a_view_and_returns_when_it_is_freed() -> None:
+def test_staging_memory_is_a_view() -> None:
     staging = CudaStaging(DEVICE)
     before = torch.cuda.mem_get_info(DEVICE)[0]
     memory = staging.allocate(2, 1 << 28)
@@ -93,9 +88,6 @@ def test_staging_memory_is_a_view_and_returns_when_it_is_freed() -> None:
     assert torch.equal(memory[1 << 28 :][: content.nbytes], content)
     export = staging.export(1 << 28)
     assert [len(handle) for handle in (export.memory, *export.filled)] == [64, 64, 64]
-    del memory
-    staging.free()
-    assert torch.cuda.mem_get_info(DEVICE)[0] > before - (1 << 29)
 
 
 def test_streams_are_made_current_in_no_other_way() -> None:
