@@ -31,14 +31,11 @@ from mini_engine.messages import EngineCounters, EngineStats, FinishReason, Tran
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 REGISTRY = CollectorRegistry()
 
-# Why tensors went another way than the chosen one. A request's, by the second transport: no memory to reserve, the copy
-# or the sending failed, or they were lost. A request's CUDA tensors, by way of the host: no staging slot takes them, or
-# they lie on several devices. An item's, past the store: no room there, or it is too large; and one that was processed
-# on the CPU, since its API server has no room for it on its device.
-FALLBACK_REASONS = (
-    "no_memory", "copy_failed", "send_failed", "lost", "cuda_ipc", "store_full", "store_busy", "store_oversize",
-    "processor_memory",
-)  # fmt: skip
+# Why tensors did not go the chosen way. A request's: a rank could not use them, and they were sent again. A request's
+# CUDA tensors, by way of the host: no staging slot takes them, or they lie on several devices. An item's, past the
+# store: no room there, another API server is writing it, or it is too large; and one that was processed on the CPU,
+# since its API server has no room for it on its device.
+FALLBACK_REASONS = ("lost", "cuda_ipc", "store_full", "store_busy", "store_oversize", "processor_memory")
 
 # Why requests were refused with 429, see `api/admission.py`; and with 503, since the host is short of something.
 REJECTION_REASONS = ("queued_requests", "inflight_bodies", "inflight_media", "host")

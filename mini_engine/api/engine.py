@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +40,8 @@ from mini_engine.messages import (
     Reserved,
     ResetCaches,
 )
-from mini_engine.transport.base import TensorSender
 from mini_engine.transport.codec import Encoder, decode
+from mini_engine.transport.tensor_ipc import TensorIpcSender
 
 if TYPE_CHECKING:
     from mini_engine.transport.arena import WritableMemory
@@ -56,12 +56,11 @@ class Surroundings:
     """What all engines of an API server share."""
 
     encoder: Encoder
-    numbers: Iterator[int]  # of this server's tensor messages
-    num_ranks: int  # of each engine
     media_capacity: int  # most bytes of cached media that an engine can read; 0: none are cached
     max_object_bytes: int  # of an item in the media store
     on_memory: Callable[[], None]  # the memory of tensors on their way has changed
     on_stop: Callable[[], None]  # an engine serves no more
+    on_lost: Callable[[int], None]  # the engine of this number cannot be reached, and nothing has said that it died
 
 
 class Engine:
@@ -75,7 +74,7 @@ class Engine:
         self,
         number: int,
         socket: zmq.asyncio.Socket,
-        senders: Sequence[TensorSender],
+        queue: TensorIpcSender,
         store: WritableMemory | None,
         surroundings: Surroundings,
     ):
@@ -87,22 +86,16 @@ class Engine:
         self._socket = socket
         self._encoder = surroundings.encoder
         self._on_stop = surroundings.on_stop
+        self._on_lost = surroundings.on_lost
         self._figures = metrics.EngineFigures(number, surroundings.media_capacity)
         self._resets: dict[int, asyncio.Future[None]] = {}
         self._asked: asyncio.Future[None] | None = None  # for its figures
         self._pulse = Pulse(lambda ping: self._send(self._encoder.encode(ping)))
-        self._sender = RequestSender(
-            self._encoder,
-            senders,
-            surroundings.num_ranks,
-            surroundings.numbers,
-            self._send,
-            surroundings.on_memory,
-        )
+        self._sender = RequestSender(self._encoder, queue, self._send, surroundings.on_memory)
         self.media = MediaStoreClient(
             number,
             lambda body: self._send(self._encoder.encode(body)),
-            surroundings.num_ranks,
+            queue.num_ranks,
             surroundings.media_capacity > 0,
             store,
             surroundings.max_object_bytes,
@@ -111,12 +104,12 @@ class Engine:
     @property
     def buffered_bytes(self) -> int:
         """Bytes of tensors reserved or sent and not yet consumed by all ranks."""
-        return sum(sender.buffered_bytes for sender in self._sender.senders)
+        return self._sender.queue.buffered_bytes
 
     @property
     def buffered_tensors(self) -> int:
         """Tensors copied or sent and not yet consumed by all ranks."""
-        return sum(sender.buffered_tensors for sender in self._sender.senders)
+        return self._sender.queue.buffered_tensors
 
     @property
     def load(self) -> int:
@@ -136,20 +129,20 @@ class Engine:
         request. Cancelling it leaves nothing behind, inside of `media.holding`.
 
         Raises:
-            EngineError: the engine is gone, or no transport takes the tensors (MediaNotSent).
+            EngineError: the engine is gone, or the tensors cannot be sent or do not arrive (MediaNotSent).
         """
         generation = Generation(self, [request.request_id, *(sibling.request_id for sibling in request.siblings)])
         self.requests |= {sample.request_id: sample for sample in generation.samples}
         try:
             request = await self.media.place(request)
-            for again in (False, True):
-                await self._sender.submit(request, again)
+            for _ in range(2):
+                await self._sender.submit(request)
                 self.media.hand_over(request.request_id)
                 generation.at_engine = True
                 if not request.media or await generation.is_accepted():
                     return generation
                 logger.warning(
-                    "%s: its tensors have not reached engine %d", request.request_id, self.number,
+                    "%s: engine %d cannot use its tensors; they are sent again", request.request_id, self.number,
                     extra=about(request.request_id),
                 )  # fmt: skip
                 metrics.ipc_fallbacks_total.labels("lost").inc()
@@ -228,7 +221,8 @@ class Engine:
         self._socket.close()
 
     async def receive(self) -> None:
-        """Take what the core sends, until cancelled."""
+        """Take what the core sends, until cancelled; and see whether a rank can no longer be reached."""
+        self._sender.queue.watch_end(self._lose)
         while True:
             body = decode(await self._socket.recv()).body
             if self.stopped is None:
@@ -241,8 +235,8 @@ class Engine:
                     self._on_output(output)
             case Accepted(request_ids=request_ids):
                 self._on_accepted(request_ids)
-            case MediaMiss(request_id=request_id):
-                self._on_turned_down(request_id)
+            case MediaMiss(request_id=request_id, late=late):
+                self._on_turned_down(request_id, late)
             case Figures(stats=stats, counters=counters):
                 self._figures.update(stats, counters)
                 if self._asked is not None and not self._asked.done():
@@ -269,15 +263,16 @@ class Engine:
             if (sample := self.requests.get(request_id)) is not None:
                 sample.generation.accept()
 
-    def _on_turned_down(self, request_id: str) -> None:
+    def _on_turned_down(self, request_id: str, late: bool) -> None:
+        """The core knows nothing of the request any more, but what it refers to."""
         self.media.turned_down(request_id)
-        sample = self.requests.get(request_id)
-        if sample is not None:
-            sample.generation.turn_down()
-        if sample is None or sample.generation.over:  # aborted meanwhile: the core, which did not take it, sends no end
+        generation = self.requests[request_id].generation
+        if late:  # its tensors are on their way still
+            generation.fail(MediaNotSent())
+        if late or generation.over:  # aborted meanwhile
+            self._forget(generation)
             self.media.release(request_id)
-        if sample is not None and sample.generation.over:
-            self._forget(sample.generation)
+        generation.turn_down()
 
     def _on_output(self, output: RequestOutput) -> None:
         if output.finish_reason is None:
@@ -297,9 +292,15 @@ class Engine:
         try:
             send_now(self._socket, frame)
         except zmq.ZMQError as error:
-            logger.error("engine %d takes no more messages (%s): treated as dead", self.number, error)
-            self.die()
+            self._lose(f"it takes no more messages: {error}")
             self.check()
+
+    def _lose(self, why: str) -> None:
+        """A connection to it has ended. If it has died the supervisor says so, too."""
+        if self.stopped is None:
+            logger.error("engine %d is treated as dead: %s", self.number, why)
+            self.die()
+            self._on_lost(self.number)
 
 
 def send_now(socket: zmq.asyncio.Socket, frame: bytes) -> None:

@@ -15,8 +15,8 @@ from mini_engine import metrics
 from mini_engine.api.engine import Engine, Surroundings
 from mini_engine.api.errors import EngineError
 from mini_engine.transport import sockets
-from mini_engine.transport.base import TensorSender
 from mini_engine.transport.codec import Encoder
+from mini_engine.transport.tensor_ipc import TensorIpcSender
 
 if TYPE_CHECKING:
     from mini_engine.transport.arena import WritableMemory
@@ -24,11 +24,16 @@ if TYPE_CHECKING:
 # How many samples more than the least loaded engine one may have to be preferred for a prompt's media: a few more in a
 # batch cost a request some milliseconds, while decoding a video again costs hundreds.
 LOAD_MARGIN = 4
+LOST_SECONDS = 5.0  # for the supervisor to report the death of an engine that cannot be reached
 FIGURES_SECONDS = 1.0  # for the engines to say how they are; Prometheus gives a whole scrape ten
 
 
+class EngineLost(Exception):
+    """An engine that lives cannot be reached from this process: another one may."""
+
+
 class EngineClient:
-    """All engines of `num_ranks` ranks each. `senders` holds the usable transports of each, in the order of use.
+    """All engines; `queues` holds the tensor queue to each.
 
     With a `media_capacity` of 0 no engine is asked for media that it may have. `stores`: the memory of the media store
     of each, if it has one; an item of more than `max_object_bytes` is not stored.
@@ -39,9 +44,8 @@ class EngineClient:
         context: zmq.asyncio.Context,
         encoder: Encoder,
         endpoints: Sequence[str],
-        senders: Sequence[Sequence[TensorSender]],
+        queues: Sequence[TensorIpcSender],
         *,
-        num_ranks: int,
         media_capacity: int,
         stores: Sequence[WritableMemory | None],
         max_object_bytes: int = 0,
@@ -49,12 +53,15 @@ class EngineClient:
         name = sockets.identity(encoder.sender, encoder.incarnation)
         self._numbers = itertools.count(1)
         self._blocks: set[asyncio.Timeout] = set()  # that last no longer than the engines
+        self._gone: set[int] = set()  # engines whose death was reported
+        self._unreachable = asyncio.Event()
+        self.draining = False  # this process ends by itself, when its last request has
         shared = Surroundings(
-            encoder, self._numbers, num_ranks, media_capacity, max_object_bytes, self._show_memory, self._end_blocks
+            encoder, media_capacity, max_object_bytes, self._show_memory, self._end_blocks, self._on_lost
         )
         self.engines = [
-            Engine(number, sockets.connect_dealer(context, endpoint, name), theirs, store, shared)
-            for number, (endpoint, theirs, store) in enumerate(zip(endpoints, senders, stores, strict=True))
+            Engine(number, sockets.connect_dealer(context, endpoint, name), queue, store, shared)
+            for number, (endpoint, queue, store) in enumerate(zip(endpoints, queues, stores, strict=True))
         ]
 
     def check(self) -> None:
@@ -93,8 +100,12 @@ class EngineClient:
         return all(await asyncio.gather(*(engine.answers(within) for engine in self.engines)))
 
     async def run(self) -> None:
-        """Take what the cores send, until cancelled."""
-        await asyncio.gather(*(engine.receive() for engine in self.engines))
+        """Take what the cores send, until cancelled.
+
+        Raises:
+            EngineLost: this process is to be replaced.
+        """
+        await asyncio.gather(self._watch_lost(), *(engine.receive() for engine in self.engines))
 
     @contextlib.contextmanager
     def choose(self, media_hash: bytes | None = None, samples: int = 1) -> Iterator[Engine]:
@@ -149,7 +160,9 @@ class EngineClient:
         """A process has died: with a core or one of its workers, the engine and all of its requests end."""
         role, _, index = sender.partition(" ")
         if role in ("core", "worker"):
-            self.engines[int(index.partition(".")[0])].die()
+            number = int(index.partition(".")[0])
+            self._gone.add(number)
+            self.engines[number].die()
 
     def stop(self, why: EngineError) -> None:
         """End all requests with `why`, and refuse new ones."""
@@ -164,6 +177,18 @@ class EngineClient:
     @property
     def _running(self) -> list[Engine]:
         return [engine for engine in self.engines if engine.stopped is None]
+
+    def _on_lost(self, engine: int) -> None:
+        """Wait for the report of its death. The engines of a former generation are all dead, and were reported."""
+        asyncio.get_running_loop().call_later(LOST_SECONDS, self._check_lost, engine)
+
+    def _check_lost(self, engine: int) -> None:
+        if engine not in self._gone and not self.draining:
+            self._unreachable.set()
+
+    async def _watch_lost(self) -> None:
+        await self._unreachable.wait()
+        raise EngineLost("an engine that is alive cannot be reached any more: this API server ends, to be replaced")
 
     def _end_blocks(self) -> None:
         """Without effect while an engine runs. They end in the loop's next turn: in this one requests that an engine

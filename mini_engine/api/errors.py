@@ -99,11 +99,20 @@ class EngineError(Exception):
 
 
 class MediaNotSent(EngineError):
-    """No transport has brought a request's media to its engine. The next time one may: a connection is made again, or
-    there is room."""
+    """A request's media have not reached its engine. The next time they may: there is memory, or they are in time."""
 
     def __init__(self) -> None:
         super().__init__("The media of this request could not be handed to the engine; send the request again.")
+
+
+class MediaTooLarge(EngineError):
+    """The media of a request are larger than all memory for tensors on their way."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(
+            f"The media of this request take {nbytes} bytes as tensors, more than --mm-ipc-memory-bytes; send fewer, "
+            "shorter or smaller media."
+        )
 
 
 class ServerStopping(EngineError):
@@ -174,6 +183,8 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(500, str(error), code="engine_unavailable")
         case EngineError(engine_gone=True) | MediaNotSent():
             return engine_unavailable(str(error))
+        case MediaTooLarge():
+            return bad_request(str(error), "messages", "media_too_large")
         case EngineError():
             return ApiError(500, str(error), code="internal_error")
     return None

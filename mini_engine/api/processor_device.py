@@ -10,9 +10,7 @@ from collections.abc import Callable
 
 from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig
 from mini_engine.free_memory import processor_memory
-from mini_engine.messages import RankAddress
-from mini_engine.transport.base import TensorSender
-from mini_engine.transport.codec import Encoder
+from mini_engine.transport.cuda_memory import StagingSlots
 
 SLOT_ROOM = 64 << 10  # what a slot takes beside its message, and more
 CHECK_SECONDS = 1.0
@@ -44,12 +42,10 @@ def limit_memory(config: EngineConfig, device: str) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, processor_memory(config).work / total), device)
 
 
-def cuda_sender(
-    config: EngineConfig, encoder: Encoder, index: int, engines: int
-) -> Callable[[list[RankAddress]], TensorSender] | None:
-    """What makes the sender of patches on the device towards one engine's ranks; None where there are no such patches.
+def staging_slots(config: EngineConfig, index: int, engines: int) -> Callable[[], StagingSlots] | None:
+    """What makes the staging slots for patches on the device towards one engine; None where there are no such patches.
 
-    Its slots are this server's share of a quarter of `--mm-ipc-gpu-memory-gb` for the engine.
+    They are this server's share of a quarter of `--mm-ipc-gpu-memory-gb` for the engine.
 
     Raises:
         ConfigError: there is no device.
@@ -60,14 +56,9 @@ def cuda_sender(
     import torch
 
     from mini_engine.transport.cuda_memory import CudaStaging
-    from mini_engine.transport.cuda_slots import CudaSender
 
     nbytes = processor_memory(config).slots // (engines * STAGING_SLOTS) - SLOT_ROOM
-
-    def make(ranks: list[RankAddress]) -> TensorSender:
-        return CudaSender(encoder, ranks, CudaStaging(torch.device(device)), STAGING_SLOTS, nbytes)
-
-    return make
+    return lambda: StagingSlots(CudaStaging(torch.device(device)), STAGING_SLOTS, nbytes)
 
 
 async def watch_device(device: str) -> None:

@@ -26,7 +26,7 @@ from mini_engine.api.errors import ServerStopping
 from mini_engine.api.http_server import HttpServer
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
-from mini_engine.api.processor_device import cuda_sender, limit_memory, processor_device, watch_device
+from mini_engine.api.processor_device import limit_memory, processor_device, staging_slots, watch_device
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.stats_log import log_stats
 from mini_engine.api.threads import Threads
@@ -203,23 +203,22 @@ def media_threads(config: EngineConfig) -> int:
 
 async def _main(child: Child, init: Init, front: ModelFront) -> None:
     asyncio.get_running_loop().set_default_executor(Threads(WORK_THREADS, "work"))
-    make_cuda = cuda_sender(init.config, child.encoder, int(child.index), len(init.cores))
+    arena = transports.make_arena(init.config)
+    make_slots = staging_slots(init.config, int(child.index), len(init.cores))
     usable = [
-        transports.connect(init.config, child.encoder, child.context, engine, init.ranks, make_cuda)
+        transports.connect(init.config, child.encoder, arena, engine, init.ranks, make_slots)
         for engine in range(len(init.cores))
     ]
     plan = init.media_cache
-    stores = open_stores(child.media_stores) or [None] * len(init.cores)
     # The same context, so the same I/O thread, seen through asyncio.
     context = zmq.asyncio.Context(shadow=child.context)
     engines = EngineClient(
         context,
         child.encoder,
         init.cores,
-        [one.senders for one in usable],
-        num_ranks=init.config.tensor_parallel_size,
+        [one.queue for one in usable],
         media_capacity=plan.nbytes,
-        stores=stores,
+        stores=open_stores(child.media_stores) or [None] * len(init.cores),
         max_object_bytes=init.config.mm_shm_cache_max_object_size_mb << 20,
     )
     await front.media.decoders.start()
@@ -243,6 +242,7 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
         await asyncio.gather(serving, *background, return_exceptions=True)
         front.media.close()
         engines.close()
+        arena.close_memory()
         link.socket.close()
 
 
@@ -325,6 +325,7 @@ class SupervisorLink:
                     self.started.set_result(limits)
                 case Drain():
                     self.draining.set()
+                    self._engines.draining = True
                 case PeerGone(sender=sender):
                     self._engines.peer_gone(sender)
                 case Ping(number=number):

@@ -1,122 +1,115 @@
-"""How this API server's tensors reach the ranks: by which transport towards each engine (`--mm-tensor-ipc`), decided by
-probes before it serves.
+"""How this API server's tensors reach the ranks: by which placement of the tensor queue towards each engine
+(`--mm-tensor-ipc`), decided by probes before it serves.
 
-Knows the transports' names and their order, not how they work.
+Knows the placements' names and their order, not how they work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
-import zmq
 
 from mini_engine import metrics
 from mini_engine.config import ConfigError, EngineConfig, TensorIpc
+from mini_engine.free_memory import available_memory
 from mini_engine.messages import RankAddress, TransportChoice, TransportName
-from mini_engine.transport.base import TensorSender, TransportError
-from mini_engine.transport.codec import Encoder
-from mini_engine.transport.credit import ByteCredit
+from mini_engine.transport.arena import Arena
+from mini_engine.transport.codec import Encoder, TransportError
+from mini_engine.transport.cuda_memory import StagingSlots
+from mini_engine.transport.pages import MARK_PAGES, PAGE_BYTES
+from mini_engine.transport.tensor_ipc import TensorIpcSender
 
-ORDER: tuple[TransportName, ...] = ("torch_shm", "direct_rpc")  # each is the fallback of the one before it
+ORDER: tuple[TransportName, ...] = ("torch_shm", "direct_rpc")
 PROBE_SECONDS = 60.0  # the ranks answer as soon as they run, while their model still loads
-
-Candidates = Mapping[TransportName, Callable[[], TensorSender]]
 
 
 @dataclass(frozen=True)
-class EngineTransports:
-    """The senders that passed their probe towards all ranks of one engine, in the order of use."""
+class EngineTransport:
+    """The queue to all ranks of one engine, whose probe passed."""
 
-    senders: list[TensorSender]
+    queue: TensorIpcSender
     choice: TransportChoice
+
+
+def make_arena(config: EngineConfig) -> Arena:
+    """This server's memory for tensors on their way. The other API servers and the engines' stores allocate from the
+    same free memory: each may be about to take a step of its mark."""
+    others = config.api_server_count - 1 + config.data_parallel_size
+
+    def available() -> int:
+        return available_memory() - others * MARK_PAGES * PAGE_BYTES
+
+    return Arena(config.mm_ipc_memory_bytes, available)
 
 
 def connect(
     config: EngineConfig,
     encoder: Encoder,
-    context: zmq.Context,
+    arena: Arena,
     engine: int,
     ranks: list[RankAddress],
-    make_cuda: Callable[[list[RankAddress]], TensorSender] | None = None,
-) -> EngineTransports:
-    """Probe the transports towards `engine`, whose ranks are among `ranks`. Blocks.
+    make_slots: Callable[[], StagingSlots] | None = None,
+) -> EngineTransport:
+    """Probe the queue towards `engine`, whose ranks are among `ranks`. Blocks.
 
-    `make_cuda` makes the sender for CUDA tensors towards these ranks of one engine; None: this server makes no such
-    tensors.
+    `make_slots` makes staging slots for CUDA tensors towards one engine; None: this server makes no such tensors.
 
     Raises:
-        ConfigError: the transport that was asked for, or every one under `auto`, fails its probe.
+        ConfigError: the placement that was asked for, or every one under `auto`, fails its probe.
     """
-    from mini_engine.transport.direct_rpc import DirectRpcSender
-    from mini_engine.transport.tensor_ipc import TensorIpcSender
-
-    theirs = [rank for rank in ranks if rank.engine == engine]
-    credit = ByteCredit(config.mm_ipc_memory_bytes)  # of both: a request's tensors are on their way by one of them
-    candidates: Candidates = {
-        "torch_shm": lambda: TensorIpcSender(encoder, theirs, credit),
-        "direct_rpc": lambda: DirectRpcSender(encoder, theirs, credit, context),
-    }
+    queue = TensorIpcSender(encoder, [rank for rank in ranks if rank.engine == engine], arena)
     timeout = min(PROBE_SECONDS, config.startup_timeout)
-    transports = choose(engine, config.mm_tensor_ipc, candidates, timeout)
-    if make_cuda is None or config.mm_tensor_ipc == "direct_rpc":
-        return transports
-    return with_cuda(transports, config.mm_tensor_ipc, lambda: make_cuda(theirs), timeout)
+    choice = choose(engine, config.mm_tensor_ipc, queue, timeout)
+    if make_slots is not None and config.mm_tensor_ipc != "direct_rpc":
+        choice = add_slots(queue, choice, config.mm_tensor_ipc, make_slots, timeout)
+    return EngineTransport(queue, choice)
 
 
-def choose(engine: int, mode: TensorIpc, candidates: Candidates, timeout: float) -> EngineTransports:
-    """The first transport from `mode` on that passes its probe, and after it those that can stand in for it.
+def choose(engine: int, mode: TensorIpc, queue: TensorIpcSender, timeout: float) -> TransportChoice:
+    """Have `queue` use the first placement allowed by `mode` that passes its probe.
 
     Raises:
         ConfigError: see `connect`.
     """
-    wanted = ORDER if mode == "auto" else ORDER[ORDER.index(mode) :]
-    senders: list[TensorSender] = []
     failures: dict[TransportName, TransportError] = {}
-    for name in wanted:
+    for name in ORDER if mode == "auto" else (mode,):
         try:
-            senders.append(_probed(candidates[name], timeout))
+            queue.probe(name, timeout)
+            break
         except TransportError as error:
             failures[name] = error
-    if not senders or (mode != "auto" and mode in failures):
+    else:
         raise ConfigError(_refusal(engine, mode, failures))
-    chosen = senders[0].name
-    passed_over = [name for name in wanted[: wanted.index(chosen)] if name in failures]
     reason = "asked for by --mm-tensor-ipc" if mode != "auto" else "the first whose probe passed"
-    for name in passed_over:
-        reason += f"; {name} was passed over: {failures[name]}"
-    # Without the errors' texts: they may hold addresses, and figures are read by others than logs.
-    label = "asked_for" if mode != "auto" else "_".join([*passed_over, "failed"]) if passed_over else "probe_passed"
-    metrics.mm_tensor_ipc_info.labels(str(engine), chosen, label).set(1)
-    return EngineTransports(senders, TransportChoice(engine, chosen, reason))
+    for failed, why in failures.items():
+        reason += f"; {failed} was passed over: {why}"
+    # Without the errors' texts: they may hold addresses, and metrics are read by others than logs.
+    label = "asked_for" if mode != "auto" else "_".join([*failures, "failed"]) if failures else "probe_passed"
+    metrics.mm_tensor_ipc_info.labels(str(engine), queue.placement, label).set(1)
+    return TransportChoice(engine, queue.placement, reason)
 
 
-def with_cuda(
-    transports: EngineTransports, mode: TensorIpc, make: Callable[[], TensorSender], timeout: float
-) -> EngineTransports:
-    """`transports`, and the sender for CUDA tensors that `make` makes, if its probe passes.
+def add_slots(
+    queue: TensorIpcSender, choice: TransportChoice, mode: TensorIpc, make: Callable[[], StagingSlots], timeout: float
+) -> TransportChoice:
+    """Have `queue` send CUDA tensors by the slots that `make` makes, if their probe passes.
 
     Raises:
         ConfigError: it does not, and the tensor queue was asked for by name.
     """
     try:
-        return replace(transports, senders=[_probed(make, timeout), *transports.senders])
+        queue.probe(choice.transport, timeout, make())
     except TransportError as error:
         if mode != "auto":
-            raise ConfigError(_refusal(transports.choice.engine, mode, {"torch_shm": error})) from error
-        reason = f"{transports.choice.reason}; CUDA tensors go by way of the host: {error}"
-        return replace(transports, choice=msgspec.structs.replace(transports.choice, reason=reason))
-
-
-def _probed(make: Callable[[], TensorSender], timeout: float) -> TensorSender:
-    sender = make()
-    try:
-        sender.probe(timeout)
-    except TransportError:
-        sender.close()
-        raise
-    return sender
+            raise ConfigError(_refusal(choice.engine, mode, {"torch_shm": error})) from error
+        try:
+            queue.probe(choice.transport, timeout)
+        except TransportError as again:
+            raise ConfigError(_refusal(choice.engine, mode, {choice.transport: again})) from again
+        return msgspec.structs.replace(choice, reason=f"{choice.reason}; CUDA tensors go by way of the host: {error}")
+    return choice
 
 
 def _refusal(engine: int, mode: TensorIpc, failures: Mapping[TransportName, TransportError]) -> str:

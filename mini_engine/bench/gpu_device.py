@@ -24,9 +24,8 @@ from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import fill_randomly
-from mini_engine.transport.cuda_memory import CudaStaging
-from mini_engine.transport.cuda_slots import CudaSender
-from mini_engine.transport.packing import checksum
+from mini_engine.transport.cuda_memory import CudaStaging, StagingSlots
+from mini_engine.transport.tensor_ipc import PROBE_BYTES, checksum
 from mini_engine.worker.attention import choose_backend, leave_out_cudnn, make_backend
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.launched import Launched
@@ -42,9 +41,10 @@ SHORT_PROMPT = 50
 REPETITION_PENALTY = 1.05
 TRANSFER_MEGABYTES = (1, 11.2, 64)  # the second is that video's patches
 TRANSFER = Way(
-    "torch_shm", ("cold", "reused"),
-    lambda me, ranks, credit, _: CudaSender(me, ranks, CudaStaging(torch.device("cuda", 0)), 4, credit.total // 4),
-)  # fmt: skip
+    "torch_shm",
+    ("cold", "reused"),
+    lambda nbytes: StagingSlots(CudaStaging(torch.device("cuda", 0)), 2, max(nbytes, PROBE_BYTES)),
+)
 
 
 class Model:

@@ -1,30 +1,25 @@
-"""Regime `transport`: what it takes to bring a tensor from one process into T others, by each transport.
+"""Regime `transport`: what it takes to bring a tensor from one process into T others, by each placement of the queue.
 
 The regime. A uint8 tensor lies in this process, which stands in for an API server and for the engine core; T further
 processes, each with the workers' own receiver, stand in for the ranks. A transfer begins with the tensor and ends when
 every rank's receiver has reported it and its main thread has touched every page of it; then the rank computes its
-CRC-32, which must be this payload's. Repeats, T and transports take turns, so that drift of the machine hits all alike:
+CRC-32, which must be this payload's. Repeats, T and placements take turns, so that drift of the machine hits all alike:
     memcpy    the payload once, by one thread, between two buffers that have all their pages
-    reserve   memory for the message (torch_shm, cold: a new shared buffer, all its pages allocated and zeroed)
-    copy      the tensor into that memory
-    send      the message's head, or the bytes themselves, handed to each rank's socket
+    reserve   room for the message
+    copy      the tensor into the arena (torch_shm); nothing is copied for direct_rpc
+    send      the message's head, and as many of the bytes as the socket takes at once, handed to each rank's stream
     arrive    from there until the last rank's report is here
-    map       new memory into the rank's page table; within send and arrive, with the store beside the copy
     touch     one byte of every page, in the rank
     total     reserve + copy + send + arrive + touch
     checksum  shown apart: it is the proof, not the transfer
-Buffers: cold is the first message of a new connection; reused is its second, of the same size, after the first was
-consumed, as it is in a server that has been up for a while. direct_rpc has no pool: its buffers are fresh every time.
-The store has no messages, its handles travel with the request: nothing is sent and nothing arrives. Cold is an object
-in an extent that the store has just grown by (in reserve), reused the next object in the same place.
+Memory: cold is the first message of a new arena, whose pages have no memory yet; reused is its second, in the same
+pages, as it is in a server that has been up for a while. With direct_rpc each message has fresh heap memory.
 
 What it should cost. torch_shm, reused: one memcpy, whatever T is, plus two wake-ups (the rank's receiver, this process)
 of 0.1 ms or so each, which rule below 4 MB. Cold adds the kernel's work for each page of 4 kB: it is allocated, zeroed
-and entered into the page table here and in each rank, 0.5 us in all, and several times that in a virtual machine: ten
-memcpys and more. shm_store: the same without the wake-ups; the rank maps what is new while the sender copies.
-direct_rpc: one copy into heap memory whose pages are new, and for each rank one copy into the socket, in portions with
-a system call each, and one out of it into memory whose pages are new again: 1 + 2 T memcpys at the very least, and
-several times that with the page faults.
+and entered into the page table here and in each rank, 0.5 us in all, and several times that in a virtual machine.
+direct_rpc: for each rank one copy into the socket, in portions with a system call each, and one out of it into memory
+whose pages are new: 2 T memcpys at the very least, and several times that with the page faults.
 """
 
 from __future__ import annotations
@@ -38,10 +33,10 @@ from mini_engine.bench.parser import at_least, real
 from mini_engine.bench.report import Report, say, table
 from mini_engine.stdout import tell
 
-HELP = "tensors from one process into all ranks, by each transport"
+HELP = "tensors from one process into all ranks, by each placement of the tensor queue"
 MB = 1 << 20
-MEMCPYS = {"torch_shm": 2.0, "shm_store": 1.3}  # goals of a transfer through memory that is reused, from 16 MB on
-PARTS = ("reserve", "copy", "send", "arrive", "map", "touch", "total", "checksum")
+MEMCPYS = {"torch_shm": 2.0}  # goals of a transfer through memory that is reused, from 16 MB on
+PARTS = ("reserve", "copy", "send", "arrive", "touch", "total", "checksum")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -150,10 +145,9 @@ def describe(figures: dict[str, Any]) -> str:
             "transport: a tensor in one process becomes a tensor in T others, whose checksum each has verified",
             f"Milliseconds, medians of {figures['repeats']} transfers; of T ranks the slowest counts.",
             "memcpy: the payload once between prefaulted buffers. arrive: from the send to the last rank's report.",
-            "map: new memory into a rank's page table, within send and arrive; with shm_store beside the copy.",
             "total: reserve + copy + send + arrive + touch (a byte of every page); the checksum is not part of it.",
             "best/memcpy: the fastest transfer to the fastest memcpy, for a machine that is busy with other things.",
-            "cold: first use of a buffer, or of an extent of the store; reused: its second; fresh: no pool.",
+            "cold: first use of the arena's pages; reused: their second; fresh: heap memory, new for each message.",
             "",
             table(head, lines),
             *(["", table(["goal", "limit", "found", "met"], wanted)] if wanted else []),

@@ -17,37 +17,33 @@ import msgspec
 import torch
 import zmq
 
-from mini_engine.bench.stopwatch import Stopwatch
-from mini_engine.messages import RankAddress, StoreHandle, TensorHandle
-from mini_engine.transport import tensor_ipc
+from mini_engine.messages import RankAddress, TensorHandle
+from mini_engine.transport.arena import bytes_of
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.cuda_memory import CudaMapped
-from mini_engine.transport.packing import checksum
-from mini_engine.transport.segment import MappedSegment
+from mini_engine.transport.tensor_ipc import checksum
 from mini_engine.worker.media_inputs import MediaInputs
 
 PAGE = 4096
 
 
 class Verify(msgspec.Struct):
-    """Read the tensor, which has been reported ready, and release its message; or one that lies in a store."""
+    """Read the tensor, which has been reported ready, and release its message."""
 
-    handle: TensorHandle | StoreHandle
-    unmap: bool = False  # the store afterwards
+    handle: TensorHandle
 
 
 class Verified(msgspec.Struct):
     """What a rank found, and what each part took it, in seconds."""
 
     checksum: int
-    map_seconds: float  # new buffers into this process, since the last `Verified`
     touch_seconds: float  # one byte of each page, by the thread that will read them
     checksum_seconds: float
 
 
 def address_of(directory: str | Path, rank: int) -> RankAddress:
     """Where rank `rank` listens."""
-    return RankAddress(0, rank, f"{directory}/tensors-{rank}", f"ipc://{directory}/tensors-rpc-{rank}")
+    return RankAddress(0, rank, f"{directory}/tensors-{rank}")
 
 
 def core_endpoint(directory: str | Path) -> str:
@@ -55,42 +51,29 @@ def core_endpoint(directory: str | Path) -> str:
     return f"ipc://{directory}/core"
 
 
-def verify(tensor: torch.Tensor, mapping: Stopwatch) -> Verified:
-    """Touch all of `tensor`, then sum it up; the times of `mapping` start anew. One on a device counts as touched when
-    the device has it."""
+def verify(tensor: torch.Tensor) -> Verified:
+    """Touch all of `tensor`, then sum it up. One on a device counts as touched when the device has it."""
     begun = time.perf_counter()
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
         waited = time.perf_counter() - begun
-        return msgspec.structs.replace(verify(tensor.cpu(), mapping), touch_seconds=waited)
-    content = tensor.view(-1).view(torch.uint8)
+        return msgspec.structs.replace(verify(tensor.cpu()), touch_seconds=waited)
+    content = bytes_of(tensor)
     content.numpy()[::PAGE].max(initial=0)
     touched = time.perf_counter()
     found = checksum(content)
-    ended = time.perf_counter()
-    map_seconds = mapping.wall
-    mapping.reset()
-    return Verified(found, map_seconds, touched - begun, ended - touched)
+    return Verified(found, touched - begun, time.perf_counter() - touched)
 
 
-def answer(media: MediaInputs, asked: Verify, mapping: Stopwatch) -> Verified:
-    """Do what was asked; all is given back before the answer, after which the sender may write there again."""
-    handle = asked.handle
-    if isinstance(handle, TensorHandle):
-        verified = verify(media.tensor(handle), mapping)
-        media.release([handle.message])
-        return verified
-    verified = verify(media.stored(handle), mapping)
-    if asked.unmap:
-        media.drop_segments([handle.object.incarnation])
+def answer(media: MediaInputs, handle: TensorHandle) -> Verified:
+    """Verify it and give it back, after which the sender may write there again."""
+    verified = verify(media.rows(handle, 0, handle.shape[0]))
+    media.release([handle.message])
     return verified
 
 
 def main(directory: str, rank: int, device: str) -> None:
     """Serve until stdin ends."""
-    mapping = Stopwatch()
-    tensor_ipc.map_for_reading = mapping.wrap(tensor_ipc.map_for_reading)
-    MappedSegment.enter = mapping.wrap(MappedSegment.enter)  # type: ignore[method-assign]
     context = zmq.Context()
     me = Encoder(f"worker 0.{rank}", 1 + rank)
     map_slots = functools.partial(CudaMapped, torch.device(device, 0)) if device == "cuda" else None
@@ -99,7 +82,7 @@ def main(directory: str, rank: int, device: str) -> None:
     print("ready", flush=True)
     for line in sys.stdin.buffer:
         asked = msgspec.json.decode(line, type=Verify)
-        print(msgspec.json.encode(answer(media, asked, mapping)).decode(), flush=True)
+        print(msgspec.json.encode(answer(media, asked.handle)).decode(), flush=True)
     media.close()
     context.destroy(linger=0)
 

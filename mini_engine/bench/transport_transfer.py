@@ -22,39 +22,35 @@ import numpy as np
 import torch
 import zmq
 
-from mini_engine.bench.report import BenchError
+from mini_engine.bench.report import BenchError, say
 from mini_engine.bench.transport_rank import PAGE, Verified, Verify, address_of, core_endpoint
 from mini_engine.host import runtime_directory
-from mini_engine.messages import MediaFailed, MediaReady, MessageId, RankAddress, StoreHandle, TensorHandle
+from mini_engine.messages import MediaFailed, MediaReady, MessageId, TensorHandle, TransportName
 from mini_engine.transport import sockets
-from mini_engine.transport.base import TensorSender, TransportError
-from mini_engine.transport.codec import Encoder, decode
-from mini_engine.transport.credit import ByteCredit
-from mini_engine.transport.direct_rpc import DirectRpcSender
-from mini_engine.transport.packing import checksum
-from mini_engine.transport.segment import HEADER_BYTES
-from mini_engine.transport.shm_store import EXTENT, ShmStoreWriter
-from mini_engine.transport.tensor_ipc import TensorIpcSender
+from mini_engine.transport.arena import Arena
+from mini_engine.transport.codec import Encoder, TransportError, decode
+from mini_engine.transport.cuda_memory import StagingSlots
+from mini_engine.transport.tensor_ipc import TensorIpcSender, checksum
 
 STALL_SECONDS = 60.0
 SETTLE_SECONDS = 0.05  # for both sides to give back what a closed transport held, so that the next does not pay for it
 
-OpenSender = Callable[[Encoder, list[RankAddress], ByteCredit, zmq.Context], TensorSender]
-
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A transport, and the states of its buffers that are told apart: one transfer each, in this order."""
+    """A placement of the tensor queue, and the states of its memory that are told apart: one transfer each, in order.
 
-    name: str
+    `make_slots`: staging slots of so many bytes each, for payloads on a device.
+    """
+
+    name: TransportName
     buffers: tuple[str, ...]
-    open: OpenSender | None  # None: the store, which sends no messages
+    make_slots: Callable[[int], StagingSlots] | None = None
 
 
 WAYS = (
-    Way("direct_rpc", ("fresh",), DirectRpcSender),  # its buffers are heap memory, new for each message
-    Way("torch_shm", ("cold", "reused"), lambda me, ranks, credit, _: TensorIpcSender(me, ranks, credit)),
-    Way("shm_store", ("cold", "reused"), None),
+    Way("direct_rpc", ("fresh",)),  # the ranks read into heap memory, new for each message
+    Way("torch_shm", ("cold", "reused")),
 )
 
 
@@ -62,13 +58,12 @@ WAYS = (
 class Transfer:
     """One payload, from a tensor here to a verified tensor in every rank. Seconds; of the ranks, the slowest counts."""
 
-    reserve: float  # memory for the message
+    reserve: float  # room for the message
     copy: float  # the tensor into it
     send: float
     arrive: float  # until every rank's receiver has reported it
-    map: float  # the ranks' mapping of memory that is new to them; within `send` and `arrive`, or beside `copy`
     touch: float  # a byte of every page
-    checksum: float  # no part of `total`: whoever uses the tensor reads it anyway, and not with CRC-32
+    checksum: float  # no part of `total`: whatever uses the tensor reads it anyway, and not with CRC-32
 
     @property
     def total(self) -> float:
@@ -109,11 +104,11 @@ class Rank:
             start_new_session=True,
         )  # fmt: skip
 
-    def ask(self, handle: TensorHandle | StoreHandle, unmap: bool = False) -> None:
-        """Have it verify the tensor, and then unmap its store; `answer` brings what it found."""
+    def ask(self, handle: TensorHandle) -> None:
+        """Have it verify the tensor; `answer` brings what it found."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(msgspec.json.encode(Verify(handle, unmap)) + b"\n")
+            self._process.stdin.write(msgspec.json.encode(Verify(handle)) + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise BenchError(f"rank {self.rank} died; its traceback is above") from None
@@ -185,69 +180,47 @@ class Ranks:
             BenchError: a transfer failed, or brought other bytes.
         """
         me = Encoder("api 0", next(self._incarnations))
-        addresses = [address_of(self._directory, number) for number in range(count)]
-        if way.open is None:
-            yield from self._through_store(me, addresses, payload)
-            return
-        credit = 4 * payload.nbytes + (64 << 20)  # never short: waiting for credit is not what is measured
-        sender = way.open(me, addresses, ByteCredit(credit), self._context)
+        # Never short: waiting for room is not what is measured. New for each connection: its first message is cold.
+        arena = Arena(2 * payload.nbytes + (64 << 20), lambda: 1 << 60)
+        sender = TensorIpcSender(me, [address_of(self._directory, number) for number in range(count)], arena)
         try:
-            sender.probe(STALL_SECONDS)
-            for number in range(1, 1 + len(way.buffers)):
-                message = MessageId(me.incarnation, number)
-                yield self._loop.run(self._transfer(sender, message, self._ranks[:count], payload))
-                sender.consumed([message])
+            slots = way.make_slots(payload.nbytes) if way.make_slots is not None else None
+            sender.probe(way.name, STALL_SECONDS, slots)
+            for number in range(len(way.buffers)):
+                yield self._loop.run(self._transfer(sender, self._ranks[:count], payload, watch=not number))
         except TransportError as error:
             raise BenchError(f"{way.name} to {count} ranks failed: {error}") from error
         finally:
-            sender.close()
+            self._loop.run(_close(sender))
+            arena.close_memory()
             time.sleep(SETTLE_SECONDS)
 
-    def _through_store(self, me: Encoder, addresses: list[RankAddress], payload: Payload) -> Iterator[Transfer]:
-        ranks = self._ranks[: len(addresses)]
-        room = payload.nbytes + 2 * HEADER_BYTES
-        try:
-            writer = ShmStoreWriter(me, addresses, EXTENT + room)
-        except TransportError as error:
-            raise BenchError(f"no store of {EXTENT + room} bytes: {error}") from error
-        try:
-            writer.connect(STALL_SECONDS)
-            # The first extent is filled up, so that the payload gets one of its own: new, and then again.
-            small = writer.write(torch.zeros(1, dtype=torch.uint8))
-            assert small is not None
-            writer.reserve(writer.free_bytes - HEADER_BYTES)
-            _ask_all(ranks, small)  # what it took to map the first extent is not to count
-            yield self._loop.run(_write(writer, ranks, payload, small))
-            yield self._loop.run(_write(writer, ranks, payload, None))
-            _ask_all(ranks, small, unmap=True)
-        except TransportError as error:
-            raise BenchError(f"the store to {len(ranks)} ranks failed: {error}") from error
-        finally:
-            writer.close()
-            time.sleep(SETTLE_SECONDS)
-
-    async def _transfer(
-        self, sender: TensorSender, message: MessageId, ranks: list[Rank], payload: Payload
-    ) -> Transfer:
-        expected = payload.renew()
+    async def _transfer(self, sender: TensorIpcSender, ranks: list[Rank], payload: Payload, watch: bool) -> Transfer:
+        if watch:
+            sender.watch_end(lambda why: say(why, "transport"))
+        expected, tensor = payload.renew(), payload.tensor
         begun = time.perf_counter()
-        outgoing = await sender.reserve(message, payload.nbytes)
+        outgoing = sender.reserve_slots([tensor]) if tensor.is_cuda else await sender.reserve([tensor])
+        if outgoing is None:
+            raise BenchError(f"no staging slot takes {payload.nbytes} bytes")
         reserved = time.perf_counter()
-        handle = outgoing(payload.tensor)
+        handle = outgoing(tensor)
         copied = time.perf_counter()
-        outgoing.send()
+        sender.send_tensors(outgoing)
         sent = time.perf_counter()
-        self._await_reports(message, ranks)
+        await asyncio.to_thread(self._await_reports, handle.message, ranks)  # the loop writes what is queued
         arrived = time.perf_counter()
-        found = _ask_all(ranks, handle)
+        for rank in ranks:
+            rank.ask(handle)
+        found = [rank.answer() for rank in ranks]
         if any(verified.checksum != expected for verified in found):
-            raise BenchError(f"{sender.name} brought other bytes than were sent")
+            raise BenchError(f"{sender.placement} brought other bytes than were sent")
+        sender.consumed([handle.message])
         return Transfer(
             reserve=reserved - begun,
             copy=copied - reserved,
             send=sent - copied,
             arrive=arrived - sent,
-            map=max(verified.map_seconds for verified in found),
             touch=max(verified.touch_seconds for verified in found),
             checksum=max(verified.checksum_seconds for verified in found),
         )
@@ -270,46 +243,5 @@ class Ranks:
                 missing.discard(body.rank)
 
 
-def _ask_all(ranks: list[Rank], handle: TensorHandle | StoreHandle, unmap: bool = False) -> list[Verified]:
-    for rank in ranks:
-        rank.ask(handle, unmap)
-    return [rank.answer() for rank in ranks]
-
-
-async def _write(writer: ShmStoreWriter, ranks: list[Rank], payload: Payload, small: StoreHandle | None) -> Transfer:
-    """One object into the store and out of it again, in memory that is new; in warm memory if `small` is None.
-
-    The handle travels with the request, so there is nothing to send. `small` is an object to ask the ranks about until
-    they have mapped what is new, which they do beside the copy.
-    """
-    expected = payload.renew()
-    begun = time.perf_counter()
-    if small is not None and not await writer.grow(payload.nbytes):
-        raise BenchError("the store cannot grow: too little memory is free")
-    slot = writer.reserve(payload.nbytes)
-    reserved = time.perf_counter()
-    assert slot is not None
-    handle = slot.fill(payload.tensor)
-    copied = time.perf_counter()
-    found = _ask_all(ranks, handle)
-    if any(verified.checksum != expected for verified in found):
-        raise BenchError("the store brought other bytes than were written")
-    writer.free(slot.object)
-    return Transfer(
-        reserve=reserved - begun,
-        copy=copied - reserved,
-        send=0.0,
-        arrive=0.0,
-        map=max(_mapped(rank, verified, small) for rank, verified in zip(ranks, found, strict=True)),
-        touch=max(verified.touch_seconds for verified in found),
-        checksum=max(verified.checksum_seconds for verified in found),
-    )
-
-
-def _mapped(rank: Rank, verified: Verified, small: StoreHandle | None) -> float:
-    deadline = time.monotonic() + STALL_SECONDS
-    while small is not None and not verified.map_seconds:
-        if time.monotonic() > deadline:
-            raise BenchError(f"rank {rank.rank} did not map what the store has grown by")
-        (verified,) = _ask_all([rank], small)
-    return verified.map_seconds
+async def _close(sender: TensorIpcSender) -> None:
+    sender.close_streams()

@@ -21,10 +21,10 @@ from mini_engine.messages import (
     NewRequest,
     NewSequence,
     Step,
-    StoreHandle,
     TensorHandle,
 )
 from mini_engine.model.parallel import TensorParallel
+from mini_engine.transport.arena import ReadableMemory
 from mini_engine.worker.attention import choose_backend
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
@@ -47,22 +47,21 @@ class WorkerTime:
 class NoMedia:
     """For steps without media."""
 
+    store: ReadableMemory | None = None
+
     def check(self) -> None:
         pass
 
-    def tensor(self, handle: TensorHandle) -> torch.Tensor:
-        raise KeyError(handle)
+    def rows(self, handle: TensorHandle, first: int, stop: int) -> torch.Tensor:
+        raise KeyError(handle, first, stop)
 
-    def stored(self, handle: StoreHandle) -> torch.Tensor:
-        raise KeyError(handle)
-
-    def release(self, messages: list[MessageId]) -> list[MessageId]:
-        return messages
-
-    def drop_sender(self, incarnation: int) -> None:
+    def release(self, messages: list[MessageId]) -> None:
         pass
 
-    def drop_segments(self, incarnations: list[int]) -> None:
+    def register_store(self, nbytes: int) -> None:
+        pass
+
+    def drop_sender(self, incarnation: int) -> None:
         pass
 
 

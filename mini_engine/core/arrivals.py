@@ -1,9 +1,8 @@
 """Which tensor messages have reached which ranks, and which requests wait for them. It sees ids, never tensors.
 
-Every rank reports every message, as ready or as failed; one that it was told to drop before it came, with the result of
-the step that said so, for it may have been lost. Since messages and requests take different roads, the report may come
-before the request, or after its end; so an entry is forgotten when both have happened: all ranks have reported, and
-the step that released it has retired.
+Every rank reports every message once, as ready or as failed: a stream to a rank loses nothing but by the death of one
+of its ends. A message is released by a step only after all ranks have reported it, so that what a rank is told to drop
+is there. Messages and requests take different connections: a report may come before the request, or after its end.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from mini_engine.messages import MessageId
 class _Entry:
     ready: set[int] = dataclasses.field(default_factory=set)  # ranks
     failed: set[int] = dataclasses.field(default_factory=set)  # ranks
-    released: bool = False
+    unneeded: bool = False  # to be released as soon as all ranks have reported it
 
 
 class Arrivals:
@@ -30,12 +29,22 @@ class Arrivals:
         self._entries: dict[MessageId, _Entry] = {}
         self._void: set[int] = set()  # dead incarnations
 
-    def report(self, message: MessageId, rank: int, usable: bool) -> None:
-        """`rank` has received `message`; if not `usable`, it cannot make tensors of it, or has dropped it unseen."""
-        if message.incarnation not in self._void:
-            entry = self._entries.setdefault(message, _Entry())
-            (entry.ready if usable else entry.failed).add(rank)
-            self._drop_if_done(message, entry)
+    def report(self, message: MessageId, rank: int, usable: bool) -> list[MessageId]:
+        """`rank` has received `message`, of which it can make a tensor if it is `usable`. Returns what can be released
+        by it."""
+        if message.incarnation in self._void:
+            return []
+        entry = self._entries.setdefault(message, _Entry())
+        (entry.ready if usable else entry.failed).add(rank)
+        return self._take_reported([message])
+
+    def release(self, messages: Iterable[MessageId]) -> list[MessageId]:
+        """No step after the next reads these. Returns those that the next one can release; `report` returns the others
+        when their last report comes."""
+        known = [message for message in messages if message.incarnation not in self._void]
+        for message in known:
+            self._entries.setdefault(message, _Entry()).unneeded = True
+        return self._take_reported(known)
 
     def is_ready(self, messages: Iterable[MessageId]) -> bool:
         """True when every rank holds every one of these messages."""
@@ -46,29 +55,27 @@ class Arrivals:
         """True when a rank cannot use one of these messages."""
         return any(message in self._entries and self._entries[message].failed for message in messages)
 
-    def released(self, message: MessageId) -> None:
-        """A step that released `message` has retired: no rank will read it again."""
-        if message.incarnation not in self._void:
-            entry = self._entries.setdefault(message, _Entry())
-            entry.released = True
-            self._drop_if_done(message, entry)
-
     def drop_sender(self, incarnation: int) -> None:
         """A sender is dead: forget its messages, those yet to be reported too."""
         self._void.add(incarnation)
         for message in [message for message in self._entries if message.incarnation == incarnation]:
             del self._entries[message]
 
-    def _drop_if_done(self, message: MessageId, entry: _Entry) -> None:
-        if entry.released and len(entry.ready | entry.failed) == self.num_ranks:
-            del self._entries[message]
+    def _take_reported(self, messages: list[MessageId]) -> list[MessageId]:
+        done: list[MessageId] = []
+        for message in messages:
+            entry = self._entries[message]
+            if entry.unneeded and len(entry.ready) + len(entry.failed) == self.num_ranks:
+                del self._entries[message]
+                done.append(message)
+        return done
 
     def __len__(self) -> int:
         return len(self._entries)
 
 
 class AwaitingMedia:
-    """Requests whose tensors are not on all ranks yet, each with the time by which they are to be."""
+    """Requests whose tensors are not on all ranks yet, each with its deadline for them."""
 
     def __init__(self) -> None:
         self._deadlines: dict[str, tuple[float, Request]] = {}  # by id; soonest first, since all wait equally long

@@ -55,7 +55,6 @@ from mini_engine.messages import (
     StepResult,
     TensorHandle,
     Unreserve,
-    Withdraw,
     Written,
 )
 from mini_engine.model.config import ModelConfig
@@ -121,8 +120,6 @@ class EngineCore:
     def _handle(self, envelope: Envelope) -> None:
         match envelope.body:
             case StepResult() as result:
-                for message in result.unreported:
-                    self.arrivals.report(message, result.rank, usable=False)
                 for flight in self.steps.report(result):
                     self._retire(flight)
             case NewRequest() as new:
@@ -131,11 +128,11 @@ class EngineCore:
                 if (request := self.requests.get(request_id)) is not None:
                     self._finish(request, reason)
             case MediaReady(rank=rank, message=message):
-                self.arrivals.report(message, rank, usable=True)
+                self.steps.release += self.arrivals.report(message, rank, usable=True)
                 self._start_if_ready(message)
             case MediaFailed(message=message, rank=rank, why=why):
                 logger.error("rank %d cannot use tensor message %d: %s", rank, message.number, why)
-                self.arrivals.report(message, rank, usable=False)
+                self.steps.release += self.arrivals.report(message, rank, usable=False)
                 if (request := self.awaiting_media.request_for(message)) is not None:
                     self._turn_down(request)
             case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
@@ -166,8 +163,6 @@ class EngineCore:
         match body:
             case AskFigures():
                 self.links.send(peer, self._figures())
-            case Withdraw(messages=messages):
-                self.steps.release += messages
             case Ping(number=number):
                 self.steps.pings.append((peer, number))
             case ResetCaches(number=number):
@@ -219,18 +214,18 @@ class EngineCore:
         self.scheduler.add(request)
 
     def _expire_media(self) -> None:
-        """Have the requests sent again whose media did not come in time."""
+        """Turn down the requests whose media did not come in time."""
         for request in self.awaiting_media.expired(time.monotonic()):
             logger.warning("%s: its media are not on all ranks in time", request.id, extra=about(request.id))
-            self._turn_down(request)
+            self._turn_down(request, late=True)
 
-    def _turn_down(self, request: Request) -> None:
+    def _turn_down(self, request: Request, late: bool = False) -> None:
         """Its tensors do not reach all ranks: nothing of it and its siblings stays, and its API server is told."""
         request.tensors.references, references = {}, request.tensors.references
         for member in [*request.siblings, request]:
             self._remove(member)
         self.media.hand_back((request.incarnation, request.new.request_id), references)
-        self.links.send(sockets.identity(request.sender, request.incarnation), MediaMiss(request.id))
+        self.links.send(sockets.identity(request.sender, request.incarnation), MediaMiss(request.id, late))
 
     def _on_api_server_gone(self, sender: str, incarnation: int) -> None:
         """Its requests end without anybody to tell, and the ranks forget its tensors."""
@@ -263,7 +258,7 @@ class EngineCore:
         """Give them back, once: when the next step, which is the last to read them, retires."""
         if not tensors.released:
             tensors.released = True
-            self.steps.release += tensors.messages
+            self.steps.release += self.arrivals.release(tensors.messages)
             self.steps.unreferenced.append(tensors.references)
 
     # --- retire ------------------------------------------------------------------------------------------------------
@@ -283,7 +278,6 @@ class EngineCore:
             if request is not None:  # it may have ended while the step ran: then nobody wants the token
                 self._deliver(request, sampled)
         for message in flight.step.release:
-            self.arrivals.released(message)
             self.outbox.consumed(message)
         for references in flight.unreferenced:
             self.media.release(references)

@@ -27,7 +27,7 @@ def core_workers(where: Path, config: EngineConfig) -> list[str]:
 def ranks(where: Path, config: EngineConfig) -> list[RankAddress]:
     """Where each worker receives tensors."""
     return [
-        RankAddress(engine, rank, f"{where}/tensors-{engine}.{rank}", f"ipc://{where}/tensors-rpc-{engine}.{rank}")
+        RankAddress(engine, rank, f"{where}/tensors-{engine}.{rank}")
         for engine in range(config.data_parallel_size)
         for rank in range(config.tensor_parallel_size)
     ]

@@ -58,7 +58,6 @@ from mini_engine.messages.requests import (
     Sibling,
     TokenLogprob,
     Unreserve,
-    Withdraw,
     Written,
 )
 from mini_engine.messages.steps import (
@@ -81,7 +80,6 @@ from mini_engine.messages.tensors import (
     ProbeResult,
     StoreHandle,
     TensorHandle,
-    TensorLayout,
     TensorMessage,
     TransportName,
 )
@@ -144,13 +142,11 @@ __all__ = [
     "StepResult",
     "StoreHandle",
     "TensorHandle",
-    "TensorLayout",
     "TensorMessage",
     "TokenLogprob",
     "TransportChoice",
     "TransportName",
     "Unreserve",
-    "Withdraw",
     "WorkerReady",
     "Written",
 ]
@@ -171,7 +167,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 AnyMessage = (
     Hello | Init | Ready | Refused | Start | Serving | Drain | PeerGone
     | NewRequest | Finish | ResetCaches | Outputs | Consumed | CachesReset | Ping | Pong
-    | Accepted | MediaMiss | Withdraw | AskFigures | Figures
+    | Accepted | MediaMiss | AskFigures | Figures
     | Lookup | Found | Reserve | Reserved | Written | Abandoned | Unreserve
     | Step | StepResult | WorkerReady | MediaReady | MediaFailed
     | TensorMessage | ProbeResult | DeviceSlots

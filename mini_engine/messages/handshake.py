@@ -24,12 +24,11 @@ class Hello(Message, frozen=True):
 
 
 class RankAddress(msgspec.Struct, frozen=True):
-    """Where one worker rank receives tensors: two unix sockets in the runtime directory."""
+    """Where one worker rank receives tensors: a unix socket in the runtime directory."""
 
     engine: int
     rank: int
-    tensor_ipc: str  # path of the unix socket of the tensor queue
-    direct_rpc: str  # ZMQ endpoint
+    tensor_ipc: str  # path
 
 
 class MediaCachePlan(msgspec.Struct, frozen=True):

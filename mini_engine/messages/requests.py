@@ -127,16 +127,12 @@ class Accepted(Message, frozen=True):
 class MediaMiss(Message, frozen=True):
     """Core -> API server: this request was not accepted, since its tensors did not reach all ranks; send it again.
 
-    It still refers to the cached media that it named.
+    It still refers to the cached media that it named. `late`: the tensors have not come in time. They are in order and
+    still on their way, so sending them again would not help.
     """
 
     request_id: str
-
-
-class Withdraw(Message, frozen=True):
-    """API server -> core: no request will come for these tensor messages, which some ranks have or may get."""
-
-    messages: list[MessageId]
+    late: bool = False
 
 
 class Finish(Message, frozen=True):

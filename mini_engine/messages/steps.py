@@ -66,7 +66,7 @@ class Step(Message, frozen=True):
     started: list[NewSequence] = []
     encode: list[EncodeItem] = []
     chunks: list[Chunk] = []
-    release: list[MessageId] = []  # drop these tensor messages, received or yet to come
+    release: list[MessageId] = []  # drop these tensor messages, which every rank has reported
     drop_senders: list[int] = []  # drop all messages of these incarnations, received or yet to come
     media_mark: int | None = None  # bytes of the media store that are in use, or soon will be: register them
 
@@ -83,7 +83,6 @@ class StepResult(Message, frozen=True):
     number: int
     tokens: list[SampledToken] = []
     rank: int = 0
-    unreported: list[MessageId] = []  # released by this step; the rank has not reported them, nor will it
 
 
 class WorkerReady(Message, frozen=True):

@@ -20,10 +20,9 @@ class MessageId(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorHandle(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Stands for a tensor that travels out of band: the `index`-th tensor of tensor message `message`."""
+    """Stands for a tensor that travels out of band, in tensor message `message`."""
 
     message: MessageId
-    index: int
     shape: tuple[int, ...]
     dtype: str  # torch's name without the prefix: "uint8"
 
@@ -82,43 +81,30 @@ class MediaItem(msgspec.Struct, frozen=True):
 
 
 class TensorMessage(Message, frozen=True):
-    """Head of a tensor message: where each tensor lies in the one buffer that follows.
+    """API server -> rank, in a stream of `transport/tensor_ipc.py`: head of a frame, which brings one tensor.
 
-    `probe` asks for a `ProbeResult` instead of a place in the table.
+    Its bytes, in C order, follow the head unless it says where else they lie. Number 0 is a probe: it is answered with
+    a `ProbeResult`, and nothing of it is kept.
     """
 
     number: int
-    nbytes: int
-    tensors: list[TensorLayout]
-    buffer: int = 0  # torch_shm: number of the pooled buffer; its descriptor comes with its first use
-    generation: int = 0  # torch_shm: counts the uses of the buffer, or of the slot
-    probe: bool = False
-    dropped: list[int] = []  # torch_shm: buffers that are no more; unmap them. Such a head has number 0 and no tensors
-    slot: int = 0  # CUDA tensors: the staging slot that holds them, from 1 on, in place of a buffer
-
-
-class TensorLayout(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor inside a tensor message's buffer, C-contiguous."""
-
-    offset: int  # bytes from the start of the buffer; a multiple of 64
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # at least one dimension
     dtype: str
+    extents: list[tuple[int, int]] = []  # torch_shm: (first page, pages) in the sender's arena, one after another
+    slot: int = 0  # CUDA tensors: the staging slot that holds them, from 1 on
 
 
 class DeviceSlots(Message, frozen=True):
-    """API server -> rank: staging slots in device memory, exported for this rank. Map them, and tell the checksum of
-    `probe`, a message that lies in one of them."""
+    """API server -> rank: staging slots in device memory, exported for this rank, which maps them."""
 
     device: int  # CUDA's index of the device that they lie on
     nbytes: int  # of one slot; slot n starts at (n - 1) * nbytes
     memory: bytes  # CUDA's IPC handle of all of it
     filled: list[bytes]  # for each slot, the IPC handle of the event after which its bytes are there
-    probe: TensorMessage
 
 
 class ProbeResult(Message, frozen=True):
-    """Rank -> API server, on the probed connection: `checksum` of the probe's bytes (CRC-32), or why it failed."""
+    """Rank -> API server, on the probed stream: `checksum` of the probe's bytes (CRC-32), or why it failed."""
 
     checksum: int
     error: str | None = None
-    unmapped: bool = False  # answers `DeviceSlots`: the rank could not map them

@@ -1,22 +1,41 @@
-"""A shared memory and its pages as bytes: what writes payloads into extents, and what reads them elsewhere.
+"""Tensors as bytes in a shared memory: what writes payloads into extents of pages, what reads them in another process,
+and an API server's `Arena`.
 
-The memory is a sparse, sealed memfd (`memory.py`). A payload lies in its extents one after another. This file does not
-know which pages are whose: a `PageAllocator` says so (`pages.py`).
+The memory is a sparse, sealed memfd (`memory.py`). A payload lies in its extents one after another. Which pages belong
+to what is a `PageAllocator`'s matter (`pages.py`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import mmap
+import os
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 
 from mini_engine.transport import memory
-from mini_engine.transport.pages import PAGE_BYTES, Extent
+from mini_engine.transport.codec import TransportError
+from mini_engine.transport.pages import PAGE_BYTES, Extent, PageAllocator, pages_for
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+        torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    )
+}  # fmt: skip
+"""What can travel, by torch's name without the prefix, as a handle has it."""
 
 Pin = Callable[[int, int], Callable[[], object] | None]
 """Registers (address, nbytes) of a mapping as pinned memory; returns what undoes it, or None if it was refused."""
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of `tensor` in C order: uint8, one dimension, on its device; a view if it is contiguous."""
+    return tensor.detach().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 class WritableMemory:
@@ -45,6 +64,10 @@ class WritableMemory:
             self._bytes.numpy()[start : start + nbytes] = source[:nbytes]
             source = source[nbytes:]
 
+    def fill(self, extents: Sequence[Extent], value: int) -> None:
+        """Set every byte of `extents`: tests make a view of the wrong pages visible by it."""
+        for first, count in extents:
+            self._bytes[first * PAGE_BYTES : (first + count) * PAGE_BYTES] = value
 
 
 class ReadableMemory:
@@ -62,18 +85,22 @@ class ReadableMemory:
         self._pin = pin
         self._registered = 0  # bytes from the start
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory."""
+        return self._bytes.numel()
+
     def read(self, extents: Sequence[Extent], start: int, stop: int) -> torch.Tensor:
         """Bytes `start .. stop` of what lies in `extents`, uint8, one dimension: a view where they lie in one extent,
         else a copy."""
         views = [self._bytes[first : first + nbytes] for first, nbytes in _pieces(extents, start, stop)]
         return views[0] if len(views) == 1 else torch.cat(views) if views else self._bytes[:0]
 
-    def rows(
-        self, extents: Sequence[Extent], shape: Sequence[int], dtype: torch.dtype, first: int, stop: int
-    ) -> torch.Tensor:
+    def rows(self, extents: Sequence[Extent], shape: Sequence[int], dtype: str, first: int, stop: int) -> torch.Tensor:
         """Rows `first .. stop` of the C-contiguous tensor that lies in `extents`; see `read`."""
-        row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        return self.read(extents, first * row_bytes, stop * row_bytes).view(dtype).view(-1, *shape[1:])
+        row_bytes = math.prod(shape[1:]) * DTYPES[dtype].itemsize
+        content = self.read(extents, first * row_bytes, stop * row_bytes)
+        return content.view(DTYPES[dtype]).view(stop - first, *shape[1:])
 
     def register(self, nbytes: int) -> None:
         """Pin the first `nbytes`, as far as they are not: that gives them memory. Without effect without `pin`."""
@@ -83,6 +110,130 @@ class ReadableMemory:
         self._registered = nbytes
         if unpin is not None:
             memory.before_unmap(self._pages, unpin)
+
+
+class RequestTooLarge(TransportError):
+    """A request's tensors need more pages than the arena has."""
+
+
+class Arena:
+    """An API server's shared memory for tensors on their way, to whichever engine, and the credit for them.
+
+    Requests take pages first come first served: a large one is not overtaken by those that come later. With direct_rpc
+    pages are only counted, nothing is written to them. Used from the event loop's thread, but for `write`.
+
+    Args:
+        nbytes: most that can be on its way, in whole pages.
+        available: see `PageAllocator`.
+    """
+
+    def __init__(self, nbytes: int, available: Callable[[], int]):
+        self._pages = PageAllocator(nbytes, available)
+        self._lost = 0  # pages that are never given back
+        self._waiting: deque[tuple[Sequence[int], asyncio.Future[list[list[Extent]]]]] = deque()
+        self.descriptor: int | None = None  # of the memory, from the first `write` on
+        self._memory: WritableMemory | None = None
+
+    async def take(self, sizes: Sequence[int]) -> list[list[Extent]]:
+        """Pages for payloads of so many bytes, of one request. Waits while there are too few and some may come back.
+        Cancelling the wait, at any moment, takes nothing.
+
+        Raises:
+            RequestTooLarge: they can never be had.
+            TransportError: memory is short, and nothing is on its way whose pages would come back.
+        """
+        needed = sum(map(pages_for, sizes))
+        if needed > self._pages.capacity:
+            raise RequestTooLarge(f"{needed} pages of 64 KB are needed, and there are {self._pages.capacity} in all")
+        turn: asyncio.Future[list[list[Extent]]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((sizes, turn))
+        self._grant()
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._waiting = deque(each for each in self._waiting if each[1] is not turn)
+                self._grant()  # those behind may fit where this one did not
+            elif turn.exception() is None:  # granted in the same turn of the loop as the cancellation
+                for extents in turn.result():
+                    self.give_back(extents)
+            raise
+
+    def take_now(self, nbytes: int) -> list[Extent]:
+        """Pages for a probe. Raises TransportError."""
+        extents = self._pages.allocate(nbytes)
+        if extents is None:
+            raise TransportError("memory is short")
+        return extents
+
+    def write(self, extents: Sequence[Extent], content: torch.Tensor) -> None:
+        """Copy `content` (uint8, one dimension, CPU) there. For any thread; `written` is to follow.
+
+        Raises:
+            TransportError: no memory for it.
+        """
+        try:
+            if self._memory is None:  # the first write, by a probe
+                self.descriptor = memory.create_sparse(self._pages.capacity * PAGE_BYTES)
+                self._memory = WritableMemory(self.descriptor)
+            self._memory.write(extents, content)
+        except OSError as error:
+            raise TransportError(f"no memory for {content.numel()} bytes of tensors: {error}") from error
+
+    def written(self, extents: Sequence[Extent]) -> None:
+        """`write` has returned: these pages have memory."""
+        self._pages.written(extents)
+
+    def give_back(self, extents: Sequence[Extent]) -> None:
+        """No process reads or writes these any more."""
+        self._pages.free(extents)
+        self._grant()
+
+    def lose(self, extents: Sequence[Extent]) -> None:
+        """Never to be used again: a rank that is out of reach may still read them."""
+        self._lost += sum(count for _, count in extents)
+        self._grant()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for pages."""
+        return len(self._waiting)
+
+    @property
+    def num_used(self) -> int:
+        """Pages that are taken."""
+        return self._pages.num_used
+
+    def close_memory(self) -> None:
+        """Give the memory back as soon as no process has it mapped."""
+        self._memory = None
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+    def _grant(self) -> None:
+        while self._waiting:
+            sizes, turn = self._waiting[0]
+            if not turn.done():
+                extents = self._allocate(sizes)
+                if extents is not None:
+                    turn.set_result(extents)
+                elif self._pages.num_used > self._lost:
+                    return
+                else:
+                    turn.set_exception(TransportError("memory is short, and no tensors are on their way"))
+            self._waiting.popleft()
+
+    def _allocate(self, sizes: Sequence[int]) -> list[list[Extent]] | None:
+        taken: list[list[Extent]] = []
+        for nbytes in sizes:
+            extents = self._pages.allocate(nbytes)
+            if extents is None:
+                for each in taken:
+                    self._pages.free(each)
+                return None
+            taken.append(extents)
+        return taken
 
 
 def _pieces(extents: Sequence[Extent], start: int, stop: int) -> list[tuple[int, int]]:

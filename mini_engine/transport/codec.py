@@ -2,7 +2,7 @@
 
 In the manner of PEP 574: while a message is encoded, each object that msgpack does not know is handed to an
 `OOBTensorConsumer`, which keeps the bytes and returns the small `TensorHandle` that takes its place. The decoder yields
-the handle, and who needs the tensor resolves it. The codec knows nothing of requests, queues or segments.
+the handle, and whatever needs the tensor resolves it. The codec knows nothing of requests or queues.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ import msgspec
 from mini_engine.messages import AnyMessage, Envelope, TensorHandle
 
 
+class TransportError(Exception):
+    """A tensor could not be sent or received. The text is for the log, not for clients."""
+
+
 class OOBTensorConsumer(Protocol):
     """Takes the tensors of one message while it is encoded."""
-
-    def new_message(self) -> None:
-        """A message begins: what an earlier, failed encoding handed over is void."""
 
     def __call__(self, tensor: Any) -> TensorHandle:
         """Keep `tensor` (any dtype and shape, C-contiguous) and return what stands for it.
 
         Raises:
             TypeError: not a tensor.
+            TransportError: it cannot travel.
         """
 
 
@@ -49,7 +51,6 @@ class Encoder:
         envelope = Envelope(self.sender, self.incarnation, body)
         if tensors is None:
             return self._plain.encode(envelope)
-        tensors.new_message()
         return msgspec.msgpack.Encoder(enc_hook=tensors).encode(envelope)
 
 

@@ -1,247 +1,291 @@
-"""Device memory that several processes use: the CUDA calls of `cuda_slots.py`, and nothing of its protocol.
+"""CUDA tensors from an API server's device memory into a rank's, by staging slots: both ends and the CUDA calls.
 
-Memory is allocated and shared by the CUDA runtime itself, and not by torch: torch's pools may lie in expandable
-segments, which are shared by `pidfd_getfd` or not at all, and torch counts the users of what it shares in a named file
-in /dev/shm, which a process that is killed leaves behind. Events and streams are torch's own.
+    sender's stream  copy into slot │ filled                                      Consumed: copy into slot │ filled ...
+    rank's stream                       └► wait │ copy to own memory │ copied       ▲
+    rank's main stream                                                  └► wait │ read ... the message is released
+
+The slot's number travels in a frame's head (`tensor_ipc.py`). A host waits for a device at both ends, and nowhere else:
+
+- The thread that fills a slot waits until the bytes are there, and the head leaves after that. If it left before and
+  this process was killed, the ranks' streams would wait for good for an event that nothing records any more.
+- A rank that releases a message waits until its copy has ended. So `Consumed`, which the core says once every rank has
+  reported the step that releases the message, means that no rank reads the slot any more: filling it again needs no
+  event of a rank.
+
+The slots are memory of the CUDA runtime (cuda.bindings), not of torch: torch's pools may lie in expandable segments,
+which are shared by `pidfd_getfd` or not at all, and torch counts the users of shared memory in a named file, which
+stays in /dev/shm after a SIGKILL. Streams and events are torch's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
+import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import torch
 
 from mini_engine.messages import DeviceSlots
-from mini_engine.transport.base import DeviceType, TransportError
-from mini_engine.transport.cuda_slots import Export
+from mini_engine.transport.arena import bytes_of
+from mini_engine.transport.codec import TransportError
 
 log = logging.getLogger(__name__)
 
-DRAIN_SECONDS = 5.0  # a copy takes milliseconds; one that waits for a process that was killed may never end
-
+MAX_SLOTS = 256  # each costs an event at both ends
+DRAIN_SECONDS = 5.0  # a copy takes milliseconds; one that waits for the event of a killed process may never end
 _HANDLE_BYTES = 64
-_LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: the rank may compute on another device than the slots lie on
-
-
-class _MemoryHandle(ctypes.Structure):
-    _fields_ = [("reserved", ctypes.c_ubyte * _HANDLE_BYTES)]
 
 
 # --- sender ----------------------------------------------------------------------------------------------------------
 
 
-class CudaStaging:
-    """`cuda_slots.Staging` on one CUDA device."""
+class Staging(Protocol):
+    """Device memory of an API server that other processes can map; `CudaStaging`. Its methods raise TransportError.
 
-    takes: DeviceType = "cuda"
+    It is given back with this process: a rank may have it mapped for some time after the end of its stream.
+    """
+
+    device_type: str  # of the tensors that it takes
+
+    def allocate(self, slots: int, nbytes: int) -> torch.Tensor:
+        """Memory for so many slots of `nbytes` each: uint8, one dimension. Called once."""
+
+    def export(self, nbytes: int) -> DeviceSlots:
+        """For one rank: slots of `nbytes` each."""
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of `tensor` on this device."""
+
+    def fill(self, slot: int, memory: torch.Tensor, content: torch.Tensor) -> None:
+        """Begin to copy `content` to `memory`, a part of slot `slot` (from 1 on), both uint8 and of one size, after
+        what the current stream has begun; then record the slot's event. For any thread."""
+
+    def settle(self, slot: int) -> None:
+        """Wait until the slot's event has come. For any thread."""
+
+
+class StagingSlots:
+    """An API server's slots for tensors on their way to one engine, each for one tensor of up to `nbytes`.
+
+    Raises:
+        TransportError: there is no such memory.
+    """
+
+    def __init__(self, staging: Staging, slots: int, nbytes: int):
+        if not 1 <= slots <= MAX_SLOTS or nbytes < 1:
+            raise ValueError(f"{slots} slots of {nbytes} bytes; 1 to {MAX_SLOTS} of at least one byte are possible")
+        self.staging = staging
+        self.nbytes = -(-nbytes // 512) * 512  # so that a slot starts where any dtype may
+        self._parts = staging.allocate(slots, self.nbytes).split(self.nbytes)
+        self._idle = list(range(1, slots + 1))  # longest idle first
+
+    def take(self, sizes: Sequence[int]) -> list[int] | None:
+        """A slot for each tensor of so many bytes; None: one is too large, or too few slots are idle."""
+        if len(sizes) > len(self._idle) or max(sizes) > self.nbytes:
+            return None
+        taken, self._idle = self._idle[: len(sizes)], self._idle[len(sizes) :]
+        return taken
+
+    def fill(self, slot: int, tensor: torch.Tensor) -> None:
+        """Copy `tensor` (on the device) to the slot, and wait for it. For any thread. Raises TransportError."""
+        content = bytes_of(tensor)
+        self.staging.fill(slot, self._parts[slot - 1][: content.numel()], content)
+        self.staging.settle(slot)
+
+    def give_back(self, slot: int) -> None:
+        """No rank reads the slot any more."""
+        self._idle.append(slot)
+
+
+class CudaStaging:
+    """`Staging` on one CUDA device."""
+
+    device_type = "cuda"
 
     def __init__(self, device: torch.device):
         self._device = torch.device("cuda", device.index or 0)
         self._address = 0
-        self._filled: list[torch.cuda.Event] = []
 
     def allocate(self, slots: int, nbytes: int) -> torch.Tensor:
-        """See `cuda_slots.Staging`."""
-        with _refusing(), torch.cuda.device(self._device):
+        with use_cuda(self._device) as runtime:
             self._stream = torch.cuda.Stream(self._device)
             self._filled = [torch.cuda.Event(blocking=True, interprocess=True) for _ in range(slots)]
-            address = ctypes.c_void_p()
-            _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(slots * nbytes))
-            self._address = address.value or 0
+            self._address = check(runtime.cudaMalloc(slots * nbytes))
             return _view(self._address, slots * nbytes, self._device)
 
-    def export(self) -> Export:
-        """See `cuda_slots.Staging`."""
-        with _refusing(), torch.cuda.device(self._device):
-            handle = _MemoryHandle()
-            _call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(self._address))
-            return Export(self._device.index, bytes(handle), [event.ipc_handle() for event in self._filled])
+    def export(self, nbytes: int) -> DeviceSlots:
+        with use_cuda(self._device) as runtime:
+            handle = check(runtime.cudaIpcGetMemHandle(self._address))
+            memory = ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)  # not all releases have its field `reserved`
+            return DeviceSlots(self._device.index, nbytes, memory, [event.ipc_handle() for event in self._filled])
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `cuda_slots.Staging`."""
-        with _refusing():
+        with use_cuda(self._device):
             return tensor.to(self._device)
 
-    def fill(self, slot: int, memory: torch.Tensor, tensor: torch.Tensor) -> None:
-        """See `cuda_slots.Staging`."""
-        if tensor.device != self._device:
-            raise TransportError(f"a tensor on {tensor.device} cannot be copied to a slot on {self._device}")
-        with _refusing():
+    def fill(self, slot: int, memory: torch.Tensor, content: torch.Tensor) -> None:
+        if content.device != self._device:
+            raise TransportError(f"a tensor on {content.device} cannot be copied to a slot on {self._device}")
+        with use_cuda(self._device):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with on_stream(self._stream):
-                content = tensor.detach().resolve_neg().contiguous().view(-1).view(torch.uint8)
                 memory.copy_(content, non_blocking=True)
                 self._filled[slot - 1].record(self._stream)
-            tensor.record_stream(self._stream)  # its memory is not to be another's before it is copied
+            content.record_stream(self._stream)  # torch must not reuse its memory before the copy has ended
 
     def settle(self, slot: int) -> None:
-        """See `cuda_slots.Staging`."""
-        with _refusing():
-            wait_for(self._filled[slot - 1])
-
-    def free(self) -> None:
-        """See `cuda_slots.Staging`."""
-        if self._address:
-            with contextlib.suppress(TransportError), _refusing(), torch.cuda.device(self._device):
-                self._stream.synchronize()
-                _call("cudaFree", ctypes.c_void_p(self._address))
-            self._address = 0
+        with use_cuda(self._device):
+            self._filled[slot - 1].synchronize()
 
 
 # --- receiver --------------------------------------------------------------------------------------------------------
 
 
-class CudaCopy:
-    """`packing.Copied` on a CUDA device."""
+class Copied(Protocol):
+    """A copy that a device is making into memory of this process."""
 
-    def __init__(self, memory: torch.Tensor, done: torch.cuda.Event):
-        self.memory = memory
-        self._done = done
+    @property
+    def memory(self) -> torch.Tensor:
+        """What is copied to: uint8, one dimension. Not to be used before `use` of it or of a view."""
 
     def use(self, tensor: torch.Tensor) -> None:
-        """See `packing.Copied`."""
+        """What the current stream does from now on comes after the copy. `tensor` is a view of the memory."""
+
+    def synchronize(self) -> None:
+        """Wait until the copy has ended."""
+
+
+class MappedSlots(Protocol):
+    """A sender's slots as a rank sees them; `CudaMapped`."""
+
+    def fetch(self, slot: int, nbytes: int) -> Copied:
+        """Begin to copy the first bytes of slot `slot` (from 1 on) to memory of this process, on a stream of its own,
+        once the slot's event has come. Does not wait. Raises TransportError."""
+
+    def close(self) -> None:
+        """Unmap, once the copies that were begun have ended."""
+
+
+MapSlots = Callable[[DeviceSlots], MappedSlots]  # raises TransportError
+
+
+@dataclasses.dataclass(eq=False)
+class CudaCopy:
+    """`Copied` on a CUDA device."""
+
+    memory: torch.Tensor
+    _done: torch.cuda.Event
+
+    def use(self, tensor: torch.Tensor) -> None:
         stream = torch.cuda.current_stream(tensor.device)
         stream.wait_event(self._done)
         tensor.record_stream(stream)  # torch would give the memory to the next copy when the last reference goes
 
     def synchronize(self) -> None:
-        """See `packing.Copied`."""
         wait_for(self._done)
 
 
 class CudaMapped:
-    """`cuda_slots.MappedSlots`, for a rank that computes on `device`. With a stream of its own: a sender that is killed
-    before its slot is filled holds up nobody else's copies.
+    """`MappedSlots`, for a rank that computes on `device`. Raises TransportError with nothing mapped.
 
-    The two ends must see the same devices under the same numbers. How much memory a handle stands for cannot be asked:
-    the sender is believed, as one of this engine's own processes.
-
-    Raises:
-        TransportError: CUDA refuses; nothing is mapped then.
+    The stream is its own: a sender that is killed before it fills a slot does not delay the copies of others. Both
+    processes must number the devices alike. CUDA cannot tell the size of the memory: the rank trusts the sender.
     """
 
     def __init__(self, device: torch.device, slots: DeviceSlots):
-        if len(slots.memory) != _HANDLE_BYTES or any(len(handle) != _HANDLE_BYTES for handle in slots.filled):
+        if any(len(handle) != _HANDLE_BYTES for handle in [slots.memory, *slots.filled]):
             raise TransportError(f"the handles of device memory and events have {_HANDLE_BYTES} bytes each")
-        self._nbytes = slots.nbytes
-        self._last: torch.cuda.Event | None = None  # of the last copy; those before it have ended when it has
-        with _refusing():
+        self._last: torch.cuda.Event | None = None  # of the last copy; all copies before it end earlier
+        with use_cuda(device):
             if not 0 <= slots.device < torch.cuda.device_count():
                 raise TransportError(f"the slots lie on CUDA device {slots.device}, which this rank does not see")
             self._where = torch.device("cuda", slots.device)
             self._stream = torch.cuda.Stream(device)
             self._filled = [torch.cuda.Event.from_ipc_handle(self._where, handle) for handle in slots.filled]
-            address = ctypes.c_void_p()
-            with torch.cuda.device(self._where):
-                handle = _MemoryHandle.from_buffer_copy(slots.memory)
-                _call("cudaIpcOpenMemHandle", ctypes.byref(address), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
-                self._address = address.value or 0
-                try:
-                    self._memory = _view(self._address, slots.nbytes * len(slots.filled), self._where)
-                except BaseException:
-                    _call("cudaIpcCloseMemHandle", address)
-                    raise
+        with use_cuda(self._where) as runtime:
+            handle = runtime.cudaIpcMemHandle_t()
+            ctypes.memmove(handle.getPtr(), slots.memory, _HANDLE_BYTES)
+            self._address = check(runtime.cudaIpcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess))
+            try:
+                memory = _view(self._address, slots.nbytes * len(slots.filled), self._where)
+                self._memory = memory.view(-1, slots.nbytes)  # a row for each slot
+            except BaseException:
+                runtime.cudaIpcCloseMemHandle(self._address)
+                raise
 
     def fetch(self, slot: int, nbytes: int) -> CudaCopy:
-        """See `cuda_slots.MappedSlots`."""
-        start = (slot - 1) * self._nbytes
-        with _refusing(), on_stream(self._stream):
+        with use_cuda(self._stream.device), on_stream(self._stream):
             self._stream.wait_event(self._filled[slot - 1])
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._stream.device)
-            memory.copy_(self._memory[start : start + nbytes], non_blocking=True)
-            done = torch.cuda.Event(blocking=True)
-            done.record(self._stream)
-        self._last = done
-        return CudaCopy(memory, done)
+            memory.copy_(self._memory[slot - 1, :nbytes], non_blocking=True)
+            self._last = self._stream.record_event(torch.cuda.Event(blocking=True))
+        return CudaCopy(memory, self._last)
 
     def close(self) -> None:
-        """See `cuda_slots.MappedSlots`. What does not end in time stays mapped."""
         deadline = time.monotonic() + DRAIN_SECONDS
         try:
-            with _refusing(), torch.cuda.device(self._stream.device):
+            with use_cuda(self._where) as runtime:
                 while self._last is not None and not self._last.query():
                     if time.monotonic() >= deadline:
                         raise TransportError(f"a copy has not ended within {DRAIN_SECONDS:.0f} s")
                     time.sleep(0.0005)
                 del self._memory
-                with torch.cuda.device(self._where):
-                    _call("cudaIpcCloseMemHandle", ctypes.c_void_p(self._address))
+                check(runtime.cudaIpcCloseMemHandle(self._address))
         except TransportError as error:
-            log.warning("The staging slots of an API server that is gone stay mapped: %s", error)
+            log.warning("The CUDA staging slots of an API server that exited stay mapped: %s", error)
+
+
+# --- CUDA calls ------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """What is begun inside runs on `stream`. For any thread, of whatever current device.
-
-    `torch.cuda.stream` alone would end by making the current device's own stream current again. A new thread's device
-    is the first one, which thereby gets a context of this process: hundreds of megabytes, for nothing.
-    """
+    """Work that starts inside runs on `stream`. For any thread, whatever its current device: `torch.cuda.stream` alone
+    would make a context on that, most often the first device: hundreds of megabytes that nothing uses."""
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
 
 
 def wait_for(event: torch.cuda.Event) -> None:
-    """Until `event`, which has been recorded, has come. For any thread, of whatever current device: as for `on_stream`,
-    since a wait gives a context to the device that is current."""
+    """Wait for a recorded event. For any thread: a wait, too, would make a context on the current device."""
     with torch.cuda.device(event.device):
         event.synchronize()
 
 
-# --- the CUDA runtime ------------------------------------------------------------------------------------------------
-
-
-class _Range:
-    """How torch is told of memory that is not its own."""
-
-    def __init__(self, address: int, nbytes: int):
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3,
-        }  # fmt: skip
-
-
-def _view(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    view = torch.as_tensor(_Range(address, nbytes), device=device)
-    if view.data_ptr() != address:
-        raise TransportError("torch has made a copy of device memory instead of a view")
-    return view
-
-
 @contextlib.contextmanager
-def _refusing() -> Iterator[None]:
-    """Torch's errors, those of CUDA among them, as TransportError."""
+def use_cuda(device: torch.device) -> Iterator[Any]:
+    """`cuda.bindings.runtime`, with `device` current; errors of torch, too, are raised as TransportError. It is another
+    CUDA runtime than torch's, where cuda.bindings contains one; both use the context that is current in the thread."""
     try:
+        from cuda.bindings import runtime  # CUDA builds of torch require it, CPU builds do not
+
         torch.cuda.init()
-        yield
+        with torch.cuda.device(device):
+            check(runtime.cudaSetDevice(device.index))
+            yield runtime
+    except ImportError as error:
+        raise TransportError(f"cuda.bindings is not installed: {error}") from error
     except (RuntimeError, AssertionError) as error:  # an AssertionError where torch was built without CUDA
         raise TransportError(f"CUDA: {str(error).partition(chr(10))[0]}") from error
 
 
-@functools.cache
-def _runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded, for all to see: the current device of a thread is the same for both."""
-    runtime = ctypes.CDLL(None)
-    try:
-        runtime.cudaMalloc.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t]
-        runtime.cudaFree.argtypes = [ctypes.c_void_p]
-        runtime.cudaIpcGetMemHandle.argtypes = [ctypes.POINTER(_MemoryHandle), ctypes.c_void_p]
-        runtime.cudaIpcOpenMemHandle.argtypes = [ctypes.POINTER(ctypes.c_void_p), _MemoryHandle, ctypes.c_uint]
-        runtime.cudaIpcCloseMemHandle.argtypes = [ctypes.c_void_p]
-        runtime.cudaGetErrorString.argtypes = [ctypes.c_int]
-        runtime.cudaGetErrorString.restype = ctypes.c_char_p
-    except AttributeError as error:
-        raise TransportError(f"this build of torch keeps the CUDA runtime to itself: {error}") from error
-    return runtime
-
-
-def _call(name: str, *arguments: object) -> None:
-    runtime = _runtime()
-    code = getattr(runtime, name)(*arguments)
+def check(result: tuple[Any, ...]) -> Any:
+    """The value of what a call of cuda.bindings returned, if it has one; raises TransportError if the call failed."""
+    code, *values = result
     if code:
-        runtime.cudaGetLastError()  # CUDA keeps a thread's last error, and torch would take this one for its own
-        raise TransportError(f"{name}: {runtime.cudaGetErrorString(code).decode()} (CUDA error {code})")
+        from cuda.bindings import runtime
+
+        runtime.cudaGetLastError()  # clears this thread's last error, or torch might report it as its own
+        raise TransportError(f"{code.name}: {runtime.cudaGetErrorString(code)[1].decode()} (CUDA error {int(code)})")
+    return values[0] if values else None
+
+
+def _view(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """No copy: the probe would fail."""
+    interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)

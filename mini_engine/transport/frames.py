@@ -1,117 +1,275 @@
-"""Frames on a unix stream socket: a length, a count of descriptors (0 or 1), an envelope. Torch-free.
+"""Frames on a unix stream from an API server to a rank, both ends. A frame is a header, a head, and maybe bytes after
+it. Torch-free.
 
-This file knows nothing of what an envelope says or what a descriptor is.
+A stream keeps its order, so it cannot lose a frame without ending. It is never made again, and what is queued is never
+withdrawn: what the socket does not take at once waits in the sender. A process that is killed is an end of file.
+
+This file knows nothing of what a head says, or of what a descriptor stands for.
 """
 
 from __future__ import annotations
 
 import array
+import asyncio
+import contextlib
 import dataclasses
+import itertools
 import os
+import select
 import socket
 import struct
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from mini_engine.transport.base import TransportError
+import numpy as np
 
-HEADER = struct.Struct("<IB")  # bytes of the envelope, descriptors that come with it
-MAX_ENVELOPE = 1 << 20
-READ_BYTES = 64 << 10  # read from one connection before the others have their turn
+from mini_engine.transport.codec import TransportError
 
+HEADER = struct.Struct("<IBQ")  # bytes of the head, descriptors that come with the frame (0 or 1), bytes after the head
+MAX_HEAD = 1 << 20
+TURN_BYTES = 1 << 20  # written to, or read from, one stream before others have their turn
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chunk:
-    """One read of a stream. Who takes it owns the descriptors."""
-
-    data: bytes
-    descriptors: list[int]
-
-
-def read_chunk(connection: socket.socket) -> Chunk:
-    """Read once, without blocking; no data when there is none yet.
-
-    Raises:
-        TransportError: the stream has ended or broken.
-    """
-    room = socket.CMSG_SPACE(4 * array.array("i").itemsize)
-    try:
-        data, ancillary, _, _ = connection.recvmsg(READ_BYTES, room, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
-    except BlockingIOError:
-        return Chunk(b"", [])
-    except OSError as error:
-        raise TransportError(f"the connection broke: {error.strerror}") from error
-    descriptors = array.array("i")
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
-    if not data:
-        raise TransportError("the peer has closed the connection")
-    return Chunk(data, list(descriptors))
+_TRANSIENT = (
+    FileNotFoundError,
+    ConnectionRefusedError,
+    BlockingIOError,
+    TimeoutError,
+)  # the rank may bind a moment later
 
 
-def send_frame(connection: socket.socket, envelope: bytes, descriptors: Sequence[int] = ()) -> None:
-    """Write one whole frame without blocking.
+def pack_frame(head: bytes, num_bytes: int = 0, descriptors: int = 0) -> bytes:
+    """Header and head of a frame that `num_bytes` follow."""
+    return HEADER.pack(len(head), descriptors, num_bytes) + head
+
+
+# --- sender ----------------------------------------------------------------------------------------------------------
+
+
+class FrameSender:
+    """An API server's end of a stream, connected to `path`. Blocks at first; `watch_end` gives it to the event loop.
 
     Raises:
-        TransportError: the socket's buffer is full; or it is closed or was cut within the frame, and is closed now.
+        TransportError: nothing accepts it by `deadline`, a time of `time.monotonic`.
     """
-    if len(envelope) > MAX_ENVELOPE:
-        raise TransportError(f"a head of {len(envelope)} bytes is too long")
-    frame = HEADER.pack(len(envelope), len(descriptors)) + envelope
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-    try:
-        written = connection.sendmsg([frame], ancillary, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-    except BlockingIOError:
-        raise TransportError("the rank does not read its socket") from None
-    except OSError as error:
-        connection.close()
-        raise TransportError(f"the connection is gone: {error.strerror}") from error
-    if written < len(frame):  # what follows could not be told from the rest of this frame
-        connection.close()
-        raise TransportError("the rank does not read its socket; the connection is closed")
 
+    def __init__(self, path: str, deadline: float):
+        self._socket = _connect(path, deadline)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, TURN_BYTES)
+        self._queue: deque[memoryview] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_end: Callable[[str], None] | None = None
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Frame:
-    envelope: bytes
-    descriptors: list[int]  # owned by whoever takes the frame
-    lost: bool  # its descriptor did not arrive: this process has too many open files
+    def watch_end(self, on_end: Callable[[str], None]) -> None:
+        """From now on the running event loop writes what is queued, and `on_end` is called once if the stream ends,
+        with the reason: the rank writes nothing after its answers to probes."""
+        self._loop, self._on_end = asyncio.get_running_loop(), on_end
+        self._loop.add_reader(self._socket, self._read_end)
 
-
-class FrameParser:
-    """Cuts a byte stream into frames, wherever the reads have split it. Owns the descriptors it has not handed out."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-        self._descriptors: deque[int] = deque()
-
-    def feed(self, data: bytes, descriptors: Sequence[int] = ()) -> Iterator[Frame]:
-        """Yields the frames that are whole now.
+    def enqueue_frame(self, head: bytes, payload: memoryview | None = None, descriptor: int | None = None) -> None:
+        """Write a frame, or have it written as the rank reads. `payload` (bytes) is kept until then; `descriptor` goes
+        at once, so that nothing may be queued. A frame for a stream that has ended is dropped, and the end reported.
 
         Raises:
-            TransportError: this is no stream of frames; the connection is of no more use.
+            TransportError: the stream has ended, before `watch_end`.
         """
-        self._bytes += data
-        self._descriptors += descriptors
-        while len(self._bytes) >= HEADER.size:
-            length, count = HEADER.unpack_from(self._bytes)
-            if length > MAX_ENVELOPE or count > 1:
-                raise TransportError(f"not a frame: {length} bytes with {count} descriptors")
-            if len(self._bytes) < HEADER.size + length:
+        if self._socket.fileno() == -1:
+            return
+        frame = memoryview(pack_frame(head, len(payload or b""), descriptor is not None))
+        writes_later = bool(self._queue)
+        if descriptor is not None:
+            assert not writes_later, "a descriptor would overtake the frames before it"
+            frame = frame[self._write_now([frame], [descriptor]) :]
+        self._queue += [part for part in (frame, payload) if part is not None and len(part)]
+        if not writes_later:
+            self._write_queued()
+
+    def receive_answer(self, deadline: float) -> bytes:
+        """The head of the next frame that the rank sends; meanwhile what is queued is written. Blocks.
+
+        Raises:
+            TransportError: the stream has ended, or the deadline has passed.
+        """
+        received = bytearray()
+        while len(received) < HEADER.size or len(received) < HEADER.size + HEADER.unpack_from(received)[0]:
+            poller = select.poll()  # not select.select, which cannot wait for descriptors above 1023
+            poller.register(self._socket, select.POLLIN | (select.POLLOUT if self._queue else 0))
+            if not poller.poll(max(deadline - time.monotonic(), 0) * 1000):
+                raise TransportError("connected, but no answer to the probe in time")
+            self._write_queued()
+            received += self._read()
+        return bytes(received[HEADER.size :])
+
+    def close_stream(self) -> None:
+        """Without effect when closed. Frames that are not written yet are lost, and the stream has no end to report."""
+        if self._socket.fileno() != -1:
+            if self._loop is not None:
+                self._loop.remove_reader(self._socket)
+                self._loop.remove_writer(self._socket)
+            self._socket.close()
+        self._queue.clear()
+        self._on_end = None
+
+    def _write_queued(self) -> None:
+        written = 0
+        while self._queue and written < TURN_BYTES:
+            count = self._write_now(list(itertools.islice(self._queue, 64)))
+            if not count:
+                break
+            written += count
+            self._drop_written(count)
+        if self._loop is not None and self._socket.fileno() != -1:
+            if self._queue:
+                self._loop.add_writer(self._socket, self._write_queued)
+            else:
+                self._loop.remove_writer(self._socket)
+
+    def _drop_written(self, count: int) -> None:
+        while count:
+            first = self._queue.popleft()
+            if count < len(first):
+                self._queue.appendleft(first[count:])
                 return
-            envelope = bytes(self._bytes[HEADER.size : HEADER.size + length])
-            del self._bytes[: HEADER.size + length]
+            count -= len(first)
+
+    def _write_now(self, parts: Sequence[memoryview], descriptors: Sequence[int] = ()) -> int:
+        """Bytes that the socket takes at once."""
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        try:
+            return self._socket.sendmsg(parts, ancillary, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self._end(f"it broke: {error.strerror}")
+            return 0
+
+    def _read(self) -> bytes:
+        try:
+            data = self._socket.recv(1 << 16, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            self._end(f"it broke: {error.strerror}")
+            return b""
+        if not data:
+            self._end("the rank has closed it")
+        return data
+
+    def _read_end(self) -> None:
+        self._read()
+
+    def _end(self, why: str) -> None:
+        loop, on_end = self._loop, self._on_end
+        self.close_stream()
+        if loop is None:
+            raise TransportError(f"the stream has ended, {why}")
+        if on_end is not None:
+            loop.call_soon(on_end, why)  # not in between the frames of a request
+
+
+def _connect(path: str, deadline: float) -> socket.socket:
+    while True:
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        except OSError as error:
+            raise TransportError(f"no descriptor for a connection: {error.strerror}") from error
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        try:
+            connection.connect(path)
+        except OSError as error:
+            connection.close()
+            if not isinstance(error, _TRANSIENT) or time.monotonic() >= deadline:
+                raise TransportError(f"cannot connect: {error}") from error
+            time.sleep(0.01)
+            continue
+        connection.setblocking(False)
+        return connection
+
+
+# --- receiver --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class Frame:
+    """A frame that came whole. Its receiver owns the descriptor, if there is one."""
+
+    head: bytes
+    payload: np.ndarray | None  # uint8: the bytes after the head, in memory of its own
+    descriptor: int | None
+    lost_descriptor: bool  # it came without its descriptor: this process has too many open files
+
+
+class FrameReceiver:
+    """A rank's end of a stream. Bytes after the head are read straight into the memory that stays theirs."""
+
+    def __init__(self, stream: socket.socket):
+        self._socket = stream
+        self._descriptors: deque[int] = deque()
+        self._parts = self._parse()
+        self._part = next(self._parts)
+        self._filled = 0
+
+    def read_frames(self) -> Iterator[Frame]:
+        """Read for one turn without blocking, and yield the frames that it completed.
+
+        Raises:
+            TransportError: the stream has ended, or is no stream of frames. It is of no more use.
+        """
+        turn = TURN_BYTES
+        while turn > 0 and (count := self._fill()):
+            turn -= count
+            while isinstance(self._part, Frame) or self._filled == len(self._part):
+                if isinstance(self._part, Frame):
+                    yield self._part
+                self._part, self._filled = next(self._parts), 0
+
+    def send_answer(self, head: bytes) -> None:
+        """Answer a probe, if the peer is still there."""
+        with contextlib.suppress(OSError):
+            self._socket.send(pack_frame(head), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    def close_stream(self) -> None:
+        """Close it, and the descriptors of frames that never became whole."""
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+        self._socket.close()
+
+    def _parse(self) -> Iterator[np.ndarray | Frame]:
+        """Yields a buffer (uint8) wherever bytes are needed, goes on when it is full, and yields whole frames."""
+        while True:
+            header = np.empty(HEADER.size, np.uint8)
+            yield header
+            length, descriptors, after = HEADER.unpack(header.tobytes())
+            if not 0 < length <= MAX_HEAD or descriptors > 1:
+                raise TransportError(f"not a frame: a head of {length} bytes with {descriptors} descriptors")
+            head = np.empty(length, np.uint8)
+            yield head
+            payload = None
+            if after:
+                try:
+                    payload = np.empty(after, np.uint8)
+                except (MemoryError, ValueError) as error:
+                    raise TransportError(f"no memory for {after} bytes") from error
+                yield payload
             # A descriptor travels with the frame's first byte: one that is not here now will not come any more.
-            descriptors = [self._descriptors.popleft() for _ in range(min(count, len(self._descriptors)))]
-            yield Frame(envelope, descriptors, lost=len(descriptors) < count)
+            descriptor = self._descriptors.popleft() if descriptors and self._descriptors else None
+            yield Frame(head.tobytes(), payload, descriptor, bool(descriptors) and descriptor is None)
 
-    def close(self) -> None:
-        """Close the descriptors of frames that never became whole."""
-        close_all(self._descriptors)
-        self._descriptors.clear()
-
-
-def close_all(descriptors: Iterable[int]) -> None:
-    for fd in descriptors:
-        os.close(fd)
+    def _fill(self) -> int:
+        """Bytes read into the part that is being read."""
+        assert isinstance(self._part, np.ndarray)
+        room = socket.CMSG_SPACE(array.array("i").itemsize)
+        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+        try:
+            count, ancillary, _, _ = self._socket.recvmsg_into([self._part[self._filled :].data], room, flags)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise TransportError(f"the stream broke: {error.strerror}") from error
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._descriptors.extend(array.array("i", content))
+        if not count:
+            raise TransportError("the peer has closed the stream")
+        self._filled += count
+        return count

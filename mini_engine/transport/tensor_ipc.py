@@ -1,274 +1,428 @@
-"""The tensor queue, `torch_shm`: tensors through anonymous shared memory, both ends in this file.
+"""The tensor queue: tensors from an API server to the ranks of an engine, both ends in this file.
 
-    TensorIpcSender --unix stream: frame, frame, ...--> TensorIpcReceiver        one connection per (sender, rank)
+    TensorIpcSender ==one ordered stream of frames per rank (`frames.py`)==> TensorIpcReceiver
 
-A frame is a length, a count of descriptors (0 or 1) and an envelope. The envelope's head names the pooled buffer that
-holds the tensors; the buffer's descriptor comes with the first frame that names it. So a message costs one memcpy,
-however many ranks read it, and a few hundred bytes on each socket. A sender that is killed is an end of file here.
+A frame brings one tensor: its head is a `TensorMessage`, and the placement says where the bytes are.
 
-The receiver also takes the connections of `cuda_slots.py`, whose heads name staging slots in a device's memory.
+    torch_shm    in extents of the API server's arena (`arena.py`); its descriptor came with the first such frame
+    direct_rpc   they follow the head
+    CUDA slots   in a staging slot in device memory (`cuda_memory.py`), for CUDA tensors; beside either of the others
 
-This file knows nothing of requests, of who waits for a message, or of when a rank has read it.
+This file knows nothing of requests, of what waits for a message, or of when a rank has read it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
-import errno
+import itertools
 import logging
+import math
 import os
 import socket
-from collections.abc import Iterator, Sequence
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
+import msgspec
 import torch
 
 from mini_engine.messages import (
     DeviceSlots,
+    Envelope,
     MessageId,
     ProbeResult,
     RankAddress,
+    TensorHandle,
     TensorMessage,
     TransportName,
 )
-from mini_engine.transport.arena import Pin
-from mini_engine.transport.base import TransportError
-from mini_engine.transport.codec import Encoder
-from mini_engine.transport.credit import ByteCredit
-from mini_engine.transport.cuda_slots import MapSlots, RankSlots
-from mini_engine.transport.frames import Frame, FrameParser, close_all, read_chunk, send_frame
-from mini_engine.transport.memory import before_unmap, map_for_reading
-from mini_engine.transport.packing import Failed, Received, as_head, decode_envelope, probe_result, unpack
-from mini_engine.transport.pool import BufferPool, PooledBuffer, size_class
-from mini_engine.transport.rank_stream import RankStream
-from mini_engine.transport.sender import PackedOutgoing, PackedSender, head_of
+from mini_engine.transport.arena import DTYPES, Arena, Pin, ReadableMemory, bytes_of
+from mini_engine.transport.codec import Encoder, TransportError, decode
+from mini_engine.transport.cuda_memory import Copied, MappedSlots, MapSlots, StagingSlots
+from mini_engine.transport.frames import Frame, FrameReceiver, FrameSender
+from mini_engine.transport.pages import MARK_PAGES, PAGE_BYTES, Extent
 from mini_engine.transport.sockets import BoundPath
 
 log = logging.getLogger(__name__)
+
+MAX_DIMENSIONS = 8
+PROBE_BYTES = 100_003  # more than a page
+ACCEPT_PAUSE_SECONDS = 0.1  # out of descriptors, a connection that waits keeps the listener readable
 
 
 # --- sender ----------------------------------------------------------------------------------------------------------
 
 
-INLINE_ALLOCATION = 1 << 20  # bytes: a new buffer above it, a millisecond of page faults or more, is made in a thread
+@dataclasses.dataclass(slots=True)
+class _Message:
+    """A tensor message from its reservation until it is consumed."""
+
+    number: int
+    nbytes: int
+    extents: list[Extent] = dataclasses.field(default_factory=list)
+    slot: int = 0  # in place of extents
+    head: TensorMessage | None = None  # once its tensor was placed
+    payload: memoryview | None = None  # direct_rpc: a view of the tensor, until it is sent
+    sent: bool = False
 
 
-class RankLink(RankStream):
-    """The unix stream to one rank, and which buffers that rank knows by it."""
+class Outgoing:
+    """The tensors of one request, for which there is room: an `OOBTensorConsumer`. They are taken once, in the order of
+    the sizes that were reserved. For any thread; it is sent or discarded when no thread uses it any more."""
 
-    def __init__(self, me: Encoder, address: RankAddress):
-        super().__init__(address)
+    def __init__(self, sender: TensorIpcSender, incarnation: int, messages: list[_Message]):
+        self.messages = messages
+        self._sender = sender
+        self._incarnation = incarnation
+        self._next = iter(messages)
+
+    def __call__(self, tensor: object) -> TensorHandle:
+        """Copy `tensor` (C-contiguous) to where the ranks find it; with direct_rpc it is only referred to, and must not
+        change until it is written.
+
+        Raises:
+            TypeError: not a tensor.
+            TransportError: it is not what was reserved for, or the copy failed.
+        """
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{type(tensor).__name__} cannot travel inside a message, nor as a tensor beside it")
+        message = next(self._next, None)
+        if message is None or tensor.nbytes != message.nbytes:
+            raise TransportError(f"no room was reserved for a tensor of {tensor.nbytes} bytes")
+        head = self._sender.place(message, tensor)
+        return TensorHandle(MessageId(self._incarnation, head.number), head.shape, head.dtype)
+
+    def discard(self) -> None:
+        """Give everything back unsent."""
+        self._sender.give_back(self.messages)
+
+
+class TensorIpcSender:
+    """An API server's end of the queue towards all ranks of one engine. Used from the event loop's thread.
+
+    `arena` is shared with the senders to other engines.
+    """
+
+    def __init__(self, me: Encoder, addresses: Sequence[RankAddress], arena: Arena):
+        self.placement: TransportName = "torch_shm"  # of CPU tensors
         self._me = me
-        self._known: set[int] = set()
+        self._addresses = addresses
+        self._arena = arena
+        self._slots: StagingSlots | None = None
+        self._streams: list[FrameSender] = []
+        self._numbers = itertools.count(1)
+        self._held: dict[int, _Message] = {}
 
-    def send(self, outgoing: PackedOutgoing[PooledBuffer], probe: bool) -> None:
-        """See `sender.Link`."""
-        buffer = outgoing.buffer
-        head = head_of(outgoing, probe, buffer=buffer.number, generation=buffer.generation)
-        assert buffer.fd is not None, "it is kept as long as the buffer: a connection made again needs it again"
-        self._send(head, [] if buffer.number in self._known else [buffer.fd])
-        self._known.add(buffer.number)
+    def probe(self, placement: TransportName, timeout: float, slots: StagingSlots | None = None) -> None:
+        """Connect to every rank and prove `placement` by a checksum, and the `slots` if they are given, which are this
+        sender's from now on. Blocks; for the start only. After an error nothing is connected, and another can be tried.
 
-    def tell_dropped(self, alive: set[int]) -> None:
-        """Have the rank unmap the buffers that are no more; what cannot be told now is told next time."""
-        dropped = sorted(self._known - alive)
-        if dropped:
-            with contextlib.suppress(TransportError):
-                self._send(TensorMessage(0, 0, [], dropped=dropped), [])
-                self._known.difference_update(dropped)
+        Raises:
+            TransportError: with the reason, and which rank.
+        """
+        self._disconnect()
+        self.placement, self._slots = placement, slots
+        deadline = time.monotonic() + timeout
+        content = (torch.arange(PROBE_BYTES, dtype=torch.int32) % 251).to(torch.uint8)
+        message = _Message(0, PROBE_BYTES, self._arena.take_now(PROBE_BYTES))
+        try:
+            head = self._me.encode(self.place(message, content))
+            arena = self._arena.descriptor if placement == "torch_shm" else None
+            for address in self._addresses:
+                with _naming(placement, address):
+                    stream = FrameSender(address.tensor_ipc, deadline)
+                    self._streams.append(stream)
+                    stream.enqueue_frame(head, message.payload, arena)
+                    _check_answer(stream.receive_answer(deadline), content)
+                    if slots is not None:
+                        self._probe_slots(slots, stream, content, deadline)
+        except TransportError:
+            self._disconnect()
+            self._slots = None
+            raise
+        finally:
+            self.give_back([message])
 
-    def close(self) -> None:
-        """See `sender.Link`."""
-        self._known.clear()
-        super().close()
+    def watch_end(self, on_end: Callable[[str], None]) -> None:
+        """The event loop runs now. `on_end` is called with the reason when the stream to a rank ends, which nothing
+        reaches from then on."""
+        for address, stream in zip(self._addresses, self._streams, strict=True):
+            stream.watch_end(partial(_name_stream, on_end, address.rank))
 
-    def _send(self, head: TensorMessage, descriptors: list[int]) -> None:
-        self.send_envelope(self._me.encode(head), descriptors)
+    async def reserve(self, tensors: Sequence[torch.Tensor]) -> Outgoing:
+        """Room for the CPU tensors of a request, each a message of its own. See `Arena.take`."""
+        sizes = [tensor.nbytes for tensor in tensors]
+        taken = await self._arena.take(sizes)
+        return self._hold(
+            [_Message(next(self._numbers), nbytes, extents) for nbytes, extents in zip(sizes, taken, strict=True)]
+        )
 
-
-class TensorIpcSender(PackedSender[PooledBuffer, RankLink]):
-    """`base.TensorSender` over shared memory, in the buffers of a pool; `close` ends every rank's mappings of them."""
-
-    name: TransportName = "torch_shm"
-
-    def __init__(self, me: Encoder, addresses: Sequence[RankAddress], credit: ByteCredit):
-        super().__init__(me, addresses, credit)
-        self._pool = BufferPool(credit.total)
-
-    def _link(self, address: RankAddress) -> RankLink:
-        return RankLink(self._me, address)
-
-    def _cost(self, capacity: int) -> int:
-        return self._pool.cost(capacity)
-
-    def _take(self, capacity: int) -> PooledBuffer:
-        buffer = self._pool.take(capacity)
-        self._tell_dropped()
-        return buffer
-
-    def _take_in_thread(self, capacity: int) -> asyncio.Future[PooledBuffer] | None:
-        if size_class(capacity) <= INLINE_ALLOCATION or self._pool.has_idle(capacity):
+    def reserve_slots(self, tensors: Sequence[torch.Tensor]) -> Outgoing | None:
+        """Slots for the CUDA tensors of a request; None: there are none, too few are idle, or a tensor is too large."""
+        sizes = [tensor.nbytes for tensor in tensors]
+        slots = None if self._slots is None else self._slots.take(sizes)
+        if slots is None:
             return None
-        buffer = self._pool.announce(capacity)
-        self._tell_dropped()
-        allocating = asyncio.get_running_loop().run_in_executor(None, buffer.allocate)
-        allocating.add_done_callback(partial(self._withdraw_failed, buffer))
-        return allocating
+        return self._hold(
+            [_Message(next(self._numbers), nbytes, slot=slot) for nbytes, slot in zip(sizes, slots, strict=True)]
+        )
 
-    def _withdraw_failed(self, buffer: PooledBuffer, allocated: asyncio.Future[PooledBuffer]) -> None:
-        if allocated.cancelled() or allocated.exception() is not None:
-            self._pool.withdraw(buffer)
+    def place(self, message: _Message, tensor: torch.Tensor) -> TensorMessage:
+        """Copy `tensor` to where `message` has room; returns the head of its frame. For any thread.
 
-    def _give(self, buffer: PooledBuffer) -> None:
-        self._pool.give(buffer)
-        self._tell_dropped()
+        Raises:
+            TransportError: see `Outgoing.__call__`.
+        """
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.layout != torch.strided or dtype not in DTYPES or not 1 <= tensor.dim() <= MAX_DIMENSIONS:
+            raise TransportError(f"a {tensor.layout} tensor of {dtype}, {tensor.dim()} dimensions, cannot be sent")
+        place = self._slots.staging.device_type if self._slots is not None and message.slot else "cpu"
+        if tensor.device.type != place:
+            raise TransportError(f"a tensor on {tensor.device} cannot be sent as one on {place}")
+        extents = message.extents
+        if message.slot:
+            assert self._slots is not None
+            self._slots.fill(message.slot, tensor)
+        elif self.placement == "torch_shm":
+            self._arena.write(extents, bytes_of(tensor))
+        else:
+            message.payload, extents = bytes_of(tensor).numpy().data, []
+        message.head = TensorMessage(message.number, tuple(tensor.shape), dtype, extents, message.slot)
+        return message.head
 
-    def _tell_dropped(self) -> None:
-        for _, link in self._links:
-            link.tell_dropped(self._pool.alive)
+    def send_tensors(self, outgoing: Outgoing) -> int:
+        """Queue the frames of all tensors to every rank, without waiting; they cannot be withdrawn. Returns how many
+        frames."""
+        for message in outgoing.messages:
+            assert message.head is not None, "room was reserved for more tensors than came"
+            self._arena.written(message.head.extents)
+            head = self._me.encode(message.head)
+            for stream in self._streams:
+                stream.enqueue_frame(head, message.payload)
+            message.sent, message.payload = True, None  # which is the streams' now
+        return len(outgoing.messages) * len(self._streams)
 
-    def close(self) -> None:
-        """See `base.TensorSender`."""
-        super().close()
-        self._pool.close()
+    def consumed(self, messages: Iterable[MessageId]) -> None:
+        """No rank will read these again: their memory and their credit are back."""
+        self.give_back(self._held[message.number] for message in messages if message.number in self._held)
+
+    def give_back(self, messages: Iterable[_Message]) -> None:
+        """Nothing reads or writes the memory of these: it is free. Without effect for what `close_streams` has lost."""
+        for message in messages:
+            if message.number and self._held.pop(message.number, None) is None:
+                continue
+            if message.slot and self._slots is not None:
+                self._slots.give_back(message.slot)
+            elif message.extents:
+                self._arena.give_back(message.extents)
+
+    @property
+    def num_ranks(self) -> int:
+        """Each gets every tensor."""
+        return len(self._addresses)
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes of tensors for which room is reserved and which are not consumed."""
+        return sum(message.nbytes for message in self._held.values())
+
+    @property
+    def buffered_tensors(self) -> int:
+        """Tensors for which room is reserved and which are not consumed."""
+        return len(self._held)
+
+    def close_streams(self) -> None:
+        """Close all streams. Pages that were sent are lost to the arena, and slots that were exported stay as long as
+        this process: a rank that lives on may still read them."""
+        self._disconnect()
+        for message in [message for message in self._held.values() if message.sent]:
+            del self._held[message.number]
+            self._arena.lose(message.extents)
+
+    def _hold(self, messages: list[_Message]) -> Outgoing:
+        self._held |= {message.number: message for message in messages}
+        return Outgoing(self, self._me.incarnation, messages)
+
+    def _probe_slots(self, slots: StagingSlots, stream: FrameSender, content: torch.Tensor, deadline: float) -> None:
+        taken = slots.take([PROBE_BYTES])
+        if taken is None:
+            raise TransportError(f"a staging slot of {slots.nbytes} bytes is too small for a probe")
+        message = _Message(0, PROBE_BYTES, slot=taken[0])
+        try:
+            head = self.place(message, slots.staging.local(content))
+            stream.enqueue_frame(self._me.encode(slots.staging.export(slots.nbytes)))
+            stream.enqueue_frame(self._me.encode(head))
+            _check_answer(stream.receive_answer(deadline), content)
+        finally:
+            self.give_back([message])
+
+    def _disconnect(self) -> None:
+        for stream in self._streams:
+            stream.close_stream()
+        self._streams = []
+
+
+def _name_stream(on_end: Callable[[str], None], rank: int, why: str) -> None:
+    on_end(f"the tensor stream to rank {rank} has ended: {why}")
+
+
+def _check_answer(head: bytes, content: torch.Tensor) -> None:
+    answer = _decode(head).body
+    if not isinstance(answer, ProbeResult) or answer.error or answer.checksum != checksum(content):
+        raise TransportError(getattr(answer, "error", None) or "the probe arrived with other bytes than were sent")
+
+
+@contextlib.contextmanager
+def _naming(what: str, address: RankAddress) -> Iterator[None]:
+    """What fails in the block is a TransportError that names the rank."""
+    try:
+        yield
+    except TransportError as error:
+        raise TransportError(f"{what} to rank {address.rank} of engine {address.engine}: {error}") from error
 
 
 # --- receiver --------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class MappedBuffer:
-    """A buffer of the sender's pool in this rank. `pages`: what `memory.map_for_reading` gave."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Received:
+    """A tensor message that came whole. Its bytes lie in extents of the sender's `arena`, or in `content` (uint8, one
+    dimension): memory of this process, which a device may still be filling, see `copied`."""
 
-    pages: Any
-    memory: torch.Tensor
-    generation: int = 0
-    offered: bool = False  # to be pinned
+    message: MessageId
+    shape: tuple[int, ...]
+    dtype: str
+    arena: ReadableMemory | None = None
+    extents: Sequence[Extent] = ()
+    content: torch.Tensor | None = None
+    copied: Copied | None = None
 
-    def pin(self, pin: Pin) -> None:
-        """Pin it, once: at its second use, since pinning walks over all pages, and some buffers are used once."""
-        if self.generation and not self.offered:
-            self.offered = True
-            unpin = pin(self.memory.data_ptr(), self.memory.nbytes)
-            if unpin is not None:
-                before_unmap(self.pages, unpin)
+    def rows(self, first: int, stop: int) -> torch.Tensor:
+        """Rows `first .. stop` of the tensor. Only to be read: a write may end the process. A view, unless they lie in
+        several extents. On a device it is for the current stream."""
+        if self.arena is not None:
+            return self.arena.rows(self.extents, self.shape, self.dtype, first, stop)
+        assert self.content is not None
+        row_bytes = math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
+        tensor = self.content[first * row_bytes : stop * row_bytes].view(DTYPES[self.dtype])
+        if self.copied is not None:
+            self.copied.use(tensor)
+        return tensor.view(stop - first, *self.shape[1:])
 
 
-class Connection:
-    """One sender's stream: its unread bytes and its buffers, its slots, or its segment. Views of them outlive it."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failed:
+    """A tensor message that came and cannot be used."""
 
-    def __init__(self, me: Encoder, stream: socket.socket, pin: Pin | None = None, map_slots: MapSlots | None = None):
+    message: MessageId
+    why: str
+
+
+class _Connection:
+    """One sender's stream, its arena and its slots in this rank. What was received outlives it."""
+
+    def __init__(self, me: Encoder, stream: socket.socket, pin: Pin | None, map_slots: MapSlots | None):
         self._me = me
-        self._map_slots = map_slots
-        self._slots: RankSlots | None = None
+        self._stream = FrameReceiver(stream)
         self._pin = pin
-        self._stream = stream
-        self._parser = FrameParser()
-        self._buffers: dict[int, MappedBuffer] = {}
+        self._map_slots = map_slots
+        self._arena: ReadableMemory | None = None
+        self._slots: MappedSlots | None = None
+        self._refusal = "the arena's descriptor has not come"
+        self._slots_refusal = "no staging slots were exported"
 
-    def read(self) -> Iterator[Received | Failed]:
-        """Read once, without blocking, and yield what that completed.
-
-        Raises:
-            TransportError: the stream has ended, or cannot be understood any more.
-        """
-        chunk = read_chunk(self._stream)
-        for frame in self._parser.feed(chunk.data, chunk.descriptors):
-            yield from self._take(frame)
+    def receive(self) -> Iterator[Received | Failed]:
+        """See `TensorIpcReceiver.receive`. Raises TransportError when the stream is of no more use."""
+        for frame in self._stream.read_frames():
+            self._map_arena(frame)
+            envelope = _decode(frame.head)
+            if isinstance(envelope.body, DeviceSlots):
+                self._map(envelope.body)
+            elif isinstance(envelope.body, TensorMessage):
+                arrival = self._take(envelope.incarnation, envelope.body, frame)
+                if envelope.body.number:
+                    yield arrival
+                else:
+                    self._stream.send_answer(self._me.encode(self._probe_result(envelope.body, arrival)))
 
     def close(self) -> None:
-        """Forget the stream: its partial frame, its descriptors, and its mappings as soon as no view is left."""
-        self._parser.close()
-        self._buffers.clear()
-        self._stream.close()
+        """Close the stream; mappings end when nothing views them."""
+        self._stream.close_stream()
+        self._arena = None
         if self._slots is not None:
             self._slots.close()
 
-    def _take(self, frame: Frame) -> Iterator[Received | Failed]:
+    def _map_arena(self, frame: Frame) -> None:
+        if frame.lost_descriptor:
+            self._refusal = "the arena's descriptor was lost: too many open files"
+        if frame.descriptor is None:
+            return
         try:
-            envelope = decode_envelope(frame.envelope)
-            if isinstance(envelope.body, DeviceSlots):
-                self._answer(self._take_slots(envelope.body))
-                return
-            message, head = as_head(envelope)
-            try:
-                self._map(head, frame)
-            except (OSError, ValueError, TransportError) as error:
-                # The sender believes this buffer known here, so every later use of it would fail: end the connection.
-                if head.number:
-                    yield Failed(message, f"its buffer cannot be mapped: {error}")
-                raise TransportError(f"a buffer cannot be mapped: {error}") from error
+            self._arena = ReadableMemory(frame.descriptor, self._pin)
+        except OSError as error:
+            self._refusal = f"the arena cannot be mapped: {error}"
         finally:
-            close_all(frame.descriptors)
-        for number in head.dropped:
-            self._buffers.pop(number, None)
-        if head.slot and head.number:
-            yield self._fetch(message, head)
-        elif head.probe:
-            self._answer(probe_result(head, self._memory(head)))
-        elif head.number:
-            try:
-                yield Received(message, unpack(head, self._memory(head)))
-            except TransportError as error:
-                yield Failed(message, str(error))
+            os.close(frame.descriptor)
 
-    def _map(self, head: TensorMessage, frame: Frame) -> None:
-        if frame.lost:
-            raise TransportError("its descriptor was lost: too many open files")
-        for fd in frame.descriptors:
-            if head.buffer in self._buffers:
-                raise TransportError(f"buffer {head.buffer} came a second time")
-            pages = map_for_reading(fd)
-            self._buffers[head.buffer] = MappedBuffer(pages, torch.frombuffer(pages, dtype=torch.uint8))
-
-    def _memory(self, head: TensorMessage) -> torch.Tensor:
-        buffer = self._buffers.get(head.buffer)
-        if buffer is None:
-            raise TransportError(f"buffer {head.buffer} is not known here")
-        if head.generation <= buffer.generation:
-            raise TransportError(f"generation {head.generation} of buffer {head.buffer} is past")
-        if self._pin is not None:
-            buffer.pin(self._pin)
-        buffer.generation = head.generation
-        return buffer.memory
-
-    def _take_slots(self, slots: DeviceSlots) -> ProbeResult:
-        if self._map_slots is None:
-            return ProbeResult(checksum=0, error="this rank has no CUDA device", unmapped=True)
-        if self._slots is not None:
-            return ProbeResult(checksum=0, error="its staging slots came a second time")
+    def _map(self, slots: DeviceSlots) -> None:
         try:
-            self._slots = RankSlots(self._map_slots, slots)
+            if self._map_slots is None:
+                raise TransportError("this rank has no CUDA device")
+            self._slots = self._map_slots(slots)
         except TransportError as error:
-            return ProbeResult(checksum=0, error=str(error), unmapped=True)
-        try:
-            return self._slots.probe(slots.probe)
-        except TransportError as error:
-            return ProbeResult(checksum=0, error=str(error))
+            self._slots_refusal = str(error)
 
-    def _fetch(self, message: MessageId, head: TensorMessage) -> Received | Failed:
+    def _take(self, incarnation: int, head: TensorMessage, frame: Frame) -> Received | Failed:
+        message = MessageId(incarnation, head.number)
         try:
-            if self._slots is None:
-                raise TransportError("it lies in a staging slot, and none is known here")
-            return self._slots.receive(message, head)
+            nbytes = _nbytes_of(head)
+            if head.slot:
+                if self._slots is None:
+                    raise TransportError(self._slots_refusal)
+                copied = self._slots.fetch(head.slot, nbytes)
+                return Received(message, head.shape, head.dtype, content=copied.memory, copied=copied)
+            if head.extents:
+                return Received(message, head.shape, head.dtype, self._pages(head.extents, nbytes), head.extents)
+            content = torch.empty(0, dtype=torch.uint8) if frame.payload is None else torch.from_numpy(frame.payload)
+            if content.numel() != nbytes:
+                raise TransportError(f"{content.numel()} bytes came for a tensor of {nbytes}")
+            return Received(message, head.shape, head.dtype, content=content)
         except TransportError as error:
             return Failed(message, str(error))
 
-    def _answer(self, result: ProbeResult) -> None:
-        send_frame(self._stream, self._me.encode(result))
+    def _pages(self, extents: Sequence[Extent], nbytes: int) -> ReadableMemory:
+        if self._arena is None:
+            raise TransportError(self._refusal)
+        end = max(first + count for first, count in extents)
+        within = min(first for first, _ in extents) >= 0 and end * PAGE_BYTES <= self._arena.nbytes
+        if not within or nbytes > sum(count for _, count in extents) * PAGE_BYTES:
+            raise TransportError(f"{nbytes} bytes do not lie in extents {list(extents)} of the arena")
+        steps = -(-end // MARK_PAGES)
+        self._arena.register(min(steps * MARK_PAGES * PAGE_BYTES, self._arena.nbytes))
+        return self._arena
+
+    def _probe_result(self, head: TensorMessage, arrival: Received | Failed) -> ProbeResult:
+        if isinstance(arrival, Failed):
+            return ProbeResult(checksum=0, error=arrival.why)
+        try:
+            if arrival.copied is not None:
+                arrival.copied.synchronize()
+            content = bytes_of(arrival.rows(0, head.shape[0])).cpu()
+        except (RuntimeError, TransportError) as error:  # of the device
+            return ProbeResult(checksum=0, error=f"the probe cannot be read back: {error}")
+        return ProbeResult(checksum=checksum(content))
 
 
 class TensorIpcReceiver:
-    """A rank's end for all its senders. Used from one thread at a time, which polls `descriptors()`."""
+    """A rank's end of the queue, for all API servers. Used from one thread at a time, which polls `descriptors()`."""
 
     def __init__(self, me: Encoder, address: RankAddress, pin: Pin | None = None, map_slots: MapSlots | None = None):
         """Bind. Raises OSError when the path is taken or too long.
 
-        `pin`: see `segment.MappedSegment`; for the buffers of the pools too. `map_slots`: maps an API server's staging
-        slots; None: this rank has no device, and refuses them.
+        `pin`: see `ReadableMemory`, for the arenas, as far as they are used. `map_slots`: maps an API server's staging
+        slots; None: this rank has no CUDA device, and refuses them.
         """
         self._me = me
         self._pin = pin
@@ -281,8 +435,7 @@ class TensorIpcReceiver:
             raise
         self._path = BoundPath(address.tensor_ipc)
         self._listener.listen(64)
-        self._connections: dict[int, Connection] = {}
-        self._spare: int | None = _spare_descriptor()
+        self._connections: dict[int, _Connection] = {}
 
     def descriptors(self) -> set[int]:
         """What to poll for reading. Changes with each `receive`."""
@@ -291,28 +444,25 @@ class TensorIpcReceiver:
     def receive(self, fd: int) -> Iterator[Received | Failed]:
         """Serve one readable descriptor without blocking. Exhaust the iterator before the next call.
 
-        No error of a peer gets out of here: a message that cannot be used is yielded as `Failed`, and a connection
-        that cannot be understood, or has ended, is closed.
+        No error of a peer gets out of here: a message that cannot be used is yielded as `Failed`, and a stream that
+        cannot be understood, or has ended, is closed. What it brought stays valid.
         """
         if fd == self._listener.fileno():
             self._accept()
             return
-        connection = self._connections[fd]
         try:
-            yield from connection.read()
+            yield from self._connections[fd].receive()
         except TransportError as error:
-            log.debug("A tensor connection is closed: %s", error)
-            del self._connections[fd]
-            connection.close()
+            log.debug("A tensor stream is closed: %s", error)
+            self._connections.pop(fd).close()
 
-    def close(self) -> None:
+    def close_streams(self) -> None:
         """Close everything and unlink the socket, unless its path is another's by now. Views stay valid."""
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
         if self._listener.fileno() != -1:
             self._listener.close()
-            self._close_spare()
             self._path.unlink()
 
     def _accept(self) -> None:
@@ -321,27 +471,25 @@ class TensorIpcReceiver:
         except BlockingIOError:
             return
         except OSError as error:
-            log.warning("Cannot accept a tensor connection: %s", error)
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._turn_away()
+            log.warning("Cannot accept a tensor stream: %s", error)
+            time.sleep(ACCEPT_PAUSE_SECONDS)
             return
-        stream.setblocking(False)
-        self._connections[stream.fileno()] = Connection(self._me, stream, self._pin, self._map_slots)
-
-    def _turn_away(self) -> None:
-        """With no descriptor left, the waiting connection would keep the listener readable and its thread spinning:
-        take it with the one kept in reserve, and close it, so that its probe fails."""
-        self._close_spare()
-        with contextlib.suppress(OSError):
-            self._listener.accept()[0].close()
-        with contextlib.suppress(OSError):  # another thread was faster; the next one waiting spins until it is back
-            self._spare = _spare_descriptor()
-
-    def _close_spare(self) -> None:
-        if self._spare is not None:
-            os.close(self._spare)
-            self._spare = None
+        self._connections[stream.fileno()] = _Connection(self._me, stream, self._pin, self._map_slots)
 
 
-def _spare_descriptor() -> int:
-    return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+def checksum(content: torch.Tensor) -> int:
+    """CRC-32 of `content` (uint8, one dimension, CPU)."""
+    return zlib.crc32(content.numpy().data)
+
+
+def _decode(head: bytes) -> Envelope:
+    try:
+        return decode(head)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise TransportError(f"not an envelope: {error}") from error
+
+
+def _nbytes_of(head: TensorMessage) -> int:
+    if head.dtype not in DTYPES or not 1 <= len(head.shape) <= MAX_DIMENSIONS or min(head.shape) < 0:
+        raise TransportError(f"no tensor has shape {head.shape} and dtype {head.dtype[:40]!r}")
+    return math.prod(head.shape) * DTYPES[head.dtype].itemsize

@@ -1,10 +1,10 @@
-"""A rank's media tensors: received by one thread, from all transports, into one table.
+"""A rank's media tensors: received by one thread from all API servers, into one table.
 
-    API servers ==tensors==> receiver thread -> table {message: tensors} -> model runner (main thread)
+    API servers ==tensors==> receiver thread -> table {message: tensor} -> model runner (main thread)
                                    └── MediaReady / MediaFailed --> engine core
 
-The thread blocks on its connections, so an idle rank costs nothing. This file knows nothing of requests or of the
-model: the core says which messages are read and when they are released.
+The thread reports every message once, and blocks on its streams, so that an idle rank costs nothing. This file knows
+nothing of requests or of the model: the core says which messages are read, and releases those that are reported.
 """
 
 from __future__ import annotations
@@ -12,78 +12,21 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 import zmq
 
 from mini_engine.messages import MediaFailed, MediaReady, MessageId, RankAddress, TensorHandle
-from mini_engine.transport.arena import Pin, ReadableMemory
+from mini_engine.transport.arena import Pin, ReadableMemory, bytes_of
 from mini_engine.transport.codec import Encoder
-from mini_engine.transport.cuda_slots import MapSlots
-from mini_engine.transport.direct_rpc import DirectRpcReceiver
-from mini_engine.transport.packing import Failed, Received
+from mini_engine.transport.cuda_memory import MapSlots
 from mini_engine.transport.sockets import connect_dealer, identity
-from mini_engine.transport.tensor_ipc import TensorIpcReceiver
-
-# Released messages that are remembered for each sender, an integer each: see `_Sender`.
-REMEMBERED = 1 << 14
+from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver
 
 
 class MediaMissing(KeyError):
-    """The tensor has not arrived, or was released; or its segment is not mapped here."""
-
-
-class _Sender:
-    """What one incarnation of an API server has sent, and what the core has released of it.
-
-    A released message may still arrive: the tensors of an aborted request, or of a message that not every rank could
-    be sent, can be on their way. Within a connection messages keep their order, but a sender has two connections, three
-    with CUDA slots, and one that broke is made again while this end may still have to read the old one. There is no
-    order between them: a later message by one says nothing of what the others may still bring. Hence no arrival ends
-    a tombstone; instead the last REMEMBERED released numbers are void. That is safe: a message that is still to come is
-    among those in flight, and the credit lets a sender have MAX_BUFFERS and MAX_MESSAGES of them, a quarter of
-    REMEMBERED; the thread serves its connections in turn, so that none is left behind while thousands of others pass.
-    And it is bounded: 16 k integers per sender. Were one forgotten too early all the same, its tensors would stay until
-    `drop_sender`; nobody would read them.
-
-    The core keeps a released message's entry until it has heard of it from all ranks, and one that was lost on its way
-    never arrives. So a message that is released before it was reported is named by `release`, and not reported later.
-    """
-
-    def __init__(self) -> None:
-        self.messages: dict[int, Received] = {}
-        self.reported: set[int] = set()  # not released yet; those that failed too
-        self.void: OrderedDict[int, None] = OrderedDict()  # released
-
-    def is_settled(self, number: int) -> bool:
-        """Whether another arrival of it is of no use, not even to be reported."""
-        return number in self.messages or number in self.void
-
-    def receive(self, number: int, received: Received | None) -> bool:
-        """`received` is None if it failed. True: it is to be reported. False: it was released in the meantime."""
-        if number in self.void:
-            return False
-        self.reported.add(number)
-        if received is not None:
-            self.messages[number] = received
-        return True
-
-    def release(self, number: int) -> tuple[Received | None, bool]:
-        """The message, if it is here; and whether it was reported."""
-        was_reported = number in self.reported
-        self.reported.discard(number)
-        self.void[number] = None
-        self.void.move_to_end(number)
-        if len(self.void) > REMEMBERED:
-            self.void.popitem(last=False)
-        return self.messages.pop(number, None), was_reported
-
-
-def stay(tensor: torch.Tensor) -> torch.Tensor:
-    """The `to_device` of the CPU: the model reads the sender's own bytes, without a copy."""
-    return tensor
+    """The tensor has not arrived, or was released."""
 
 
 class MediaInputs:
@@ -100,38 +43,33 @@ class MediaInputs:
         me: Encoder,
         rank: int,
         context: zmq.Context,
-        to_device: Callable[[torch.Tensor], torch.Tensor] = stay,
+        to_device: Callable[[torch.Tensor], torch.Tensor] | None = None,
         pin: Pin | None = None,
         map_slots: MapSlots | None = None,
     ):
-        """Bind both addresses; senders may connect from now on, and are served from `start` on.
+        """Bind; senders may connect from now on, and are served from `start` on.
 
-        `to_device` is called in the receiver thread, once for each tensor, before its message is reported ready: what
-        it returns is what `tensor` gives. A RuntimeError of it fails that message alone. `pin` is for the memory of
-        stores and of pooled buffers, `map_slots` for CUDA tensors; both are called in the receiver thread too: see
-        `TensorIpcReceiver`.
+        `to_device` is called in the receiver thread, once for each tensor, before its message is reported ready, and
+        what it returns is kept; a RuntimeError of it fails that message alone. None: the CPU, where tensors stay where
+        they are. `pin` and `map_slots` are called in that thread, too: see `TensorIpcReceiver`.
 
         Raises:
-            OSError, zmq.ZMQError: an address is taken, or its path is too long.
+            OSError: the address is taken, or its path is too long.
         """
         self.store: ReadableMemory | None = None  # the engine's media store
         self._me = me
         self._rank = rank
         self._to_device = to_device
         self._queue = TensorIpcReceiver(me, address, pin, map_slots)
-        try:
-            self._direct = DirectRpcReceiver(me, address, context)
-        except (OSError, zmq.ZMQError):
-            self._queue.close()
-            raise
         self._core = connect_dealer(context, core_endpoint, identity(f"{me.sender} media", me.incarnation))
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="media receiver", daemon=True)
         self._crash: BaseException | None = None
         self._lock = threading.Lock()  # over the three below
         self._closing = False
-        self._senders: dict[int, _Sender] = {}
+        self._table: dict[MessageId, Received] = {}
         self._gone: set[int] = set()  # incarnations, for good: an integer for each API server that ever died
+        self._store_mark = 0  # bytes
 
     # --- main thread ---
 
@@ -144,8 +82,8 @@ class MediaInputs:
         if self._crash is not None:
             raise RuntimeError("the media receiver thread has died") from self._crash
 
-    def tensor(self, handle: TensorHandle) -> torch.Tensor:
-        """The tensor that `handle` stands for, of its shape and dtype. On a device it is for the current stream.
+    def rows(self, handle: TensorHandle, first: int, stop: int) -> torch.Tensor:
+        """Rows `first .. stop` of the tensor that `handle` stands for. On a device they are for the current stream.
 
         Raises:
             MediaMissing: its message is not here.
@@ -154,53 +92,39 @@ class MediaInputs:
         self.check()
         message = handle.message
         with self._lock:
-            sender = self._senders.get(message.incarnation)
-            received = sender.messages.get(message.number) if sender else None
+            received = self._table.get(message)
         if received is None:
             raise MediaMissing(f"tensor message {message.number} of incarnation {message.incarnation} is not here")
-        tensors = received.tensors
-        if not 0 <= handle.index < len(tensors):
-            raise ValueError(f"tensor message {message.number} has {len(tensors)} tensors, not {handle.index + 1}")
-        tensor = tensors[handle.index]
-        if tuple(tensor.shape) != handle.shape or str(tensor.dtype) != f"torch.{handle.dtype}":
+        if (received.shape, received.dtype) != (handle.shape, handle.dtype):
             raise ValueError(
-                f"tensor {handle.index} of message {message.number} is {tensor.dtype} {tuple(tensor.shape)}, "
+                f"the tensor of message {message.number} is {received.dtype} {received.shape}, "
                 f"its handle says {handle.dtype} {handle.shape}"
             )
-        if received.copied is not None:
-            received.copied.use(tensor)
-        return tensor
+        return received.rows(first, stop)
 
-    def release(self, messages: Iterable[MessageId]) -> list[MessageId]:
-        """Drop these messages, received or yet to come; returns those that were not reported, nor ever will be.
-
-        Their memory is the sender's again afterwards: a copy out of it that a device has not ended yet is waited for.
-        """
-        dropped: list[Received] = []
-        unreported: list[MessageId] = []
+    def release(self, messages: Iterable[MessageId]) -> None:
+        """Drop these messages, all of which were reported. Their memory is the sender's again afterwards: a copy out of
+        it that a device has not ended yet is waited for."""
         with self._lock:
-            for message in messages:
-                if message.incarnation in self._gone:
-                    continue
-                sender = self._senders.setdefault(message.incarnation, _Sender())
-                received, was_reported = sender.release(message.number)
-                if received is not None:
-                    dropped.append(received)
-                if not was_reported:
-                    unreported.append(message)
+            dropped = [self._table.pop(message, None) for message in messages]  # None: it was reported as failed
         for received in dropped:
-            if received.copied is not None:
+            if received is not None and received.copied is not None:
                 received.copied.synchronize()
-        return unreported
 
     def drop_sender(self, incarnation: int) -> None:
         """Drop all messages of a sender that died, received or yet to come."""
         with self._lock:
             self._gone.add(incarnation)
-            self._senders.pop(incarnation, None)
+            for message in [message for message in self._table if message.incarnation == incarnation]:
+                del self._table[message]
+
+    def register_store(self, nbytes: int) -> None:
+        """So many bytes of the store, from its start, are in use or soon will be: the receiver thread pins them."""
+        self._store_mark = nbytes
+        os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Stop the thread, close all connections and drop the table. Without effect when closed."""
+        """Stop the thread, close all streams and drop the table. Without effect when closed."""
         with self._lock:
             if self._closing:
                 return
@@ -212,7 +136,7 @@ class MediaInputs:
             self._thread.join()
         os.close(self._wake)
         with self._lock:
-            self._senders.clear()
+            self._table.clear()
 
     # --- receiver thread ---
 
@@ -228,7 +152,6 @@ class MediaInputs:
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
-        poller.register(self._direct.socket, zmq.POLLIN)
         watched: set[int] = set()
         while not self._closing:
             wanted = self._queue.descriptors()
@@ -237,53 +160,52 @@ class MediaInputs:
             for fd in wanted - watched:
                 poller.register(fd, zmq.POLLIN)
             watched = wanted
-            for source, _ in poller.poll():
-                self._serve_source(source)
+            for fd, _ in poller.poll():
+                if fd != self._wake:
+                    self._receive(fd)
+                    continue
+                os.eventfd_read(self._wake)
+                if self.store is not None:
+                    self.store.register(self._store_mark)
 
-    def _serve_source(self, source: zmq.Socket | int) -> None:
-        for arrival in self._arrivals(source):
-            self._handle(arrival)
+    def _receive(self, fd: int) -> None:
+        """The end of a stream drops nothing: the core may have scheduled what it brought, and a rank that dropped it
+        alone would fail a step in which the others enter a collective. A dead sender's messages go by `drop_sender`, on
+        all ranks in the same step."""
+        for arrival in self._queue.receive(fd):
+            self._keep(arrival)
         # Returning drops `arrival`: in the loop above it would keep the last message's memory until the next one.
 
-    def _arrivals(self, source: zmq.Socket | int) -> Iterator[Received | Failed]:
-        if source is self._direct.socket:
-            return self._direct.receive()
-        if isinstance(source, int) and source != self._wake:
-            # At the end of a connection the messages that it brought stay in the table: it may be made again, and the
-            # core may have scheduled them: a rank that dropped them alone would fail a step in which the others enter a
-            # collective. A dead sender's go by `drop_sender` in a step, on all ranks alike.
-            return self._queue.receive(source)
-        return iter(())
-
-    def _handle(self, arrival: Received | Failed) -> None:
-        """The first arrival of a message counts."""
+    def _keep(self, arrival: Received | Failed) -> None:
         message = arrival.message
-        kept: Received | None = None
-        with self._lock:
-            sender = self._senders.get(message.incarnation)
-            if message.incarnation in self._gone or (sender and sender.is_settled(message.number)):
-                return
+        if message.incarnation in self._gone:
+            return
         if isinstance(arrival, Received):
             try:
-                tensors = [self._to_device(tensor) for tensor in arrival.tensors]
-                kept = Received(message, tensors, arrival.copied)
+                arrival = self._on_device(arrival)
             except RuntimeError as error:
                 arrival = Failed(message, f"it cannot be brought to the device: {error}")
         with self._lock:
             if message.incarnation in self._gone:
                 return
-            if not self._senders.setdefault(message.incarnation, _Sender()).receive(message.number, kept):
-                return
+            if isinstance(arrival, Received):
+                self._table[message] = arrival
         if isinstance(arrival, Received):
             self._report(MediaReady(self._rank, message))
         else:
             self._report(MediaFailed(self._rank, message, arrival.why))
+
+    def _on_device(self, received: Received) -> Received:
+        """It may still be on its way there if it came in a staging slot."""
+        if self._to_device is None or received.copied is not None:
+            return received
+        moved = self._to_device(received.rows(0, received.shape[0]))
+        return Received(received.message, received.shape, received.dtype, content=bytes_of(moved))
 
     def _report(self, event: MediaReady | MediaFailed) -> None:
         self._core.send(self._me.encode(event), zmq.NOBLOCK)
 
     def _close_sockets(self) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the context was terminated first
-            self._direct.close()
             self._core.close()
-        self._queue.close()
+        self._queue.close_streams()

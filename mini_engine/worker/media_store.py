@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from mini_engine.messages import KeepMedia, MediaItem, StoreHandle, TensorHandle
 from mini_engine.transport.arena import ReadableMemory
 
+ReceivedRows = Callable[[TensorHandle, int, int], Tensor]
+"""Rows `first .. stop` of a handle's tensor, valid until its message is released."""
+
 
 class MediaStore:
-    """`received` gives the tensor of a handle, valid until its message is released; `stored` is the memory of the
-    engine's media store, if it has one: what lies there stays as long as a request refers to it."""
+    """`received`: what the API servers sent, see `MediaInputs.rows`. `stored`: the memory of the engine's media store,
+    if it has one: what lies there stays as long as a request refers to it."""
 
-    def __init__(self, received: Callable[[TensorHandle], Tensor], stored: ReadableMemory | None = None):
+    def __init__(self, received: ReceivedRows, stored: ReadableMemory | None = None):
         self._received = received
         self._stored = stored
         self._kept: dict[bytes, Tensor] = {}
@@ -31,7 +33,7 @@ class MediaStore:
     def keep(self, items: Sequence[KeepMedia]) -> None:
         """Copy these: what was received is the sender's again once its message is released."""
         for item in items:
-            self._kept[item.media_hash] = self._received(item.patches).clone()
+            self._kept[item.media_hash] = self._received(item.patches, 0, item.patches.shape[0]).clone()
 
     def drop(self, hashes: Sequence[bytes]) -> None:
         """Forget these.
@@ -43,11 +45,6 @@ class MediaStore:
             if self._kept.pop(value, None) is None:
                 raise RuntimeError(f"media {value.hex()} is to be dropped, but is not kept here")
 
-    def register(self, nbytes: int) -> None:
-        """So much of the store, from its start, is in use, or soon will be."""
-        if self._stored is not None:
-            self._stored.register(nbytes)
-
     def patches(self, item: MediaItem, first: int, stop: int) -> Tensor:
         """Rows `first .. stop` of an item's patches, uint8 `[stop - first, 3 * temporal_patch_size * patch_size**2]`,
         only to be read: a view, or a copy of what lies in several extents.
@@ -56,10 +53,10 @@ class MediaStore:
             RuntimeError: it came without a tensor and is not kept.
         """
         if isinstance(item.patches, TensorHandle):
-            return self._received(item.patches)[first:stop]
+            return self._received(item.patches, first, stop)
         if isinstance(item.patches, StoreHandle):
             assert self._stored is not None
-            return self._stored.rows(item.patches.extents, item.patches.shape, torch.uint8, first, stop)
+            return self._stored.rows(item.patches.extents, item.patches.shape, "uint8", first, stop)
         kept = self._kept.get(item.media_hash)
         if kept is None:
             raise RuntimeError(f"media {item.media_hash.hex()} came without a tensor, but is not kept here")

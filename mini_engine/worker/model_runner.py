@@ -51,11 +51,14 @@ class Media(Protocol):
     def check(self) -> None:
         """Raise a RuntimeError if nothing is received any more."""
 
-    def tensor(self, handle: TensorHandle) -> Tensor:
-        """The tensor that `handle` stands for: uint8, valid until its message is released."""
+    def rows(self, handle: TensorHandle, first: int, stop: int) -> Tensor:
+        """Rows of the tensor that `handle` stands for: uint8, valid until its message is released."""
 
-    def release(self, messages: list[MessageId]) -> list[MessageId]:
-        """Drop these messages, received or yet to come; returns those that were not reported, nor ever will be."""
+    def release(self, messages: list[MessageId]) -> None:
+        """Drop these messages, which were reported."""
+
+    def register_store(self, nbytes: int) -> None:
+        """So many bytes of the store, from its start, are in use or soon will be."""
 
     def drop_sender(self, incarnation: int) -> None:
         """Drop all messages of an incarnation, received or yet to come."""
@@ -113,7 +116,7 @@ class ModelRunner:
         self._to_device = to_device or partial(Tensor.to, device=self._device)
         self._sequences: dict[str, SequenceState] = {}
         self._encoded = EncoderCache()
-        self._store = MediaStore(media.tensor, media.store)
+        self._store = MediaStore(media.rows, media.store)
         self._decode: DecodeBatch | None = None  # the last step's, if it was one
         self._sampling: Sampling | None = None  # the last step's, as long as its tokens are not taken
 
@@ -156,14 +159,16 @@ class ModelRunner:
         self._forget(step.finished)
         self._encoded.evict(step.evict)
         if step.media_mark is not None:
-            self._store.register(step.media_mark)
+            self._media.register_store(step.media_mark)
         self._store.drop(step.drop)
         self._store.keep(step.keep)
         self._begin(step.started)
         self._encode(step.encode)
         sampling = self._compute(step.chunks)
-        result = StepResult(step.number, rank=self._tp.rank, unreported=self._release(step))
-        return Launched(result, sampling, self._device)
+        self._media.release(step.release)
+        for incarnation in step.drop_senders:
+            self._media.drop_sender(incarnation)
+        return Launched(StepResult(step.number, rank=self._tp.rank), sampling, self._device)
 
     @torch.inference_mode()
     def encode_patches(self, raw: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
@@ -289,13 +294,6 @@ class ModelRunner:
             self._decode.feed(chosen)
         self._sampling = Sampling(HostCopy(chosen), batch, self._decode, sampled if self._tp.rank == 0 else None)
         return self._sampling
-
-    def _release(self, step: Step) -> list[MessageId]:
-        """Let go of what the step says; returns the messages that the core hears of by its result alone."""
-        unreported = self._media.release(step.release) if step.release else []
-        for incarnation in step.drop_senders:
-            self._media.drop_sender(incarnation)
-        return unreported
 
 
 def _row_without_tokens(sequence: SequenceState, stop: int) -> sampler.Row:

@@ -15,11 +15,10 @@ from itertools import pairwise
 
 import torch
 
-from mini_engine.transport.cuda_memory import on_stream
+from mini_engine.transport.codec import TransportError
+from mini_engine.transport.cuda_memory import check, on_stream, use_cuda
 
 logger = logging.getLogger(__name__)
-
-_READ_ONLY = 8  # cudaHostRegisterReadOnly: the device will not write, so the mapping need not be writable
 
 
 class PinnedMemory:
@@ -38,10 +37,12 @@ class PinnedMemory:
         None: CUDA refused. The memory serves as it is then, by way of CUDA's staging buffer.
         """
         with self._lock:
-            error = self._call("cudaHostRegister", address, nbytes, _READ_ONLY)
-            if error:
+            try:
+                with use_cuda(self._device) as runtime:  # read-only: the mapping need not be writable
+                    check(runtime.cudaHostRegister(address, nbytes, runtime.cudaHostRegisterReadOnly))
+            except TransportError as error:
                 if not self._warned:
-                    logger.warning("Media are copied to the device from pageable memory: CUDA error %d", error)
+                    logger.warning("Media are copied to the device from pageable memory: %s", error)
                 self._warned = True
                 return None
             self._ranges[address] = nbytes
@@ -85,24 +86,8 @@ class PinnedMemory:
             del self._ranges[address]
             if self._stream is not None:
                 self._stream.synchronize()  # a copy may still read it
-            with contextlib.suppress(RuntimeError):  # the interpreter ends and starts no thread any more; CUDA ends too
-                self._call("cudaHostUnregister", address)
-
-    def _call(self, name: str, *args: int) -> int:
-        """Call the CUDA runtime; returns its error code.
-
-        In a thread of its own: CUDA keeps the last error of each thread, and torch would take one of ours for its own.
-        """
-        result: list[int] = []
-
-        def call() -> None:
-            torch.cuda.set_device(self._device)
-            result.append(int(getattr(torch.cuda.cudart(), name)(*args)))
-
-        thread = threading.Thread(target=call, name="pinning")
-        thread.start()
-        thread.join()
-        return result[0] if result else -1
+            with contextlib.suppress(TransportError), use_cuda(self._device) as runtime:  # CUDA may have ended at exit
+                check(runtime.cudaHostUnregister(address))
 
 
 def cut(address: int, nbytes: int, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

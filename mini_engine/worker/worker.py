@@ -34,7 +34,7 @@ from mini_engine.transport.cuda_memory import CudaMapped, on_stream
 from mini_engine.worker.attention import AttentionBackend, choose_backend, leave_out_cudnn, make_backend
 from mini_engine.worker.device_memory import MemoryUse
 from mini_engine.worker.kv_cache import KVCache, count_blocks
-from mini_engine.worker.media_inputs import MediaInputs, stay
+from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.model_runner import DecodeSteps, ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.out_of_memory import room_for
@@ -192,7 +192,7 @@ def receive_media(
     """Start the receiver thread at this rank's addresses."""
     address = next(address for address in init.ranks if (address.engine, address.rank) == (engine, rank))
     # In the receiver thread, on a stream of its own: what arrives is copied while the model runs.
-    to_device = stay if device.type == "cpu" else partial(fetch_beside, torch.cuda.Stream(device))
+    to_device = None if device.type == "cpu" else partial(fetch_beside, torch.cuda.Stream(device))
     pin = pinned.pin if pinned else None
     map_slots = partial(CudaMapped, device) if device.type == "cuda" else None
     media = MediaInputs(

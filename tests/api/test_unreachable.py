@@ -29,7 +29,7 @@ class Ranks:
 
     def __init__(self, runtime: Path, context: zmq.Context, tensor_queue: bool):
         self._addresses = [
-            RankAddress(0, rank, str(runtime / f"t{rank}"), f"ipc://{runtime}/d{rank}") for rank in (0, 1)
+            RankAddress(0, rank, str(runtime / f"t{rank}")) for rank in (0, 1)
         ]
         self._context = context
         self.listen()

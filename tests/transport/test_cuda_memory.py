@@ -1,72 +1,93 @@
-"""The CUDA calls of the staging slots, as far as they can be looked at without a device; the rest needs one."""
+"""The CUDA calls of the staging slots: errors on a machine without a device; what needs a device is marked `gpu`."""
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import mini_engine
-from mini_engine.transport import cuda_memory
-from mini_engine.transport.cuda_memory import CudaCopy, CudaMapped, CudaStaging, on_stream
-from mini_engine.worker.serving import wait_for_device
+from mini_engine.messages import DeviceSlots
+from mini_engine.transport.codec import TransportError
+from mini_engine.transport.cuda_memory import CudaMapped, CudaStaging, check, use_cuda
 
-DEVICE = torch.device("cuda", 1)
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is made current, and what is done meanwhile."""
-    seen: list[str] = []
-
-    @contextlib.contextmanager
-    def noted(what: object) -> Iterator[None]:
-        seen.append(f"enter {what}")
-        yield
-        seen.append(f"leave {what}")
-
-    monkeypatch.setattr(torch.cuda, "device", noted)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: noted("stream"))
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    return seen
+DEVICE = torch.device("cuda", 0)
+SLOTS = DeviceSlots(0, 4096, bytes(64), [bytes(64)])
+without_device = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
 
-def test_the_device_is_current_before_its_stream_and_after_it(seen) -> None:
-    """So that no other device's stream is made current again at the end."""
-    with on_stream(SimpleNamespace(device=DEVICE)):
-        seen.append("work")
-    assert seen == ["enter cuda:1", "enter stream", "work", "leave stream", "leave cuda:1"]
+@pytest.mark.parametrize("start", [lambda: CudaStaging(DEVICE).allocate(1, 8), lambda: CudaMapped(DEVICE, SLOTS)])
+def test_missing_cuda_bindings_is_a_transport_error(start, monkeypatch) -> None:
+    """As with a CPU build of torch."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(TransportError, match="cuda.bindings is not installed: "):
+        start()
 
 
-@pytest.mark.parametrize("who", ["a step", "a copy", "a slot"])
-def test_an_events_device_is_current_while_it_is_waited_for(who, seen) -> None:
-    """By threads whose own device is the first one."""
-    event = SimpleNamespace(device=DEVICE, synchronize=lambda: seen.append("wait"))
-    if who == "a step":
-        wait_for_device(SimpleNamespace(done=event))
-    elif who == "a copy":
-        CudaCopy(torch.empty(0), event).synchronize()
-    else:
-        staging = CudaStaging(DEVICE)
-        staging._filled = [event]
-        staging.settle(1)
-    assert seen == ["enter cuda:1", "wait", "leave cuda:1"]
+@without_device
+@pytest.mark.parametrize("start", [lambda: CudaStaging(DEVICE).allocate(1, 8), lambda: CudaMapped(DEVICE, SLOTS)])
+def test_missing_device_is_a_transport_error(start) -> None:
+    pytest.importorskip("cuda.bindings")
+    with pytest.raises(TransportError, match="^CUDA: "):
+        start()
 
 
-def test_a_copys_device_is_current_while_slots_are_let_go(seen, monkeypatch) -> None:
-    mapped = object.__new__(CudaMapped)
-    mapped._stream, mapped._where, mapped._memory = SimpleNamespace(device=DEVICE), torch.device("cuda", 0), None
-    mapped._address, ended = 0, iter([False, True])
-    mapped._last = SimpleNamespace(query=lambda: seen.append("ask") or next(ended))
-    monkeypatch.setattr(cuda_memory, "_call", lambda *_: seen.append("unmap"))
-    mapped.close()
-    assert seen == ["enter cuda:1", "ask", "ask", "enter cuda:0", "unmap", "leave cuda:0", "leave cuda:1"]
+def test_failed_call_names_the_cuda_error() -> None:
+    runtime = pytest.importorskip("cuda.bindings.runtime")
+    assert check((runtime.cudaError_t.cudaSuccess,)) is None
+    assert check((runtime.cudaError_t.cudaSuccess, 7)) == 7
+    with pytest.raises(TransportError, match=r"^cudaErrorMemoryAllocation: out of memory \(CUDA error 2\)$"):
+        check((runtime.cudaError_t.cudaErrorMemoryAllocation, None))
+
+
+@without_device
+def test_functions_of_the_cuda_runtime_return_an_error_and_a_value() -> None:
+    """The calls of `cuda_memory.py` and `pinning.py`, with the arguments they have there."""
+    runtime = pytest.importorskip("cuda.bindings.runtime")
+    handle = runtime.cudaIpcMemHandle_t()
+    ctypes.memmove(handle.getPtr(), bytes(range(64)), 64)
+    assert ctypes.string_at(handle.getPtr(), 64) == bytes(range(64))
+    for result in (
+        runtime.cudaSetDevice(0),
+        runtime.cudaMalloc(8),
+        runtime.cudaFree(4096),
+        runtime.cudaIpcGetMemHandle(4096),
+        runtime.cudaIpcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess),
+        runtime.cudaIpcCloseMemHandle(4096),
+        runtime.cudaHostRegister(4096, 4096, runtime.cudaHostRegisterReadOnly),
+        runtime.cudaHostUnregister(4096),
+    ):
+        with pytest.raises(TransportError, match="^cudaError"):
+            check(result)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_failed_call_leaves_torch_usable() -> None:
+    """CUDA keeps a thread's last error, which torch reports after its next call."""
+    with pytest.raises(TransportError, match="^cudaError"), use_cuda(DEVICE) as runtime:
+        check(runtime.cudaFree(4096))
+    assert torch.ones(8, device=DEVICE).sum().item() == 8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_staging_memory_is_a_view() -> None:
+    staging = CudaStaging(DEVICE)
+    before = torch.cuda.mem_get_info(DEVICE)[0]
+    memory = staging.allocate(2, 1 << 28)
+    assert memory.data_ptr() == staging._address and memory.nbytes == 1 << 29
+    assert torch.cuda.mem_get_info(DEVICE)[0] <= before - (1 << 29)
+    content = torch.arange(1 << 20, dtype=torch.int32, device=DEVICE).view(torch.uint8)
+    staging.fill(2, memory[1 << 28 :][: content.nbytes], content)
+    staging.settle(2)
+    assert torch.equal(memory[1 << 28 :][: content.nbytes], content)
+    export = staging.export(1 << 28)
+    assert [len(handle) for handle in (export.memory, *export.filled)] == [64, 64, 64]
 
 
 def test_streams_are_made_current_in_no_other_way() -> None:
@@ -83,6 +104,7 @@ import threading, torch
 from mini_engine.transport.cuda_memory import CudaStaging
 from mini_engine.messages import StepResult
 from mini_engine.worker.launched import Launched
+from mini_engine.worker.pinning import PinnedMemory
 from mini_engine.worker.serving import wait_for_device
 from mini_engine.worker.worker import fetch_beside
 device = torch.device("cuda", 1)
@@ -96,6 +118,8 @@ def work():
     staging.settle(1)
     fetch_beside(stream, torch.zeros(8))
     wait_for_device(step)
+    host = torch.zeros(1 << 20)
+    PinnedMemory(device).pin(host.data_ptr(), host.nbytes)()
 
 thread = threading.Thread(target=work)
 thread.start()

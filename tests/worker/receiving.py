@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 def rank_address(runtime: Path, rank: int = 0) -> RankAddress:
-    return RankAddress(0, rank, str(runtime / f"t{rank}"), f"ipc://{runtime}/d{rank}")
+    return RankAddress(0, rank, str(runtime / f"t{rank}"))
 
 
 class Core:

@@ -77,7 +77,7 @@ def start(tmp_path, links):
 def init_with(tmp_path, checkpoint, config: EngineConfig) -> Init:
     """What the supervisor answers to each rank of one engine."""
     ranks = [
-        RankAddress(0, rank, f"{tmp_path}/tensors{rank}", f"ipc://{tmp_path}/tensors-rpc{rank}")
+        RankAddress(0, rank, f"{tmp_path}/tensors{rank}")
         for rank in range(config.tensor_parallel_size)
     ]
     cache = MediaCachePlan("off", 0, "")

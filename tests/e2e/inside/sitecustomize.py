@@ -103,6 +103,7 @@ def short(available: Callable[[], int]) -> Callable[[], int]:
 # What is else copied in the event loop, for it is small, is copied in a thread: a barrier holds nobody else there.
 CONSTANTS: dict[str, dict[str, Any]] = {
     "mini_engine.api.media_store": {"INLINE_COPY_BYTES": 0},
+    "mini_engine.api.sending": {"INLINE_COPY_BYTES": 0},
     # So that no test has to wait for minutes.
     "mini_engine.launch.restarting": {"FIRST_PAUSE_SECONDS": 0.5, "LONGEST_PAUSE_SECONDS": 0.5},
 }
@@ -124,7 +125,7 @@ BARRIERS: dict[str, dict[str, Wrap]] = {
     "mini_engine.transport.arena": {"WritableMemory.write": scrubbed},
     "mini_engine.worker.media_inputs": {
         # A connection is readable, and nothing has been read from it.
-        "MediaInputs._serve_source": behind("receiving", lambda self, source: source != self._wake),
+        "MediaInputs._receive": behind("receiving"),
     },
     "mini_engine.core.engine_core": {
         "EngineCore._accept": behind("accepting"),
@@ -139,13 +140,11 @@ BARRIERS: dict[str, dict[str, Wrap]] = {
 
 
 def of_tensor_queue(sender: Any) -> Figures:
-    pool = sender._pool
-    held = {"unconsumed messages": len(sender._held), "credit": sender._credit.used}
-    held["buffers in use"] = len(pool.alive) - len(pool._idle)
-    kept = {"buffers": len(pool.alive), "buffer descriptors": sum(buffer.fd is not None for buffer in pool._idle)}
-    for address, link in sender._links:
-        kept[f"buffers mapped by worker {address.engine}.{address.rank}"] = len(link._known & pool.alive)
-    return held, kept
+    return {"unconsumed messages": len(sender._held)}, {}
+
+
+def of_arena(arena: Any) -> Figures:
+    return {"arena pages": arena.num_used, "waiting for pages": arena.num_waiting}, {}
 
 
 def of_core(core: Any) -> Figures:
@@ -168,10 +167,7 @@ def of_core(core: Any) -> Figures:
 
 def of_inputs(inputs: Any) -> Figures:
     with inputs._lock:
-        messages = [message for sender in inputs._senders.values() for message in sender.messages.values()]
-    tensors = [tensor for message in messages for tensor in message.tensors]
-    kept = {"senders": len(inputs._senders)}
-    return {"tensors": len(tensors), "tensor bytes": sum(tensor.nbytes for tensor in tensors)}, kept
+        return {"tensors": len(inputs._table)}, {}
 
 
 def of_runner(runner: Any) -> Figures:
@@ -214,12 +210,7 @@ FIGURES: dict[str, dict[str, Callable[[Any], Figures]]] = {
         ),
     },
     "mini_engine.transport.tensor_ipc": {"TensorIpcSender": of_tensor_queue},
-    "mini_engine.transport.direct_rpc": {
-        "DirectRpcSender": lambda sender: (
-            {"unconsumed messages": len(sender._held), "credit": sender._credit.used},
-            {},
-        ),
-    },
+    "mini_engine.transport.arena": {"Arena": of_arena},
     "mini_engine.core.engine_core": {"EngineCore": of_core},
     "mini_engine.worker.media_inputs": {"MediaInputs": of_inputs},
     "mini_engine.worker.model_runner": {"ModelRunner": of_runner},
