@@ -102,7 +102,7 @@ class Ground:
     def wait_for_media(self) -> None:
         """Until the core's one request has its item: on all ranks, or in the store, with a reference to it."""
         if self.setup.cache == "shm":
-            self.wait_for(VICTIM, pins=0, unconsumed_messages=0)
+            self.wait_for(VICTIM, unconsumed_messages=0)
             self.wait_for(CORE, media_references=1)
         else:
             self.wait_for_tensors(1)
@@ -211,7 +211,7 @@ def storing(ground: Ground) -> Iterator[Reached]:
     with ground.inside.barrier("storing") as barrier:
         asking = ground.ask(ground.new())
         assert barrier.wait_until_held()["pid"] == ground.server.pids()[VICTIM]
-        ground.wait_for(VICTIM, samples=1, being_written=1, pins=0)
+        ground.wait_for(VICTIM, samples=1, being_written=1)
         ground.wait_for(CORE, requests=0)
         yield Reached(asking, [(VICTIM, "samples", 0), (VICTIM, "admitted", 0), (VICTIM, "being written", 1)])
 
@@ -233,8 +233,8 @@ def sent(ground: Ground) -> Iterator[Reached]:
         figures = samples(ground.server, OTHER)
         assert figures[name] == before + ground.setup.ranks
         assert total(figures, "ipc_buffered_bytes") > 0
-        gone = [(CORE, "requests", 0), (CORE, "awaiting media", 0), (VICTIM, "unconsumed messages", 0)]
-        yield Reached(asking, gone)
+        # Its message is released once all ranks have reported it.
+        yield Reached(asking, [(CORE, "requests", 0), (CORE, "awaiting media", 0)])
 
 
 @contextlib.contextmanager
@@ -246,7 +246,8 @@ def received(ground: Ground) -> Iterator[Reached]:
         ground.wait_for(CORE, requests=0)
         ground.wait_for(VICTIM, samples=1)
         if ground.setup.cache == "shm":
-            ground.wait_for(VICTIM, pins=1, unconsumed_messages=0)
+            ground.wait_for(VICTIM, unconsumed_messages=0)
+            ground.wait_for(CORE, requests_that_refer_to_media=1, media_references=1)
         else:
             ground.wait_for_tensors(1)
         yield Reached(asking, [(VICTIM, "samples", 1)])  # its end is the core's to tell
