@@ -176,8 +176,8 @@ class TensorIpcSender:
             TransportError: see `Outgoing.__call__`.
         """
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if tensor.layout != torch.strided or dtype not in DTYPES or not 1 <= tensor.dim() <= MAX_DIMENSIONS:
-            raise TransportError(f"a {tensor.layout} tensor of {dtype}, {tensor.dim()} dimensions, cannot be sent")
+        if dtype not in DTYPES or not 1 <= tensor.dim() <= MAX_DIMENSIONS:
+            raise TransportError(f"a tensor of {dtype} with {tensor.dim()} dimensions cannot be sent")
         place = self._slots.staging.device_type if self._slots is not None and message.slot else "cpu"
         if tensor.device.type != place:
             raise TransportError(f"a tensor on {tensor.device} cannot be sent as one on {place}")

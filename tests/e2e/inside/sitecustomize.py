@@ -82,25 +82,9 @@ def in_mid_request(execute: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def strict(init: Callable[..., None]) -> Callable[..., None]:
-    """The store fills what it frees with 0xFF: whoever still reads it gives another answer. And it is told that no
-    memory is free while there is a file `no-memory`."""
-
-    @functools.wraps(init)
-    def wrapper(*args: Any, **kwargs: Any) -> None:
-        from mini_engine.free_memory import available_memory
-
-        def available() -> int:
-            return 0 if os.path.exists(f"{DIRECTORY}/no-memory") else available_memory()
-
-        init(*args, **kwargs, scrub=True, available=available)
-
-    return wrapper
-
-
 # What is else copied in the event loop, for it is small, is copied in a thread: a barrier holds nobody else there.
 CONSTANTS: dict[str, dict[str, Any]] = {
-    "mini_engine.api.media_store": {"INLINE_COPY_BYTES": 0},
+    "mini_engine.api.sending": {"INLINE_COPY_BYTES": 0},
     # So that no test has to wait for minutes.
     "mini_engine.launch.restarting": {"FIRST_PAUSE_SECONDS": 0.5, "LONGEST_PAUSE_SECONDS": 0.5},
 }
@@ -118,11 +102,9 @@ BARRIERS: dict[str, dict[str, Wrap]] = {
     "mini_engine.api.server": {"load": behind("loading-api"), "HttpServer.startup": behind("listening")},
     "mini_engine.worker.worker": {"load_model": behind("loading-worker"), "warm_up": behind("warming-up")},
     "mini_engine.media.processor": {"MediaProcessor.process_video": behind("processing")},
-    "mini_engine.transport.segment": {"Slot.fill": behind("storing")},
-    "mini_engine.transport.shm_store": {"ShmStoreWriter.__init__": strict},
     "mini_engine.worker.media_inputs": {
         # A connection is readable, and nothing has been read from it.
-        "MediaInputs._serve_source": behind("receiving", lambda self, source: source != self._wake),
+        "MediaInputs._receive": behind("receiving"),
     },
     "mini_engine.core.engine_core": {
         "EngineCore._accept": behind("accepting"),
@@ -136,13 +118,11 @@ BARRIERS: dict[str, dict[str, Wrap]] = {
 
 
 def of_tensor_queue(sender: Any) -> Figures:
-    pool = sender._pool
-    held = {"unconsumed messages": len(sender._held), "credit": sender._credit.used}
-    held["buffers in use"] = len(pool.alive) - len(pool._idle)
-    kept = {"buffers": len(pool.alive), "buffer descriptors": sum(buffer.fd is not None for buffer in pool._idle)}
-    for address, link in sender._links:
-        kept[f"buffers mapped by worker {address.engine}.{address.rank}"] = len(link._known & pool.alive)
-    return held, kept
+    return {"unconsumed messages": len(sender._held)}, {}
+
+
+def of_arena(arena: Any) -> Figures:
+    return {"arena pages": arena.num_used, "waiting for pages": arena.num_waiting}, {}
 
 
 def of_core(core: Any) -> Figures:
@@ -169,10 +149,7 @@ def of_store(store: Any) -> Figures:
 
 def of_inputs(inputs: Any) -> Figures:
     with inputs._lock:
-        messages = [message for sender in inputs._senders.values() for message in sender.messages.values()]
-    tensors = [tensor for message in messages for tensor in message.tensors]
-    kept = {"senders": len(inputs._senders), "segments": len(inputs._segments)}
-    return {"tensors": len(tensors), "tensor bytes": sum(tensor.nbytes for tensor in tensors)}, kept
+        return {"tensors": len(inputs._table)}, {}
 
 
 def of_runner(runner: Any) -> Figures:
@@ -205,16 +182,8 @@ FIGURES: dict[str, dict[str, Callable[[Any], Figures]]] = {
         "Engine": lambda engine: ({"samples": len(engine.requests), "preparing": engine.preparing}, {}),
     },
     "mini_engine.api.media_store": {"MediaStore": of_store},
-    "mini_engine.transport.shm_store": {
-        "ShmStoreWriter": lambda store: ({}, {"store bytes": store._allocator.used_bytes, "slots": len(store._slots)}),
-    },
+    "mini_engine.transport.arena": {"Arena": of_arena},
     "mini_engine.transport.tensor_ipc": {"TensorIpcSender": of_tensor_queue},
-    "mini_engine.transport.direct_rpc": {
-        "DirectRpcSender": lambda sender: (
-            {"unconsumed messages": len(sender._held), "credit": sender._credit.used},
-            {},
-        ),
-    },
     "mini_engine.core.engine_core": {"EngineCore": of_core},
     "mini_engine.worker.media_inputs": {"MediaInputs": of_inputs},
     "mini_engine.worker.model_runner": {"ModelRunner": of_runner},
