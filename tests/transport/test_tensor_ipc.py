@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -200,12 +201,15 @@ def test_a_probe_names_the_rank_and_the_reason(ranks: Any, runtime: Path, arena:
     assert arena.num_used == 0
 
 
-def test_a_probe_without_memory_fails_and_the_other_placement_passes(ranks: Any) -> None:
-    arena = Arena(1 << 62, unlimited)  # larger than a file can be
+def test_a_probe_without_memory_fails_and_the_other_placement_passes(ranks: Any, arena: Arena) -> None:
     sender = TensorIpcSender(ME, [rank.address for rank in ranks()], arena)
-    with pytest.raises(TransportError, match="no memory"):
-        sender.probe("torch_shm", PATIENCE)
-    arena.close_memory()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
+    try:
+        with pytest.raises(TransportError, match="no memory"):
+            sender.probe("torch_shm", PATIENCE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     sender.probe("direct_rpc", PATIENCE)
     sender.close_streams()
 
@@ -217,6 +221,7 @@ def test_a_probe_that_arrives_with_other_bytes_fails(runtime: Path, arena: Arena
             connection.recv(1 << 20)
             connection.send(pack_frame(ME.encode(TensorMessage(1, (1,), "uint8"))))
             connection.close()
+            self.listener.close()
 
         def __init__(self) -> None:
             import threading
@@ -232,7 +237,6 @@ def test_a_probe_that_arrives_with_other_bytes_fails(runtime: Path, arena: Arena
     with pytest.raises(TransportError, match="other bytes than were sent"):
         sender.probe("torch_shm", PATIENCE)
     rank.thread.join()
-    rank.listener.close()
 
 
 # --- bad peers -------------------------------------------------------------------------------------------------------

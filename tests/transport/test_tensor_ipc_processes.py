@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import multiprocessing
 import os
 import signal
 import socket
@@ -24,6 +25,20 @@ from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver
 from tests.transport.conftest import API, ME, MIB, PATIENCE, Held, Rank, address_of, pump, unlimited
 
 TURNS = 10
+FORKS = multiprocessing.get_context("forkserver")  # a fork of this process would have its locks, but not its threads
+FORKS.set_forkserver_preload(["mini_engine.transport.tensor_ipc"])
+
+
+def start(target: Any, *args: Any) -> Any:
+    process = FORKS.Process(target=target, args=args, daemon=True)
+    process.start()
+    return process
+
+
+def kill(process: Any) -> None:
+    process.kill()
+    process.join()
+    process.close()
 
 
 def serve(receiver: TensorIpcReceiver, arrivals: list[Received | Failed], streams: int) -> None:
@@ -75,6 +90,8 @@ def test_a_sender_killed_at_each_byte_leaves_the_whole_frames_and_nothing_else(r
 def send_until_killed(address: Any, placement: str, incarnation: int) -> None:
     """Tensors of 4 MB, each filled with its message's number, as fast as they are read."""
 
+    torch.set_num_threads(1)
+
     async def scenario() -> None:
         arena = Arena(512 * MIB, unlimited)
         sender = TensorIpcSender(Encoder("api 0", incarnation), [address], arena)
@@ -98,20 +115,14 @@ def test_a_sender_killed_at_any_time_leaves_whole_tensors_and_its_successor_is_s
     address = address_of(runtime)
     receiver = TensorIpcReceiver(Encoder("worker 0.0", 100), address)
     for turn in range(TURNS):
-        child = os.fork()
-        if not child:
-            try:
-                send_until_killed(address, placement, 1000 + turn)
-            finally:
-                os._exit(1)
+        child = start(send_until_killed, address, placement, 1000 + turn)
         arrivals: list[Received | Failed] = []
         deadline = time.monotonic() + PATIENCE
         while len(arrivals) <= turn % 3:
             assert time.monotonic() < deadline
             pump(receiver, arrivals.append, 0.01)
         time.sleep(0.001 * turn)  # the socket is full, in the middle of a frame
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        kill(child)
         serve(receiver, arrivals, 0)
         for expected, arrival in enumerate(arrivals, start=1):
             assert isinstance(arrival, Received) and arrival.message == MessageId(1000 + turn, expected)
@@ -121,22 +132,23 @@ def test_a_sender_killed_at_any_time_leaves_whole_tensors_and_its_successor_is_s
     assert held.is_baseline()
 
 
+def read_one_then_sleep(address: Any) -> None:
+    receiver = TensorIpcReceiver(Encoder("worker 0.1", 101), address)
+    arrivals: list[Received | Failed] = []
+    while not arrivals:
+        pump(receiver, arrivals.append, 0.1)
+    time.sleep(PATIENCE)
+
+
 def test_a_killed_rank_ends_its_stream_alone(runtime: Path, arena: Arena) -> None:
     """Its frames are dropped, also those that were queued; the other rank goes on."""
-    child = os.fork()
-    if not child:
-        receiver = TensorIpcReceiver(Encoder("worker 0.1", 101), address_of(runtime, 1))
-        for _ in range(20):  # the connection and the probe; then it stops reading
-            pump(receiver, lambda _: None, 0.1)
-        time.sleep(PATIENCE)
-        os._exit(0)
+    child = start(read_one_then_sleep, address_of(runtime, 1))
 
     async def scenario(rank: Rank) -> None:
         ended: list[str] = []
         sender = TensorIpcSender(ME, [address_of(runtime), address_of(runtime, 1)], arena)
         sender.probe("direct_rpc", PATIENCE)
         sender.watch_end(ended.append)
-        await asyncio.sleep(2.5)
 
         async def send(number: int) -> None:
             tensor = torch.full((2 * MIB,), number, dtype=torch.uint8)
@@ -149,8 +161,7 @@ def test_a_killed_rank_ends_its_stream_alone(runtime: Path, arena: Arena) -> Non
         for number in (1, 2, 3):
             await send(number)
         assert not ended
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        kill(child)
         while not ended:
             await asyncio.sleep(0.005)
         await send(4)
