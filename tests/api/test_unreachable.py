@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import zmq
+from mini_engine.transport.base import TensorSender
+from mini_engine.transport.credit import ByteCredit
+from mini_engine.transport.direct_rpc import DirectRpcReceiver, DirectRpcSender
 
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import RankAddress
-from mini_engine.transport.base import TensorSender
 from mini_engine.transport.codec import Encoder
-from mini_engine.transport.credit import ByteCredit
-from mini_engine.transport.direct_rpc import DirectRpcReceiver, DirectRpcSender
 from tests.api.peers import eventually
 from tests.api.serving import Served, image, serve, words
 from tests.api.test_app import metric

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 import socket
 from collections.abc import Callable, Coroutine
@@ -131,9 +132,7 @@ def test_what_was_not_sent_comes_back(ranks: Any, connect: Any, arena: Arena) ->
     run(scenario())
 
 
-@pytest.mark.parametrize(
-    "tensor", [torch.tensor(5), torch.zeros(2, dtype=torch.complex64), torch.zeros([1] * 9)]
-)
+@pytest.mark.parametrize("tensor", [torch.tensor(5), torch.zeros(2, dtype=torch.complex64), torch.zeros([1] * 9)])
 def test_tensors_that_cannot_travel_are_refused(tensor: torch.Tensor, ranks: Any, connect: Any) -> None:
     async def scenario() -> None:
         sender = connect("torch_shm", ranks(1))
@@ -243,7 +242,7 @@ def test_a_probe_that_arrives_with_other_bytes_fails(runtime: Path, arena: Arena
 
 
 BAD_HEADS = {
-    "does not lie": TensorMessage(7, (1 << 20,), "uint8", extents=[(0, 1)]),
+    "bytes do not lie": TensorMessage(7, (1 << 20,), "uint8", extents=[(0, 1)]),
     "descriptor has not come": TensorMessage(7, (3,), "uint8", extents=[(0, 1)]),
     "3 bytes came for a tensor of 12": TensorMessage(7, (3,), "float32"),
     "no tensor has shape": TensorMessage(7, (-3,), "uint8"),
@@ -276,7 +275,8 @@ def test_a_stream_that_cannot_be_understood_is_closed(noise: bytes, ranks: Any, 
         peer.connect(rank.address.tensor_ipc)
         peer.sendall(noise)
         peer.settimeout(PATIENCE)
-        assert peer.recv(1) == b""
+        with contextlib.suppress(ConnectionResetError):  # it had bytes left to read
+            assert peer.recv(1) == b""
     connect("direct_rpc", [rank])
 
 

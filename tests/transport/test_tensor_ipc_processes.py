@@ -49,6 +49,12 @@ def serve(receiver: TensorIpcReceiver, arrivals: list[Received | Failed], stream
         pump(receiver, arrivals.append, 0.01)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forkserver() -> None:
+    """It stays, and with it some descriptors."""
+    kill(start(time.sleep, PATIENCE))
+
+
 def write_and_die(path: str, written: bytes, fd: int) -> int:
     """A forked process that writes this, the descriptor with its first byte, and is killed. Returns its id."""
     child = os.fork()

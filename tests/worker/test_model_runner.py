@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mini_engine.messages import Chunk, EncodeItem, MessageId, SampledToken, Step, StepResult
+from mini_engine.messages import Chunk, EncodeItem, SampledToken, Step, StepResult
 from tests.worker import rank_program, script, tiny
 from tests.worker.conftest import NUM_BLOCKS
 

@@ -16,8 +16,6 @@ from mini_engine.messages import (
     MessageId,
     NewSequence,
     SamplingParams,
-    StoreHandle,
-    StoreObject,
     TensorHandle,
 )
 from mini_engine.worker.normalisation import Normalisation
