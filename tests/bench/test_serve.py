@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.transport.store_ranks import eventually
+from tests.transport.conftest import eventually
 
 from mini_engine.bench import cli
 from mini_engine.bench.datasets.sample import draws

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.transport.store_ranks import eventually
+from tests.transport.conftest import eventually
 
 from mini_engine.bench import core, engine_step, text_under_video
 from mini_engine.bench.datasets.sample import Medium

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
-from tests.transport.store_ranks import eventually
+from tests.transport.conftest import eventually
 
 from mini_engine.messages import Step, StepResult
 from mini_engine.transport.codec import Encoder, decode
