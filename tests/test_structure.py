@@ -16,12 +16,12 @@ from mini_engine.cli_help import build_parser
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mini_engine"
 FILES = sorted(PACKAGE.rglob("*.py"))
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
 
 # Which parts of the package each part may import. `host` and the core may read a model's config.json.
 MODEL_CONFIG = "mini_engine.model.config"
-TORCH_FREE_TRANSPORT = {"mini_engine.transport.sockets", "mini_engine.transport.codec", "mini_engine.transport.base"}
+TORCH_FREE_TRANSPORT = {"mini_engine.transport.sockets", "mini_engine.transport.codec", "mini_engine.transport.pages"}
 MAY_IMPORT = {
     "api": {"api", "media", "transport", MODEL_CONFIG},
     "media": {"media", "mini_engine.transport.memory"},

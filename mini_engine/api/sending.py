@@ -75,7 +75,7 @@ class RequestSender:
     def close(self, error: EngineError) -> None:
         """The engine is gone: requests that wait for room end with `error`."""
         self._closed = error
-        for wait in self._waits:
+        for wait in list(self._waits):
             wait.reschedule(0)
         self.queue.close_streams()
         self._on_memory()
@@ -87,13 +87,8 @@ class RequestSender:
             tensors = _tensors_of(request)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         try:
-            async with asyncio.timeout(None) as wait:
-                self._waits.add(wait)
-                outgoing = await self.queue.reserve(tensors)
+            outgoing = await self._reserve(tensors)
             frame = await self._encode(request, outgoing, inline=nbytes <= INLINE_COPY_BYTES)
-        except TimeoutError:
-            assert self._closed is not None
-            raise self._closed from None
         except RequestTooLarge:
             raise MediaTooLarge(nbytes) from None
         except TransportError as error:
@@ -101,9 +96,20 @@ class RequestSender:
                 "%s: its tensors cannot be sent: %s", request.request_id, error, extra=about(request.request_id)
             )
             raise MediaNotSent() from error
-        finally:
-            self._waits.discard(wait)
         self._send_all(request, outgoing, frame, self.queue.placement)
+
+    async def _reserve(self, tensors: list[Any]) -> Outgoing:
+        """Room for them. The wait ends with the engine."""
+        try:
+            async with asyncio.timeout(None) as wait:
+                self._waits.add(wait)
+                try:
+                    return await self.queue.reserve(tensors)
+                finally:
+                    self._waits.discard(wait)
+        except TimeoutError:
+            assert self._closed is not None
+            raise self._closed from None
 
     async def _submit_by_slots(self, request: NewRequest, tensors: list[Any]) -> bool:
         if any(tensor.device.type != "cuda" for tensor in tensors):

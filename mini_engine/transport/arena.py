@@ -80,7 +80,7 @@ class ReadableMemory:
     """
 
     def __init__(self, fd: int, pin: Pin | None = None):
-        self._pages = memory.map_for_reading(fd, populate=0)
+        self._pages = memory.map_for_reading(fd)
         self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
         self._pin = pin
         self._registered = 0  # bytes from the start

@@ -18,8 +18,8 @@ import numpy as np
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 PAGE = mmap.PAGESIZE
-# linux/mman.h; Python has no names for them. The populating ones since 5.14.
-_MADV_REMOVE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 9, 22, 23
+# linux/mman.h; Python has no names for them. The second since 5.14.
+_MADV_REMOVE, _MADV_POPULATE_WRITE = 9, 23
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -37,8 +37,8 @@ def create_sealed(nbytes: int) -> int:
 def create_sparse(nbytes: int) -> int:
     """Descriptor of `nbytes` that have no memory yet, but whose size nobody can change any more.
 
-    Its pages come with `allocate`. Until then a read or a write would be given them one by one, and a machine that has
-    none would end a process instead of failing the call.
+    Its pages come with `populate_for_writing`. Until then a read or a write would be given them one by one, and a machine
+    that has none would end a process instead of failing the call.
 
     Raises:
         OSError: no descriptor for it, or larger than this process may make a file.
@@ -77,18 +77,6 @@ def populate_for_writing(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
     _advise(_pages(mapping)[start : offset + nbytes], _MADV_POPULATE_WRITE, check=True)
 
 
-def allocate(fd: int, mapping: mmap.mmap, offset: int, nbytes: int) -> None:
-    """Give a range of sparse memory its pages, zeroed and mapped here. For any thread, without the interpreter's lock.
-
-    The kernel's file system behind a memfd has no limit of its own: ask `free_memory` before.
-
-    Raises:
-        OSError: no memory for it; nothing of it was taken then.
-    """
-    os.posix_fallocate(fd, offset, nbytes)
-    _advise(_pages(mapping)[offset : offset + nbytes], _MADV_POPULATE_WRITE)
-
-
 def discard(mapping: mmap.mmap) -> None:
     """Give all pages back to the system, whoever else maps them: they read as zeros from now on."""
     _advise(_pages(mapping), _MADV_REMOVE)
@@ -117,9 +105,8 @@ class _ReadOnly:
             call()
 
 
-def map_for_reading(fd: int, populate: int | None = None) -> Any:
-    """The memory behind `fd`, its first `populate` bytes prefaulted (None: all), as a ctypes array; `fd` may be closed
-    afterwards.
+def map_for_reading(fd: int) -> Any:
+    """The memory behind `fd` as a ctypes array; `fd` may be closed afterwards.
 
     The mapping is read-only and other processes view the same pages: a write through the array ends the process. It is
     unmapped with the last reference to the array.
@@ -138,13 +125,7 @@ def map_for_reading(fd: int, populate: int | None = None) -> Any:
     pages = np.frombuffer(mapping, dtype=np.uint8)
     array: Any = (ctypes.c_uint8 * nbytes).from_address(pages.ctypes.data)
     array.mapping = _ReadOnly(pages)
-    populate_for_reading(array, 0, nbytes if populate is None else populate)
     return array
-
-
-def populate_for_reading(array: Any, offset: int, nbytes: int) -> None:
-    """Enter a range of what `map_for_reading` has mapped into the page table; `offset` is a multiple of a page."""
-    _advise(array.mapping.pages[offset : offset + nbytes], _MADV_POPULATE_READ)
 
 
 def before_unmap(array: Any, call: Callable[[], object]) -> None:

@@ -13,7 +13,6 @@ This file knows nothing of requests, of what waits for a message, or of when a r
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -23,7 +22,6 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 
 import msgspec
 import torch
@@ -127,29 +125,31 @@ class TensorIpcSender:
         deadline = time.monotonic() + timeout
         content = (torch.arange(PROBE_BYTES, dtype=torch.int32) % 251).to(torch.uint8)
         message = _Message(0, PROBE_BYTES, self._arena.take_now(PROBE_BYTES))
+        where = ""
         try:
             head = self._me.encode(self.place(message, content))
             arena = self._arena.descriptor if placement == "torch_shm" else None
             for address in self._addresses:
-                with _naming(placement, address):
-                    stream = FrameSender(address.tensor_ipc, deadline)
-                    self._streams.append(stream)
-                    stream.enqueue_frame(head, message.payload, arena)
-                    _check_answer(stream.receive_answer(deadline), content)
-                    if slots is not None:
-                        self._probe_slots(slots, stream, content, deadline)
-        except TransportError:
+                where = f" to rank {address.rank} of engine {address.engine}"
+                stream = FrameSender(address.tensor_ipc, deadline)
+                self._streams.append(stream)
+                stream.enqueue_frame(head, message.payload, arena)
+                _check_answer(stream.receive_answer(deadline), content)
+                if slots is not None:
+                    self._probe_slots(slots, stream, content, deadline)
+        except TransportError as error:
             self._disconnect()
             self._slots = None
-            raise
+            raise TransportError(f"{placement}{where}: {error}") from error
         finally:
             self.give_back([message])
 
     def watch_end(self, on_end: Callable[[str], None]) -> None:
-        """The event loop runs now. `on_end` is called with the reason when the stream to a rank ends, which nothing
-        reaches from then on."""
+        """The event loop runs now. `on_end` is called when the stream to a rank ends, which nothing reaches from then
+        on, with a reason for the log."""
         for address, stream in zip(self._addresses, self._streams, strict=True):
-            stream.watch_end(partial(_name_stream, on_end, address.rank))
+            prefix = f"the tensor stream to rank {address.rank} has ended: "
+            stream.watch_end(lambda why, prefix=prefix: on_end(prefix + why))  # type: ignore[misc]
 
     async def reserve(self, tensors: Sequence[torch.Tensor]) -> Outgoing:
         """Room for the CPU tensors of a request, each a message of its own. See `Arena.take`."""
@@ -176,8 +176,8 @@ class TensorIpcSender:
             TransportError: see `Outgoing.__call__`.
         """
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if tensor.layout != torch.strided or dtype not in DTYPES or not 1 <= tensor.dim() <= MAX_DIMENSIONS:
-            raise TransportError(f"a {tensor.layout} tensor of {dtype}, {tensor.dim()} dimensions, cannot be sent")
+        if dtype not in DTYPES or not 1 <= tensor.dim() <= MAX_DIMENSIONS:
+            raise TransportError(f"a tensor of {dtype} with {tensor.dim()} dimensions cannot be sent")
         place = self._slots.staging.device_type if self._slots is not None and message.slot else "cpu"
         if tensor.device.type != place:
             raise TransportError(f"a tensor on {tensor.device} cannot be sent as one on {place}")
@@ -264,23 +264,10 @@ class TensorIpcSender:
         self._streams = []
 
 
-def _name_stream(on_end: Callable[[str], None], rank: int, why: str) -> None:
-    on_end(f"the tensor stream to rank {rank} has ended: {why}")
-
-
 def _check_answer(head: bytes, content: torch.Tensor) -> None:
     answer = _decode(head).body
     if not isinstance(answer, ProbeResult) or answer.error or answer.checksum != checksum(content):
         raise TransportError(getattr(answer, "error", None) or "the probe arrived with other bytes than were sent")
-
-
-@contextlib.contextmanager
-def _naming(what: str, address: RankAddress) -> Iterator[None]:
-    """What fails in the block is a TransportError that names the rank."""
-    try:
-        yield
-    except TransportError as error:
-        raise TransportError(f"{what} to rank {address.rank} of engine {address.engine}: {error}") from error
 
 
 # --- receiver --------------------------------------------------------------------------------------------------------

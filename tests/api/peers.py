@@ -41,71 +41,78 @@ from mini_engine.messages import (
     TensorHandle,
     TokenLogprob,
     TransportName,
-    Withdraw,
 )
 from mini_engine.transport import sockets
-from mini_engine.transport.base import DeviceType, TransportError
-from mini_engine.transport.codec import Encoder, decode
+from mini_engine.transport.codec import Encoder, TransportError, decode
 from tests.api.patience import PATIENCE
 
 STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=8)
 
 
 class MemoryTransport:
-    """A `TensorSender` that keeps what it is given. Set `fail_at` to "reserve", "copy" or "send" to have it fail."""
+    """Stands where a `TensorIpcSender` stands, and keeps what it is given. Set `fail_at` to "reserve" or "copy" to have
+    it fail. Of CUDA tensors it takes as many as there are `slots`."""
 
     def __init__(
-        self,
-        name: TransportName = "torch_shm",
-        ranks: int = 2,
-        room: int | None = None,
-        takes: DeviceType = "cpu",
+        self, placement: TransportName = "torch_shm", ranks: int = 2, room: int | None = None, slots: int = 0
     ):
-        self.name = name
-        self.takes: DeviceType = takes
+        self.placement = placement
         self.ranks = ranks
         self.room = room  # messages; None is no limit
+        self.slots = slots
         self.fail_at: str | None = None
-        self.probe_error: str | None = None
-        self.held: dict[MessageId, MemoryOutgoing] = {}
+        self.probe_errors: dict[str, str] = {}
+        self.held: dict[MessageId, Any] = {}
         self.sent: list[MessageId] = []
         self.closed = False
+        self.on_end: Callable[[str], None] | None = None
+        self._numbers = itertools.count(1)
         self._freed = asyncio.Event()
 
-    def probe(self, timeout: float) -> None:
-        if self.probe_error is not None:
-            raise TransportError(self.probe_error)
+    def probe(self, placement: TransportName, timeout: float, slots: Any = None) -> None:
+        self.placement = placement
+        failing = placement if slots is None else "slots"
+        if failing in self.probe_errors:
+            raise TransportError(self.probe_errors[failing])
 
-    async def reserve(self, message: MessageId, nbytes: int, tensors: int = 1) -> MemoryOutgoing:
-        while self.room is not None and len(self.held) >= self.room and not self.closed:
+    def watch_end(self, on_end: Callable[[str], None]) -> None:
+        self.on_end = on_end
+
+    async def reserve(self, tensors: list[Any]) -> MemoryOutgoing:
+        while self.room is not None and len(self.held) >= self.room:
             self._freed.clear()
             await self._freed.wait()
-        if self.closed:
-            raise TransportError("closed")
         self.fail("reserve")
-        self.held[message] = MemoryOutgoing(self, message, nbytes)
-        return self.held[message]
+        return self.outgoing(tensors)
+
+    def reserve_slots(self, tensors: list[Any]) -> MemoryOutgoing | None:
+        return self.outgoing(tensors) if len(tensors) <= self.slots else None
+
+    def outgoing(self, tensors: list[Any]) -> MemoryOutgoing:
+        messages = [MessageId(7, next(self._numbers)) for _ in tensors]
+        self.held |= dict(zip(messages, tensors, strict=True))
+        return MemoryOutgoing(self, messages)
+
+    def send_tensors(self, outgoing: MemoryOutgoing) -> int:
+        self.sent += outgoing.ids
+        return len(outgoing.ids) * self.ranks
 
     def consumed(self, messages: Iterable[MessageId]) -> None:
         for message in messages:
-            self.take_back(message)
+            self.held.pop(message, None)
+        self._freed.set()
 
     @property
     def buffered_bytes(self) -> int:
-        return sum(outgoing.nbytes for outgoing in self.held.values())
+        return sum(tensor.nbytes for tensor in self.held.values())
 
     @property
     def buffered_tensors(self) -> int:
-        return sum(len(outgoing.tensors) for outgoing in self.held.values())
+        return len(self.held)
 
-    def close(self) -> None:
+    def close_streams(self) -> None:
         self.closed = True
         self.held.clear()
-        self._freed.set()
-
-    def take_back(self, message: MessageId) -> None:
-        self.held.pop(message, None)
-        self._freed.set()
 
     def fail(self, stage: str) -> None:
         if self.fail_at == stage:
@@ -113,34 +120,20 @@ class MemoryTransport:
 
 
 class MemoryOutgoing:
-    """One message of a `MemoryTransport`."""
+    """The tensors of one request in a `MemoryTransport`."""
 
-    def __init__(self, transport: MemoryTransport, message: MessageId, nbytes: int):
+    def __init__(self, transport: MemoryTransport, messages: list[MessageId]):
         self.transport = transport
-        self.message = message
-        self.nbytes = nbytes
-        self.tensors: list[Any] = []
-
-    def new_message(self) -> None:
-        self.tensors = []
+        self.ids = messages
+        self.messages = [transport.held[message] for message in messages]  # each has its `nbytes`
+        self._next = iter(messages)
 
     def __call__(self, tensor: Any) -> TensorHandle:
         self.transport.fail("copy")
-        self.tensors.append(tensor)
-        return TensorHandle(self.message, len(self.tensors) - 1, tuple(tensor.shape), "uint8")
-
-    def send(self) -> int:
-        try:
-            self.transport.fail("send")
-        except TransportError:
-            self.transport.take_back(self.message)  # no rank has it
-            raise
-        self.transport.sent.append(self.message)
-        return len(self.tensors) * self.transport.ranks
+        return TensorHandle(next(self._next), tuple(tensor.shape), "uint8")
 
     def discard(self) -> None:
-        if self.message not in self.transport.sent:
-            self.transport.take_back(self.message)
+        self.transport.consumed(self.ids)
 
 
 class ScriptedCore:
@@ -169,7 +162,6 @@ class ScriptedCore:
         self.resets: list[int] = []
         self.answers_pings = True
         self.pings: list[int] = []
-        self.withdrawn: list[MessageId] = []
         self.requests: list[NewRequest] = []
         self.finishes: list[Finish] = []
         self.running: dict[str, NewRequest] = {}
@@ -197,8 +189,6 @@ class ScriptedCore:
                         await self.end(self.running[request_id], reason)
                 case AskFigures() if self.answers_figures:
                     await self._socket.send_multipart([peer, self._encoder.encode(Figures(STATS, self.counters))])
-                case Withdraw(messages=messages):
-                    self.withdrawn += messages
                 case Ping(number=number):
                     self.pings.append(number)
                     if self.answers_pings:
@@ -221,9 +211,9 @@ class ScriptedCore:
         if self.accepts:
             await self.accept(request)
 
-    async def miss(self, request: NewRequest, hashes: list[bytes]) -> None:
+    async def miss(self, request: NewRequest, hashes: list[bytes], late: bool = False) -> None:
         """Turn a request down."""
-        self.misses.append(MediaMiss(request.request_id, hashes))
+        self.misses.append(MediaMiss(request.request_id, hashes, late))
         await self._send(request, self.misses[-1])
         await self._consumed(request)
 

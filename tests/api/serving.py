@@ -136,9 +136,9 @@ async def serve(
     sockets = tempfile.TemporaryDirectory(prefix="mini-")  # whose path, unlike `directory`'s, leaves room for a name
     endpoint = f"ipc://{sockets.name}/core"
     core = ScriptedCore(context, endpoint, script)
-    transports = transports or [MemoryTransport("torch_shm"), MemoryTransport("direct_rpc")]
+    transports = transports or [MemoryTransport()]
     engines = EngineClient(
-        context, Encoder("api 0", 7), [endpoint], [transports], num_ranks=2, media_capacity=media_cache and 1 << 30
+        context, Encoder("api 0", 7), [endpoint], transports, media_capacity=media_cache and 1 << 30
     )
     allowed = directory / "allowed"
     allowed.mkdir(exist_ok=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import zmq
+from mini_engine.transport.allocator import Allocator
 
 from mini_engine.api.engine import Engine, Surroundings
 from mini_engine.api.media_store import MediaStore
@@ -31,7 +32,6 @@ from mini_engine.messages import (
     TensorHandle,
 )
 from mini_engine.transport import sockets
-from mini_engine.transport.allocator import Allocator
 from mini_engine.transport.codec import Encoder, decode
 from tests.api.peers import MemoryTransport
 from tests.core.world import MODEL, World

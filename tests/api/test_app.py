@@ -127,8 +127,7 @@ def test_an_image_goes_past_the_core(processor: MediaProcessor, tmp_path: Path) 
                 stretch = request.prompt_token_ids[item.offset : item.offset + item.num_tokens]
                 assert stretch == [processor.hf_processor.image_token_id] * item.num_tokens
             assert [item.grid_thw for item in request.media] == [(1, 4, 4), (1, 8, 8)]
-            assert [item.patches.index for item in request.media] == [0, 1]
-            assert [message.incarnation for message in served.transports[0].sent] == [7]
+            assert [item.patches.message for item in request.media] == served.transports[0].sent
             assert metric("ipc_messages_total", transport="torch_shm") - before == 2 * 2
             nbytes = sum(item.patches.shape[0] * item.patches.shape[1] for item in request.media)
             assert metric("ipc_bytes_total", transport="torch_shm") - moved == 2 * nbytes
@@ -139,30 +138,17 @@ def test_an_image_goes_past_the_core(processor: MediaProcessor, tmp_path: Path) 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
-    ("stage", "reason"), [("reserve", "no_memory"), ("copy", "copy_failed"), ("send", "send_failed")]
-)
-def test_a_failing_transport_is_replaced_and_counted(
-    processor: MediaProcessor, tmp_path: Path, stage: str, reason: str
-) -> None:
+@pytest.mark.parametrize("stage", ["reserve", "copy"])
+def test_tensors_that_cannot_be_sent_are_a_503(processor: MediaProcessor, tmp_path: Path, stage: str) -> None:
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor, *ANSWER)) as served:
-            shm, rpc = served.transports
-            shm.fail_at = stage
-            before = metric("ipc_fallbacks_total", reason=reason)
-            assert (await served.ask([image()])).choices[0].message.content == "".join(ANSWER)
-            assert rpc.sent == [served.core.requests[0].media[0].patches.message]
-            assert not shm.held
-            assert metric("ipc_fallbacks_total", reason=reason) - before == 1
-
-            rpc.fail_at = stage
+            (transport,) = served.transports
+            transport.fail_at = stage
             with pytest.raises(openai.InternalServerError, match="could not be handed"):
                 await served.ask([image()])
-            assert metric("ipc_fallbacks_total", reason=reason) - before == 2
-            assert not served.frontend.engines.engines[0].requests
-            # A rank may have got some of it: the core is to say when none has. The second message was served.
-            withdrawn = [1, 3, 4] if stage == "send" else []
-            await served.core.until(lambda: [message.number for message in served.core.withdrawn] == withdrawn)
+            assert not served.frontend.engines.engines[0].requests and not transport.held
+            transport.fail_at = None
+            assert (await served.ask([image()])).choices[0].message.content == "".join(ANSWER)
 
     asyncio.run(scenario())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 from typing import Any
 
@@ -13,11 +12,9 @@ import torch
 from mini_engine import metrics
 from mini_engine.api.errors import EngineError
 from mini_engine.api.sending import RequestSender
-from mini_engine.messages import MediaItem, MessageId, NewRequest, SamplingParams, StoreHandle, StoreObject, Withdraw
-from mini_engine.transport.codec import Encoder, decode
+from mini_engine.messages import MediaItem, NewRequest, SamplingParams
+from mini_engine.transport.codec import Encoder, TransportError, decode
 from tests.api.peers import MemoryTransport
-
-STORED = StoreHandle(StoreObject(7, 1), 64, (1, 4), "uint8")
 
 
 class OnDevice:
@@ -39,17 +36,15 @@ class OnDevice:
 class Sending:
     """A sender of requests over what keeps the tensors it is given."""
 
-    def __init__(self, *transports: MemoryTransport):
-        self.transports = transports
+    def __init__(self, slots: int = 0):
+        self.queue = MemoryTransport(slots=slots)
         self.frames: list[bytes] = []
-        sender = RequestSender(
-            Encoder("api 0", 7), transports, 2, itertools.count(1), self.frames.append, on_memory=lambda: None
-        )
+        sender = RequestSender(Encoder("api 0", 7), self.queue, self.frames.append, on_memory=lambda: None)
         self.submit, self.close = sender.submit, sender.close
 
-    def carried(self) -> list[list[Any]]:
-        """What each transport holds, flat."""
-        return [[tensor for each in t.held.values() for tensor in each.tensors] for t in self.transports]
+    @property
+    def carried(self) -> list[Any]:
+        return list(self.queue.held.values())
 
 
 def request(*patches: Any) -> NewRequest:
@@ -62,79 +57,55 @@ def by_the_host() -> float:
 
 
 def test_they_go_straight_from_the_device(monkeypatch) -> None:
-    device, queue = MemoryTransport(takes="cuda"), MemoryTransport()
+    sending, before = Sending(slots=2), by_the_host()
     threads = []
-    fail = device.fail
-    monkeypatch.setattr(
-        device, "fail", lambda stage: (threads.append((stage, threading.current_thread())), fail(stage))
-    )
-    sending, before = Sending(device, queue), by_the_host()
+    monkeypatch.setattr(sending.queue, "fail", lambda stage: threads.append(threading.current_thread()))
     tensors = [OnDevice(1), OnDevice(2)]
-    asyncio.run(sending.submit(request(tensors[0], STORED, tensors[1])))
-    assert sending.carried() == [tensors, []] and by_the_host() == before
-    assert [item.patches.index for item in decode(sending.frames[0]).body.media if item.patches != STORED] == [0, 1]
-    # Small as they are: packing waits for the device, and the event loop must not.
-    assert all(thread is not threading.main_thread() for stage, thread in threads if stage == "copy")
-    assert device.sent and queue.sent == []
+    asyncio.run(sending.submit(request(tensors[0], None, tensors[1])))
+    assert sending.carried == tensors and by_the_host() == before
+    assert [item.patches.message.number for item in decode(sending.frames[0]).body.media if item.patches] == [1, 2]
+    # Small as they are: filling a slot waits for the device, and the event loop must not.
+    assert threads and all(thread is not threading.main_thread() for thread in threads)
 
 
-@pytest.mark.parametrize("stage", [None, "reserve", "copy", "send"])
-def test_without_a_slot_they_go_by_the_host(stage) -> None:
-    device, queue = MemoryTransport(takes="cuda"), MemoryTransport()
-    device.fail_at = stage
-    sending, before = Sending(*([device] if stage else []), queue), by_the_host()
-    asyncio.run(sending.submit(request(OnDevice(3), STORED, OnDevice(4))))
-    assert [tensor.tolist() for tensor in sending.carried()[-1]] == [[[3] * 4], [[4] * 4]]
-    assert device.sent == [] and by_the_host() - before == 1 and not device.held
-    told = [type(decode(frame).body) for frame in sending.frames]
-    assert told == ([Withdraw, NewRequest] if stage == "send" else [NewRequest])
+def test_without_a_slot_they_go_by_the_host() -> None:
+    sending, before = Sending(slots=1), by_the_host()
+    asyncio.run(sending.submit(request(OnDevice(3), None, OnDevice(4))))
+    assert [tensor.tolist() for tensor in sending.carried] == [[[3] * 4], [[4] * 4]]
+    assert by_the_host() - before == 1 and len(sending.frames) == 1
 
 
-@pytest.mark.parametrize(("stage", "level"), [("reserve", "DEBUG"), ("send", "WARNING")])
-def test_that_no_slot_was_idle_is_no_warning(caplog, stage, level) -> None:
-    device = MemoryTransport(takes="cuda")
-    device.fail_at = stage
-    with caplog.at_level("DEBUG"):
-        asyncio.run(Sending(device, MemoryTransport()).submit(request(OnDevice(3))))
-    assert [record.levelname for record in caplog.records if "by way of the host" in record.message] == [level]
+def test_a_slot_that_cannot_be_filled_is_given_back(monkeypatch, caplog) -> None:
+    sending, before = Sending(slots=1), by_the_host()
+    failures = iter([TransportError("CUDA: broken")])
+
+    def fail(stage: str) -> None:
+        if stage == "copy" and (error := next(failures, None)):
+            raise error
+
+    monkeypatch.setattr(sending.queue, "fail", fail)
+    asyncio.run(sending.submit(request(OnDevice(3))))
+    assert [tensor.tolist() for tensor in sending.carried] == [[[3] * 4]]
+    assert by_the_host() - before == 1 and "go by way of the host: CUDA: broken" in caplog.text
 
 
 def test_tensors_of_two_kinds_go_by_the_host() -> None:
-    """One message has one buffer: a request is served rather than refused for it."""
-    sending, before = Sending(MemoryTransport(takes="cuda"), MemoryTransport()), by_the_host()
+    sending, before = Sending(slots=2), by_the_host()
     asyncio.run(sending.submit(request(OnDevice(1), torch.full((1, 4), 9, dtype=torch.uint8))))
-    assert [tensor.tolist() for tensor in sending.carried()[1]] == [[[1] * 4], [[9] * 4]]
-    assert sending.carried()[0] == [] and by_the_host() - before == 1
-
-
-def test_what_was_lost_goes_by_another_way() -> None:
-    sending, before = Sending(MemoryTransport(takes="cuda"), MemoryTransport(), MemoryTransport()), by_the_host()
-    asyncio.run(sending.submit(request(OnDevice(1)), again=True))
-    assert [len(each) for each in sending.carried()] == [0, 0, 1] and by_the_host() - before == 1
+    assert [tensor.tolist() for tensor in sending.carried] == [[[1] * 4], [[9] * 4]]
+    assert by_the_host() - before == 1
 
 
 def test_tensors_of_the_host_never_go_to_the_device() -> None:
-    sending = Sending(MemoryTransport(takes="cuda"), queue := MemoryTransport(), direct := MemoryTransport())
+    sending, before = Sending(slots=2), by_the_host()
+    sending.queue.slots = 0
     asyncio.run(sending.submit(request(torch.ones(1, 4, dtype=torch.uint8))))
-    queue.fail_at = "send"
-    asyncio.run(sending.submit(request(torch.ones(1, 4, dtype=torch.uint8))))
-    assert [len(each) for each in sending.carried()] == [0, 1, 1] and len(direct.sent) == 1
+    assert len(sending.carried) == 1 and by_the_host() == before
 
 
 def test_a_device_that_fails_fails_the_request_alone(monkeypatch) -> None:
     monkeypatch.setattr(OnDevice, "broken", True)
-    sending = Sending(MemoryTransport())
+    sending = Sending()
     with pytest.raises(EngineError, match="could not be handed") as caught:
         asyncio.run(sending.submit(request(OnDevice(1))))
     assert "CUDA" not in str(caught.value) and sending.frames == []
-
-
-def test_a_device_that_fails_after_a_slot_could_not_be_sent_holds_no_slot(monkeypatch) -> None:
-    """A rank may have been sent it: the core is told that no request comes."""
-    monkeypatch.setattr(OnDevice, "broken", True)
-    device = MemoryTransport(takes="cuda")
-    device.fail_at = "send"
-    sending = Sending(device, MemoryTransport())
-    with pytest.raises(EngineError, match="could not be handed"):
-        asyncio.run(sending.submit(request(OnDevice(1))))
-    assert [decode(frame).body for frame in sending.frames] == [Withdraw([MessageId(7, 1)])]

@@ -11,10 +11,11 @@ import pytest
 import torch
 import zmq.asyncio
 
-from mini_engine.api.engine_client import EngineClient
-from mini_engine.api.errors import EngineError, ServerStopping
+from mini_engine.api import engine_client
+from mini_engine.api.engine_client import EngineClient, EngineLost
+from mini_engine.api.errors import EngineError, MediaNotSent, ServerStopping
 from mini_engine.api.generation import Generation, NewTokens
-from mini_engine.api.media_store import INLINE_COPY_BYTES
+from mini_engine.api.sending import INLINE_COPY_BYTES
 from mini_engine.messages import MediaItem, NewRequest, SamplingParams, Sibling
 from mini_engine.transport.codec import Encoder
 from tests.api.patience import PATIENCE
@@ -31,8 +32,7 @@ async def connected(
     cores = [ScriptedCore(context, endpoint, script) for endpoint in endpoints]
     for core in cores:
         core.hold = True
-    senders = [[transport] for transport in transports]
-    client = EngineClient(context, Encoder("api 0", 7), endpoints, senders, num_ranks=2, media_capacity=1 << 30)
+    client = EngineClient(context, Encoder("api 0", 7), endpoints, transports, media_capacity=1 << 30)
     tasks = [asyncio.create_task(work) for work in (client.run(), *(core.run() for core in cores))]
     try:
         yield client, cores
@@ -170,9 +170,8 @@ class SlowTransport(MemoryTransport):
         self.events: list[str] = []
         self.copier: threading.Thread | None = None
 
-    async def reserve(self, message: Any, nbytes: int, tensors: int = 1) -> MemoryOutgoing:
-        self.held[message] = SlowOutgoing(self, message, nbytes)
-        return self.held[message]
+    def outgoing(self, tensors: list[Any]) -> MemoryOutgoing:
+        return SlowOutgoing(self, super().outgoing(tensors).ids)
 
 
 @pytest.mark.parametrize("cancel", [False, True])
@@ -216,6 +215,51 @@ def test_an_engine_that_dies_during_a_copy_gets_nothing(runtime: Path) -> None:
             with pytest.raises(EngineError, match="stopping"):
                 await large
             assert not transport.sent and not core.requests
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_cannot_be_reached_counts_as_dead(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And unless its death is reported, or this server drains, this server is to be replaced."""
+    monkeypatch.setattr(engine_client, "LOST_SECONDS", 0.05)
+
+    async def scenario(reported: bool, draining: bool) -> None:
+        transport = MemoryTransport()
+        async with connected(runtime, [transport]) as (client, _):
+            running = asyncio.create_task(client.run())
+            generation = await submit(client, request("a"))
+            await eventually(lambda: transport.on_end is not None)
+            client.draining = draining
+            transport.on_end("the tensor stream to rank 1 has ended")
+            transport.on_end("the tensor stream to rank 0 has ended")
+            with pytest.raises(EngineError) as caught:
+                await anext(generation)
+            assert caught.value.engine_gone and not client.alive
+            if reported:
+                client.peer_gone("worker 0.1")
+            await asyncio.wait([running], timeout=0.2)
+            if reported or draining:
+                assert not running.done()
+                running.cancel()
+            else:
+                with pytest.raises(EngineLost):
+                    await running
+
+    for reported, draining in ((False, False), (True, False), (False, True)):
+        asyncio.run(scenario(reported, draining))
+
+
+def test_media_that_are_late_are_a_503_and_not_sent_again(runtime: Path) -> None:
+    async def scenario() -> None:
+        async with connected(runtime, [MemoryTransport()]) as (client, (core,)):
+            core.accepts = False
+            asking = asyncio.create_task(submit(client, request("a", 100)))
+            await core.until(lambda: bool(core.requests))
+            del core.running["a"]
+            await core.miss(core.requests[0], [], late=True)
+            with pytest.raises(MediaNotSent):
+                await anext(await asking)
+            assert not client.engines[0].requests and len(core.requests) == 1 and core.finishes == []
 
     asyncio.run(scenario())
 

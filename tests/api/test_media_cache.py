@@ -193,7 +193,7 @@ def test_tensors_that_were_lost_are_sent_once_more(
             assert (response.status_code, response.headers["retry-after"]) == (503, "5")
             assert "could not be handed" in response.json()["error"]["message"]
             assert served.core.finishes == []
-        assert [len(transport.sent) for transport in served.transports] == [1, 1]  # the other one has its turn
+        assert len(served.transports[0].sent) == 2
         assert metric("ipc_fallbacks_total", reason="lost") == lost + 1
         assert since(before) == {"queries": 1, "decodes": 1}
         await baseline(served)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import pytest
+from mini_engine.transport.allocator import Allocator
 
 from mini_engine.api.media_store import HEADROOM, MediaStore
 from mini_engine.messages import (
@@ -21,7 +22,6 @@ from mini_engine.messages import (
     StoreHandle,
     StoreObject,
 )
-from mini_engine.transport.allocator import Allocator
 
 ITEM = 1000  # bytes
 

@@ -1,9 +1,10 @@
-"""A request's tensors over the real tensor queue to two ranks, one of which cannot be reached."""
+"""Requests and their tensors over the real tensor queue to two ranks: credit, order, cancellation, death."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,164 +12,191 @@ import pytest
 import torch
 
 from mini_engine import metrics
-from mini_engine.api import transports
-from mini_engine.api.errors import EngineError
-from mini_engine.api.sending import RequestSender
-from mini_engine.config import EngineConfig
-from mini_engine.messages import (
-    MediaItem,
-    Message,
-    MessageId,
-    NewRequest,
-    RankAddress,
-    SamplingParams,
-    TensorMessage,
-    Withdraw,
-)
-from mini_engine.transport.base import TransportError
-from mini_engine.transport.codec import Encoder, decode
-from mini_engine.transport.credit import ByteCredit
+from mini_engine.api.errors import EngineError, MediaNotSent, MediaTooLarge, as_api_error
+from mini_engine.api.sending import INLINE_COPY_BYTES, RequestSender
+from mini_engine.messages import MediaItem, MessageId, NewRequest, SamplingParams
+from mini_engine.transport.arena import Arena
+from mini_engine.transport.codec import decode
+from mini_engine.transport.tensor_ipc import TensorIpcSender
 from tests.api.patience import PATIENCE
-from tests.api.peers import MemoryOutgoing, MemoryTransport, eventually
-from tests.transport.test_tensor_ipc import MIB, Pair
+from tests.api.peers import eventually
+from tests.transport.conftest import API, ME, Rank, address_of
 
-ME = Encoder("api 0", 41)
-
-
-def addresses(runtime: Path) -> list[RankAddress]:
-    return [RankAddress(0, rank, str(runtime / f"t{rank}"), f"ipc://{runtime}/d{rank}") for rank in (0, 1)]
+ARENA_BYTES = 4 << 20
+WHOLE = [ARENA_BYTES]
 
 
-class Fallback(MemoryTransport):
-    """Takes what it holds from a credit."""
-
-    def __init__(self, credit: ByteCredit):
-        super().__init__("direct_rpc")
-        self.credit = credit
-        self.waiting = 0
-
-    async def reserve(self, message: MessageId, nbytes: int, tensors: int = 1) -> MemoryOutgoing:
-        self.waiting += 1
-        await self.credit.acquire(nbytes)
-        self.waiting -= 1
-        return await super().reserve(message, nbytes, tensors)
+def request(name: str, *sizes: int) -> NewRequest:
+    media = [
+        MediaItem("image", 0, 1, (1, 2, 2), None, torch.full((1, size), number, dtype=torch.uint8), b"%d" % number)
+        for number, size in enumerate(sizes)
+    ]
+    return NewRequest(name, [5], SamplingParams(8, 1), media)
 
 
 class World:
-    """The sender of requests, whose second transport shares the credit of the tensor queue."""
+    def __init__(self, runtime: Path, placement: str):
+        self.available = 1 << 40
+        self.ranks = [Rank(address_of(runtime, rank)) for rank in (0, 1)]
+        self.arena = Arena(ARENA_BYTES, lambda: self.available)
+        self.queue = TensorIpcSender(ME, [rank.address for rank in self.ranks], self.arena)
+        self.queue.probe(placement, PATIENCE)
+        self.frames: list[NewRequest] = []
+        self.memory: list[int] = []
+        self.sender = RequestSender(ME, self.queue, self.take, lambda: self.memory.append(self.queue.buffered_bytes))
 
-    def __init__(self, pair: Pair):
-        self.pair, self.queue = pair, pair.sender
-        self.fallback = Fallback(self.queue._credit)
-        self.told: list[Message] = []
-        self.sender = RequestSender(
-            ME, [self.queue, self.fallback], 2, itertools.count(1), self._take, on_memory=lambda: None
+    def take(self, frame: bytes) -> None:
+        self.frames.append(decode(frame).body)
+
+    def submit(self, name: str, *sizes: int) -> asyncio.Task[None]:
+        return asyncio.create_task(self.sender.submit(request(name, *sizes)))
+
+    def consumed(self, *numbers: int) -> None:
+        self.sender.consumed([MessageId(API, number) for number in numbers])
+
+    @property
+    def sent(self) -> list[str]:
+        return [each.request_id for each in self.frames]
+
+    def close(self) -> None:
+        self.queue.close_streams()
+        self.arena.close_memory()
+        for rank in self.ranks:
+            rank.close()
+
+
+@pytest.fixture(params=["torch_shm", "direct_rpc"])
+def world(runtime: Path, request: pytest.FixtureRequest) -> Iterator[World]:
+    made = World(runtime, request.param)
+    yield made
+    made.close()
+
+
+def run(scenario: Callable[[], object]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+
+
+def test_tensors_and_then_their_request_leave_and_are_counted(world: World) -> None:
+    def counts() -> tuple[float, float]:
+        labels = (world.queue.placement,)
+        return (
+            metrics.ipc_messages_total.labels(*labels)._value.get(),
+            metrics.ipc_bytes_total.labels(*labels)._value.get(),
         )
 
-    def _take(self, frame: bytes) -> None:
-        self.told.append(decode(frame).body)
-
-    def stuff(self) -> None:
-        """Fill the socket to rank 1, which does not read: rank 0 gets the next message, and rank 1 refuses it."""
-        link = self.queue._links[1][1]
-        with pytest.raises(TransportError, match="does not read"):
-            while True:
-                link.send_envelope(ME.encode(TensorMessage(0, 0, [])))
-
-    def submit(self) -> asyncio.Task[None]:
-        """A request whose tensor takes the whole credit."""
-        media = [MediaItem("image", 0, 1, (1, 2, 2), None, torch.zeros((1, MIB), dtype=torch.uint8), b"h")]
-        return asyncio.create_task(self.sender.submit(NewRequest("r", [5], SamplingParams(8, 1), media)))
-
-
-@pytest.fixture
-def world(runtime) -> Iterator[World]:
-    pair = Pair(ME, addresses(runtime), credit=MIB)
-    yield World(pair)
-    pair.close()
-
-
-def fallbacks() -> float:
-    return metrics.ipc_fallbacks_total.labels("send_failed")._value.get()
-
-
-def test_a_request_that_ends_between_a_part_and_the_fallback_holds_nothing(world: World) -> None:
     async def scenario() -> None:
-        world.stuff()
-        submitting = world.submit()
-        await eventually(lambda: world.fallback.waiting == 1)
+        world.queue.watch_end(lambda why: None)
+        before = counts()
+        await world.submit("small", 10, 20)
+        await world.submit("large", INLINE_COPY_BYTES + 1)
+        await world.submit("text")
+        assert world.sent == ["small", "large", "text"]
+        handles = [item.patches for one in world.frames for item in one.media]
+        for rank in world.ranks:
+            for handle in handles:
+                received = await asyncio.to_thread(rank.next)
+                assert (received.message, received.shape, received.dtype) == (
+                    handle.message, handle.shape, handle.dtype,
+                )  # fmt: skip
+        assert counts()[0] - before[0] == 6 and counts()[1] - before[1] == 2 * (31 + INLINE_COPY_BYTES)
+        world.consumed(1, 2, 3)
+        assert world.memory[-1] == 0 == world.arena.num_used and max(world.memory) > 0
+
+    run(scenario)
+
+
+def test_a_request_waits_for_credit_in_order_and_leaves_nothing_when_it_is_cancelled(world: World) -> None:
+    async def scenario() -> None:
+        await world.submit("first", ARENA_BYTES // 2)
+        large, small = world.submit("large", *WHOLE), world.submit("small", 1)
+        await eventually(lambda: world.arena.num_waiting == 2)
+        assert world.sent == ["first"]
+        large.cancel()
+        await small
+        with pytest.raises(asyncio.CancelledError):
+            await large
+        again = world.submit("again", *WHOLE)
+        await eventually(lambda: world.arena.num_waiting == 1)
+        world.consumed(1, 2)
+        await again
+        world.consumed(3)
+        assert world.sent == ["first", "small", "again"] and world.arena.num_used == 0
+
+    run(scenario)
+
+
+def test_a_request_larger_than_the_arena_is_the_clients_to_change(world: World) -> None:
+    async def scenario() -> None:
+        with pytest.raises(MediaTooLarge, match=f"{ARENA_BYTES + 1} bytes .*--mm-ipc-memory-bytes") as caught:
+            await world.submit("huge", *WHOLE, 1)
+        assert as_api_error(caught.value).status == 400
+        assert world.sent == [] and world.arena.num_used == 0
+
+    run(scenario)
+
+
+def test_without_memory_a_request_is_a_503(world: World) -> None:
+    async def scenario() -> None:
+        world.available = 0
+        arena = Arena(1 << 30, lambda: world.available)
+        queue = TensorIpcSender(ME, [rank.address for rank in world.ranks], arena)
+        sender = RequestSender(ME, queue, world.take, lambda: None)
+        with pytest.raises(MediaNotSent) as caught:
+            await sender.submit(request("r", 1))
+        assert as_api_error(caught.value).status == 503
+
+    run(scenario)
+
+
+def test_an_engine_that_dies_ends_those_that_wait_for_room(world: World) -> None:
+    async def scenario() -> None:
+        await world.submit("first", *WHOLE)
+        waiting = world.submit("waits", *WHOLE)
+        await eventually(lambda: world.arena.num_waiting == 1)
+        world.sender.close(EngineError("gone", engine_gone=True))
+        for failing in (waiting, world.submit("later", 1)):
+            with pytest.raises(EngineError, match="gone|handed"):
+                await failing
+        assert world.sent == ["first"] and world.queue.buffered_tensors == 0 == world.arena.num_waiting
+
+    run(scenario)
+
+
+def test_a_copy_that_is_cancelled_gives_its_memory_back_when_the_thread_has_returned(world: World) -> None:
+    async def scenario() -> None:
+        submitting = world.submit("large", INLINE_COPY_BYTES + 1)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
         submitting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await submitting
-        assert world.told == [Withdraw([MessageId(41, 1)])]
-        assert world.queue._credit.used > 0, "rank 0 may read it"
-        world.sender.consumed([MessageId(41, 1)])
-        assert world.queue._credit.used == 0 == world.queue.buffered_bytes
-        assert {buffer.number for buffer in world.queue._pool._idle} == world.queue._pool.alive
+        await eventually(lambda: world.arena.num_used == 0)
+        assert world.sent == [] and world.queue.buffered_tensors == 0
 
-    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+    run(scenario)
 
 
-def test_a_part_does_not_keep_its_fallback_from_the_credit(world: World) -> None:
-    async def scenario() -> None:
-        world.stuff()
-        submitting = world.submit()
-        await eventually(lambda: world.fallback.waiting == 1)
-        world.sender.consumed(world.told[0].messages)
-        await submitting
-        request = world.told[1]
-        assert request.media[0].patches.message == MessageId(41, 2) and world.fallback.sent == [MessageId(41, 2)]
+PROGRAM = """
+import asyncio, sys
+import torch
+from mini_engine.api.sending import RequestSender
+from mini_engine.messages import MediaItem, NewRequest, SamplingParams
+from mini_engine.transport.arena import Arena
+from mini_engine.transport.codec import Encoder
+from mini_engine.transport.tensor_ipc import TensorIpcSender
 
-    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+def broken(frame):
+    raise ValueError("made to fail")
 
-
-def test_an_engine_that_dies_before_a_part_is_withdrawn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(frame: bytes) -> None:
-        error = EngineError("gone", engine_gone=True)
-        world.sender.close(error)
-        raise error
-
-    async def scenario() -> None:
-        world.stuff()
-        monkeypatch.setattr(world.sender, "_send", die)
-        with pytest.raises(EngineError, match="gone"):
-            await world.submit()
-        assert world.queue._credit.used == 0 == world.fallback.waiting
-
-    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+me = Encoder("api 0", 41)
+sender = RequestSender(me, TensorIpcSender(me, [], Arena(1 << 20, lambda: 1 << 40)), broken, lambda: None)
+sender.queue.placement = "direct_rpc"
+item = MediaItem("image", 0, 1, (1, 2, 2), None, torch.zeros(1, 4, dtype=torch.uint8), b"h")
+asyncio.run(sender.submit(NewRequest("r7", [5], SamplingParams(8, 1), [item])))
+"""
 
 
-def test_a_rank_that_is_gone_costs_no_copy_and_one_line(
-    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def no_buffer(capacity: int) -> None:
-        raise AssertionError("memory was taken for nothing")
-
-    async def scenario() -> None:
-        world.pair.receivers[1].close()
-        monkeypatch.setattr(world.queue, "_take", no_buffer)
-        before = fallbacks()
-        for number in (1, 2, 3):
-            await world.submit()
-            assert world.fallback.sent[-1] == world.told[-1].media[0].patches.message
-            world.fallback.credit.release(MIB)
-            assert fallbacks() - before == number
-        assert [type(each) for each in world.told] == [NewRequest] * 3
-
-    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
-    (said,) = [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"]
-    assert said.startswith("The tensor connection to rank 1 of engine 0 has broken: ")
-
-
-def test_both_transports_share_one_credit(runtime: Path, context: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So `--mm-ipc-memory-bytes` bounds the copies that a rank has on its device of what is on its way by either."""
-
-    def choose(engine: int, mode: str, candidates: dict[str, Callable[[], object]], timeout: float) -> list[object]:
-        return [make() for make in candidates.values()]
-
-    monkeypatch.setattr(transports, "choose", choose)
-    senders = transports.connect(EngineConfig(mm_ipc_memory_bytes=5 * MIB), ME, context, 0, addresses(runtime))
-    assert len(senders) == 2 and len({id(sender._credit) for sender in senders}) == 1
-    assert senders[0]._credit.total == 5 * MIB == senders[0]._pool._limit
-    for sender in senders:
-        sender.close()
+def test_a_process_whose_tensors_left_without_their_request_ends() -> None:
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 1 and "r7: its tensors were sent, and it cannot be; exiting" in ended.stderr
+    assert "made to fail" in ended.stderr

@@ -1,90 +1,77 @@
+"""Which placement of the tensor queue an API server chooses, and what it says of it."""
+
 import asyncio
 
 import pytest
 
-from mini_engine.api.transports import EngineTransports, choose, with_cuda
+from mini_engine.api.transports import add_slots, choose
 from mini_engine.config import ConfigError, TensorIpc
-from mini_engine.messages import TransportName
+from mini_engine.messages import TransportChoice, TransportName
 from mini_engine.metrics import REGISTRY
+from mini_engine.transport.codec import TransportError
 from tests.api.peers import MemoryTransport
 
 
-def chosen(mode: TensorIpc, *failing: TransportName) -> tuple[EngineTransports, dict[str, MemoryTransport]]:
-    async def scenario() -> tuple[EngineTransports, dict[str, MemoryTransport]]:
-        made: dict[str, MemoryTransport] = {}
+def queue_that_fails(*failing: str) -> MemoryTransport:
+    async def made() -> MemoryTransport:
+        queue = MemoryTransport()
+        queue.probe_errors = dict.fromkeys(failing, "rank 1 has no /run/socket")
+        return queue
 
-        def maker(name: TransportName) -> MemoryTransport:
-            made[name] = MemoryTransport(name)
-            made[name].probe_error = "no way to /run/socket" if name in failing else None
-            return made[name]
-
-        candidates = {name: lambda name=name: maker(name) for name in ("torch_shm", "direct_rpc")}
-        return choose(3, mode, candidates, timeout=1), made
-
-    return asyncio.run(scenario())
+    return asyncio.run(made())
 
 
-def names(transports: EngineTransports) -> list[str]:
-    return [sender.name for sender in transports.senders]
+def chosen(mode: TensorIpc, *failing: TransportName) -> TransportChoice:
+    queue = queue_that_fails(*failing)
+    choice = choose(3, mode, queue, timeout=1)
+    assert queue.placement == choice.transport
+    return choice
 
 
-def test_auto_takes_the_first_that_works_and_keeps_the_other() -> None:
-    transports, _ = chosen("auto")
-    assert names(transports) == ["torch_shm", "direct_rpc"]
-    assert (transports.choice.engine, transports.choice.transport) == (3, "torch_shm")
-    labels = {"engine": "3", "transport": "torch_shm", "reason": "probe_passed"}
-    assert REGISTRY.get_sample_value("mini_engine:mm_tensor_ipc_info", labels) == 1
+def is_set(transport: str, reason: str) -> bool:
+    labels = {"engine": "3", "transport": transport, "reason": reason}
+    return REGISTRY.get_sample_value("mini_engine:mm_tensor_ipc_info", labels) == 1
+
+
+def test_auto_takes_the_first_that_works() -> None:
+    choice = chosen("auto")
+    assert (choice.engine, choice.transport, choice.reason) == (3, "torch_shm", "the first whose probe passed")
+    assert is_set("torch_shm", "probe_passed")
 
 
 def test_auto_passes_over_one_that_fails_and_says_why() -> None:
-    transports, made = chosen("auto", "torch_shm")
-    assert names(transports) == ["direct_rpc"]
-    assert "torch_shm was passed over: no way to" in transports.choice.reason
-    assert made["torch_shm"].closed
-    labels = {"engine": "3", "transport": "direct_rpc", "reason": "torch_shm_failed"}
-    assert REGISTRY.get_sample_value("mini_engine:mm_tensor_ipc_info", labels) == 1
+    choice = chosen("auto", "torch_shm")
+    assert choice.transport == "direct_rpc" and "torch_shm was passed over: rank 1 has no" in choice.reason
+    assert is_set("direct_rpc", "torch_shm_failed")
 
 
 def test_auto_without_any_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"torch_shm: no way.*direct_rpc: no way"):
+    with pytest.raises(ConfigError, match=r"torch_shm: rank 1.*direct_rpc: rank 1"):
         chosen("auto", "torch_shm", "direct_rpc")
 
 
-def test_a_transport_asked_for_by_name() -> None:
-    transports, _ = chosen("torch_shm")
-    assert names(transports) == ["torch_shm", "direct_rpc"]  # the second is for requests that the first cannot take
-    assert "--mm-tensor-ipc" in transports.choice.reason
-    transports, made = chosen("direct_rpc")
-    assert names(transports) == ["direct_rpc"]
-    assert "torch_shm" not in made
-    transports, _ = chosen("torch_shm", "direct_rpc")
-    assert names(transports) == ["torch_shm"]
+@pytest.mark.parametrize("name", ["torch_shm", "direct_rpc"])
+def test_what_was_asked_for_is_taken_or_is_an_error(name: TransportName) -> None:
+    other: TransportName = "direct_rpc" if name == "torch_shm" else "torch_shm"
+    assert chosen(name, other).reason == "asked for by --mm-tensor-ipc" and is_set(name, "asked_for")
+    with pytest.raises(ConfigError, match=f"--mm-tensor-ipc {name}: .*Use --mm-tensor-ipc auto"):
+        chosen(name, name)
 
 
-def test_a_transport_asked_for_by_name_that_fails_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="--mm-tensor-ipc torch_shm.*no way.*--mm-tensor-ipc auto"):
-        chosen("torch_shm", "torch_shm")
+def test_slots_that_fail_send_cuda_tensors_by_way_of_the_host() -> None:
+    choice = TransportChoice(0, "torch_shm", "the first")
+    assert add_slots(queue_that_fails(), choice, "auto", object, 1) == choice
+    replaced = add_slots(queue_that_fails("slots"), choice, "auto", object, 1)
+    assert replaced.reason == "the first; CUDA tensors go by way of the host: rank 1 has no /run/socket"
+    with pytest.raises(ConfigError, match="--mm-tensor-ipc torch_shm: .*auto"):
+        add_slots(queue_that_fails("slots"), choice, "torch_shm", object, 1)
 
 
-def with_device(mode: TensorIpc, probe_error: str | None) -> EngineTransports:
-    device = MemoryTransport(takes="cuda")
-    device.probe_error = probe_error
-    try:
-        return with_cuda(chosen(mode)[0], mode, lambda: device, timeout=1)
-    finally:
-        assert device.closed == (probe_error is not None)
+def test_slots_without_device_memory_do_so_too() -> None:
+    def make() -> object:
+        raise TransportError("out of memory")
 
-
-def test_cuda_tensors_have_a_sender_of_their_own() -> None:
-    transports = with_device("auto", None)
-    assert [sender.takes for sender in transports.senders] == ["cuda", "cpu", "cpu"]
-    assert "CUDA" not in transports.choice.reason
-
-
-def test_cuda_tensors_go_by_the_host_where_their_probe_fails() -> None:
-    transports = with_device("auto", "no peer access")
-    assert [sender.takes for sender in transports.senders] == ["cpu", "cpu"]
-    assert transports.choice.transport == "torch_shm"
-    assert transports.choice.reason.endswith("; CUDA tensors go by way of the host: no peer access")
-    with pytest.raises(ConfigError, match="torch_shm: no peer access"):
-        with_device("torch_shm", "no peer access")
+    choice = add_slots(queue_that_fails(), TransportChoice(0, "direct_rpc", "x"), "auto", make, 1)
+    assert choice.reason.endswith("out of memory")
+    with pytest.raises(ConfigError):
+        add_slots(queue_that_fails("direct_rpc"), TransportChoice(0, "direct_rpc", "x"), "auto", make, 1)

@@ -69,7 +69,6 @@ class SimulatedLinks:
         self.num_computed = 0
         self.released: list[MessageId] = []
         self.reported: set[tuple[int, MessageId]] = set()  # by a rank; the report may still be on its way
-        self.unreported: set[tuple[int, MessageId]] = set()  # released before: the rank will not report them
         self.kept: set[bytes] = set()
         self.dropped_segments: list[int] = []
         self.read: Callable[[StoreHandle], bytes] = lambda handle: b""  # what the store holds there: the media's hash
@@ -95,9 +94,7 @@ class SimulatedLinks:
         step = self.steps.popleft()
         tokens = self._execute(step)
         for rank in range(self.num_ranks):
-            unreported = [message for message in step.release if (rank, message) not in self.reported]
-            self.unreported |= {(rank, message) for message in unreported}
-            result = StepResult(step.number, [] if rank else tokens, rank, unreported)
+            result = StepResult(step.number, [] if rank else tokens, rank)
             self.inbox.append(Envelope(f"worker 0.{rank}", 100 + rank, result))
 
     def _execute(self, step: Step) -> list[SampledToken]:
@@ -122,6 +119,10 @@ class SimulatedLinks:
         assert len(step.chunks) <= self.max_seqs
         assert len({chunk.request_id for chunk in step.chunks}) == len(step.chunks)
         tokens = [token for chunk in step.chunks for token in self._run_chunk(chunk)]
+        for message in step.release:
+            ranks = range(self.num_ranks)
+            assert all((rank, message) in self.reported for rank in ranks), "released before a rank has it"
+            assert message not in self.released, "released twice"
         self.released += step.release
         self.dropped_segments += step.drop_segments
         return tokens

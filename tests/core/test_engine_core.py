@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mini_engine.core import engine_core
-from mini_engine.messages import Finish, MediaFailed, MessageId, NewRequest, PeerGone, SamplingParams, Sibling, Withdraw
+from mini_engine.messages import Finish, MediaFailed, MessageId, NewRequest, PeerGone, SamplingParams, Sibling
 from tests.core.simulated_ranks import token_of
 from tests.core.world import API, MODEL, World, item
 
@@ -113,30 +113,29 @@ def test_media_may_fail_before_their_request_comes():
     world.assert_at_rest()
 
 
-@pytest.mark.parametrize("on_its_way", [True, False])
-def test_media_that_never_come_are_to_be_sent_again(monkeypatch, on_its_way):
+def test_media_that_are_late_end_the_request_and_are_released_once_they_came(monkeypatch):
     monkeypatch.setattr(engine_core, "MEDIA_TIMEOUT_SECONDS", 0.0)
-    world = World()
+    world = World(ranks=2)
     message = MessageId(API[1], 1)
-    if on_its_way:  # the rank's report, when the message is released
-        world.links.reported.add((0, message))
     world.request("video", media=[item(message, 1, media_hash=HASH)], siblings=[Sibling("video-1", 3)])
+    world.media_ready(message, rank=1)
     world.run()
-    assert world.misses == {"video": [HASH]} and not world.ends and not world.accepted
-    assert world.links.released == [message]
-    assert world.consumed == [message]
-    if on_its_way:
-        assert len(world.core.arrivals) == 1
-        world.media_ready(message)
-        world.run()
+    assert world.late == ["video"] and not (world.misses or world.ends or world.accepted)
+    assert world.links.released == [] == world.consumed, "rank 0 may still get it"
+    world.media_ready(message)
+    world.run()
+    assert world.links.released == [message] == world.consumed, "an idle engine makes a step for it"
     world.assert_at_rest()
 
 
-def test_a_message_that_no_request_will_come_for_is_given_back():
+def test_media_that_a_rank_cannot_use_are_released_once_the_other_has_reported_them():
     world = World(ranks=2)
     message = MessageId(API[1], 1)
-    world.media_ready(message, rank=0)  # the sender got no further
-    world.receive(Withdraw([message]))
+    world.request("video", media=[item(message, 1, media_hash=HASH)])
+    world.receive(MediaFailed(0, message, "why"))
+    world.run()
+    assert world.misses == {"video": [HASH]} and world.links.released == []
+    world.receive(MediaFailed(1, message, "why"))
     world.run()
     assert world.links.released == [message] == world.consumed
     world.assert_at_rest()

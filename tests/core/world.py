@@ -62,14 +62,12 @@ class World:
         self.accepted: list[str] = []
         self.listed: set[bytes] = set()  # its copy of the media directory
         self.misses: dict[str, list[bytes]] = {}
+        self.late: list[str] = []
         self.told: list[object] = []  # everything else
 
     def receive(self, body, sender=API):
         if isinstance(body, MediaReady | MediaFailed):
-            report = (body.rank, body.message)
-            if report in self.links.unreported:  # no rank reports what it has released unseen
-                return
-            self.links.reported.add(report)
+            self.links.reported.add((body.rank, body.message))
         self.links.inbox.append(Envelope(*sender, body))
 
     def request(
@@ -102,7 +100,10 @@ class World:
             elif isinstance(body, Cached):
                 self.listed |= {media.media_hash for media in body.items}
             elif isinstance(body, MediaMiss):
-                self.misses[body.request_id] = body.hashes
+                if body.late:
+                    self.late.append(body.request_id)
+                else:
+                    self.misses[body.request_id] = body.hashes
                 self.listed -= set(body.hashes)
             else:
                 self.told.append(body)
@@ -157,7 +158,7 @@ class World:
 def item(message, offset, num_tokens=2, index=0, media_hash=None, grids=1, gap=0):
     """A video of so many temporal grids, with `gap` tokens of text between each two; like no other without a hash."""
     media_hash = media_hash or b"%d %d" % (message.number, index)
-    patches = TensorHandle(message, index, (4 * num_tokens, MODEL.vision.patch_dim), "uint8")
+    patches = TensorHandle(message, (4 * num_tokens, MODEL.vision.patch_dim), "uint8")
     grid = (grids, 2, 2 * num_tokens // grids)
     later = [offset + number * (num_tokens // grids + gap) for number in range(1, grids)] if gap else []
     return MediaItem("video", offset, num_tokens, grid, 1.0, patches if message else None, media_hash, later)

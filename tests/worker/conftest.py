@@ -7,10 +7,8 @@ import torch
 from mini_engine.messages import RankAddress
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.weights import load_model
-from mini_engine.transport.base import TensorSender
+from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import Encoder
-from mini_engine.transport.credit import ByteCredit
-from mini_engine.transport.direct_rpc import DirectRpcSender
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.media_inputs import MediaInputs
@@ -69,18 +67,16 @@ def inputs(context, runtime, core) -> Iterator[MediaInputs]:
 
 
 @pytest.fixture
-def connect(context) -> Iterator[Callable[..., TensorSender]]:
-    made: list[TensorSender] = []
+def connect() -> Iterator[Callable[..., TensorIpcSender]]:
+    made: list[TensorIpcSender] = []
+    arena = Arena(16 * MIB, lambda: 1 << 50)
 
-    def connect_to(transport: str, addresses: list[RankAddress], timeout: float = 60) -> TensorSender:
-        me = Encoder("api 0", API)
-        if transport == "torch_shm":
-            made.append(TensorIpcSender(me, addresses, ByteCredit(16 * MIB)))
-        else:
-            made.append(DirectRpcSender(me, addresses, ByteCredit(16 * MIB), context))
-        made[-1].probe(timeout)
+    def connect_to(placement: str, addresses: list[RankAddress], incarnation: int = API) -> TensorIpcSender:
+        made.append(TensorIpcSender(Encoder("api 0", incarnation), addresses, arena))
+        made[-1].probe(placement, timeout=60)
         return made[-1]
 
     yield connect_to
     for sender in made:
-        sender.close()
+        sender.close_streams()
+    arena.close_memory()

@@ -16,10 +16,9 @@ from mini_engine.messages import (
     RankAddress,
     TensorHandle,
 )
-from mini_engine.transport.base import TensorSender
 from mini_engine.transport.codec import decode
 from mini_engine.transport.sockets import bind_router
-from mini_engine.worker.media_inputs import MediaInputs
+from mini_engine.transport.tensor_ipc import TensorIpcSender
 
 API = 41  # incarnation of the sender
 MIB = 1 << 20
@@ -48,19 +47,11 @@ class Core:
         return bodies
 
 
-def send(sender: TensorSender, number: int, *tensors: torch.Tensor) -> list[TensorHandle]:
-    nbytes = sum(tensor.nbytes for tensor in tensors)
-    outgoing = asyncio.run(sender.reserve(MessageId(API, number), nbytes, len(tensors)))
+def send(sender: TensorIpcSender, *tensors: torch.Tensor) -> list[TensorHandle]:
+    outgoing = asyncio.run(sender.reserve(tensors))
     handles = [outgoing(tensor) for tensor in tensors]
-    outgoing.send()
+    sender.send_tensors(outgoing)
     return handles
-
-
-def in_table(inputs: MediaInputs) -> tuple[int, int]:
-    """Number and bytes of the tensors in the table."""
-    messages = [message for sender in inputs._senders.values() for message in sender.messages.values()]
-    tensors = [tensor for message in messages for tensor in message.tensors]
-    return len(tensors), sum(tensor.nbytes for tensor in tensors)
 
 
 def ready(number: int, incarnation: int = API) -> MediaReady:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mini_engine.transport.segment import HEADER_BYTES, MappedSegment, OwnedSegment
 
 from mini_engine.messages import Segment, StoreHandle, StoreObject
-from mini_engine.transport.segment import HEADER_BYTES, MappedSegment, OwnedSegment
 from mini_engine.worker import pinning
 from mini_engine.worker.pinning import PinnedMemory, cut
 

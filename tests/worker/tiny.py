@@ -16,8 +16,6 @@ from mini_engine.messages import (
     MessageId,
     NewSequence,
     SamplingParams,
-    StoreHandle,
-    StoreObject,
     TensorHandle,
 )
 from mini_engine.worker.normalisation import Normalisation
@@ -39,38 +37,28 @@ class MemoryMedia:
 
     def __init__(self) -> None:
         self.tensors: dict[MessageId, Tensor] = {}
-        self.objects: dict[StoreObject, Tensor] = {}
         self.dropped: list[int] = []
-        self.unmapped: list[int] = []
 
     def check(self) -> None:
         pass
 
-    def store(self, patches: Tensor) -> StoreHandle:
-        number = len(self.objects) + 1
-        self.objects[StoreObject(7, number)] = patches
-        return StoreHandle(StoreObject(7, number), 64, tuple(patches.shape), "uint8")
-
-    def stored(self, handle: StoreHandle) -> Tensor:
-        return self.objects[handle.object]
-
     def put(self, patches: Tensor) -> TensorHandle:
         message = MessageId(7, len(self.tensors) + 1)
         self.tensors[message] = patches
-        return TensorHandle(message, 0, tuple(patches.shape), "uint8")
+        return TensorHandle(message, tuple(patches.shape), "uint8")
 
     def tensor(self, handle: TensorHandle) -> Tensor:
         return self.tensors[handle.message]
 
-    def release(self, messages: Iterable[MessageId]) -> list[MessageId]:
-        """A message that is not here was lost."""
-        return [message for message in messages if self.tensors.pop(message, None) is None]
+    def rows(self, handle: TensorHandle, first: int, stop: int) -> Tensor:
+        return self.tensors[handle.message][first:stop]
+
+    def release(self, messages: Iterable[MessageId]) -> None:
+        for message in messages:
+            del self.tensors[message]
 
     def drop_sender(self, incarnation: int) -> None:
         self.dropped.append(incarnation)
-
-    def drop_segments(self, incarnations: Iterable[int]) -> None:
-        self.unmapped += incarnations
 
 
 def make_request(

@@ -1,0 +1,178 @@
+"""The arena: payloads in extents and out of them again, and the credit of requests in first-come order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+import torch
+
+from mini_engine.transport import memory
+from mini_engine.transport.arena import DTYPES, Arena, ReadableMemory, RequestTooLarge, WritableMemory, bytes_of
+from mini_engine.transport.codec import TransportError
+from mini_engine.transport.pages import PAGE_BYTES
+from tests.transport.conftest import Held, unlimited
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("extents", [[(1, 3)], [(5, 1), (1, 1), (3, 1)]])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_those_that_were_written(dtype: str, extents: list[tuple[int, int]], held: Held) -> None:
+    fd = memory.create_sparse(8 * PAGE_BYTES)
+    tensor = torch.randint(0, 2, (1000, 19), dtype=torch.int64).to(DTYPES[dtype])
+    writer, reader = WritableMemory(fd), ReadableMemory(fd)
+    writer.fill([(0, 8)], 0xFF)
+    writer.write(extents, bytes_of(tensor))
+    for first, stop in ((0, 1000), (0, 1), (350, 700), (999, 1000), (5, 5)):
+        rows = reader.rows(extents, tensor.shape, dtype, first, stop)
+        assert rows.dtype == tensor.dtype and torch.equal(rows, tensor[first:stop])
+    is_view = reader.rows(extents, tensor.shape, dtype, 0, 1000).data_ptr() == reader.read([(1, 1)], 0, 1).data_ptr()
+    assert is_view == (len(extents) == 1)
+    del writer, reader, rows
+    memory.os.close(fd)
+    assert held.is_baseline()
+
+
+def test_memory_is_registered_once_and_as_far_as_it_is_used(held: Held) -> None:
+    pinned: list[int] = []
+    unpinned: list[int] = []
+
+    def pin(address: int, nbytes: int):
+        pinned.append(nbytes)
+        return lambda: unpinned.append(nbytes)
+
+    fd = memory.create_sparse(8 * PAGE_BYTES)
+    reader = ReadableMemory(fd, pin)
+    for nbytes in (PAGE_BYTES, PAGE_BYTES, 3 * PAGE_BYTES, 2 * PAGE_BYTES):
+        reader.register(nbytes)
+    assert pinned == [PAGE_BYTES, 2 * PAGE_BYTES] and not unpinned
+    del reader
+    memory.os.close(fd)
+    assert held.is_baseline() and unpinned == pinned
+
+
+def test_memory_that_could_shrink_is_refused() -> None:
+    fd = memory.os.memfd_create("mini-engine")
+    memory.os.ftruncate(fd, PAGE_BYTES)
+    with pytest.raises(OSError, match="not sealed"):
+        ReadableMemory(fd)
+    memory.os.close(fd)
+
+
+def test_a_large_request_is_not_overtaken() -> None:
+    async def scenario() -> None:
+        arena = Arena(10 * PAGE_BYTES, unlimited)
+        order: list[str] = []
+
+        async def take(name: str, *sizes: int) -> list[list[tuple[int, int]]]:
+            taken = await arena.take(sizes)
+            order.append(name)
+            return taken
+
+        (first,), (second,) = await take("a", 4 * PAGE_BYTES), await take("b", 4 * PAGE_BYTES)
+        large = asyncio.create_task(take("large", 5 * PAGE_BYTES, 5 * PAGE_BYTES))
+        small = asyncio.create_task(take("small", 1))
+        await settle()
+        arena.give_back(first)
+        await settle()
+        assert order == ["a", "b"], "the small one would fit, but the large one was first"
+        arena.give_back(second)
+        taken = await large
+        await settle()
+        assert not small.done()
+        for extents in taken:
+            arena.give_back(extents)
+        (extents,) = await small
+        arena.give_back(extents)
+        assert order == ["a", "b", "large", "small"] and arena.num_used == 0
+
+    run(scenario())
+
+
+def test_cancelling_a_wait_lets_those_behind_in_and_takes_nothing() -> None:
+    async def scenario() -> None:
+        arena = Arena(4 * PAGE_BYTES, unlimited)
+        (first,) = await arena.take([3 * PAGE_BYTES])
+        large, small = asyncio.create_task(arena.take([4 * PAGE_BYTES])), asyncio.create_task(arena.take([1]))
+        await settle()
+        large.cancel()
+        (second,) = await small
+        granted = asyncio.create_task(arena.take([2 * PAGE_BYTES]))
+        await settle()
+        arena.give_back(first)  # grants it
+        granted.cancel()  # in the same turn of the loop
+        with pytest.raises(asyncio.CancelledError):
+            await granted
+        assert arena.num_used == 1
+        arena.give_back(second)
+        assert arena.num_used == 0 == arena.num_waiting
+
+    run(scenario())
+
+
+def test_a_request_larger_than_the_arena_is_refused_at_once() -> None:
+    async def scenario() -> None:
+        arena = Arena(4 * PAGE_BYTES, unlimited)
+        (taken,) = await arena.take([4 * PAGE_BYTES])
+        with pytest.raises(RequestTooLarge, match="5 pages of 64 KB are needed, and there are 4"):
+            await arena.take([4 * PAGE_BYTES, 1])
+        arena.give_back(taken)
+
+    run(scenario())
+
+
+def test_while_memory_is_short_a_request_waits_for_others_and_fails_without_them() -> None:
+    async def scenario() -> None:
+        room = 64 << 20
+        arena = Arena(256 << 20, lambda: room)
+        (taken,) = await arena.take([60 << 20])
+        room = 0
+        waiting, behind = asyncio.create_task(arena.take([32 << 20])), asyncio.create_task(arena.take([128 << 20]))
+        await settle()
+        assert not waiting.done() and arena.num_waiting == 2
+        arena.give_back(taken)
+        (taken,) = await waiting
+        await settle()
+        assert not behind.done()
+        arena.give_back(taken)
+        with pytest.raises(TransportError, match="memory is short"):
+            await behind
+        with pytest.raises(TransportError, match="memory is short"):
+            await arena.take([128 << 20])
+
+    run(scenario())
+
+
+def test_pages_that_are_lost_are_not_waited_for() -> None:
+    async def scenario() -> None:
+        arena = Arena(4 * PAGE_BYTES, unlimited)
+        (taken,) = await arena.take([2 * PAGE_BYTES])
+        waiting = asyncio.create_task(arena.take([4 * PAGE_BYTES]))
+        await settle()
+        arena.lose(taken)
+        with pytest.raises(TransportError):
+            await waiting
+        (others,) = await arena.take([2 * PAGE_BYTES])
+        assert not set(others) & set(taken)
+
+    run(scenario())
+
+
+def test_an_arena_has_memory_from_the_first_write_on(held: Held) -> None:
+    arena = Arena(4 * PAGE_BYTES, unlimited)
+    extents = arena.take_now(8)
+    assert arena.descriptor is None
+    arena.write(extents, torch.ones(8, dtype=torch.uint8))
+    assert memory.size_of(arena.descriptor) == 4 * PAGE_BYTES
+    arena.close_memory()
+    assert held.is_baseline()

@@ -1,0 +1,435 @@
+"""The tensor queue between two ends in one process: placements, order, queued frames, refusals, what is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mini_engine.messages import DeviceSlots, MessageId, TensorMessage
+from mini_engine.transport.arena import DTYPES, Arena
+from mini_engine.transport.codec import TransportError
+from mini_engine.transport.cuda_memory import StagingSlots
+from mini_engine.transport.frames import pack_frame
+from mini_engine.transport.pages import PAGE_BYTES
+from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver, TensorIpcSender
+from tests.transport.conftest import API, ME, MIB, PATIENCE, Held, Rank, address_of, unlimited
+
+PLACEMENTS = ["torch_shm", "direct_rpc"]
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, PATIENCE))
+
+
+async def send(sender: TensorIpcSender, *tensors: torch.Tensor) -> list[MessageId]:
+    outgoing = await sender.reserve(tensors)
+    handles = [outgoing(tensor) for tensor in tensors]
+    sender.send_tensors(outgoing)
+    return [handle.message for handle in handles]
+
+
+async def arrival(rank: Rank) -> Received | Failed:
+    return await asyncio.to_thread(rank.next)  # the loop writes what is queued meanwhile
+
+
+def whole(received: Received | Failed) -> torch.Tensor:
+    assert isinstance(received, Received), received
+    return received.rows(0, received.shape[0])
+
+
+def broken(why: str) -> None:
+    raise AssertionError(why)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_tensors_arrive_at_every_rank_as_they_were_sent(placement: str, ranks: Any, connect: Any) -> None:
+    async def scenario() -> None:
+        both = ranks()
+        sender = connect(placement, both)
+        sender.watch_end(broken)
+        tensors = [torch.randint(0, 2, (300, 7)).to(dtype) for dtype in DTYPES.values()]
+        tensors += [torch.zeros(0, 5), torch.rand(3, 100, 1000), torch.arange(10).view(2, 5).t()]
+        for tensor in tensors:
+            (message,) = await send(sender, tensor)
+            for rank in both:
+                received = await arrival(rank)
+                assert received.message == message
+                assert whole(received).dtype == tensor.dtype and torch.equal(whole(received), tensor)
+                assert torch.equal(received.rows(1, 2) if len(tensor) > 1 else tensor[1:2], tensor[1:2])
+            sender.consumed([message])
+        assert (sender.buffered_bytes, sender.buffered_tensors) == (0, 0)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_blocked_rank_gets_its_frames_later_and_the_other_goes_on(
+    placement: str, ranks: Any, connect: Any, arena: Arena
+) -> None:
+    async def scenario() -> None:
+        blocked, other = ranks()
+        sender = connect(placement, [blocked, other])
+        sender.watch_end(broken)
+        blocked.pause()
+        messages: list[MessageId] = []
+        for number in range(2000 if placement == "torch_shm" else 10):
+            nbytes = 1 if placement == "torch_shm" else MIB
+            messages += await send(sender, torch.full((nbytes,), number % 251, dtype=torch.uint8))
+            if number >= 100:
+                sender.consumed([messages[number - 100]])  # room for the next; the blocked rank reads other bytes
+            assert (await arrival(other)).message == messages[-1]
+        blocked.resume.set()
+        got = [await arrival(blocked) for _ in messages]
+        assert [received.message for received in got] == messages
+        if placement == "direct_rpc":
+            assert [int(whole(received)[0]) for received in got] == list(range(10))
+
+    run(scenario())
+
+
+def test_extents_that_are_scattered_give_equal_tensors(ranks: Any, connect: Any) -> None:
+    async def scenario() -> None:
+        arena = Arena(16 * PAGE_BYTES, unlimited)
+        (rank,) = ranks(1)
+        sender = connect("torch_shm", [rank], arena)
+        small = [(await send(sender, torch.ones(1)))[0] for _ in range(16)]
+        for _ in small:
+            await arrival(rank)
+        sender.consumed(small[::2])
+        tensor = torch.rand(8 * PAGE_BYTES // 400, 100)
+        (message,) = await send(sender, tensor)
+        received = await arrival(rank)
+        assert len(received.extents) == 8
+        assert torch.equal(whole(received), tensor) and torch.equal(received.rows(100, 900), tensor[100:900])
+        sender.consumed([message, *small[1::2]])
+        assert arena.num_used == 0
+        arena.close_memory()
+
+    run(scenario())
+
+
+def test_what_was_not_sent_comes_back(ranks: Any, connect: Any, arena: Arena) -> None:
+    async def scenario() -> None:
+        sender = connect("torch_shm", ranks(1))
+        outgoing = await sender.reserve([torch.zeros(100_000), torch.zeros(5)])
+        outgoing(torch.zeros(100_000))
+        assert (sender.buffered_tensors, sender.buffered_bytes) == (2, 400_020) and arena.num_used == 8
+        with pytest.raises(TransportError, match="no room was reserved for a tensor of 24 bytes"):
+            outgoing(torch.zeros(6))
+        outgoing.discard()
+        outgoing.discard()
+        assert sender.buffered_tensors == 0 == arena.num_used
+        sender.consumed([MessageId(API, 1), MessageId(API, 99)])  # unknown: ignored
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("tensor", [torch.tensor(5), torch.zeros(2, dtype=torch.complex64), torch.zeros([1] * 9)])
+def test_tensors_that_cannot_travel_are_refused(tensor: torch.Tensor, ranks: Any, connect: Any) -> None:
+    async def scenario() -> None:
+        sender = connect("torch_shm", ranks(1))
+        outgoing = await sender.reserve([torch.zeros(tensor.numel(), dtype=tensor.dtype)])
+        with pytest.raises(TransportError):
+            outgoing(tensor)
+        with pytest.raises(TypeError):
+            outgoing("text")
+        outgoing.discard()
+
+    run(scenario())
+
+
+def test_the_end_of_a_stream_is_reported_once_and_frames_after_it_are_dropped(
+    ranks: Any, connect: Any, arena: Arena
+) -> None:
+    async def scenario() -> None:
+        ended: list[str] = []
+        first, second = ranks()
+        sender = connect("torch_shm", [first, second])
+        sender.watch_end(ended.append)
+        second.close()
+        await asyncio.to_thread(second.thread.join)
+        messages = await send(sender, torch.ones(3))
+        while not ended:
+            await asyncio.sleep(0.001)
+        messages += await send(sender, torch.ones(3))
+        assert [(await arrival(first)).message for _ in messages] == messages
+        assert len(ended) == 1 and ended[0].startswith("the tensor stream to rank 1 has ended: ")
+        used = arena.num_used
+        outgoing = await sender.reserve([torch.ones(3)])
+        sender.close_streams()
+        assert sender.buffered_tensors == 1 and arena.num_used == used + 1
+        outgoing.discard()
+        assert arena.num_used == used, "a rank that lives may read what was sent"
+
+    run(scenario())
+
+
+def test_a_sender_that_closed_its_streams_leaves_what_it_sent(ranks: Any, connect: Any) -> None:
+    async def scenario() -> None:
+        (rank,) = ranks(1)
+        sender = connect("torch_shm", [rank])
+        await send(sender, torch.arange(1000))
+        received = await arrival(rank)
+        sender.close_streams()
+        await asyncio.sleep(0.05)
+        assert torch.equal(whole(received), torch.arange(1000))
+
+    run(scenario())
+
+
+# --- probes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_probe_names_the_rank_and_the_reason(ranks: Any, runtime: Path, arena: Arena) -> None:
+    (rank,) = ranks(1)
+    sender = TensorIpcSender(ME, [rank.address, address_of(runtime, 1)], arena)
+    with pytest.raises(TransportError, match="^torch_shm to rank 1 of engine 0: cannot connect: "):
+        sender.probe("torch_shm", 0.1)
+    rank.pause()
+    with pytest.raises(TransportError, match="rank 0 of engine 0: connected, but no answer to the probe in time"):
+        sender.probe("direct_rpc", 0.1)
+    rank.resume.set()
+    assert arena.num_used == 0
+
+
+def test_a_probe_without_memory_fails_and_the_other_placement_passes(ranks: Any, arena: Arena) -> None:
+    sender = TensorIpcSender(ME, [rank.address for rank in ranks()], arena)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
+    try:
+        with pytest.raises(TransportError, match="no memory"):
+            sender.probe("torch_shm", PATIENCE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    sender.probe("direct_rpc", PATIENCE)
+    sender.close_streams()
+
+
+def test_a_probe_that_arrives_with_other_bytes_fails(runtime: Path, arena: Arena) -> None:
+    class Wrong(Rank):
+        def _run(self) -> None:
+            connection, _ = self.listener.accept()
+            connection.recv(1 << 20)
+            connection.send(pack_frame(ME.encode(TensorMessage(1, (1,), "uint8"))))
+            connection.close()
+            self.listener.close()
+
+        def __init__(self) -> None:
+            import threading
+
+            self.listener = socket.socket(socket.AF_UNIX)
+            self.listener.bind(address_of(runtime).tensor_ipc)
+            self.listener.listen()
+            self.thread = threading.Thread(target=self._run)
+            self.thread.start()
+
+    rank = Wrong()
+    sender = TensorIpcSender(ME, [address_of(runtime)], arena)
+    with pytest.raises(TransportError, match="other bytes than were sent"):
+        sender.probe("torch_shm", PATIENCE)
+    rank.thread.join()
+
+
+# --- bad peers -------------------------------------------------------------------------------------------------------
+
+
+BAD_HEADS = {
+    "bytes do not lie": TensorMessage(7, (1 << 20,), "uint8", extents=[(0, 1)]),
+    "descriptor has not come": TensorMessage(7, (3,), "uint8", extents=[(0, 1)]),
+    "3 bytes came for a tensor of 12": TensorMessage(7, (3,), "float32"),
+    "no tensor has shape": TensorMessage(7, (-3,), "uint8"),
+    "dtype 'text'": TensorMessage(7, (3,), "text"),
+    "no staging slots were exported": TensorMessage(7, (3,), "uint8", slot=1),
+}
+
+
+@pytest.mark.parametrize("why", BAD_HEADS)
+def test_a_message_that_cannot_be_used_fails_alone(why: str, runtime: Path, ranks: Any, connect: Any) -> None:
+    (rank,) = ranks(1)
+    head = BAD_HEADS[why]
+    if head.extents and "lie" in why:
+        sender = connect("torch_shm", [rank])
+        sender._streams[0].enqueue_frame(ME.encode(head))
+    else:
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(rank.address.tensor_ipc)
+            inline = b"" if head.extents or head.slot else b"abc"
+            peer.sendall(pack_frame(ME.encode(head), len(inline)) + inline)
+    failed = rank.next()
+    assert isinstance(failed, Failed) and failed.message == MessageId(API, 7) and why in failed.why
+    connect("torch_shm", [rank])  # the next one is served
+
+
+@pytest.mark.parametrize("noise", [b"\xff" * 100, pack_frame(b"no envelope"), pack_frame(b"")])
+def test_a_stream_that_cannot_be_understood_is_closed(noise: bytes, ranks: Any, connect: Any) -> None:
+    (rank,) = ranks(1)
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(rank.address.tensor_ipc)
+        peer.sendall(noise)
+        peer.settimeout(PATIENCE)
+        with contextlib.suppress(ConnectionResetError):  # it had bytes left to read
+            assert peer.recv(1) == b""
+    connect("direct_rpc", [rank])
+
+
+# --- what is held ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_descriptors_and_mappings_are_back_after_close(placement: str, runtime: Path, held: Held) -> None:
+    async def scenario() -> None:
+        both = [Rank(address_of(runtime, number)) for number in (0, 1)]
+        arena = Arena(16 * MIB, unlimited)
+        sender = TensorIpcSender(ME, [rank.address for rank in both], arena)
+        sender.probe(placement, PATIENCE)
+        sender.watch_end(broken)
+        for _ in range(3):
+            messages = await send(sender, torch.ones(100_000), torch.ones(3))
+            for rank in both:
+                assert [(await arrival(rank)).message for _ in messages] == messages
+            sender.consumed(messages)
+        sender.close_streams()
+        arena.close_memory()
+        for rank in both:
+            rank.close()
+
+    run(scenario())
+    assert held.is_baseline() and not list(runtime.glob("t*"))
+
+
+def test_an_arena_is_mapped_as_long_as_something_of_it_is_viewed(runtime: Path, held: Held) -> None:
+    async def scenario() -> torch.Tensor:
+        rank = Rank(address_of(runtime))
+        arena = Arena(16 * MIB, unlimited)
+        sender = TensorIpcSender(ME, [rank.address], arena)
+        sender.probe("torch_shm", PATIENCE)
+        await send(sender, torch.arange(50))
+        rows = (await arrival(rank)).rows(10, 20)
+        sender.close_streams()
+        arena.close_memory()
+        rank.close()
+        return rows
+
+    rows = asyncio.run(scenario())
+    assert held.mappings() == 1 and rows.tolist() == list(range(10, 20))
+    del rows
+    assert held.is_baseline()
+
+
+def test_a_path_that_is_taken_is_an_error(runtime: Path, ranks: Any) -> None:
+    ranks(1)
+    with pytest.raises(OSError):
+        TensorIpcReceiver(ME, address_of(runtime))
+
+
+# --- staging slots, in host memory -----------------------------------------------------------------------------------
+
+
+class HostStaging:
+    """Slots in memory that both ends share because they are one process."""
+
+    device_type = "cpu"
+    memory = torch.empty(0, dtype=torch.uint8)
+    filled: list[int] = []
+
+    def allocate(self, slots: int, nbytes: int) -> torch.Tensor:
+        HostStaging.memory = torch.zeros(slots * nbytes, dtype=torch.uint8)
+        return HostStaging.memory
+
+    def export(self, nbytes: int) -> DeviceSlots:
+        return DeviceSlots(0, nbytes, b"", [])
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def fill(self, slot: int, memory: torch.Tensor, content: torch.Tensor) -> None:
+        memory.copy_(content)
+        self.filled.append(slot)
+
+    def settle(self, slot: int) -> None:
+        assert self.filled[-1] == slot
+
+
+class HostMapped:
+    def __init__(self, slots: DeviceSlots):
+        self.nbytes = slots.nbytes
+
+    def fetch(self, slot: int, nbytes: int) -> Any:
+        return HostCopy(HostStaging.memory[(slot - 1) * self.nbytes :][:nbytes].clone())
+
+    def close(self) -> None:
+        pass
+
+
+class HostCopy:
+    def __init__(self, memory: torch.Tensor):
+        self.memory = memory
+
+    def use(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def refuse(_: DeviceSlots) -> Any:
+    raise TransportError("cudaErrorInvalidDevice")
+
+
+def with_slots(
+    make_ranks: Callable[..., list[Rank]], arena: Arena, map_slots: Any, nbytes: int = 1 << 17
+) -> tuple[Rank, TensorIpcSender, StagingSlots]:
+    (rank,) = make_ranks(1, map_slots=map_slots)
+    return rank, TensorIpcSender(ME, [rank.address], arena), StagingSlots(HostStaging(), 3, nbytes)
+
+
+def test_slots_bring_tensors_and_are_used_again_once_consumed(ranks: Any, arena: Arena) -> None:
+    async def scenario() -> None:
+        rank, sender, slots = with_slots(ranks, arena, HostMapped)
+        sender.probe("torch_shm", PATIENCE, slots)
+        sender.watch_end(broken)
+        assert sender.reserve_slots([torch.zeros(1 << 17)]) is None, "too large for a slot"
+        assert sender.reserve_slots([torch.zeros(1)] * 4) is None, "more than there are"
+        tensors = [torch.rand(100, 3), torch.arange(5)]
+        outgoing = sender.reserve_slots(tensors)
+        handles = [outgoing(tensor) for tensor in tensors]
+        sender.send_tensors(outgoing)
+        for tensor in tensors:
+            received = await arrival(rank)
+            assert torch.equal(whole(received), tensor) and received.copied is not None
+            assert torch.equal(received.rows(1, 3), tensor[1:3])
+        discarded = sender.reserve_slots([torch.zeros(1)])
+        assert sender.reserve_slots([torch.zeros(1)]) is None, "all slots are in use"
+        discarded.discard()
+        sender.consumed([handle.message for handle in handles])
+        assert sender.reserve_slots([torch.zeros(1)] * 3) is not None and arena.num_used == 0
+        sender.close_streams()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("map_slots", "nbytes", "why"),
+    [
+        (None, 1 << 17, "this rank has no CUDA device"),
+        (refuse, 1 << 17, "cudaErrorInvalidDevice"),
+        (HostMapped, 512, "a staging slot of 512 bytes is too small for a probe"),
+    ],
+)
+def test_slots_whose_probe_fails_leave_the_host_to_be_tried(
+    map_slots: Any, nbytes: int, why: str, ranks: Any, arena: Arena
+) -> None:
+    _, sender, slots = with_slots(ranks, arena, map_slots, nbytes)
+    with pytest.raises(TransportError, match=why):
+        sender.probe("torch_shm", PATIENCE, slots)
+    sender.probe("torch_shm", PATIENCE)
+    assert sender.reserve_slots([torch.zeros(1)]) is None
+    sender.close_streams()

@@ -1,0 +1,181 @@
+"""Senders that are killed, in processes of their own: nothing is held of them, and the next one is served."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mini_engine.messages import MessageId, TensorMessage
+from mini_engine.transport import memory
+from mini_engine.transport.arena import Arena, WritableMemory
+from mini_engine.transport.codec import Encoder
+from mini_engine.transport.frames import pack_frame
+from mini_engine.transport.pages import PAGE_BYTES
+from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver, TensorIpcSender
+from tests.transport.conftest import API, ME, MIB, PATIENCE, Held, Rank, address_of, pump, unlimited
+
+TURNS = 10
+FORKS = multiprocessing.get_context("forkserver")  # a fork of this process would have its locks, but not its threads
+FORKS.set_forkserver_preload(["mini_engine.transport.tensor_ipc"])
+
+
+def start(target: Any, *args: Any) -> Any:
+    process = FORKS.Process(target=target, args=args, daemon=True)
+    process.start()
+    return process
+
+
+def kill(process: Any) -> None:
+    process.kill()
+    process.join()
+    process.close()
+
+
+def serve(receiver: TensorIpcReceiver, arrivals: list[Received | Failed], streams: int) -> None:
+    """Until only so many streams are left."""
+    deadline = time.monotonic() + PATIENCE
+    while len(receiver.descriptors()) > 1 + streams:
+        assert time.monotonic() < deadline
+        pump(receiver, arrivals.append, 0.01)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forkserver() -> None:
+    """It stays, and with it some descriptors."""
+    kill(start(time.sleep, PATIENCE))
+
+
+def write_and_die(path: str, written: bytes, fd: int) -> int:
+    """A forked process that writes this, the descriptor with its first byte, and is killed. Returns its id."""
+    child = os.fork()
+    if child:
+        return child
+    peer = socket.socket(socket.AF_UNIX)
+    peer.connect(path)
+    if written:
+        peer.sendmsg([written], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def test_a_sender_killed_at_each_byte_leaves_the_whole_frames_and_nothing_else(runtime: Path, held: Held) -> None:
+    address = address_of(runtime)
+    fd = memory.create_sparse(4 * PAGE_BYTES)
+    WritableMemory(fd).write([(2, 1)], torch.arange(8, dtype=torch.uint8))
+    first = pack_frame(ME.encode(TensorMessage(1, (8,), "uint8", extents=[(2, 1)])), descriptors=1)
+    second = pack_frame(ME.encode(TensorMessage(2, (5,), "uint8")), 5) + b"\1\2\3\4\5"
+    receiver = TensorIpcReceiver(Encoder("worker 0.0", 100), address)
+    frames = first + second
+    for cut in range(len(frames) + 1):
+        arrivals: list[Received | Failed] = []
+        child = write_and_die(address.tensor_ipc, frames[:cut], fd)
+        os.waitpid(child, 0)
+        pump(receiver, arrivals.append, PATIENCE)  # accepts it
+        serve(receiver, arrivals, 0)
+        numbers = [arrival.message.number for arrival in arrivals]
+        assert numbers == ([1, 2] if cut == len(frames) else [1] if cut >= len(first) else []), cut
+        assert all(isinstance(arrival, Received) for arrival in arrivals)
+        if numbers:
+            assert arrivals[0].rows(0, 8).tolist() == list(range(8))
+        del arrivals
+    receiver.close_streams()
+    os.close(fd)
+    assert held.is_baseline()
+
+
+def send_until_killed(address: Any, placement: str, incarnation: int) -> None:
+    """Tensors of 4 MB, each filled with its message's number, as fast as they are read."""
+
+    torch.set_num_threads(1)
+
+    async def scenario() -> None:
+        arena = Arena(512 * MIB, unlimited)
+        sender = TensorIpcSender(Encoder("api 0", incarnation), [address], arena)
+        sender.probe(placement, PATIENCE)
+        sender.watch_end(lambda _: os._exit(1))
+        for number in range(1, 100):
+            tensor = torch.full((4 * MIB,), number, dtype=torch.uint8)
+            outgoing = await sender.reserve([tensor])
+            outgoing(tensor)
+            sender.send_tensors(outgoing)
+            await asyncio.sleep(0)
+        await asyncio.sleep(PATIENCE)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("placement", ["torch_shm", "direct_rpc"])
+def test_a_sender_killed_at_any_time_leaves_whole_tensors_and_its_successor_is_served(
+    placement: str, runtime: Path, held: Held
+) -> None:
+    address = address_of(runtime)
+    receiver = TensorIpcReceiver(Encoder("worker 0.0", 100), address)
+    for turn in range(TURNS):
+        child = start(send_until_killed, address, placement, 1000 + turn)
+        arrivals: list[Received | Failed] = []
+        deadline = time.monotonic() + PATIENCE
+        while len(arrivals) <= turn % 3:
+            assert time.monotonic() < deadline
+            pump(receiver, arrivals.append, 0.01)
+        time.sleep(0.001 * turn)  # the socket is full, in the middle of a frame
+        kill(child)
+        serve(receiver, arrivals, 0)
+        for expected, arrival in enumerate(arrivals, start=1):
+            assert isinstance(arrival, Received) and arrival.message == MessageId(1000 + turn, expected)
+            assert set(arrival.rows(0, 4 * MIB)[:: MIB - 1].tolist()) == {expected}
+        del arrivals, arrival
+    receiver.close_streams()
+    assert held.is_baseline()
+
+
+def read_one_then_sleep(address: Any) -> None:
+    receiver = TensorIpcReceiver(Encoder("worker 0.1", 101), address)
+    arrivals: list[Received | Failed] = []
+    while not arrivals:
+        pump(receiver, arrivals.append, 0.1)
+    time.sleep(PATIENCE)
+
+
+def test_a_killed_rank_ends_its_stream_alone(runtime: Path, arena: Arena) -> None:
+    """Its frames are dropped, also those that were queued; the other rank goes on."""
+    child = start(read_one_then_sleep, address_of(runtime, 1))
+
+    async def scenario(rank: Rank) -> None:
+        ended: list[str] = []
+        sender = TensorIpcSender(ME, [address_of(runtime), address_of(runtime, 1)], arena)
+        sender.probe("direct_rpc", PATIENCE)
+        sender.watch_end(ended.append)
+
+        async def send(number: int) -> None:
+            tensor = torch.full((2 * MIB,), number, dtype=torch.uint8)
+            outgoing = await sender.reserve([tensor])
+            outgoing(tensor)
+            sender.send_tensors(outgoing)
+            received = await asyncio.to_thread(rank.next)
+            assert received.message == MessageId(API, number) and int(received.rows(0, 1)[0]) == number
+
+        for number in (1, 2, 3):
+            await send(number)
+        assert not ended
+        kill(child)
+        while not ended:
+            await asyncio.sleep(0.005)
+        await send(4)
+        assert len(ended) == 1 and "rank 1" in ended[0]
+        sender.close_streams()
+
+    rank = Rank(address_of(runtime))
+    try:
+        asyncio.run(asyncio.wait_for(scenario(rank), PATIENCE))
+    finally:
+        rank.close()
