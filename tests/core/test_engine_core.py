@@ -97,7 +97,7 @@ def test_a_request_whose_media_failed_is_to_be_sent_again_and_nothing_else_is_to
     world.receive(MediaFailed(0, bad, "no buffer"), ("worker 0.0 media", 100))
     world.media_ready(good)
     world.run()
-    assert world.ends == {"good": ["length"]} and list(world.misses) == ["bad"] and world.accepted == ["good"]
+    assert world.ends == {"good": ["length"]} and world.turned_down == ["bad"] and world.accepted == ["good"]
     assert set(world.consumed) == {bad, good}
     world.assert_at_rest()
 
@@ -109,7 +109,7 @@ def test_media_may_fail_before_their_request_comes():
     world.run()
     world.request("bad", media=[item(message, 1, media_hash=HASH)])
     world.run()
-    assert world.misses == {"bad": [HASH]} and not world.ends and not world.accepted
+    assert world.turned_down == ["bad"] and not world.ends and not world.accepted
     world.assert_at_rest()
 
 
@@ -122,7 +122,7 @@ def test_media_that_never_come_are_to_be_sent_again(monkeypatch, on_its_way):
         world.links.reported.add((0, message))
     world.request("video", media=[item(message, 1, media_hash=HASH)], siblings=[Sibling("video-1", 3)])
     world.run()
-    assert world.misses == {"video": [HASH]} and not world.ends and not world.accepted
+    assert world.turned_down == ["video"] and not world.ends and not world.accepted
     assert world.links.released == [message]
     assert world.consumed == [message]
     if on_its_way:
