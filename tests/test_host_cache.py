@@ -1,11 +1,11 @@
 """How much of the host's memory the media cache gets."""
 
 import pytest
+from mini_engine.transport.shm_store import ShmStoreWriter
 
 from mini_engine import host
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.transport.codec import Encoder
-from mini_engine.transport.shm_store import ShmStoreWriter
 
 SMALLEST = host.SMALLEST_MEDIA_CACHE / (1 << 30)  # GiB
 

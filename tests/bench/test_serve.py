@@ -25,7 +25,7 @@ from mini_engine.bench.serving.settings import settings_of
 from mini_engine.bench.serving.vllm import REFUSED
 from mini_engine.demo import questions, videos
 from tests.e2e.running_server import ROOT, alive, descendants
-from tests.transport.store_ranks import eventually
+from tests.worker.receiving import eventually
 
 LABELS = {
     "Successful requests:": "completed",

@@ -23,7 +23,7 @@ from mini_engine.bench.serving.media import MediaPlace, media_place
 from mini_engine.bench.serving.target import Target
 from tests.bench.misbehaving import MisbehavingServer
 from tests.e2e.running_server import ROOT
-from tests.transport.store_ranks import eventually
+from tests.worker.receiving import eventually
 
 
 @pytest.fixture

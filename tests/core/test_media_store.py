@@ -25,7 +25,16 @@ from mini_engine.transport.pages import MARK_PAGES, PAGE_BYTES, pages_for
 
 ROW = PAGE_BYTES // 2
 PAGES = 12  # of the store in the property test
-ROWS = [1, 2, 3, 5, 8, 13, 2 * PAGES, 2 * PAGES + 1]  # of the items, by the number that their hash is; the last: too large
+ROWS = [
+    1,
+    2,
+    3,
+    5,
+    8,
+    13,
+    2 * PAGES,
+    2 * PAGES + 1,
+]  # of the items, by the number that their hash is; the last: too large
 PLENTY = 1 << 50
 API, OTHER = 7, 8  # incarnations
 

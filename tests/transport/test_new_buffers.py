@@ -15,7 +15,7 @@ from mini_engine.transport.base import TransportError
 from mini_engine.transport.credit import ByteCredit
 from mini_engine.transport.pool import PooledBuffer
 from mini_engine.transport.tensor_ipc import TensorIpcSender
-from tests.transport.store_ranks import eventually
+from tests.worker.receiving import eventually
 
 MIB = 1 << 20
 

@@ -20,7 +20,7 @@ from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.credit import ByteCredit
 from mini_engine.transport.frames import send_frame
 from mini_engine.transport.tensor_ipc import TensorIpcReceiver, TensorIpcSender
-from tests.transport.store_ranks import eventually
+from tests.worker.receiving import eventually
 
 MIB = 1 << 20
 

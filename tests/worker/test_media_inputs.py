@@ -25,8 +25,7 @@ from mini_engine.transport.packing import Failed, Received
 from mini_engine.transport.sockets import connect_dealer
 from mini_engine.worker import media_inputs
 from mini_engine.worker.media_inputs import MediaInputs, MediaMissing
-from tests.transport.store_ranks import eventually
-from tests.worker.receiving import API, in_table, rank_address, ready, send
+from tests.worker.receiving import API, eventually, in_table, rank_address, ready, send
 
 
 @pytest.mark.parametrize("transport", ["torch_shm", "direct_rpc"])

@@ -17,8 +17,7 @@ from mini_engine.messages import (
     TensorHandle,
 )
 from mini_engine.transport.base import Unreachable
-from tests.transport.store_ranks import eventually
-from tests.worker.receiving import Core, rank_address, ready, send
+from tests.worker.receiving import Core, eventually, rank_address, ready, send
 
 RANK = """
 import sys, zlib, zmq, msgspec

@@ -16,9 +16,9 @@ from mini_engine.transport.codec import Encoder, decode
 from mini_engine.worker.launched import Launched
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.serving import AHEAD, Watch, serve, serve_ahead
-from tests.transport.store_ranks import eventually
 from tests.worker import script, tiny
 from tests.worker.conftest import NUM_BLOCKS
+from tests.worker.receiving import eventually
 
 ENCODER = Encoder("core 0", 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from mini_engine.messages import (
     NewSequence,
     SamplingParams,
     StoreHandle,
-    StoreObject,
     TensorHandle,
 )
+from mini_engine.transport.arena import ReadableMemory, WritableMemory
+from mini_engine.transport.memory import create_sparse
+from mini_engine.transport.pages import PAGE_BYTES, Extent
 from mini_engine.worker.normalisation import Normalisation
 from tests.model import families
 from tests.model.families import IMAGE, PATCH_DIM, VIDEO, placeholders
@@ -39,20 +42,11 @@ class MemoryMedia:
 
     def __init__(self) -> None:
         self.tensors: dict[MessageId, Tensor] = {}
-        self.objects: dict[StoreObject, Tensor] = {}
         self.dropped: list[int] = []
-        self.unmapped: list[int] = []
+        self.store: ReadableMemory | None = None
 
     def check(self) -> None:
         pass
-
-    def store(self, patches: Tensor) -> StoreHandle:
-        number = len(self.objects) + 1
-        self.objects[StoreObject(7, number)] = patches
-        return StoreHandle(StoreObject(7, number), 64, tuple(patches.shape), "uint8")
-
-    def stored(self, handle: StoreHandle) -> Tensor:
-        return self.objects[handle.object]
 
     def put(self, patches: Tensor) -> TensorHandle:
         message = MessageId(7, len(self.tensors) + 1)
@@ -69,8 +63,18 @@ class MemoryMedia:
     def drop_sender(self, incarnation: int) -> None:
         self.dropped.append(incarnation)
 
-    def drop_segments(self, incarnations: Iterable[int]) -> None:
-        self.unmapped += incarnations
+
+class StoreInMemory:
+    """A media store and who writes to it: `put` gives the handle of patches that lie in these extents."""
+
+    def __init__(self, pages: int):
+        fd = create_sparse(pages * PAGE_BYTES)
+        self.writable, self.readable = WritableMemory(fd), ReadableMemory(fd)
+        os.close(fd)
+
+    def put(self, extents: list[Extent], patches: Tensor) -> StoreHandle:
+        self.writable.write(extents, patches.view(-1))
+        return StoreHandle(extents, tuple(patches.shape))
 
 
 def make_request(
