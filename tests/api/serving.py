@@ -138,8 +138,9 @@ async def serve(
     core = ScriptedCore(context, endpoint, script)
     transports = transports or [MemoryTransport("torch_shm"), MemoryTransport("direct_rpc")]
     engines = EngineClient(
-        context, Encoder("api 0", 7), [endpoint], [transports], num_ranks=2, media_capacity=media_cache and 1 << 30
-    )
+        context, Encoder("api 0", 7), [endpoint], [transports],
+        num_ranks=2, media_capacity=media_cache and 1 << 30, stores=[None],
+    )  # fmt: skip
     allowed = directory / "allowed"
     allowed.mkdir(exist_ok=True)
     admission = MediaAdmission(4, MAX_INFLIGHT_BYTES, MAX_MEDIA_BYTES)

@@ -34,7 +34,7 @@ ROWS = [
     13,
     2 * PAGES,
     2 * PAGES + 1,
-]  # of the items, by the number that their hash is; the last: too large
+]  # of the items, by hash; the last is too large
 PLENTY = 1 << 50
 API, OTHER = 7, 8  # incarnations
 
