@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import zmq
 
 from mini_engine.bench import timed_child
 from mini_engine.bench.report import BenchError
+from mini_engine.child import ChildSpec
 from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
 from mini_engine.host import resolve_model, runtime_directory
@@ -177,12 +179,7 @@ class EngineAlone:
 
     def _start(self, role: Role, index: str, incarnation: int) -> None:
         child = ChildProcess.start(
-            role=role,
-            index=index,
-            incarnation=incarnation,
-            supervisor=self._endpoint("supervisor"),
-            log=LogSettings("warning"),
-            listener=None,
+            ChildSpec(role, index, incarnation, os.getpid(), self._endpoint("supervisor"), LogSettings("warning")),
             environment={
                 "OMP_NUM_THREADS": "1",
                 "PROMETHEUS_MULTIPROC_DIR": str(self._directory / "metrics"),

@@ -21,7 +21,6 @@ from mini_engine.messages import (
     NewRequest,
     NewSequence,
     Step,
-    StoreHandle,
     TensorHandle,
 )
 from mini_engine.model.parallel import TensorParallel
@@ -47,22 +46,18 @@ class WorkerTime:
 class NoMedia:
     """For steps without media."""
 
+    store = None
+
     def check(self) -> None:
         pass
 
     def tensor(self, handle: TensorHandle) -> torch.Tensor:
         raise KeyError(handle)
 
-    def stored(self, handle: StoreHandle) -> torch.Tensor:
-        raise KeyError(handle)
-
     def release(self, messages: list[MessageId]) -> list[MessageId]:
         return messages
 
     def drop_sender(self, incarnation: int) -> None:
-        pass
-
-    def drop_segments(self, incarnations: list[int]) -> None:
         pass
 
 

@@ -13,11 +13,9 @@ import torch
 from mini_engine import metrics
 from mini_engine.api.errors import EngineError
 from mini_engine.api.sending import RequestSender
-from mini_engine.messages import MediaItem, MessageId, NewRequest, SamplingParams, StoreHandle, StoreObject, Withdraw
+from mini_engine.messages import MediaItem, MessageId, NewRequest, SamplingParams, Withdraw
 from mini_engine.transport.codec import Encoder, decode
 from tests.api.peers import MemoryTransport
-
-STORED = StoreHandle(StoreObject(7, 1), 64, (1, 4), "uint8")
 
 
 class OnDevice:
@@ -70,9 +68,9 @@ def test_they_go_straight_from_the_device(monkeypatch) -> None:
     )
     sending, before = Sending(device, queue), by_the_host()
     tensors = [OnDevice(1), OnDevice(2)]
-    asyncio.run(sending.submit(request(tensors[0], STORED, tensors[1])))
+    asyncio.run(sending.submit(request(tensors[0], None, tensors[1])))
     assert sending.carried() == [tensors, []] and by_the_host() == before
-    assert [item.patches.index for item in decode(sending.frames[0]).body.media if item.patches != STORED] == [0, 1]
+    assert [item.patches.index for item in decode(sending.frames[0]).body.media if item.patches is not None] == [0, 1]
     # Small as they are: packing waits for the device, and the event loop must not.
     assert all(thread is not threading.main_thread() for stage, thread in threads if stage == "copy")
     assert device.sent and queue.sent == []
@@ -83,7 +81,7 @@ def test_without_a_slot_they_go_by_the_host(stage) -> None:
     device, queue = MemoryTransport(takes="cuda"), MemoryTransport()
     device.fail_at = stage
     sending, before = Sending(*([device] if stage else []), queue), by_the_host()
-    asyncio.run(sending.submit(request(OnDevice(3), STORED, OnDevice(4))))
+    asyncio.run(sending.submit(request(OnDevice(3), None, OnDevice(4))))
     assert [tensor.tolist() for tensor in sending.carried()[-1]] == [[[3] * 4], [[4] * 4]]
     assert device.sent == [] and by_the_host() - before == 1 and not device.held
     told = [type(decode(frame).body) for frame in sending.frames]

@@ -94,7 +94,6 @@ def test_wherever_they_are_on_their_way_to_an_engine(
     with_server(processor, tmp_path, scenario)
 
 
-
 def test_a_completion_whose_prompt_is_not_in_tokens_yet(
     processor: MediaProcessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
