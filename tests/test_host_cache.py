@@ -4,7 +4,7 @@ import pytest
 
 from mini_engine import host
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.core.engine_core import media_directory
+from mini_engine.core.media_store import media_directory
 from mini_engine.messages import CachedMedia, Init
 
 SMALLEST = host.SMALLEST_MEDIA_CACHE / (1 << 30)  # GiB

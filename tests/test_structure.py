@@ -21,7 +21,7 @@ MAX_FUNCTION_LINES = 60
 
 # Which parts of the package each part may import. `host` and the core may read a model's config.json.
 MODEL_CONFIG = "mini_engine.model.config"
-TORCH_FREE_TRANSPORT = {"mini_engine.transport.sockets", "mini_engine.transport.codec", "mini_engine.transport.base"}
+TORCH_FREE_TRANSPORT = {f"mini_engine.transport.{name}" for name in ("sockets", "codec", "base", "pages")}
 MAY_IMPORT = {
     "api": {"api", "media", "transport", MODEL_CONFIG},
     "media": {"media", "mini_engine.transport.memory"},

@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 ENGINE_DIED = "The engine that served this request has stopped; send it again later."
 ENGINE_STOPPED = "The engine has stopped; send this request again later."
 
+
 @dataclass(frozen=True)
 class Surroundings:
     """What all engines of an API server share."""
@@ -152,7 +153,8 @@ class Engine:
                     "%s: its tensors have not reached engine %d", request.request_id, self.number,
                     extra=about(request.request_id),
                 )  # fmt: skip
-                metrics.ipc_fallbacks_total.labels("lost").inc()
+                if not again:
+                    metrics.ipc_fallbacks_total.labels("lost").inc()
             raise MediaNotSent()
         except BaseException:
             if generation.at_engine:

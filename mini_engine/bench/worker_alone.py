@@ -24,6 +24,7 @@ from mini_engine.messages import (
     TensorHandle,
 )
 from mini_engine.model.parallel import TensorParallel
+from mini_engine.transport.arena import ReadableMemory
 from mini_engine.worker.attention import choose_backend
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
@@ -46,7 +47,7 @@ class WorkerTime:
 class NoMedia:
     """For steps without media."""
 
-    store = None
+    store: ReadableMemory | None = None
 
     def check(self) -> None:
         pass

@@ -46,7 +46,6 @@ class WritableMemory:
             source = source[nbytes:]
 
 
-
 class ReadableMemory:
     """The memory behind `fd`, mapped read-only: a write through a view ends the process. `fd` stays the caller's.
 

@@ -131,6 +131,7 @@ def test_what_an_api_server_stored_survives_its_death(asked):
         assert_at_rest(server)
 
 
+@pytest.mark.slow
 def test_an_api_server_that_dies_while_it_writes_holds_nothing():
     """Ten times over one server; what it was writing is written by the other API server, and found by its successor."""
     videos = [ask_small(8000 + number) for number in range(10)]

@@ -86,10 +86,8 @@ def test_no_more_is_read_than_lies_there(ends) -> None:
 
 def test_a_rank_cannot_write() -> None:
     code = "import os, torch; from mini_engine.transport.arena import ReadableMemory as R; "
-    code += (
-        "from mini_engine.transport.memory import create_sparse; "
+    code += "from mini_engine.transport.memory import create_sparse; "
     code += "view = R(create_sparse(65536)).read([(0, 1)], 0, 9)"
-    )
     assert subprocess.run([sys.executable, "-c", f"{code}; view.sum()"]).returncode == 0
     assert subprocess.run([sys.executable, "-c", f"{code}; view.fill_(1)"]).returncode < 0
 
