@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 ENGINE_DIED = "The engine that served this request has stopped; send it again later."
 ENGINE_STOPPED = "The engine has stopped; send this request again later."
 
+
 @dataclass(frozen=True)
 class Surroundings:
     """What all engines of an API server share."""
@@ -135,17 +136,18 @@ class Engine:
         self.requests |= {sample.request_id: sample for sample in generation.samples}
         try:
             request = await self.media.place(request)
-            for _ in range(2):
+            for again in (False, True):
                 await self._sender.submit(request)
                 self.media.hand_over(request.request_id)
                 generation.at_engine = True
                 if not request.media or await generation.is_accepted():
                     return generation
-                logger.warning(
-                    "%s: engine %d cannot use its tensors; they are sent again", request.request_id, self.number,
-                    extra=about(request.request_id),
-                )  # fmt: skip
-                metrics.ipc_fallbacks_total.labels("lost").inc()
+                if not again:
+                    logger.warning(
+                        "%s: engine %d cannot use its tensors; they are sent again", request.request_id, self.number,
+                        extra=about(request.request_id),
+                    )  # fmt: skip
+                    metrics.ipc_fallbacks_total.labels("lost").inc()
             raise MediaNotSent()
         except BaseException:
             if generation.at_engine:

@@ -18,13 +18,12 @@ from mini_engine.core.encoder_cache import EncoderCache
 from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.limits import budgets, engine_limits
 from mini_engine.core.links import Links
-from mini_engine.core.media_store import MediaDirectory, MediaStore, RankCopies
+from mini_engine.core.media_store import MediaDirectory, MediaStore, media_directory
 from mini_engine.core.outbox import Outbox
 from mini_engine.core.request import Request, Tensors, family
 from mini_engine.core.scheduler import Budgets, Counters, Plan, Scheduler
 from mini_engine.core.steps import InFlight, Steps
 from mini_engine.core.validation import problem_with
-from mini_engine.free_memory import available_memory, memory_reserve
 from mini_engine.log import about
 from mini_engine.messages import (
     Abandoned,
@@ -39,7 +38,6 @@ from mini_engine.messages import (
     Finish,
     FinishReason,
     Found,
-    Init,
     Lookup,
     MediaFailed,
     MediaMiss,
@@ -59,7 +57,6 @@ from mini_engine.messages import (
 )
 from mini_engine.model.config import ModelConfig
 from mini_engine.transport import sockets
-from mini_engine.transport.pages import MARK_PAGES, PAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -385,14 +382,3 @@ def run(child: Child) -> None:
     core = EngineCore(config, model, limits, budgets(config, workers[0].device), media, links)
     child.ready(limits=limits)
     core.run()
-
-
-def media_directory(init: Init, row_bytes: int, device: str) -> MediaDirectory:
-    """What keeps account of this engine's cached media. `row_bytes`: of one patch."""
-    plan, config = init.media_cache, init.config
-    if plan.kind != "shm":
-        return RankCopies(plan.nbytes)
-    # Each of the others, stores and arenas, may be taking a step at the same time.
-    others = config.data_parallel_size - 1 + config.api_server_count
-    reserve = memory_reserve() + others * MARK_PAGES * PAGE_BYTES
-    return MediaStore(plan.nbytes, row_bytes, lambda: available_memory() - reserve, device == "cuda")

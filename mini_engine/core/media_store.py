@@ -31,8 +31,10 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from mini_engine.core.idle import Idle
+from mini_engine.free_memory import available_memory, memory_reserve
 from mini_engine.messages import (
     CachedMedia,
+    Init,
     KeepMedia,
     MediaItem,
     NewRequest,
@@ -40,7 +42,7 @@ from mini_engine.messages import (
     StoreHandle,
     TensorHandle,
 )
-from mini_engine.transport.pages import PAGE_BYTES, Extent, PageAllocator, pages_for
+from mini_engine.transport.pages import MARK_PAGES, PAGE_BYTES, Extent, PageAllocator, pages_for
 
 Owner = tuple[int, str]
 """Incarnation of an API server, and the id of one of its requests."""
@@ -328,3 +330,14 @@ class MediaStore(MediaDirectory):
     def _free(self, entries: Iterable[Entry]) -> None:
         super()._free(entries)
         self.pages.free(extent for entry in entries for extent in entry.extents)
+
+
+def media_directory(init: Init, row_bytes: int, device: str) -> MediaDirectory:
+    """What keeps account of this engine's cached media. `row_bytes`: of one patch."""
+    plan, config = init.media_cache, init.config
+    if plan.kind != "shm":
+        return RankCopies(plan.nbytes)
+    # Each of the others, stores and arenas, may be taking a step at the same time.
+    others = config.data_parallel_size - 1 + config.api_server_count
+    reserve = memory_reserve() + others * MARK_PAGES * PAGE_BYTES
+    return MediaStore(plan.nbytes, row_bytes, lambda: available_memory() - reserve, device == "cuda")

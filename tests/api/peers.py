@@ -18,18 +18,16 @@ from mini_engine.messages import (
     Accepted,
     AnyMessage,
     AskFigures,
-    Attach,
-    Cached,
     CachedMedia,
     CachesReset,
     Consumed,
     EngineCounters,
     EngineStats,
     EngineTimes,
-    Evicted,
     Figures,
     Finish,
-    MediaItem,
+    Found,
+    Lookup,
     MediaMiss,
     MessageId,
     NewRequest,
@@ -41,6 +39,7 @@ from mini_engine.messages import (
     TensorHandle,
     TokenLogprob,
     TransportName,
+    Unreserve,
 )
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, TransportError, decode
@@ -142,8 +141,8 @@ class ScriptedCore:
     `script` gives the token lists that a request is answered with; then it ends with "length", unless `hold` is set:
     then it runs until its `Finish`. Siblings are answered too, in turns; `script` sees each as a request of its own.
 
-    `kept` is its directory. A request that names what is not there is a miss; every other is accepted, at once unless
-    `accepts` is off: then when the test calls `accept`. With `keeps`, it keeps the tensors of what it accepts.
+    `kept` is its directory, for `Lookup`. Requests are accepted at once, unless `accepts` is off: then when the test
+    calls `accept`, if it does not `turn_down`. With `keeps`, it keeps the tensors of what it accepts.
     """
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, script: Callable[[NewRequest], list[list[int]]]):
@@ -154,9 +153,9 @@ class ScriptedCore:
         self.accepts = True
         self.keeps = False
         self.kept: dict[bytes, CachedMedia] = {}
-        self.first: AnyMessage | None = None  # the first message that came
-        self.attached: list[bytes] = []
-        self.misses: list[MediaMiss] = []
+        self.look_ups: list[Lookup] = []
+        self.answers_look_ups = True
+        self.unreserved: list[str] = []
         self.answers_resets = True
         self.answers_figures = True
         self.resets: list[int] = []
@@ -175,11 +174,9 @@ class ScriptedCore:
         while True:
             peer, frame = await self._socket.recv_multipart()
             body = decode(frame).body
-            self.first = self.first or body
             match body:
-                case Attach():
-                    self.attached.append(peer)
-                    await self._socket.send_multipart([peer, self._encoder.encode(Cached([*self.kept.values()]))])
+                case Lookup() | Unreserve():
+                    await self._on_media(body, peer)
                 case NewRequest() as request:
                     self.requests.append(request)
                     await self._on_request(request, peer)
@@ -199,22 +196,27 @@ class ScriptedCore:
                         await self._socket.send_multipart([peer, self._encoder.encode(CachesReset(number))])
             self.changed.set()
 
+    async def _on_media(self, body: Lookup | Unreserve, peer: bytes) -> None:
+        if isinstance(body, Unreserve):
+            self.unreserved.append(body.request_id)
+            return
+        self.look_ups.append(body)
+        if self.answers_look_ups:
+            found = Found(body.request_id, [self.kept[value] for value in body.hashes if value in self.kept])
+            await self._socket.send_multipart([peer, self._encoder.encode(found)])
+
     async def _on_request(self, request: NewRequest, peer: bytes) -> None:
         samples = [request, *as_requests(request)]
         self._peers |= dict.fromkeys((sample.request_id for sample in samples), peer)
-        missing = [item.media_hash for item in request.media if item.patches is None]
-        missing = [media_hash for media_hash in missing if media_hash not in self.kept]
-        if missing:
-            await self.miss(request, missing)
-            return
         self.running |= {sample.request_id: sample for sample in samples}
         if self.accepts:
             await self.accept(request)
 
-    async def miss(self, request: NewRequest, hashes: list[bytes], late: bool = False) -> None:
-        """Turn a request down."""
-        self.misses.append(MediaMiss(request.request_id, hashes, late))
-        await self._send(request, self.misses[-1])
+    async def turn_down(self, request: NewRequest, late: bool = False) -> None:
+        """Its tensors cannot be used, or have not come in time."""
+        for sample in (request, *as_requests(request)):
+            self.running.pop(sample.request_id, None)
+        await self._send(request, MediaMiss(request.request_id, late))
         await self._consumed(request)
 
     async def accept(self, request: NewRequest) -> None:
@@ -223,7 +225,7 @@ class ScriptedCore:
         self.times[request.request_id] = EngineTimes(*[time.monotonic()] * 2, 0, 0, 0)
         await self._send(request, Accepted([request.request_id]))
         if self.keeps:
-            await self.keep([item for item in request.media if item.patches is not None])
+            self.kept |= {item.media_hash: CachedMedia.of(item) for item in request.media if item.patches is not None}
         for turn in itertools.zip_longest(*map(self.script, samples)):
             for sample, tokens in zip(samples, turn, strict=True):
                 if tokens is not None:
@@ -231,26 +233,6 @@ class ScriptedCore:
         if not self.hold:
             for sample in samples:
                 await self.end(sample, "length")
-
-    async def keep(self, items: Iterable[MediaItem]) -> None:
-        """Enter items into the directory, and tell all API servers."""
-        kept = [
-            CachedMedia(item.media_hash, item.modality, item.num_tokens, item.grid_thw, item.second_per_grid)
-            for item in items
-        ]
-        self.kept |= {item.media_hash: item for item in kept}
-        await self.tell(Cached(kept))
-
-    async def evict(self, *hashes: bytes) -> None:
-        """Drop items from the directory, and tell all API servers."""
-        for media_hash in hashes:
-            del self.kept[media_hash]
-        await self.tell(Evicted([*hashes]))
-
-    async def tell(self, body: AnyMessage) -> None:
-        """Send something to all API servers."""
-        for peer in self.attached:
-            await self._socket.send_multipart([peer, self._encoder.encode(body)])
 
     async def output(self, request: NewRequest, tokens: list[int]) -> None:
         logprobs = []

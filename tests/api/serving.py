@@ -138,7 +138,7 @@ async def serve(
     core = ScriptedCore(context, endpoint, script)
     transports = transports or [MemoryTransport()]
     engines = EngineClient(
-        context, Encoder("api 0", 7), [endpoint], transports, media_capacity=media_cache and 1 << 30
+        context, Encoder("api 0", 7), [endpoint], transports, media_capacity=media_cache and 1 << 30, stores=[None]
     )
     allowed = directory / "allowed"
     allowed.mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ import torch
 import zmq.asyncio
 
 from mini_engine.api import engine_client
-from mini_engine.api.engine_client import EngineClient, EngineLost
+from mini_engine.api.engine_client import LOAD_MARGIN, EngineClient, EngineLost
 from mini_engine.api.errors import EngineError, MediaNotSent, ServerStopping
 from mini_engine.api.generation import Generation, NewTokens
 from mini_engine.api.sending import INLINE_COPY_BYTES
@@ -32,7 +32,8 @@ async def connected(
     cores = [ScriptedCore(context, endpoint, script) for endpoint in endpoints]
     for core in cores:
         core.hold = True
-    client = EngineClient(context, Encoder("api 0", 7), endpoints, transports, media_capacity=1 << 30)
+    stores = [None] * len(endpoints)
+    client = EngineClient(context, Encoder("api 0", 7), endpoints, transports, media_capacity=1 << 30, stores=stores)
     tasks = [asyncio.create_task(work) for work in (client.run(), *(core.run() for core in cores))]
     try:
         yield client, cores
@@ -54,12 +55,9 @@ def request(name: str, media_bytes: int = 0) -> NewRequest:
 
 
 async def submit(client: EngineClient, request: NewRequest) -> Generation:
-    async def refill(request: NewRequest, missing: Any) -> NewRequest:
-        raise AssertionError("nothing is missing")
-
     with client.choose() as engine:
         pass
-    return await engine.submit(request, refill)
+    return await engine.submit(request)
 
 
 def test_tokens_that_pile_up_come_together(runtime: Path) -> None:
@@ -87,6 +85,42 @@ def test_the_engine_with_the_fewest_requests_is_taken(runtime: Path) -> None:
             assert not client.alive
             await submit(client, request("r4"))
             await cores[1].until(lambda: len(cores[1].requests) == 3)
+
+    asyncio.run(scenario())
+
+
+HASHES = [bytes([number]) * 16 for number in range(64)]
+
+
+def choices(client: EngineClient) -> list[int]:
+    """The engine for each of `HASHES`."""
+    chosen = []
+    for value in HASHES:
+        with client.choose(value) as engine:
+            chosen.append(engine.number)
+    return chosen
+
+
+def test_all_clients_send_the_same_media_to_the_same_engine_while_its_load_allows(
+    runtime: Path, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        three = [MemoryTransport() for _ in range(3)]
+        async with connected(runtime, three) as (client, _), connected(tmp_path, three) as (another, _):
+            preferred = choices(client)
+            assert preferred == choices(another)
+            assert all(preferred.count(number) > len(HASHES) / 6 for number in range(3))
+            with contextlib.ExitStack() as load:
+                for _ in range(LOAD_MARGIN):
+                    load.enter_context(client.choose(HASHES[0]))
+                assert choices(client) == preferred, "a load that is close to the least does not matter"
+                load.enter_context(client.choose(HASHES[0]))
+                passed = choices(client)
+                assert preferred[0] not in passed
+                assert all(now == then for now, then in zip(passed, preferred, strict=True) if then != preferred[0])
+                assert choices(another) == preferred
+            client.peer_gone(f"core {preferred[0]}")
+            assert choices(client) == passed, "as when it is busy"
 
     asyncio.run(scenario())
 

@@ -94,26 +94,6 @@ def test_wherever_they_are_on_their_way_to_an_engine(
     with_server(processor, tmp_path, scenario)
 
 
-def test_one_whose_media_are_made_again(processor: MediaProcessor, tmp_path: Path) -> None:
-    """The engine had dropped them, and so has not taken the request."""
-
-    async def scenario(served: Served) -> None:
-        served.core.keeps = True
-        assert (await served.post(content=[image()])).status_code == 200
-        served.core.kept.clear()  # and this server has not heard of it
-        decoder = HeldDecoders(served)
-        asking = asyncio.create_task(served.post(content=[image()]))
-        await eventually(lambda: decoder.begun == 1)
-        assert served.core.misses
-        served.frontend.engines.peer_gone("worker 0.1")
-        async with asyncio.timeout(PATIENCE):
-            check_told(await asking, "engine_unavailable")
-        check_nothing_held(served)
-        decoder.go.set()
-
-    with_server(processor, tmp_path, scenario)
-
-
 def test_a_completion_whose_prompt_is_not_in_tokens_yet(
     processor: MediaProcessor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,6 @@ metrics.ipc_buffered_bytes.set(100)
 metrics.ipc_buffered_tensors.set(3)
 engine = metrics.EngineFigures(0, 1000)
 metrics.EngineFigures(1, 1000)
-engine.resends.inc()
 engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5), EngineCounters(10, 4, 3, 2, 1, 6))
 engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5), EngineCounters())
 clock = RequestClock()
@@ -55,8 +54,6 @@ def test_the_figures_of_all_processes_are_summed(tmp_path: Path) -> None:
         'mini_engine:num_preemptions_total{engine="0"} 2.0',
         'mini_engine:num_preemptions_total{engine="1"} 0.0',
         'mini_engine:mm_cache_evictions_total{engine="0"} 12.0',
-        'mini_engine:mm_cache_resends_total{engine="0"} 2.0',
-        'mini_engine:mm_cache_resends_total{engine="1"} 0.0',
         'mini_engine:mm_store_bytes{engine="0",state="used"} 700.0',
         'mini_engine:mm_store_bytes{engine="0",state="pinned"} 200.0',
         'mini_engine:mm_store_bytes{engine="0",state="free"} 300.0',

@@ -97,7 +97,7 @@ def test_a_request_whose_media_failed_is_to_be_sent_again_and_nothing_else_is_to
     world.receive(MediaFailed(0, bad, "no buffer"), ("worker 0.0 media", 100))
     world.media_ready(good)
     world.run()
-    assert world.ends == {"good": ["length"]} and list(world.misses) == ["bad"] and world.accepted == ["good"]
+    assert world.ends == {"good": ["length"]} and world.turned_down == ["bad"] and world.accepted == ["good"]
     assert set(world.consumed) == {bad, good}
     world.assert_at_rest()
 
@@ -109,7 +109,7 @@ def test_media_may_fail_before_their_request_comes():
     world.run()
     world.request("bad", media=[item(message, 1, media_hash=HASH)])
     world.run()
-    assert world.misses == {"bad": [HASH]} and not world.ends and not world.accepted
+    assert world.turned_down == ["bad"] and not world.ends and not world.accepted
     world.assert_at_rest()
 
 
@@ -120,7 +120,7 @@ def test_media_that_are_late_end_the_request_and_are_released_once_they_came(mon
     world.request("video", media=[item(message, 1, media_hash=HASH)], siblings=[Sibling("video-1", 3)])
     world.media_ready(message, rank=1)
     world.run()
-    assert world.late == ["video"] and not (world.misses or world.ends or world.accepted)
+    assert world.late == ["video"] and not (world.turned_down or world.ends or world.accepted)
     assert world.links.released == [] == world.consumed, "rank 0 may still get it"
     world.media_ready(message)
     world.run()

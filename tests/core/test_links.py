@@ -6,7 +6,7 @@ import contextlib
 from types import SimpleNamespace
 
 from mini_engine.core.links import Links
-from mini_engine.messages import AskFigures, Evicted, WorkerReady
+from mini_engine.messages import AskFigures, CachedMedia, Found, WorkerReady
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder
 
@@ -65,8 +65,9 @@ def test_an_api_server_that_reads_nothing_is_named_once_and_holds_nobody_up(runt
     with core_links(runtime, context, 7) as (links, apis):
         apis[7].send(Encoder("api 7", 7).encode(AskFigures()))
         links.receive(60)
+        huge = Found("r", [CachedMedia(bytes(1 << 20), "image", 1, (1, 1, 1), None)])
         for _ in range(20):
-            links.send(links.identities[7], Evicted([bytes(1 << 20)]))  # more than the kernel takes
-        links.send(b"api 9:9", Evicted([]))  # one that is gone
+            links.send(links.identities[7], huge)  # more than the kernel takes
+        links.send(b"api 9:9", Found("r", []))  # one that is gone
         (record,) = caplog.records
         assert record.levelname == "ERROR" and record.getMessage().startswith("api 7:7 ")

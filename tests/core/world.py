@@ -6,17 +6,17 @@ import dataclasses
 
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.core.engine_core import EngineCore
-from mini_engine.core.kept_media import KeptMedia
 from mini_engine.core.limits import budgets, engine_limits
+from mini_engine.core.media_store import MediaStore, RankCopies
 from mini_engine.messages import (
     Accepted,
     AskFigures,
-    Cached,
     Consumed,
     EngineTimes,
     Envelope,
-    Evicted,
     Figures,
+    Found,
+    Lookup,
     MediaFailed,
     MediaItem,
     MediaMiss,
@@ -28,6 +28,7 @@ from mini_engine.messages import (
     TensorHandle,
 )
 from mini_engine.model.config import ModelConfig
+from mini_engine.transport.pages import PAGE_BYTES
 from tests.core.simulated_ranks import SimulatedLinks
 
 API = ("api 0", 7)
@@ -42,7 +43,7 @@ class World:
     """An engine core, its simulated ranks, and one API server that records what it is told."""
 
     def __init__(self, blocks=64, block_size=4, max_seqs=8, max_tokens=16, ranks=1, media=None, model=MODEL, **more):
-        media = KeptMedia(1 << 30) if media is None else media
+        media = RankCopies(1 << 30) if media is None else media
         config = EngineConfig(
             tensor_parallel_size=ranks, max_num_seqs=max_seqs, max_num_batched_tokens=max_tokens,
             block_size=block_size, max_model_len=blocks * block_size, **more,
@@ -60,8 +61,8 @@ class World:
         self.cached: dict[str, int] = {}
         self.consumed: list[MessageId] = []
         self.accepted: list[str] = []
-        self.listed: set[bytes] = set()  # its copy of the media directory
-        self.misses: dict[str, list[bytes]] = {}
+        self.found: dict[str, list[bytes]] = {}  # of each request's last question
+        self.turned_down: list[str] = []
         self.late: list[str] = []
         self.told: list[object] = []  # everything else
 
@@ -81,6 +82,12 @@ class World:
         sampling = SamplingParams(max_tokens, 1, stop_token_ids=list(stop))
         self.receive(NewRequest(request_id, tokens, sampling, list(media), **more), sender)
 
+    def look_up(self, request_id, *hashes, sender=API):
+        """Ask which of these are cached: the request refers to them then."""
+        self.receive(Lookup(request_id, list(hashes)), sender)
+        self.turn()
+        return self.found[request_id]
+
     def media_ready(self, message, rank=0):
         self.receive(MediaReady(rank, message), ("worker 0.0 media", 100))
 
@@ -95,16 +102,10 @@ class World:
                 self.consumed += body.messages
             elif isinstance(body, Accepted):
                 self.accepted += body.request_ids
-            elif isinstance(body, Evicted):
-                self.listed -= set(body.hashes)
-            elif isinstance(body, Cached):
-                self.listed |= {media.media_hash for media in body.items}
+            elif isinstance(body, Found):
+                self.found[body.request_id] = [media.media_hash for media in body.items]
             elif isinstance(body, MediaMiss):
-                if body.late:
-                    self.late.append(body.request_id)
-                else:
-                    self.misses[body.request_id] = body.hashes
-                self.listed -= set(body.hashes)
+                (self.late if body.late else self.turned_down).append(body.request_id)
             else:
                 self.told.append(body)
         self.links.sent.clear()
@@ -124,6 +125,11 @@ class World:
         self.receive(AskFigures())
         self.turn()
         return next(body for body in reversed(self.told) if isinstance(body, Figures))
+
+    @property
+    def idle(self):
+        """Hashes of cached media that no request refers to, the longest unused first."""
+        return [entry.media.media_hash for entry in self.core.media.idle]
 
     @property
     def started(self):
@@ -147,9 +153,12 @@ class World:
         assert not steps.in_flight and not steps.finished and not steps.release and not steps.unreferenced
         assert not len(self.core.awaiting_media)
         assert self.core.media.num_references == 0 == self.core.media.num_bytes_pinned
-        assert self.core.media.idle.size == self.core.media.num_bytes
-        assert {media.media_hash for media in self.core.media.all_listed()} == self.links.kept
-        assert self.listed == self.links.kept
+        if isinstance(self.core.media, MediaStore):
+            assert self.core.media.num_reservations == 0
+            assert self.core.media.idle.size == self.core.media.pages.num_used * PAGE_BYTES
+        else:
+            assert self.core.media.idle.size == self.core.media.num_bytes
+            assert set(self.idle) == self.links.kept
         assert self.core.encoder.num_tokens == sum(self.links.encoded.values())
         assert self.core.encoder.num_tokens == self.core.encoder.idle.size
         assert len(self.core.arrivals) == 0

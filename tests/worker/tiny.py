@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,12 @@ from mini_engine.messages import (
     MessageId,
     NewSequence,
     SamplingParams,
+    StoreHandle,
     TensorHandle,
 )
+from mini_engine.transport.arena import ReadableMemory, WritableMemory
+from mini_engine.transport.memory import create_sparse
+from mini_engine.transport.pages import PAGE_BYTES, Extent
 from mini_engine.worker.normalisation import Normalisation
 from tests.model import families
 from tests.model.families import IMAGE, PATCH_DIM, VIDEO, placeholders
@@ -38,6 +43,7 @@ class MemoryMedia:
     def __init__(self) -> None:
         self.tensors: dict[MessageId, Tensor] = {}
         self.dropped: list[int] = []
+        self.store: ReadableMemory | None = None
 
     def check(self) -> None:
         pass
@@ -59,6 +65,19 @@ class MemoryMedia:
 
     def drop_sender(self, incarnation: int) -> None:
         self.dropped.append(incarnation)
+
+
+class StoreInMemory:
+    """A media store and who writes to it: `put` gives the handle of patches that lie in these extents."""
+
+    def __init__(self, pages: int):
+        fd = create_sparse(pages * PAGE_BYTES)
+        self.writable, self.readable = WritableMemory(fd), ReadableMemory(fd)
+        os.close(fd)
+
+    def put(self, extents: list[Extent], patches: Tensor) -> StoreHandle:
+        self.writable.write(extents, patches.view(-1))
+        return StoreHandle(extents, tuple(patches.shape))
 
 
 def make_request(

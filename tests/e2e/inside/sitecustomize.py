@@ -127,9 +127,9 @@ BARRIERS: dict[str, dict[str, Wrap]] = {
         # A connection is readable, and nothing has been read from it.
         "MediaInputs._receive": behind("receiving"),
     },
+    "mini_engine.core.media_store": {"available_memory": short},
     "mini_engine.core.engine_core": {
         "EngineCore._accept": behind("accepting"),
-        "available_memory": short,
         "engine_limits": behind("loading-core"),
     },
     "mini_engine.worker.model_runner": {"ModelRunner.execute": in_mid_request},

@@ -1,0 +1,492 @@
+"""The directory of cached media against a simple model: nothing is lost, read wrongly, or evicted out of turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mini_engine.core.media_store import Entry, MediaStore, Owner, RankCopies
+from mini_engine.messages import (
+    CachedMedia,
+    MediaItem,
+    MessageId,
+    NewRequest,
+    Reserved,
+    SamplingParams,
+    StoreHandle,
+    TensorHandle,
+)
+from mini_engine.transport.pages import MARK_PAGES, PAGE_BYTES, pages_for
+
+ROW = PAGE_BYTES // 2
+PAGES = 12  # of the store in the property test
+ROWS = [
+    1,
+    2,
+    3,
+    5,
+    8,
+    13,
+    2 * PAGES,
+    2 * PAGES + 1,
+]  # of the items, by hash; the last is too large
+PLENTY = 1 << 50
+API, OTHER = 7, 8  # incarnations
+
+
+def value_of(number: int) -> bytes:
+    return bytes([number]) * 16
+
+
+def facts(value: bytes, rows: int | None = None) -> CachedMedia:
+    return CachedMedia(value, "video", 1, (1, 1, ROWS[value[0]] if rows is None else rows), 1.0)
+
+
+def named(value: bytes, rows: int | None = None) -> MediaItem:
+    """An item without a tensor."""
+    return MediaItem("video", 0, 1, facts(value, rows).grid_thw, 1.0, None, value)
+
+
+def new_request(owner: Owner, values) -> NewRequest:
+    return NewRequest(owner[1], [1], SamplingParams(1, 1), [named(value) for value in values])
+
+
+def store_of(pages: int, available: int = PLENTY) -> MediaStore:
+    return MediaStore(pages * PAGE_BYTES, ROW, lambda: available)
+
+
+def put(store: MediaStore, number: int, rows: int | None = None, owner: Owner = (API, "r"), readers=()) -> Reserved:
+    """Write an item, which `readers` refer to afterwards."""
+    reserved = store.reserve(owner, facts(value_of(number), rows))
+    assert reserved.outcome == "reserved"
+    store.written(reserved.number, readers)
+    return reserved
+
+
+def idle(store) -> list[int]:
+    """The numbers of the idle items, the longest unused first."""
+    return [entry.media.media_hash[0] for entry in store.idle]
+
+
+@dataclasses.dataclass(eq=False)
+class Written:
+    """The model of an item that lies in the store, or of one that is being written."""
+
+    value: bytes
+    stamp: int  # what its pages hold
+    extents: list[tuple[int, int]]
+    incarnation: int  # of its writer
+    readers: set[Owner] = dataclasses.field(default_factory=set)
+    listed: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return ROWS[self.value[0]] * ROW
+
+    @property
+    def num_pages(self) -> int:
+        return pages_for(self.nbytes)
+
+
+class StoreAgainstModel(RuleBasedStateMachine):
+    """Two API servers with requests at every stage. Each death brings a successor, with a new incarnation."""
+
+    values = st.integers(0, len(ROWS) - 1).map(value_of)
+    slots = st.integers(0, 1)
+    names = st.integers(0, 3).map("r{}".format)
+
+    def __init__(self):
+        super().__init__()
+        self.memory_left = PLENTY
+        self.store = MediaStore(PAGES * PAGE_BYTES + 100, ROW, lambda: self.memory_left)
+        self.incarnations = [1, 2]
+        self.next_incarnation, self.stamps = itertools.count(3), itertools.count(1)
+        self.content: dict[int, int] = {}  # page -> the stamp that was last written there
+        self.written: list[Written] = []  # that lie in the store
+        self.lru: list[Written] = []  # of those, the idle, the longest unused first
+        self.writing: dict[int, Written] = {}  # by reservation
+        self.coming: dict[Owner, dict[bytes, Written]] = {}  # references of requests that have not come
+        self.running: list[tuple[Owner, dict[bytes, Entry], list[Written]]] = []
+        self.ids = itertools.count()
+
+    @initialize(short=st.booleans())
+    def take_memory(self, short):
+        self.memory_left = 6 * PAGE_BYTES if short else PLENTY  # of a host whose memory is short: the mark stays 0
+        self.room = 0 if short else PAGES
+
+    # --- the model
+
+    def owner(self, slot: int, name: str) -> Owner:
+        return self.incarnations[slot], name
+
+    def listed(self, value: bytes) -> Written | None:
+        return next((one for one in self.written if one.listed and one.value == value), None)
+
+    def refer(self, owner: Owner, one: Written) -> None:
+        held = self.coming.setdefault(owner, {})
+        if one.value not in held:
+            held[one.value] = one
+            one.readers.add(owner)
+            if one in self.lru:
+                self.lru.remove(one)
+
+    def settle(self, one: Written) -> None:
+        """It may be that no request refers to it any more."""
+        if not one.readers:
+            (self.lru.append if one.listed else self.written.remove)(one)
+
+    def unrefer(self, owner: Owner, items) -> None:
+        for one in items:
+            one.readers.remove(owner)
+            self.settle(one)
+
+    @property
+    def num_free(self) -> int:
+        return self.room - sum(one.num_pages for one in [*self.written, *self.writing.values()])
+
+    # --- what API servers do
+
+    @rule(slot=slots, name=names, values=st.lists(values, max_size=3, unique=True))
+    def look_up(self, slot, name, values):
+        owner = self.owner(slot, name)
+        there = [one for value in values if (one := self.listed(value)) is not None]
+        for one in there:
+            self.refer(owner, one)
+        assert self.store.look_up(owner, values) == [facts(one.value) for one in there]
+
+    @rule(slot=slots, name=names, value=values)
+    def reserve(self, slot, name, value):
+        owner, evictions = self.owner(slot, name), self.store.num_evictions
+        reserved = self.store.reserve(owner, facts(value))
+        one = Written(value, next(self.stamps), reserved.extents, owner[0])
+        assert reserved.media_hash == value
+        if (there := self.listed(value)) is not None:
+            assert reserved.outcome == "present"
+            self.refer(owner, there)
+        elif any(other.value == value and other.listed for other in self.writing.values()):
+            assert reserved.outcome == "busy"
+        elif one.num_pages > self.num_free + sum(victim.num_pages for victim in self.lru):
+            assert reserved.outcome == "full" and not reserved.extents
+        else:
+            while self.num_free < one.num_pages:
+                self.written.remove(self.lru.pop(0))
+                evictions += 1
+            assert reserved.outcome == "reserved" and reserved.number not in self.writing
+            assert sum(count for _, count in reserved.extents) == one.num_pages
+            self.writing[reserved.number] = one
+        assert self.store.num_evictions == evictions
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def write(self, data):
+        """The thread has copied: some requests wait for it, or none does any more."""
+        number = data.draw(st.sampled_from(sorted(self.writing)))
+        one = self.writing.pop(number)
+        readers = data.draw(st.lists(self.names, max_size=3, unique=True))
+        self.content |= {page: one.stamp for first, count in one.extents for page in range(first, first + count)}
+        self.store.written(number, [(one.incarnation, name) for name in readers])
+        self.written.append(one)
+        for name in readers:
+            self.refer((one.incarnation, name), one)
+        self.settle(one)
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def abandon(self, data):
+        number = data.draw(st.sampled_from(sorted(self.writing)))
+        del self.writing[number]
+        self.store.abandoned(number)
+
+    @rule(slot=slots, name=names)
+    def leave(self, slot, name):
+        owner = self.owner(slot, name)
+        self.unrefer(owner, self.coming.pop(owner, {}).values())
+        self.store.release_request(owner)
+
+    @rule(slot=slots, name=names)
+    def come(self, slot, name):
+        """`NewRequest`: what it names is what it refers to, be it listed or not. A later request may use the id."""
+        owner = self.owner(slot, name)
+        theirs = self.coming.pop(owner, {})
+        references = self.store.claim(owner)
+        resolved = self.store.resolve(new_request(owner, theirs), references)
+        for item, one in zip(resolved.media, theirs.values(), strict=True):
+            assert isinstance(item.patches, StoreHandle) and item.patches.shape == (ROWS[one.value[0]], ROW)
+            self.check_content(one, item.patches.extents)
+        unique = (owner[0], f"{owner[1]} {next(self.ids)}")
+        for one in theirs.values():
+            one.readers.remove(owner)
+            one.readers.add(unique)
+        self.running.append((unique, references, list(theirs.values())))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), is_turned_down=st.booleans())
+    def end(self, data, is_turned_down):
+        """Its last step retires; or its tensors failed, and what it refers to waits for it to come again."""
+        owner, references, items = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        if is_turned_down and owner[0] in self.incarnations:
+            self.store.hand_back(owner, references)
+            self.coming[owner] = {one.value: one for one in items}
+        else:
+            self.store.release(references)
+            self.unrefer(owner, items)
+
+    @rule(slot=slots)
+    def die(self, slot):
+        incarnation = self.incarnations[slot]
+        self.incarnations[slot] = next(self.next_incarnation)
+        for owner in [owner for owner in self.coming if owner[0] == incarnation]:
+            self.unrefer(owner, self.coming.pop(owner).values())
+        self.writing = {number: one for number, one in self.writing.items() if one.incarnation != incarnation}
+        self.store.on_api_server_gone(incarnation)
+
+    @rule()
+    def reset(self):
+        self.written = [one for one in self.written if one not in self.lru]
+        self.lru = []
+        for one in [*self.written, *self.writing.values()]:
+            one.listed = False
+        self.store.reset()
+
+    # --- what holds at any time
+
+    def check_content(self, one: Written, extents) -> None:
+        assert extents == one.extents
+        assert {self.content[page] for first, count in extents for page in range(first, first + count)} == {one.stamp}
+
+    @invariant()
+    def accounts_agree(self):
+        store, read = self.store, [one for one in self.written if one.readers]
+        assert store.num_references == sum(len(one.readers) for one in read)
+        assert store.num_bytes_pinned == sum(one.nbytes for one in read)
+        assert store.num_bytes == sum(one.nbytes for one in self.written)
+        assert store.num_reservations == len(self.writing)
+        assert [entry.media.media_hash for entry in store.idle] == [one.value for one in self.lru]
+
+    @invariant()
+    def every_page_belongs_to_one_item(self):
+        taken = [
+            page
+            for one in [*self.written, *self.writing.values()]
+            for first, count in one.extents
+            for page in range(first, first + count)
+        ]
+        assert len(taken) == len(set(taken)) == self.store.pages.num_used
+        assert all(0 <= page < PAGES for page in taken)
+        for one in self.written:
+            self.check_content(one, one.extents)
+
+    def teardown(self):
+        for slot in (0, 1):
+            self.die(slot)
+        for owner, references, items in self.running:
+            self.store.release(references)
+            self.unrefer(owner, items)
+        assert self.store.num_references == self.store.num_bytes_pinned == self.store.num_reservations == 0
+        assert self.store.pages.num_used == sum(pages_for(entry.nbytes) for entry in self.store.idle)
+        self.store.reset()
+        assert self.store.pages.num_used == self.store.num_bytes == self.store.idle.size == 0
+
+
+StoreAgainstModel.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestStoreAgainstModel = StoreAgainstModel.TestCase
+
+
+class CopiesAgainstModel(RuleBasedStateMachine):
+    """Copies in the ranks: what is listed fits, what is referred to stays, and the ranks are told of each change."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = RankCopies(20)
+        self.at_ranks: set[bytes] = set()
+        self.steps: list[list[bytes]] = []  # dispatched: what each keeps
+        self.held: dict[Owner, set[bytes]] = {}
+        self.uses: list[bytes] = []  # of all that was used, the latest use last
+
+    @rule(value=st.integers(0, 7).map(value_of))
+    def arrive(self, value):
+        rows = ROWS[value[0]] % 20 + 1
+        handle = TensorHandle(MessageId(API, 1), 0, (rows, 1), "uint8")
+        self.copies.arrived(MediaItem("video", 0, 1, (1, 1, rows), 1.0, handle, value))
+
+    @rule()
+    def dispatch(self):
+        for value in self.copies.drop:
+            self.at_ranks.remove(value)
+        self.steps.append([keep.media_hash for keep in self.copies.keep])
+        assert not self.at_ranks & set(self.steps[-1]), "kept twice"
+        self.at_ranks |= set(self.steps[-1])
+        self.copies.drop, self.copies.keep = [], []
+
+    @precondition(lambda self: self.steps)
+    @rule()
+    def retire(self):
+        for value in self.steps.pop(0):
+            self.copies.kept(value)
+
+    @rule(name=st.integers(0, 3).map(str), value=st.integers(0, 7).map(value_of))
+    def look_up(self, name, value):
+        for media in self.copies.look_up((API, name), [value]):
+            self.held.setdefault((API, name), set()).add(media.media_hash)
+
+    @rule(name=st.integers(0, 3).map(str), comes=st.booleans())
+    def end(self, name, comes):
+        self.held.pop((API, name), None)
+        if comes:
+            self.copies.release(self.copies.claim((API, name)))
+        else:
+            self.copies.release_request((API, name))
+
+    @rule()
+    def reset(self):
+        self.copies.reset()
+        assert not list(self.copies.idle)
+
+    @rule()
+    def die(self):
+        self.held.clear()
+        self.copies.on_api_server_gone(API)
+
+    @invariant()
+    def accounts_agree(self):
+        copies = self.copies
+        pinned = set().union(*self.held.values())
+        assert copies.num_bytes <= copies.capacity
+        assert copies.num_references == sum(map(len, self.held.values()))
+        assert copies.num_bytes_pinned == copies.num_bytes - copies.idle.size - sum(
+            ROWS[value[0]] % 20 + 1 for value in [*itertools.chain(*self.steps), *(k.media_hash for k in copies.keep)]
+        )
+        dropped = set(copies.drop)
+        assert pinned <= self.at_ranks - dropped
+        assert pinned | {entry.media.media_hash for entry in copies.idle} <= self.at_ranks - dropped
+
+
+CopiesAgainstModel.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestCopiesAgainstModel = CopiesAgainstModel.TestCase
+
+
+def test_the_longest_unused_goes_whoever_wrote_or_used_it():
+    store = store_of(4)
+    for number in range(4):
+        put(store, number, 2, (API if number % 2 else OTHER, "r"))
+    assert idle(store) == [0, 1, 2, 3]
+    for incarnation, number in ((API, 0), (OTHER, 1)):
+        store.look_up((incarnation, "again"), [value_of(number)])
+        store.release(store.claim((incarnation, "again")))
+    assert idle(store) == [2, 3, 0, 1]
+    put(store, 4, 4)
+    assert idle(store) == [0, 1, 4] and store.num_evictions == 2
+
+
+def test_nothing_is_evicted_where_that_would_not_suffice():
+    store = store_of(4)
+    put(store, 0, 2)
+    put(store, 1, 2, readers=[(API, "runs")])
+    assert store.reserve((API, "r"), facts(value_of(2), 8)).outcome == "full"
+    assert idle(store) == [0] and store.num_evictions == 0
+    put(store, 2, 6)  # all but the one that is referred to
+    assert idle(store) == [2]
+
+
+def test_free_pages_anywhere_are_enough():
+    """One out of two pages is free: an item lies in as many extents."""
+    store = store_of(8)
+    for number in range(8):
+        put(store, number, 2, readers=[(API, "runs")] if number % 2 else [])
+    reserved = put(store, 8, 8)
+    assert sorted(reserved.extents) == [(page, 1) for page in range(0, 8, 2)]
+    assert idle(store) == [8]
+
+
+def test_one_item_may_take_the_whole_store():
+    store = store_of(64)
+    for number in range(64):
+        put(store, number, 1)
+    assert put(store, 99, 128).extents == [(0, 64)]
+    assert idle(store) == [99] and store.pages.num_used == 64
+
+
+def test_a_store_smaller_than_a_request_takes_what_it_can():
+    store, request = store_of(3), (API, "r")
+    outcomes = []
+    for number in range(3):
+        reserved = store.reserve(request, facts(value_of(number), 4))
+        outcomes.append(reserved.outcome)
+        if reserved.outcome == "reserved":
+            store.written(reserved.number, [request])
+    assert outcomes == ["reserved", "full", "full"]  # what it has already placed is not evicted for the rest of it
+    store.release(store.claim(request))
+    assert idle(store) == [0]
+
+
+@pytest.mark.parametrize("ended", ["written", "abandoned", "gone"])
+def test_two_api_servers_race_for_one_item(ended):
+    store, item = store_of(8), facts(value_of(1), 4)
+    first, second = (API, "first"), (OTHER, "second")
+    number = store.reserve(first, item).number
+    assert store.reserve(second, item).outcome == "busy"
+    if ended == "written":
+        store.written(number, [first])
+        assert store.reserve(second, item).outcome == "present"
+        assert store.num_references == 2
+    else:
+        store.abandoned(number) if ended == "abandoned" else store.on_api_server_gone(API)
+        assert store.reserve(second, item).outcome == "reserved"
+        assert store.pages.num_used == 2
+
+
+def test_a_dead_api_server_takes_its_reservations_only():
+    store = store_of(8)
+    put(store, 1, 2, readers=[(API, "coming"), (OTHER, "coming")])
+    store.look_up((API, "runs"), [value_of(1)])
+    running = store.claim((API, "runs"))
+    store.reserve((API, "r"), facts(value_of(2), 4))
+    store.on_api_server_gone(API)
+    assert store.num_reservations == 0 and store.pages.num_used == 1 and store.num_references == 2
+    store.release(running)
+    store.release_request((OTHER, "coming"))
+    assert idle(store) == [1]
+
+
+def test_after_a_reset_what_was_being_written_is_for_its_waiters_only():
+    store, item = store_of(8), facts(value_of(1), 4)
+    number = store.reserve((API, "old"), item).number
+    store.reset()
+    assert store.pages.num_used == 2  # a thread may be writing
+    later = store.reserve((OTHER, "new"), item)
+    assert later.outcome == "reserved"
+    store.written(number, [(API, "old")])
+    assert store.look_up((OTHER, "asks"), [value_of(1)]) == []
+    store.written(later.number, [])
+    references = store.claim((API, "old"))
+    assert references[value_of(1)].extents != later.extents
+    store.release(references)
+    assert store.pages.num_used == 2 and idle(store) == [1]
+
+
+def test_short_memory_is_full_and_what_is_idle_makes_room():
+    available = MARK_PAGES * PAGE_BYTES
+    store = MediaStore(4 * available, ROW, lambda: available)
+    put(store, 1, 2 * MARK_PAGES)
+    available = 0
+    assert put(store, 2, 2 * MARK_PAGES, readers=[(API, "r")]).extents == [(0, MARK_PAGES)]
+    assert store.num_evictions == 1
+    assert store.reserve((API, "r"), facts(value_of(3), 1)).outcome == "full"
+
+
+def test_where_ranks_register_the_memory_they_are_told_of_the_mark():
+    store = MediaStore(4 * MARK_PAGES * PAGE_BYTES, ROW, lambda: PLENTY, is_registered=True)
+    assert store.mark is None
+    put(store, 1, 1)
+    assert store.mark == MARK_PAGES * PAGE_BYTES
+    store.mark = None
+    put(store, 2, 1)
+    assert store.mark is None
+    put(store, 3, 2 * MARK_PAGES)
+    assert store.mark == 2 * MARK_PAGES * PAGE_BYTES
+    assert store_of(1).mark is None
