@@ -134,7 +134,7 @@ def test_media_that_a_rank_cannot_use_are_released_once_the_other_has_reported_t
     world.request("video", media=[item(message, 1, media_hash=HASH)])
     world.receive(MediaFailed(0, message, "why"))
     world.run()
-    assert world.misses == {"video": [HASH]} and world.links.released == []
+    assert world.turned_down == ["video"] and world.links.released == []
     world.receive(MediaFailed(1, message, "why"))
     world.run()
     assert world.links.released == [message] == world.consumed

@@ -311,7 +311,7 @@ class CopiesAgainstModel(RuleBasedStateMachine):
     @rule(value=st.integers(0, 7).map(value_of))
     def arrive(self, value):
         rows = ROWS[value[0]] % 20 + 1
-        handle = TensorHandle(MessageId(API, 1), 0, (rows, 1), "uint8")
+        handle = TensorHandle(MessageId(API, 1), (rows, 1), "uint8")
         self.copies.arrived(MediaItem("video", 0, 1, (1, 1, rows), 1.0, handle, value))
 
     @rule()

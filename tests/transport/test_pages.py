@@ -127,11 +127,11 @@ def test_the_mark_rises_by_steps_while_memory_is_available() -> None:
     one = allocator.allocate(1)
     assert allocator.mark == MARK_PAGES
     assert allocator.allocate(3 * MARK_PAGES * PAGE_BYTES) is None, "the pages below the mark have no memory yet"
+    assert allocator.mark == 3 * MARK_PAGES, "it has risen as far as it may"
     allocator.written(one)
-    assert allocator.allocate((MARK_PAGES + 1) * PAGE_BYTES) is not None and allocator.mark == 2 * MARK_PAGES
     available = 0
-    assert allocator.allocate((MARK_PAGES - 2) * PAGE_BYTES) is not None, "what is below the mark is allowed already"
-    assert allocator.allocate(PAGE_BYTES) is None and allocator.mark == 2 * MARK_PAGES
+    assert allocator.allocate((3 * MARK_PAGES - 1) * PAGE_BYTES) is not None, "what is below the mark is allowed"
+    assert allocator.allocate(PAGE_BYTES) is None and allocator.mark == 3 * MARK_PAGES
 
 
 def test_the_last_step_ends_at_the_capacity() -> None:

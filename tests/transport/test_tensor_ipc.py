@@ -157,7 +157,7 @@ def test_the_end_of_a_stream_is_reported_once_and_frames_after_it_are_dropped(
         second.close()
         await asyncio.to_thread(second.thread.join)
         messages = await send(sender, torch.ones(3))
-        while not ended:
+        while not ended:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         messages += await send(sender, torch.ones(3))
         assert [(await arrival(first)).message for _ in messages] == messages

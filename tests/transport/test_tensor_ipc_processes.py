@@ -168,7 +168,7 @@ def test_a_killed_rank_ends_its_stream_alone(runtime: Path, arena: Arena) -> Non
             await send(number)
         assert not ended
         kill(child)
-        while not ended:
+        while not ended:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         await send(4)
         assert len(ended) == 1 and "rank 1" in ended[0]
