@@ -97,6 +97,25 @@ def test_a_request_that_asks_for_smaller_items(processor: MediaProcessor, tmp_pa
     with_server(processor, tmp_path, scenario)
 
 
+def test_usage_says_what_the_model_saw(processor: MediaProcessor, tmp_path: Path) -> None:
+    """The second time the items come from the cache."""
+
+    async def scenario(served: Served) -> None:
+        picture = {"type": "image", "width": 140, "height": 140, "tokens": 25}
+        frames = {"type": "video", "width": 56, "height": 56, "tokens": 8, "frames": 4, "seconds_per_frame": 0.3}
+        for _ in range(2):
+            content = [image(140), video()]
+            used = (await ask(served, *content, **FEWER[0]))["usage"]
+            assert used["media"] == [picture, frames]
+            stream = await served.post(content=content, stream=True, stream_options={"include_usage": True}, **FEWER[0])
+            *_, last, _ = (line.removeprefix("data: ") for line in stream.text.splitlines() if line)
+            assert json.loads(last)["usage"]["media"] == used["media"]
+        assert "media" not in (await ask(served, {"type": "text", "text": "hello"}))["usage"]
+        assert [sent(request) for request in served.core.requests[1:4]] == [[False, False]] * 3
+
+    with_server(processor, tmp_path, scenario)
+
+
 KWARGS = {"max_pixels": 10, "min_pixels": 1}
 
 
