@@ -156,7 +156,7 @@ def test_settings_of_a_part_win_over_those_of_the_request(processor: MediaProces
     assert (settings.sampling.fps, settings.sampling.num_frames) == (1.0, None)
     assert settings.calls["video"]["size"]["longest_edge"] == 8000
     assert of_request(server, fps=2, do_sample_frames=True).sampling.fps == 2.0
-    assert of_request(server, num_frames=-1).sampling.num_frames == 10**6 // 5 * 2  # all, but for what fits
+    assert of_request(server, num_frames=-1).sampling.num_frames == 768  # all, but for --max-video-frames-kept
 
 
 @pytest.mark.parametrize("family", tiny_processor.PROCESSORS)
@@ -249,10 +249,18 @@ def test_long_videos_fit(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kwargs", "most", "count"), [({"num_frames": 9}, 5, 5), ({"num_frames": -1}, 5, 5), ({"num_frames": 3}, 5, 3)]
-    + [({"fps": 9}, 5, 5), ({"fps": 9, "min_frames": 8, "max_frames": 9}, 5, 5), ({"fps": 0.5}, 5, 3)],
+    + [({"fps": 9}, 5, 5), ({"fps": 9, "min_frames": 8, "max_frames": 9}, 5, 5), ({"fps": 0.5}, 5, 3)]
+    + [({"num_frames": -1}, 50, 20), ({"fps": 9}, 50, 20), ({"fps": 9, "max_frames": 30}, 50, 30)],
 )  # fmt: skip
 def test_at_most(kwargs: dict, most: int, count: int) -> None:
-    assert len(at_most(VideoSampling(**kwargs), most).indices([index / 10 for index in range(60)], 10.0, 768)) == count
+    """Without a number of its own, 20."""
+    sampling, times = at_most(VideoSampling(**kwargs), most, 20), [index / 10 for index in range(60)]
+    assert len(sampling.indices(times, 10.0, 768)) == count
+
+
+def test_the_models_own_sampling_keeps_the_servers_limit(processor: MediaProcessor) -> None:
+    model = (processor.hf_processor.tokenizer.name_or_path, None)
+    assert MediaSettingsResolver(processor, model, most_frames=8).server.sampling.num_frames == 8
 
 
 @pytest.mark.parametrize(
