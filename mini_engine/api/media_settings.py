@@ -67,7 +67,7 @@ class _RequestKwargs(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=T
     def __post_init__(self) -> None:
         if self.do_sample_frames is False:
             raise ValueError(
-                "do_sample_frames is always on: frames are sampled before they are decoded; num_frames -1 keeps all"
+                "do_sample_frames is always on: frames are sampled before they are decoded; num_frames -1 asks for all"
             )
         if self.size is not None and (self.min_pixels or self.max_pixels):
             raise ValueError("either size is given, or min_pixels and max_pixels")
