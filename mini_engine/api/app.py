@@ -129,7 +129,8 @@ class Frontend:
             generation = await engine.submit(request, partial(self._refill, fetched, clock))
             clock.enter("other")
         missing = [f"{ref.name}: {item.missing}" for ref, item in zip(refs, items, strict=True) if item.missing]
-        return Answer(generation, samples, clock, len(prompt.token_ids), missing)
+        used = [item.usage(self.media.processor) for item in items]
+        return Answer(generation, samples, clock, len(prompt.token_ids), missing, used)
 
     async def _prepare(
         self, fetched: list[FetchedItem], kept: Mapping[bytes, CachedMedia], clock: RequestClock, request_id: str
