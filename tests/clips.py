@@ -148,6 +148,23 @@ def remuxed(data: bytes, container: str, change: Callable[[int, bytes], bytes]) 
     return buffer.getvalue()
 
 
+def repeated(data: bytes, times: int, degrees: int = 0) -> bytes:
+    """The video of an mp4 so many times over, without encoding it again, to be shown turned by `degrees`."""
+    buffer = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(buffer, "w", format="mp4", options=SAME_BYTES) as output:
+        track = source.streams.video[0]
+        stream = output.add_stream_from_template(track)
+        stream.set_display_rotation(degrees)
+        packets = [(bytes(packet), packet) for packet in source.demux(track) if packet.size]
+        for turn in range(times):
+            for content, old in packets:
+                packet = av.Packet(content)
+                packet.pts, packet.dts = old.pts + turn * track.duration, old.dts + turn * track.duration
+                packet.time_base, packet.is_keyframe, packet.stream = old.time_base, old.is_keyframe, stream
+                output.mux(packet)
+    return buffer.getvalue()
+
+
 def decode_all(data: bytes, stream: int = 0) -> np.ndarray:
     """All frames, [N, H, W, 3], of a plain PyAV decode: the reference."""
     with av.open(io.BytesIO(data)) as container:

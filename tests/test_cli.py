@@ -195,6 +195,11 @@ COMMANDS = [
      "--gpu-memory-utilization 0.95 --max-num-seqs 128", {"limit_mm_per_prompt": {"video": 0}, "max_num_seqs": 128}),
     ("""M --max-model-len 128000 --trust-remote-code --mm-processor-cache-gb 0 --media-io-kwargs
         '{"video": {"num_frames": 8}}'""", {"media_io_kwargs": {"video": {"num_frames": 8}}}),
+    ("""Qwen/Qwen3-VL-8B-Instruct --tensor-parallel-size 8 --mm-encoder-tp-mode data --async-scheduling --host 0.0.0.0
+        --port 22002 --media-io-kwargs '{"video":{"num_frames":-1}}'""",
+     {"media_io_kwargs": {"video": {"num_frames": -1}}}),
+    ("--model M --served-model-name Qwen2-VL-7B-Instruct --allowed-local-media-path / --max-model-len 128000",
+     {"served_model_name": ["Qwen2-VL-7B-Instruct"], "allowed_local_media_path": "/"}),
     ("M --max-model-len auto", {"max_model_len": None}),
     ("M --max-model-len -1 --api-server-count 2", {"max_model_len": None, "api_server_count": 2}),
     ("""--limit-mm-per-prompt '{"image": {"count": 4, "width": 512}, "video": {"width": 512}, "audio": 0}'""",

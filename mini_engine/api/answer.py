@@ -14,7 +14,7 @@ from mini_engine.api.detokenizer import Detokenizer
 from mini_engine.api.errors import EngineError
 from mini_engine.api.generation import Generation, NewTokens
 from mini_engine.api.logprobs import LogprobList
-from mini_engine.api.responses import FinishedBy, ListedToken, Usage, usage
+from mini_engine.api.responses import FinishedBy, ListedToken, MediaUsage, Usage, usage
 from mini_engine.api.timings import RequestClock
 from mini_engine.log import about
 from mini_engine.messages import EngineTimes, FinishReason
@@ -87,10 +87,11 @@ class Answer:
         samples: Sequence[SampleText],
         clock: RequestClock,
         prompt_tokens: int,
-        warnings: Sequence[str],
+        warnings: Sequence[str] = (),
+        media: Sequence[MediaUsage] = (),
     ):
         """`samples` are `generation`'s, in its order. `warnings` say what the answer does not rest on."""
-        self.prompt_tokens = prompt_tokens
+        self.prompt_tokens, self.media = prompt_tokens, media
         self.warnings = warnings
         self.samples = samples
         self._generation = generation
@@ -106,7 +107,7 @@ class Answer:
     def usage(self) -> Usage:
         """Tokens so far: the prompt's once, and those of all samples."""
         completion_tokens = sum(sample.completion_tokens for sample in self.samples)
-        return usage(self.prompt_tokens, completion_tokens, self._generation.num_cached_tokens)
+        return usage(self.prompt_tokens, completion_tokens, self._generation.num_cached_tokens, self.media)
 
     def __aiter__(self) -> Answer:
         return self

@@ -134,7 +134,8 @@ class Frontend:
             generation = await engine.submit(request)
             clock.enter("other")
         missing = [f"{ref.name}: {item.missing}" for ref, item in zip(refs, items, strict=True) if item.missing]
-        return Answer(generation, samples, clock, len(prompt.token_ids), missing)
+        used = [item.usage(self.media.processor) for item in items]
+        return Answer(generation, samples, clock, len(prompt.token_ids), missing, used)
 
     def sample_texts(self, asked: GenerationRequest, sampling: SamplingParams) -> list[SampleText]:
         """What makes the text of each sample of the answer to `asked`, which was resolved to `sampling`."""

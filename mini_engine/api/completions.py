@@ -145,7 +145,7 @@ class Completing:
         with frontend.engines.choose(samples=self._asked.num_choices) as engine:
             generation = await engine.submit(request)
         clock.enter("other")
-        return Answer(generation, samples, clock, len(request.prompt_token_ids), warnings=())
+        return Answer(generation, samples, clock, len(request.prompt_token_ids))
 
     def _index(self, prompt: int, piece: Piece) -> int:
         return prompt * self._asked.num_choices + piece.index

@@ -19,6 +19,7 @@ from mini_engine.api.chat import MediaRef
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.config import parse_options
+from mini_engine.media.limits import DecodeLimits
 from mini_engine.media.processor import EDGES, TIME_TOKENS, Kind, Kwargs, MediaProcessor, MediaSettings
 from mini_engine.media.sampling import Count, VideoSampling
 from mini_engine.messages import EngineLimits, Modality
@@ -66,7 +67,7 @@ class _RequestKwargs(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=T
     def __post_init__(self) -> None:
         if self.do_sample_frames is False:
             raise ValueError(
-                "do_sample_frames is always on: frames are sampled before they are decoded; num_frames -1 keeps all"
+                "do_sample_frames is always on: frames are sampled before they are decoded; num_frames -1 asks for all"
             )
         if self.size is not None and (self.min_pixels or self.max_pixels):
             raise ValueError("either size is given, or min_pixels and max_pixels")
@@ -88,18 +89,21 @@ class MediaSettingsResolver:
         model: tuple[str, str | None],
         processor_kwargs: Kwargs | None = None,
         video_io_kwargs: Kwargs | None = None,
+        most_frames: int = DecodeLimits.max_video_frames_kept,
     ):
-        """`model` is directory and revision, the others are --mm-processor-kwargs and the `video` part of
-        --media-io-kwargs. Runs the processor once. Raises ValueError."""
+        """`model` is directory and revision, the others are --mm-processor-kwargs, the `video` part of
+        --media-io-kwargs, and --max-video-frames-kept. Runs the processor once. Raises ValueError."""
         asked, rest = _split(processor_kwargs or {}, video_io_kwargs or {})
         given = parse_options("--mm-processor-kwargs", rest, _ServerKwargs)
         if given.max_video_tokens is not None:  # transformers reads no argument of this name
             processor.hf_processor.video_processor.max_video_tokens = given.max_video_tokens
         sampling = parse_options("video sampling", asked or _own_sampling(processor), VideoSampling)
+        if not asked:
+            sampling = at_most(sampling, most_frames, most_frames)
         calls = _tuned("--mm-processor-kwargs", _own_calls(processor, Path(model[0])), given)
         self.server = MediaSettings(sampling, msgspec.to_builtins(given), calls)
         processor.check(self.server)
-        self._processor = processor
+        self._processor, self._most_frames = processor, most_frames
         self._model = model
 
     def resolve(self, chat: ChatRequest, video_tokens: int, refs: Sequence[MediaRef]) -> list[KeyedSettings]:
@@ -141,7 +145,9 @@ class MediaSettingsResolver:
             shortest = settings.calls["video"]["size"]["shortest_edge"]
             least = math.ceil(1.25 * shortest / self._processor.token_pixels)  # sides are rounded up to whole patches
         frames = self._processor.step * max(1, video_tokens // least)
-        return replace(settings, sampling=at_most(settings.sampling, frames), video_tokens=video_tokens)
+        return replace(
+            settings, sampling=at_most(settings.sampling, frames, self._most_frames), video_tokens=video_tokens
+        )
 
 
 def video_tokens(limits: EngineLimits, text_tokens: int, answer_tokens: int, num_items: int) -> int:
@@ -169,12 +175,12 @@ def updated(sampling: VideoSampling, asked: Mapping[str, Any]) -> VideoSampling:
     return parse_options("video sampling", own | asked, VideoSampling)
 
 
-def at_most(sampling: VideoSampling, frames: int) -> VideoSampling:
-    """`sampling`, of which no more than `frames` frames come, at least one."""
+def at_most(sampling: VideoSampling, frames: int, unset: int) -> VideoSampling:
+    """`sampling`, of which no more than `frames` frames come, at least one; and `unset` where it sets no number."""
     if sampling.num_frames is not None:
-        count = frames if sampling.num_frames == -1 else min(sampling.num_frames, frames)
-        return msgspec.structs.replace(sampling, num_frames=count)
-    most, least = min(sampling.max_frames or frames, frames), min(sampling.min_frames or 1, frames)
+        count = unset if sampling.num_frames == -1 else sampling.num_frames
+        return msgspec.structs.replace(sampling, num_frames=min(count, frames))
+    most, least = min(sampling.max_frames or unset, frames), min(sampling.min_frames or 1, frames)
     return msgspec.structs.replace(sampling, max_frames=most, min_frames=least)
 
 

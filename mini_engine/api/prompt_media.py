@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 from mini_engine.api.chat import ExpandedPrompt, Placeholder
 from mini_engine.api.errors import bad_request
+from mini_engine.api.responses import MediaUsage
 from mini_engine.media.hashing import HASH_BYTES
 from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality
 
 if TYPE_CHECKING:
     import torch
 
-    from mini_engine.media.processor import ProcessedItem
+    from mini_engine.media.processor import MediaProcessor, ProcessedItem
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +53,15 @@ class PromptItem:
             missing,
             source.placeholder,
         )
+
+    def usage(self, processor: MediaProcessor) -> MediaUsage:
+        """What the response says of it."""
+        steps, height, width = self.grid_thw
+        used = MediaUsage(self.modality, width * processor.patch_size, height * processor.patch_size, self.num_tokens)
+        if self.second_per_grid is None:
+            return used
+        seconds = round(self.second_per_grid / processor.step, 4)
+        return msgspec.structs.replace(used, frames=steps * processor.step, seconds_per_frame=seconds)
 
 
 def prompt_items(

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from mini_engine.api.errors import ApiError
+from mini_engine.messages import Modality
 
 FinishedBy = Literal["stop", "length"]
 DONE = b"data: [DONE]\n\n"
@@ -24,6 +25,17 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class MediaUsage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the model saw of an image or video, sampled and resized."""
+
+    type: Modality
+    width: int  # pixels
+    height: int
+    tokens: int  # that hold its content
+    frames: int | None = None  # of a video: the last is repeated if they do not fill the last step in time
+    seconds_per_frame: float | None = None  # from one to the next, on average
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Tokens: of the prompt with its images and videos, once however many choices, and delivered."""
 
@@ -31,6 +43,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    media: Sequence[MediaUsage] | msgspec.UnsetType  # in the prompt's order; absent: there are none
 
 
 class Timings(msgspec.Struct, frozen=True):
@@ -142,10 +155,10 @@ _encoder = msgspec.json.Encoder()
 _NO_REMARKS = Remarks()
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, media: Sequence[MediaUsage] = ()) -> Usage:
     """The usage with its sum."""
     total = prompt_tokens + completion_tokens
-    return Usage(prompt_tokens, completion_tokens, total, PromptTokensDetails(cached_tokens))
+    return Usage(prompt_tokens, completion_tokens, total, PromptTokensDetails(cached_tokens), media or msgspec.UNSET)
 
 
 def completion(

@@ -117,7 +117,9 @@ def load(init: Init, index: int) -> ModelFront:
     try:
         processor = MediaProcessor(init.model_dir, trust_remote_code=config.trust_remote_code, device=device)
         video_io_kwargs, model = config.media_io_kwargs.get("video", {}), (init.model_dir, config.revision)
-        settings = MediaSettingsResolver(processor, model, config.mm_processor_kwargs, video_io_kwargs)
+        settings = MediaSettingsResolver(
+            processor, model, config.mm_processor_kwargs, video_io_kwargs, config.max_video_frames_kept
+        )
         template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
         renderer = ChatRenderer(processor.hf_processor, template)
         vocabulary = Vocabulary(processor.hf_processor.tokenizer)

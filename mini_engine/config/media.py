@@ -76,8 +76,9 @@ class MediaOptions:
         minimum=1, maximum=MOST_FRAMES_KEPT,
     )  # fmt: skip
     max_video_pixels_kept: int = option(
-        DecodeLimits.max_video_pixels_kept, "Most pixels of all frames sampled from a video.", "Media limits", minimum=1
-    )
+        DecodeLimits.max_video_pixels_kept, "Most pixels of all frames sampled from a video; larger frames are scaled "
+        "down to fit.", "Media limits", minimum=1,
+    )  # fmt: skip
     media_decode_timeout: float = option(
         DecodeLimits.media_decode_timeout, "Seconds within which an image or video must be decoded.", "Media limits",
         minimum=0.1, maximum=3600,

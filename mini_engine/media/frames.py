@@ -23,11 +23,12 @@ _Turn = tuple[bool, bool, bool]  # whether to swap the axes, then to mirror left
 class FrameRows:
     """Keeps the frames at the given places, each as uint8 [H, W, 3], in one array that is made for the first.
 
-    Size and turn are those of the first; later ones are scaled to it. Memory: the array, and one frame while it is
-    converted.
+    Turn and size are those of the first, which is smaller where all together would exceed the limit; frames of another
+    size are scaled to it. Memory: the array, and one frame while it is converted. Raises MediaError for too many.
     """
 
     def __init__(self, places: Collection[int], guard: Guard, allocate: Allocate) -> None:
+        guard.check("max_video_frames_kept", len(places), "frames in its sampling", "fewer, or sample fewer")
         self._places = frozenset(places)
         self._guard = guard
         self._allocate = allocate
@@ -43,12 +44,13 @@ class FrameRows:
             return
         self._guard.check_size("max_frame_pixels", frame.width, frame.height)
         if self._rows is None:
-            self._guard.check_kept(len(self._places), frame.width, frame.height)
-            self._size, self._turn = (frame.width, frame.height), _turn_of(frame)
+            self._size = self._guard.fitting_size(len(self._places), frame.width, frame.height)
+            self._turn = _turn_of(frame)
             height, width = self._size if self._turn[0] else self._size[::-1]
             self._rows = self._allocate((len(self._places), height, width))
         width, height = self._size
-        rgb = self._reformatter.reformat(frame, width=width, height=height, format="rgb24", threads=1)
+        how = None if self._size == (frame.width, frame.height) else "BICUBIC"
+        rgb = self._reformatter.reformat(frame, width, height, "rgb24", interpolation=how, threads=1)
         plane = rgb.planes[0]
         lines = np.frombuffer(memoryview(plane), np.uint8).reshape(-1, plane.line_size)
         pixels = lines[:height, : width * 3].reshape(height, width, 3)  # FFmpeg pads the lines of its frames

@@ -3,6 +3,7 @@
 Time and memory are bounded from outside, see `decoder_pool.py`. Knows nothing of decoders.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,8 +26,8 @@ class DecodeLimits:
     max_video_frames_kept: int = 768  # by the sampling: as many as the Qwen-VL processors take
     max_video_seconds: float = 3600.0  # from the first frame to the last
     max_frame_pixels: int = 8192 * 4608  # 8K
-    max_video_pixels_kept: int = 512 << 20  # over all kept frames: 1.5 GiB of RGB
-    media_decode_timeout: float = 30.0  # seconds of wall time
+    max_video_pixels_kept: int = 512 << 20  # of all kept frames, which are scaled to fit: 1.5 GiB of RGB
+    media_decode_timeout: float = 120.0  # seconds of wall time: an hour of 720p in H.265 takes 39, a minute of 4K 53
     media_decoder_memory: int = 1 << 30  # bytes of a decoder process, beside itself, the encoded item and the frames
 
     @property
@@ -69,11 +70,14 @@ class Guard:
             problem = f"{width}x{height} is longer than {_MAX_ASPECT_RATIO} times its width; crop it"
             raise MediaError(self.item, problem)
 
-    def check_kept(self, frames: int, width: int, height: int) -> None:
-        """Called before the frames of a sampling are kept."""
-        self.check("max_video_frames_kept", frames, "frames in its sampling", "fewer, or sample fewer")
-        pixels = f"pixels in {frames} frames of {width}x{height}"
-        self.check("max_video_pixels_kept", frames * width * height, pixels, "fewer or smaller frames")
+    def fitting_size(self, frames: int, width: int, height: int) -> tuple[int, int]:
+        """The size at which so many frames may be kept: theirs, or else one with even sides."""
+        scale = math.sqrt(self.limits.max_video_pixels_kept / (frames * width * height))
+        if scale < 1:
+            width, height = (max(int(side * scale) // 2 * 2, 2) for side in (width, height))
+            self.check_size("max_frame_pixels", width, height)
+            self.check("max_video_pixels_kept", frames * width * height, "pixels at least", "fewer frames")
+        return width, height
 
     def add_damage(self, what: str) -> None:
         """`what` continues the sentence of CUT_SHORT, which is the error unless part of the video is good enough."""

@@ -47,7 +47,7 @@ class ProcessedItem:
     patches: "torch.Tensor"  # uint8 [grid_t * grid_h * grid_w, 3 * temporal_patch_size * patch_size**2], contiguous
     grid_thw: tuple[int, int, int]  # in patches
     num_tokens: int  # placeholders in the prompt, after merging merge_size**2 patches each
-    second_per_grid: float | None = None  # seconds between temporal patches; None: an image, or the model has no use
+    second_per_grid: float | None = None  # seconds between temporal patches; None: an image
     missing: str | None = None  # what could not be read of a video
     # The item's text in a prompt, one placeholder token for each run of them. None: one run, nothing else.
     placeholder: str | None = None
@@ -74,7 +74,8 @@ class MediaProcessor:
             if getattr(self._image, name) != getattr(self._video, name):
                 raise ValueError(f"the model's image and video processors differ in {name}, which is not supported")
         self.step = self._video.temporal_patch_size  # frames that become one step in time
-        self.token_pixels = (self._video.patch_size * self._video.merge_size) ** 2  # of each of them, for a token
+        self.patch_size = self._video.patch_size  # pixels
+        self.token_pixels = (self.patch_size * self._video.merge_size) ** 2  # of each frame, for a token
         self.times_frames = "Qwen3" in type(self._video).__name__
         """Whether the bounds on a video's pixels are for all frames together, and the prompt has each step's time."""
         video = _call(self._video, device) | {"do_sample_frames": False, "return_metadata": True}
@@ -115,8 +116,7 @@ class MediaProcessor:
         call = {**settings.calls["video"], "video_metadata": [metadata], "size": self._size(len(pixels), settings)}
         out = _run(self._video, pixels, call)
         # As Qwen2_5_VLProcessor computes it: from the mean rate of the frames that were kept.
-        is_timed = "second_per_grid_ts" in self.hf_processor.model_input_names
-        seconds = step / out["video_metadata"][0].sampled_fps if is_timed else None
+        seconds = step / out["video_metadata"][0].sampled_fps
         token = self.hf_processor.video_token
         text = re.sub(f"(?:{re.escape(token)})+", token, self.hf_processor.replace_video_token(out, 0))
         rest = (seconds, video.missing, None if text == token else text)

@@ -89,7 +89,6 @@ class _Decode:
         times = self._times(self.packets.stamps)
         self.guard.check("max_video_seconds", times[-1] - times[0], "seconds", "a shorter video")
         indices = self._sample(times)
-        self.guard.check_kept(len(indices), self.codec.width, self.codec.height)
         frames = self._seek(indices)
         walks = 0
         while frames is None or not frames.holds(indices.tolist()):

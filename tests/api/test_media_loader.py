@@ -39,6 +39,7 @@ class Gated:
 
     def __init__(self, processor: MediaProcessor):
         self.processor = processor
+        self.step, self.patch_size = processor.step, processor.patch_size
         self.inside = 0
         self.most = 0
         self.door = threading.Event()

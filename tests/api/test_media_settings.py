@@ -97,6 +97,25 @@ def test_a_request_that_asks_for_smaller_items(processor: MediaProcessor, tmp_pa
     with_server(processor, tmp_path, scenario)
 
 
+def test_usage_says_what_the_model_saw(processor: MediaProcessor, tmp_path: Path) -> None:
+    """The second time the items come from the cache."""
+
+    async def scenario(served: Served) -> None:
+        picture = {"type": "image", "width": 140, "height": 140, "tokens": 25}
+        frames = {"type": "video", "width": 56, "height": 56, "tokens": 8, "frames": 4, "seconds_per_frame": 0.3}
+        for _ in range(2):
+            content = [image(140), video()]
+            used = (await ask(served, *content, **FEWER[0]))["usage"]
+            assert used["media"] == [picture, frames]
+            stream = await served.post(content=content, stream=True, stream_options={"include_usage": True}, **FEWER[0])
+            *_, last, _ = (line.removeprefix("data: ") for line in stream.text.splitlines() if line)
+            assert json.loads(last)["usage"]["media"] == used["media"]
+        assert "media" not in (await ask(served, {"type": "text", "text": "hello"}))["usage"]
+        assert [sent(request) for request in served.core.requests[1:4]] == [[False, False]] * 3
+
+    with_server(processor, tmp_path, scenario)
+
+
 KWARGS = {"max_pixels": 10, "min_pixels": 1}
 
 
@@ -137,7 +156,7 @@ def test_settings_of_a_part_win_over_those_of_the_request(processor: MediaProces
     assert (settings.sampling.fps, settings.sampling.num_frames) == (1.0, None)
     assert settings.calls["video"]["size"]["longest_edge"] == 8000
     assert of_request(server, fps=2, do_sample_frames=True).sampling.fps == 2.0
-    assert of_request(server, num_frames=-1).sampling.num_frames == 10**6 // 5 * 2  # all, but for what fits
+    assert of_request(server, num_frames=-1).sampling.num_frames == 768  # all, but for --max-video-frames-kept
 
 
 @pytest.mark.parametrize("family", tiny_processor.PROCESSORS)
@@ -230,10 +249,18 @@ def test_long_videos_fit(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kwargs", "most", "count"), [({"num_frames": 9}, 5, 5), ({"num_frames": -1}, 5, 5), ({"num_frames": 3}, 5, 3)]
-    + [({"fps": 9}, 5, 5), ({"fps": 9, "min_frames": 8, "max_frames": 9}, 5, 5), ({"fps": 0.5}, 5, 3)],
+    + [({"fps": 9}, 5, 5), ({"fps": 9, "min_frames": 8, "max_frames": 9}, 5, 5), ({"fps": 0.5}, 5, 3)]
+    + [({"num_frames": -1}, 50, 20), ({"fps": 9}, 50, 20), ({"fps": 9, "max_frames": 30}, 50, 30)],
 )  # fmt: skip
 def test_at_most(kwargs: dict, most: int, count: int) -> None:
-    assert len(at_most(VideoSampling(**kwargs), most).indices([index / 10 for index in range(60)], 10.0, 768)) == count
+    """Without a number of its own, 20."""
+    sampling, times = at_most(VideoSampling(**kwargs), most, 20), [index / 10 for index in range(60)]
+    assert len(sampling.indices(times, 10.0, 768)) == count
+
+
+def test_the_models_own_sampling_keeps_the_servers_limit(processor: MediaProcessor) -> None:
+    model = (processor.hf_processor.tokenizer.name_or_path, None)
+    assert MediaSettingsResolver(processor, model, most_frames=8).server.sampling.num_frames == 8
 
 
 @pytest.mark.parametrize(

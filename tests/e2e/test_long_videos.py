@@ -1,0 +1,80 @@
+"""What cameras and broadcasts send, asked of a Qwen2.5-VL in published layout with a context of 16,384 tokens."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests import clips
+from tests.e2e.running_server import RunningServer, message
+from tests.e2e.test_families import Family
+
+CONTEXT = 16384
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Groups of pictures that follow on each other, and what the model is to see of them."""
+
+    width: int
+    height: int
+    rate: int
+    group: int  # frames
+    groups: int
+    frames: int  # sampled
+    seconds: float  # between them
+    turn: int = 0  # degrees
+
+    def encode(self) -> bytes:
+        fast = {"preset": "ultrafast", "bf": "2", "g": str(self.group)}
+        return clips.repeated(
+            clips.encode(self.group, self.width, self.height, self.rate, options=fast), self.groups, self.turn
+        )
+
+
+CLIPS = [
+    pytest.param(Clip(3840, 2160, 30, 15, 6, 6, 0.5), id="4k, 3 seconds"),
+    pytest.param(Clip(3840, 2160, 30, 30, 60, 120, 0.5), id="4k, a minute", marks=pytest.mark.slow),
+    pytest.param(Clip(1920, 1080, 30, 30, 60, 120, 0.5, turn=90), id="phone, a minute", marks=pytest.mark.slow),
+    pytest.param(Clip(1280, 720, 24, 240, 360, 184, 3600 / 184), id="720p, an hour", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("model")
+    Family("qwen2_5_vl", folder)
+    (folder / "video_preprocessor_config.json").unlink()
+    update(folder / "preprocessor_config.json", {"size": None, "min_pixels": 3136, "max_pixels": 12845056})
+    config = json.loads((folder / "config.json").read_text())
+    update(folder / "config.json", {"text_config": config["text_config"] | {"max_position_embeddings": 128000}})
+    with RunningServer(str(folder), "--max-model-len", str(CONTEXT)) as running:
+        yield running
+
+
+def update(path: Path, settings: dict) -> None:
+    """A setting of None is removed."""
+    merged = json.loads(path.read_text()) | settings
+    path.write_text(json.dumps({name: value for name, value in merged.items() if value is not None}))
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_videos_fit_without_further_flags(server: RunningServer, clip: Clip) -> None:
+    url = "data:video/mp4;base64," + base64.b64encode(clip.encode()).decode()
+    reply = server.client.with_options(timeout=600).chat.completions.create(
+        model=server.model, messages=[message("What happens?", [("video_url", url)])], max_tokens=16
+    )
+    (video,) = reply.usage.media
+    assert (video["type"], video["frames"]) == ("video", clip.frames)
+    assert video["seconds_per_frame"] == pytest.approx(clip.seconds, abs=0.02)
+    shape = clip.height / clip.width if clip.turn else clip.width / clip.height
+    assert video["width"] / video["height"] == pytest.approx(shape, rel=0.1)
+    assert video["tokens"] == video["width"] * video["height"] * clip.frames // (2 * 28 * 28)
+    most = min(0.9 * CONTEXT, 768 * clip.frames / 2)
+    assert 0.6 * most <= video["tokens"] <= most
+    assert video["tokens"] < reply.usage.prompt_tokens < CONTEXT
