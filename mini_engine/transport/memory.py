@@ -37,8 +37,8 @@ def create_sealed(nbytes: int) -> int:
 def create_sparse(nbytes: int) -> int:
     """Descriptor of `nbytes` that have no memory yet, but whose size nobody can change any more.
 
-    Its pages come with `populate_for_writing`. Until then a read or a write would be given them one by one, and a machine
-    that has none would end a process instead of failing the call.
+    Its pages come with `populate_for_writing`. Until then a read or a write would be given them one by one, and a
+    machine that has none would end a process instead of failing the call.
 
     Raises:
         OSError: no descriptor for it, or larger than this process may make a file.

@@ -137,9 +137,7 @@ async def serve(
     endpoint = f"ipc://{sockets.name}/core"
     core = ScriptedCore(context, endpoint, script)
     transports = transports or [MemoryTransport()]
-    engines = EngineClient(
-        context, Encoder("api 0", 7), [endpoint], transports, media_capacity=media_cache and 1 << 30
-    )
+    engines = EngineClient(context, Encoder("api 0", 7), [endpoint], transports, media_capacity=media_cache and 1 << 30)
     allowed = directory / "allowed"
     allowed.mkdir(exist_ok=True)
     admission = MediaAdmission(4, MAX_INFLIGHT_BYTES, MAX_MEDIA_BYTES)

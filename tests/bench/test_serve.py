@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.transport.conftest import eventually
 
 from mini_engine.bench import cli
 from mini_engine.bench.datasets.sample import draws
@@ -26,6 +25,7 @@ from mini_engine.bench.serving.settings import settings_of
 from mini_engine.bench.serving.vllm import REFUSED
 from mini_engine.demo import questions, videos
 from tests.e2e.running_server import ROOT, alive, descendants
+from tests.transport.conftest import eventually
 
 LABELS = {
     "Successful requests:": "completed",

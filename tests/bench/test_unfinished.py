@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.transport.conftest import eventually
 
 from mini_engine.bench import core, engine_step, text_under_video
 from mini_engine.bench.datasets.sample import Medium
@@ -24,6 +23,7 @@ from mini_engine.bench.serving.media import MediaPlace, media_place
 from mini_engine.bench.serving.target import Target
 from tests.bench.misbehaving import MisbehavingServer
 from tests.e2e.running_server import ROOT
+from tests.transport.conftest import eventually
 
 
 @pytest.fixture

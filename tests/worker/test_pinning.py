@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mini_engine.transport.segment import HEADER_BYTES, MappedSegment, OwnedSegment
 
-from mini_engine.messages import Segment, StoreHandle, StoreObject
+from mini_engine.transport import memory
+from mini_engine.transport.arena import ReadableMemory, WritableMemory
 from mini_engine.worker import pinning
 from mini_engine.worker.pinning import PinnedMemory, cut
 
@@ -70,22 +71,22 @@ def test_memory_that_cuda_does_not_register_is_copied_as_it_is(caplog) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_store_is_registered_and_copied_from() -> None:
+def test_a_mapping_is_registered_as_far_as_it_is_used_and_copied_from() -> None:
     device = torch.device("cuda", 0)
-    memory = PinnedMemory(device)
-    owned = OwnedSegment(4 * MIB)
-    owned.allocate(0, 4 * MIB)
-    probe = StoreHandle(StoreObject(1, 1), HEADER_BYTES, (0,), "uint8")
-    mapped = MappedSegment(owned.fd, Segment(4 * MIB, 2 * MIB, probe), memory.pin)
-    mapped.enter(2 * MIB, MIB)  # registered by itself; the last quarter is not
+    pinned = PinnedMemory(device)
+    fd = memory.create_sparse(4 * MIB)
+    writer, reader = WritableMemory(fd), ReadableMemory(fd, pinned.pin)
     tensor = torch.randint(0, 256, (3 * MIB,), dtype=torch.uint8)
-    handle = owned.slot(StoreObject(1, 2), MIB // 2, 3 * MIB + HEADER_BYTES, 3 * MIB).fill(tensor)
-    view = mapped.view(handle)
-    assert len(memory._ranges) == 2 and view[:MIB].is_pinned()
-    assert torch.equal(memory.to_device(view).cpu(), tensor)
-    del view, mapped
-    assert memory._ranges == {}
-    owned.close()
+    extents = [(8, 48)]  # the last quarter of the memory is not registered
+    writer.write(extents, tensor)
+    reader.register(2 * MIB)
+    reader.register(3 * MIB)
+    view = reader.read(extents, 0, 3 * MIB)
+    assert len(pinned._ranges) == 2 and view[:MIB].is_pinned()
+    assert torch.equal(pinned.to_device(view).cpu(), tensor)
+    del view, reader
+    assert pinned._ranges == {}
+    os.close(fd)
 
 
 @pytest.mark.gpu

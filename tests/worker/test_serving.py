@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
-from tests.transport.conftest import eventually
 
 from mini_engine.messages import Step, StepResult
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.worker.launched import Launched
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.serving import AHEAD, Watch, serve, serve_ahead
+from tests.transport.conftest import eventually
 from tests.worker import script, tiny
 from tests.worker.conftest import NUM_BLOCKS
 
