@@ -128,7 +128,8 @@ class MediaOptions:
     )  # fmt: skip
     mm_ipc_memory_bytes: int = option(
         1 << 30, "Most memory per API server for tensors on their way to the workers, by whichever transport, in "
-        "pages of 64 KiB; a request that finds none waits.", "Media cache and transport", parse=parse_bytes, minimum=1 << 20,
+        "pages of 64 KiB; a request that finds none waits.", "Media cache and transport", parse=parse_bytes,
+        minimum=1 << 20,
     )  # fmt: skip
 
     mm_processor_device: ProcessorDevice = option(
