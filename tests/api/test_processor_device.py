@@ -12,7 +12,6 @@ from mini_engine.api.processor_device import DeviceLost, limit_memory, processor
 from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig
 from mini_engine.free_memory import CUDA_CONTEXT_BYTES, processor_bytes, processor_memory
 from mini_engine.host import plan_media_cache
-from mini_engine.transport.codec import Encoder
 from tests.api.patience import PATIENCE
 
 GIB = 1 << 30
@@ -49,7 +48,7 @@ def test_no_device_is_no_way_to_start():
 
 def test_on_the_cpu_there_is_nothing_to_set_up():
     config = EngineConfig()
-    assert processor_device(config, 0) is None and staging_slots(config, Encoder("api 0", 1), 0, 1) is None
+    assert processor_device(config, 0) is None and staging_slots(config, 0, 1) is None
     assert sum(processor_memory(config)) == 0 == processor_bytes(config, 1)
 
 

@@ -12,7 +12,6 @@ import itertools
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -28,7 +27,6 @@ CLIENTS, FEW_CLIENTS = 48, 16
 AT_ONCE = 4  # for hits: one engine is never so much busier than another that it is passed over
 # Neither embeddings nor KV blocks are kept for long: what is hit is the media.
 FLAGS = ["--encoder-cache-tokens", "256", "--no-enable-prefix-caching"]
-MAPPED_BY = "buffers mapped by "
 TRANSPORTS = ("torch_shm", "direct_rpc")
 
 
@@ -74,7 +72,7 @@ class Crowd:
         for title in self.apis:
             assert self.samples(title)  # what a first request opens is open
         wait_for_no_clients(server)
-        self.before = self.beside_buffers()
+        self.before = self.files_and_mappings()
 
     def samples(self, title: str | None = None) -> dict[str, float]:
         return samples(self.server, title or self.apis[0])
@@ -109,30 +107,15 @@ class Crowd:
         assert not any(messages.values()) and not total(grown, "ipc_fallbacks_total")
         return Counted(carried, total(grown, "media_decodes_total"))
 
-    def beside_buffers(self) -> dict[str, tuple[int, int]]:
-        """Descriptors and mappings of each process that belong to no buffer of the tensor queue.
-
-        Buffers stay, for the next message, at both ends. Each is a mapping, which has a descriptor of its own, and one
-        descriptor more at its sender's.
-        """
-        pids = self.server.pids()
-        buffers: Counter[str] = Counter()
-        spare: Counter[str] = Counter()
-        for title in self.apis:
-            kept = self.inside.figures(pids[title])["kept"]
-            buffers[title], spare[title] = kept.get("buffers", 0), kept.get("buffer descriptors", 0)
-            known = {name.removeprefix(MAPPED_BY): number for name, number in kept.items() if MAPPED_BY in name}
-            buffers.update({f"mini-engine: {rank}": number for rank, number in known.items()})
-        return {
-            title: (descriptors(pid) - buffers[title] - spare[title], mappings(pid) - buffers[title])
-            for title, pid in pids.items()
-        }
+    def files_and_mappings(self) -> dict[str, tuple[int, int]]:
+        """Descriptors and mappings of each process: an arena is mapped from the start."""
+        return {title: (descriptors(pid), mappings(pid)) for title, pid in self.server.pids().items()}
 
     def assert_at_rest(self) -> None:
-        """No request is there, and every descriptor and mapping belongs to the start or to a buffer that idles."""
+        """No request is there, and every descriptor and mapping is from the start."""
         titles = self.server.pids().keys() - {"supervisor"}
         assert_nothing_held(self.server, self.inside, self.apis[0], titles)
-        assert self.beside_buffers() == self.before
+        assert self.files_and_mappings() == self.before
 
 
 @dataclasses.dataclass(frozen=True)
