@@ -24,8 +24,9 @@ from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import fill_randomly
+from mini_engine.transport.arena import checksum
 from mini_engine.transport.cuda_memory import CudaStaging, StagingSlots
-from mini_engine.transport.tensor_ipc import PROBE_BYTES, checksum
+from mini_engine.transport.tensor_ipc import PROBE_BYTES
 from mini_engine.worker.attention import choose_backend, leave_out_cudnn, make_backend
 from mini_engine.worker.kv_cache import KVCache
 from mini_engine.worker.launched import Launched

@@ -18,10 +18,9 @@ import torch
 import zmq
 
 from mini_engine.messages import RankAddress, TensorHandle
-from mini_engine.transport.arena import bytes_of
+from mini_engine.transport.arena import bytes_of, checksum
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.cuda_memory import CudaMapped
-from mini_engine.transport.tensor_ipc import checksum
 from mini_engine.worker.media_inputs import MediaInputs
 
 PAGE = 4096

@@ -27,10 +27,10 @@ from mini_engine.bench.transport_rank import PAGE, Verified, Verify, address_of,
 from mini_engine.host import runtime_directory
 from mini_engine.messages import MediaFailed, MediaReady, MessageId, TensorHandle, TransportName
 from mini_engine.transport import sockets
-from mini_engine.transport.arena import Arena
+from mini_engine.transport.arena import Arena, checksum
 from mini_engine.transport.codec import Encoder, TransportError, decode
 from mini_engine.transport.cuda_memory import StagingSlots
-from mini_engine.transport.tensor_ipc import TensorIpcSender, checksum
+from mini_engine.transport.tensor_ipc import TensorIpcSender
 
 STALL_SECONDS = 60.0
 SETTLE_SECONDS = 0.05  # for both sides to give back what a closed transport held, so that the next does not pay for it

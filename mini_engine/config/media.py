@@ -128,8 +128,9 @@ class MediaOptions:
         twins={"--enable-multimodal-tensor-ipc": "torch_shm", "--disable-multimodal-tensor-ipc": "direct_rpc"},
     )  # fmt: skip
     mm_ipc_memory_bytes: int = option(
-        1 << 30, "Most memory per API server and engine for tensors on their way to the workers, by whichever "
-        "transport; a request that finds none waits.", "Media cache and transport", parse=parse_bytes, minimum=1 << 20,
+        1 << 30, "Most memory per API server for tensors on their way to the workers, by whichever transport, in "
+        "pages of 64 KiB; a request that finds none waits.", "Media cache and transport", parse=parse_bytes,
+        minimum=1 << 20,
     )  # fmt: skip
 
     mm_processor_device: ProcessorDevice = option(

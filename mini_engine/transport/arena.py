@@ -11,6 +11,7 @@ import asyncio
 import math
 import mmap
 import os
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -36,6 +37,18 @@ Pin = Callable[[int, int], Callable[[], object] | None]
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of `tensor` in C order: uint8, one dimension, on its device; a view if it is contiguous."""
     return tensor.detach().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
+    """Bytes of such a tensor. Raises TransportError if it cannot travel: it has at least one dimension."""
+    if dtype not in DTYPES or not shape or min(shape) < 0:
+        raise TransportError(f"a tensor of shape {tuple(shape)} and dtype {dtype[:40]} cannot travel")
+    return math.prod(shape) * DTYPES[dtype].itemsize
+
+
+def checksum(content: torch.Tensor) -> int:
+    """CRC-32 of `content` (uint8, one dimension, CPU)."""
+    return zlib.crc32(content.numpy().data)
 
 
 class WritableMemory:

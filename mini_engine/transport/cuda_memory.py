@@ -26,7 +26,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -44,29 +44,54 @@ _HANDLE_BYTES = 64
 # --- sender ----------------------------------------------------------------------------------------------------------
 
 
-class Staging(Protocol):
-    """Device memory of an API server that other processes can map; `CudaStaging`. Its methods raise TransportError.
+class CudaStaging:
+    """Memory of a CUDA device that other processes can map. All methods raise TransportError.
 
     It is given back with this process: a rank may have it mapped for some time after the end of its stream.
     """
 
-    device_type: str  # of the tensors that it takes
+    device_type = "cuda"  # of the tensors that it takes
+
+    def __init__(self, device: torch.device):
+        self._device = torch.device("cuda", device.index or 0)
+        self._address = 0
 
     def allocate(self, slots: int, nbytes: int) -> torch.Tensor:
         """Memory for so many slots of `nbytes` each: uint8, one dimension. Called once."""
+        with use_cuda(self._device) as runtime:
+            self._stream = torch.cuda.Stream(self._device)
+            self._filled = [torch.cuda.Event(blocking=True, interprocess=True) for _ in range(slots)]
+            self._address = check(runtime.cudaMalloc(slots * nbytes))
+            return _view(self._address, slots * nbytes, self._device)
 
     def export(self, nbytes: int) -> DeviceSlots:
         """For one rank: slots of `nbytes` each."""
+        with use_cuda(self._device) as runtime:
+            handle = check(runtime.cudaIpcGetMemHandle(self._address))
+            memory = ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)  # not all releases have its field `reserved`
+            return DeviceSlots(self._device.index, nbytes, memory, [event.ipc_handle() for event in self._filled])
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of `tensor` on this device."""
+        with use_cuda(self._device):
+            return tensor.to(self._device)
 
     def fill(self, slot: int, memory: torch.Tensor, content: torch.Tensor) -> None:
         """Begin to copy `content` to `memory`, a part of slot `slot` (from 1 on), both uint8 and of one size, after
         what the current stream has begun; then record the slot's event. For any thread."""
+        if content.device != self._device:
+            raise TransportError(f"a tensor on {content.device} cannot be copied to a slot on {self._device}")
+        with use_cuda(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with on_stream(self._stream):
+                memory.copy_(content, non_blocking=True)
+                self._filled[slot - 1].record(self._stream)
+            content.record_stream(self._stream)  # torch must not reuse its memory before the copy has ended
 
     def settle(self, slot: int) -> None:
         """Wait until the slot's event has come. For any thread."""
+        with use_cuda(self._device):
+            self._filled[slot - 1].synchronize()
 
 
 class StagingSlots:
@@ -76,7 +101,7 @@ class StagingSlots:
         TransportError: there is no such memory.
     """
 
-    def __init__(self, staging: Staging, slots: int, nbytes: int):
+    def __init__(self, staging: CudaStaging, slots: int, nbytes: int):
         if not 1 <= slots <= MAX_SLOTS or nbytes < 1:
             raise ValueError(f"{slots} slots of {nbytes} bytes; 1 to {MAX_SLOTS} of at least one byte are possible")
         self.staging = staging
@@ -102,96 +127,29 @@ class StagingSlots:
         self._idle.append(slot)
 
 
-class CudaStaging:
-    """`Staging` on one CUDA device."""
-
-    device_type = "cuda"
-
-    def __init__(self, device: torch.device):
-        self._device = torch.device("cuda", device.index or 0)
-        self._address = 0
-
-    def allocate(self, slots: int, nbytes: int) -> torch.Tensor:
-        with use_cuda(self._device) as runtime:
-            self._stream = torch.cuda.Stream(self._device)
-            self._filled = [torch.cuda.Event(blocking=True, interprocess=True) for _ in range(slots)]
-            self._address = check(runtime.cudaMalloc(slots * nbytes))
-            return _view(self._address, slots * nbytes, self._device)
-
-    def export(self, nbytes: int) -> DeviceSlots:
-        with use_cuda(self._device) as runtime:
-            handle = check(runtime.cudaIpcGetMemHandle(self._address))
-            memory = ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)  # not all releases have its field `reserved`
-            return DeviceSlots(self._device.index, nbytes, memory, [event.ipc_handle() for event in self._filled])
-
-    def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        with use_cuda(self._device):
-            return tensor.to(self._device)
-
-    def fill(self, slot: int, memory: torch.Tensor, content: torch.Tensor) -> None:
-        if content.device != self._device:
-            raise TransportError(f"a tensor on {content.device} cannot be copied to a slot on {self._device}")
-        with use_cuda(self._device):
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with on_stream(self._stream):
-                memory.copy_(content, non_blocking=True)
-                self._filled[slot - 1].record(self._stream)
-            content.record_stream(self._stream)  # torch must not reuse its memory before the copy has ended
-
-    def settle(self, slot: int) -> None:
-        with use_cuda(self._device):
-            self._filled[slot - 1].synchronize()
-
-
 # --- receiver --------------------------------------------------------------------------------------------------------
-
-
-class Copied(Protocol):
-    """A copy that a device is making into memory of this process."""
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """What is copied to: uint8, one dimension. Not to be used before `use` of it or of a view."""
-
-    def use(self, tensor: torch.Tensor) -> None:
-        """What the current stream does from now on comes after the copy. `tensor` is a view of the memory."""
-
-    def synchronize(self) -> None:
-        """Wait until the copy has ended."""
-
-
-class MappedSlots(Protocol):
-    """A sender's slots as a rank sees them; `CudaMapped`."""
-
-    def fetch(self, slot: int, nbytes: int) -> Copied:
-        """Begin to copy the first bytes of slot `slot` (from 1 on) to memory of this process, on a stream of its own,
-        once the slot's event has come. Does not wait. Raises TransportError."""
-
-    def close(self) -> None:
-        """Unmap, once the copies that were begun have ended."""
-
-
-MapSlots = Callable[[DeviceSlots], MappedSlots]  # raises TransportError
 
 
 @dataclasses.dataclass(eq=False)
 class CudaCopy:
-    """`Copied` on a CUDA device."""
+    """A copy that the device is making into `memory` of this process: uint8, one dimension."""
 
     memory: torch.Tensor
     _done: torch.cuda.Event
 
     def use(self, tensor: torch.Tensor) -> None:
+        """What the current stream does from now on comes after the copy. `tensor` is a view of the memory."""
         stream = torch.cuda.current_stream(tensor.device)
         stream.wait_event(self._done)
         tensor.record_stream(stream)  # torch would give the memory to the next copy when the last reference goes
 
     def synchronize(self) -> None:
+        """Wait until the copy has ended."""
         wait_for(self._done)
 
 
 class CudaMapped:
-    """`MappedSlots`, for a rank that computes on `device`. Raises TransportError with nothing mapped.
+    """A sender's slots, for a rank that computes on `device`. Raises TransportError with nothing mapped.
 
     The stream is its own: a sender that is killed before it fills a slot does not delay the copies of others. Both
     processes must number the devices alike. CUDA cannot tell the size of the memory: the rank trusts the sender.
@@ -219,6 +177,8 @@ class CudaMapped:
                 raise
 
     def fetch(self, slot: int, nbytes: int) -> CudaCopy:
+        """Begin to copy the first bytes of slot `slot` (from 1 on) to memory of this process, once the slot's event has
+        come. Does not wait. Raises TransportError."""
         with use_cuda(self._stream.device), on_stream(self._stream):
             self._stream.wait_event(self._filled[slot - 1])
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._stream.device)
@@ -227,6 +187,7 @@ class CudaMapped:
         return CudaCopy(memory, self._last)
 
     def close(self) -> None:
+        """Unmap, once the copies that were begun have ended; what does not end in time stays mapped."""
         deadline = time.monotonic() + DRAIN_SECONDS
         try:
             with use_cuda(self._where) as runtime:
@@ -238,6 +199,9 @@ class CudaMapped:
                 check(runtime.cudaIpcCloseMemHandle(self._address))
         except TransportError as error:
             log.warning("The CUDA staging slots of an API server that exited stay mapped: %s", error)
+
+
+MapSlots = Callable[[DeviceSlots], CudaMapped]  # raises TransportError
 
 
 # --- CUDA calls ------------------------------------------------------------------------------------------------------

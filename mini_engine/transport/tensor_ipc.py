@@ -20,7 +20,6 @@ import math
 import os
 import socket
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
@@ -36,16 +35,15 @@ from mini_engine.messages import (
     TensorMessage,
     TransportName,
 )
-from mini_engine.transport.arena import DTYPES, Arena, Pin, ReadableMemory, bytes_of
+from mini_engine.transport.arena import DTYPES, Arena, Pin, ReadableMemory, bytes_of, checksum, tensor_bytes
 from mini_engine.transport.codec import Encoder, TransportError, decode
-from mini_engine.transport.cuda_memory import Copied, MappedSlots, MapSlots, StagingSlots
+from mini_engine.transport.cuda_memory import CudaCopy, CudaMapped, MapSlots, StagingSlots
 from mini_engine.transport.frames import Frame, FrameReceiver, FrameSender
 from mini_engine.transport.pages import MARK_PAGES, PAGE_BYTES, Extent
 from mini_engine.transport.sockets import BoundPath
 
 log = logging.getLogger(__name__)
 
-MAX_DIMENSIONS = 8
 PROBE_BYTES = 100_003  # more than a page
 ACCEPT_PAUSE_SECONDS = 0.1  # out of descriptors, a connection that waits keeps the listener readable
 
@@ -67,8 +65,8 @@ class _Message:
 
 
 class Outgoing:
-    """The tensors of one request, for which there is room: an `OOBTensorConsumer`. They are taken once, in the order of
-    the sizes that were reserved. For any thread; it is sent or discarded when no thread uses it any more."""
+    """Room for the tensors of one request, which are taken once, in the order in which it was reserved: an
+    `OOBTensorConsumer`. For any thread; it is sent or discarded when no thread uses it any more."""
 
     def __init__(self, sender: TensorIpcSender, incarnation: int, messages: list[_Message]):
         self.messages = messages
@@ -134,7 +132,7 @@ class TensorIpcSender:
                 stream = FrameSender(address.tensor_ipc, deadline)
                 self._streams.append(stream)
                 stream.enqueue_frame(head, message.payload, arena)
-                _check_answer(stream.receive_answer(deadline), content)
+                self._check_answer(stream.receive_answer(deadline), content)
                 if slots is not None:
                     self._probe_slots(slots, stream, content, deadline)
         except TransportError as error:
@@ -145,8 +143,7 @@ class TensorIpcSender:
             self.give_back([message])
 
     def watch_end(self, on_end: Callable[[str], None]) -> None:
-        """The event loop runs now. `on_end` is called when the stream to a rank ends, which nothing reaches from then
-        on, with a reason for the log."""
+        """The event loop runs now. `on_end` is called, with a reason for the log, when the stream to a rank ends."""
         for address, stream in zip(self._addresses, self._streams, strict=True):
             prefix = f"the tensor stream to rank {address.rank} has ended: "
             stream.watch_end(lambda why, prefix=prefix: on_end(prefix + why))  # type: ignore[misc]
@@ -154,10 +151,8 @@ class TensorIpcSender:
     async def reserve(self, tensors: Sequence[torch.Tensor]) -> Outgoing:
         """Room for the CPU tensors of a request, each a message of its own. See `Arena.take`."""
         sizes = [tensor.nbytes for tensor in tensors]
-        taken = await self._arena.take(sizes)
-        return self._hold(
-            [_Message(next(self._numbers), nbytes, extents) for nbytes, extents in zip(sizes, taken, strict=True)]
-        )
+        taken = zip(sizes, await self._arena.take(sizes), strict=True)
+        return self._hold([_Message(next(self._numbers), nbytes, extents) for nbytes, extents in taken])
 
     def reserve_slots(self, tensors: Sequence[torch.Tensor]) -> Outgoing | None:
         """Slots for the CUDA tensors of a request; None: there are none, too few are idle, or a tensor is too large."""
@@ -165,19 +160,13 @@ class TensorIpcSender:
         slots = None if self._slots is None else self._slots.take(sizes)
         if slots is None:
             return None
-        return self._hold(
-            [_Message(next(self._numbers), nbytes, slot=slot) for nbytes, slot in zip(sizes, slots, strict=True)]
-        )
+        taken = zip(sizes, slots, strict=True)
+        return self._hold([_Message(next(self._numbers), nbytes, slot=slot) for nbytes, slot in taken])
 
     def place(self, message: _Message, tensor: torch.Tensor) -> TensorMessage:
-        """Copy `tensor` to where `message` has room; returns the head of its frame. For any thread.
-
-        Raises:
-            TransportError: see `Outgoing.__call__`.
-        """
+        """Copy `tensor` to where `message` has room; returns the head of its frame. See `Outgoing.__call__`."""
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in DTYPES or not 1 <= tensor.dim() <= MAX_DIMENSIONS:
-            raise TransportError(f"a tensor of {dtype} with {tensor.dim()} dimensions cannot be sent")
+        tensor_bytes(tensor.shape, dtype)
         place = self._slots.staging.device_type if self._slots is not None and message.slot else "cpu"
         if tensor.device.type != place:
             raise TransportError(f"a tensor on {tensor.device} cannot be sent as one on {place}")
@@ -193,8 +182,7 @@ class TensorIpcSender:
         return message.head
 
     def send_tensors(self, outgoing: Outgoing) -> int:
-        """Queue the frames of all tensors to every rank, without waiting; they cannot be withdrawn. Returns how many
-        frames."""
+        """Queue the frames of all tensors to every rank, without waiting, for good. Returns how many frames."""
         for message in outgoing.messages:
             assert message.head is not None, "room was reserved for more tensors than came"
             self._arena.written(message.head.extents)
@@ -234,8 +222,7 @@ class TensorIpcSender:
         return len(self._held)
 
     def close_streams(self) -> None:
-        """Close all streams. Pages that were sent are lost to the arena, and slots that were exported stay as long as
-        this process: a rank that lives on may still read them."""
+        """Close all streams. Pages that were sent are lost to the arena: a rank that lives on may still read them."""
         self._disconnect()
         for message in [message for message in self._held.values() if message.sent]:
             del self._held[message.number]
@@ -254,20 +241,20 @@ class TensorIpcSender:
             head = self.place(message, slots.staging.local(content))
             stream.enqueue_frame(self._me.encode(slots.staging.export(slots.nbytes)))
             stream.enqueue_frame(self._me.encode(head))
-            _check_answer(stream.receive_answer(deadline), content)
+            self._check_answer(stream.receive_answer(deadline), content)
         finally:
             self.give_back([message])
+
+    @staticmethod
+    def _check_answer(head: bytes, content: torch.Tensor) -> None:
+        answer = _decode(head).body
+        if not isinstance(answer, ProbeResult) or answer.error or answer.checksum != checksum(content):
+            raise TransportError(getattr(answer, "error", None) or "the probe arrived with other bytes than were sent")
 
     def _disconnect(self) -> None:
         for stream in self._streams:
             stream.close_stream()
         self._streams = []
-
-
-def _check_answer(head: bytes, content: torch.Tensor) -> None:
-    answer = _decode(head).body
-    if not isinstance(answer, ProbeResult) or answer.error or answer.checksum != checksum(content):
-        raise TransportError(getattr(answer, "error", None) or "the probe arrived with other bytes than were sent")
 
 
 # --- receiver --------------------------------------------------------------------------------------------------------
@@ -284,7 +271,7 @@ class Received:
     arena: ReadableMemory | None = None
     extents: Sequence[Extent] = ()
     content: torch.Tensor | None = None
-    copied: Copied | None = None
+    copied: CudaCopy | None = None
 
     def rows(self, first: int, stop: int) -> torch.Tensor:
         """Rows `first .. stop` of the tensor. Only to be read: a write may end the process. A view, unless they lie in
@@ -316,7 +303,7 @@ class _Connection:
         self._pin = pin
         self._map_slots = map_slots
         self._arena: ReadableMemory | None = None
-        self._slots: MappedSlots | None = None
+        self._slots: CudaMapped | None = None
         self._refusal = "the arena's descriptor has not come"
         self._slots_refusal = "no staging slots were exported"
 
@@ -364,7 +351,7 @@ class _Connection:
     def _take(self, incarnation: int, head: TensorMessage, frame: Frame) -> Received | Failed:
         message = MessageId(incarnation, head.number)
         try:
-            nbytes = _nbytes_of(head)
+            nbytes = tensor_bytes(head.shape, head.dtype)
             if head.slot:
                 if self._slots is None:
                     raise TransportError(self._slots_refusal)
@@ -386,8 +373,7 @@ class _Connection:
         within = min(first for first, _ in extents) >= 0 and end * PAGE_BYTES <= self._arena.nbytes
         if not within or nbytes > sum(count for _, count in extents) * PAGE_BYTES:
             raise TransportError(f"{nbytes} bytes do not lie in extents {list(extents)} of the arena")
-        steps = -(-end // MARK_PAGES)
-        self._arena.register(min(steps * MARK_PAGES * PAGE_BYTES, self._arena.nbytes))
+        self._arena.register(min(-(-end // MARK_PAGES) * MARK_PAGES * PAGE_BYTES, self._arena.nbytes))
         return self._arena
 
     def _probe_result(self, head: TensorMessage, arrival: Received | Failed) -> ProbeResult:
@@ -431,8 +417,7 @@ class TensorIpcReceiver:
     def receive(self, fd: int) -> Iterator[Received | Failed]:
         """Serve one readable descriptor without blocking. Exhaust the iterator before the next call.
 
-        No error of a peer gets out of here: a message that cannot be used is yielded as `Failed`, and a stream that
-        cannot be understood, or has ended, is closed. What it brought stays valid.
+        A stream that cannot be understood, or has ended, is closed. What it brought stays valid.
         """
         if fd == self._listener.fileno():
             self._accept()
@@ -455,8 +440,6 @@ class TensorIpcReceiver:
     def _accept(self) -> None:
         try:
             stream, _ = self._listener.accept()
-        except BlockingIOError:
-            return
         except OSError as error:
             log.warning("Cannot accept a tensor stream: %s", error)
             time.sleep(ACCEPT_PAUSE_SECONDS)
@@ -464,19 +447,8 @@ class TensorIpcReceiver:
         self._connections[stream.fileno()] = _Connection(self._me, stream, self._pin, self._map_slots)
 
 
-def checksum(content: torch.Tensor) -> int:
-    """CRC-32 of `content` (uint8, one dimension, CPU)."""
-    return zlib.crc32(content.numpy().data)
-
-
 def _decode(head: bytes) -> Envelope:
     try:
         return decode(head)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise TransportError(f"not an envelope: {error}") from error
-
-
-def _nbytes_of(head: TensorMessage) -> int:
-    if head.dtype not in DTYPES or not 1 <= len(head.shape) <= MAX_DIMENSIONS or min(head.shape) < 0:
-        raise TransportError(f"no tensor has shape {head.shape} and dtype {head.dtype[:40]!r}")
-    return math.prod(head.shape) * DTYPES[head.dtype].itemsize

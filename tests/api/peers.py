@@ -52,9 +52,7 @@ class MemoryTransport:
     """Stands where a `TensorIpcSender` stands, and keeps what it is given. Set `fail_at` to "reserve" or "copy" to have
     it fail. Of CUDA tensors it takes as many as there are `slots`."""
 
-    def __init__(
-        self, placement: TransportName = "torch_shm", ranks: int = 2, room: int | None = None, slots: int = 0
-    ):
+    def __init__(self, placement: TransportName = "torch_shm", ranks: int = 2, room: int | None = None, slots: int = 0):
         self.placement = placement
         self.ranks = ranks
         self.room = room  # messages; None is no limit

@@ -43,7 +43,7 @@ def test_the_figures_of_all_processes_are_summed(tmp_path: Path) -> None:
     for line in (
         'mini_engine:ipc_messages_total{transport="torch_shm"} 6.0',
         'mini_engine:ipc_messages_total{transport="direct_rpc"} 0.0',
-        'mini_engine:ipc_fallbacks_total{reason="no_memory"} 0.0',
+        'mini_engine:ipc_fallbacks_total{reason="lost"} 0.0',
         'mini_engine:num_requests_running{engine="0"} 2.0',
         'mini_engine:kv_cache_usage_perc{engine="0"} 0.25',
         'mini_engine:encoder_cache_tokens{engine="0"} 30.0',

@@ -8,12 +8,10 @@ import types
 import pytest
 import torch
 
-from mini_engine.api.processor_device import DeviceLost, cuda_sender, limit_memory, processor_device, watch_device
+from mini_engine.api.processor_device import DeviceLost, limit_memory, processor_device, staging_slots, watch_device
 from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig
 from mini_engine.free_memory import CUDA_CONTEXT_BYTES, processor_bytes, processor_memory
 from mini_engine.host import plan_media_cache
-from mini_engine.messages import RankAddress
-from mini_engine.transport.codec import Encoder
 from tests.api.patience import PATIENCE
 
 GIB = 1 << 30
@@ -50,7 +48,7 @@ def test_no_device_is_no_way_to_start():
 
 def test_on_the_cpu_there_is_nothing_to_set_up():
     config = EngineConfig()
-    assert processor_device(config, 0) is None and cuda_sender(config, Encoder("api 0", 1), 0, 1) is None
+    assert processor_device(config, 0) is None and staging_slots(config, 0, 1) is None
     assert sum(processor_memory(config)) == 0 == processor_bytes(config, 1)
 
 
@@ -117,9 +115,9 @@ def test_the_slots_stay_within_their_memory():
     """One of 2 API servers towards one of 2 engines: a quarter of a GiB."""
     config = EngineConfig(**CUDA, api_server_count=2, data_parallel_size=2)
     free, _ = torch.cuda.mem_get_info()
-    make = cuda_sender(config, Encoder("api 0", 1), 0, 2)
+    make = staging_slots(config, 0, 2)
     assert make is not None
-    sender = make([RankAddress(1, rank, f"/nowhere/t{rank}", f"ipc:///nowhere/d{rank}") for rank in range(2)])
+    slots = make()
     taken = free - torch.cuda.mem_get_info()[0]
-    sender.close()
+    assert slots.take([1] * STAGING_SLOTS) is not None and slots.take([1]) is None
     assert STAGING_SLOTS << 20 < taken <= (1 << 28) + (4 << 20)

@@ -15,7 +15,7 @@ import torch
 from mini_engine.bench.transport import PARTS, goals
 from mini_engine.bench.transport_rank import verify
 from mini_engine.bench.transport_transfer import WAYS, Payload
-from mini_engine.transport.tensor_ipc import checksum
+from mini_engine.transport.arena import checksum
 from tests.e2e.running_server import ROOT, descendants
 
 

@@ -233,8 +233,9 @@ def sent(ground: Ground) -> Iterator[Reached]:
         figures = samples(ground.server, OTHER)
         assert figures[name] == before + ground.setup.ranks
         assert total(figures, "ipc_buffered_bytes") > 0
-        # Its message is released once all ranks have reported it.
-        yield Reached(asking, [(CORE, "requests", 0), (CORE, "awaiting media", 0)])
+        # Its message is released once every rank has reported it: the one that is held has not.
+        gone = [(CORE, "requests", 0), (CORE, "awaiting media", 0), (VICTIM, "unconsumed messages", 1)]
+        yield Reached(asking, gone)
 
 
 @contextlib.contextmanager

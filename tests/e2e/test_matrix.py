@@ -72,7 +72,7 @@ class Crowd:
         for title in self.apis:
             assert self.samples(title)  # what a first request opens is open
         wait_for_no_clients(server)
-        self.before = self.taken()
+        self.before = self.files_and_mappings()
 
     def samples(self, title: str | None = None) -> dict[str, float]:
         return samples(self.server, title or self.apis[0])
@@ -107,15 +107,15 @@ class Crowd:
         assert not any(messages.values()) and not total(grown, "ipc_fallbacks_total")
         return Counted(carried, total(grown, "media_decodes_total"))
 
-    def taken(self) -> dict[str, tuple[int, int]]:
-        """Descriptors and mappings of each process."""
+    def files_and_mappings(self) -> dict[str, tuple[int, int]]:
+        """Descriptors and mappings of each process: an arena is mapped from the start."""
         return {title: (descriptors(pid), mappings(pid)) for title, pid in self.server.pids().items()}
 
     def assert_at_rest(self) -> None:
-        """No request is there, and descriptors and mappings are as at the start."""
+        """No request is there, and every descriptor and mapping is from the start."""
         titles = self.server.pids().keys() - {"supervisor"}
         assert_nothing_held(self.server, self.inside, self.apis[0], titles)
-        assert self.taken() == self.before
+        assert self.files_and_mappings() == self.before
 
 
 @dataclasses.dataclass(frozen=True)

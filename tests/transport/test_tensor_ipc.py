@@ -20,7 +20,7 @@ from mini_engine.transport.cuda_memory import StagingSlots
 from mini_engine.transport.frames import pack_frame
 from mini_engine.transport.pages import PAGE_BYTES
 from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver, TensorIpcSender
-from tests.transport.conftest import API, ME, MIB, PATIENCE, Held, Rank, address_of, unlimited
+from tests.transport.conftest import API, ME, MIB, PATIENCE, Held, Rank, address_of, eventually, unlimited
 
 PLACEMENTS = ["torch_shm", "direct_rpc"]
 
@@ -132,7 +132,7 @@ def test_what_was_not_sent_comes_back(ranks: Any, connect: Any, arena: Arena) ->
     run(scenario())
 
 
-@pytest.mark.parametrize("tensor", [torch.tensor(5), torch.zeros(2, dtype=torch.complex64), torch.zeros([1] * 9)])
+@pytest.mark.parametrize("tensor", [torch.tensor(5), torch.zeros(2, dtype=torch.complex64)])
 def test_tensors_that_cannot_travel_are_refused(tensor: torch.Tensor, ranks: Any, connect: Any) -> None:
     async def scenario() -> None:
         sender = connect("torch_shm", ranks(1))
@@ -157,8 +157,7 @@ def test_the_end_of_a_stream_is_reported_once_and_frames_after_it_are_dropped(
         second.close()
         await asyncio.to_thread(second.thread.join)
         messages = await send(sender, torch.ones(3))
-        while not ended:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        assert await asyncio.to_thread(eventually, lambda: bool(ended))
         messages += await send(sender, torch.ones(3))
         assert [(await arrival(first)).message for _ in messages] == messages
         assert len(ended) == 1 and ended[0].startswith("the tensor stream to rank 1 has ended: ")
@@ -245,8 +244,8 @@ BAD_HEADS = {
     "bytes do not lie": TensorMessage(7, (1 << 20,), "uint8", extents=[(0, 1)]),
     "descriptor has not come": TensorMessage(7, (3,), "uint8", extents=[(0, 1)]),
     "3 bytes came for a tensor of 12": TensorMessage(7, (3,), "float32"),
-    "no tensor has shape": TensorMessage(7, (-3,), "uint8"),
-    "dtype 'text'": TensorMessage(7, (3,), "text"),
+    "shape (-3,)": TensorMessage(7, (-3,), "uint8"),
+    "dtype text": TensorMessage(7, (3,), "text"),
     "no staging slots were exported": TensorMessage(7, (3,), "uint8", slot=1),
 }
 

@@ -22,7 +22,7 @@ from mini_engine.transport.codec import Encoder
 from mini_engine.transport.frames import pack_frame
 from mini_engine.transport.pages import PAGE_BYTES
 from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver, TensorIpcSender
-from tests.transport.conftest import API, ME, MIB, PATIENCE, Held, Rank, address_of, pump, unlimited
+from tests.transport.conftest import API, ME, MIB, PATIENCE, Held, Rank, address_of, eventually, pump, unlimited
 
 TURNS = 10
 FORKS = multiprocessing.get_context("forkserver")  # a fork of this process would have its locks, but not its threads
@@ -168,8 +168,7 @@ def test_a_killed_rank_ends_its_stream_alone(runtime: Path, arena: Arena) -> Non
             await send(number)
         assert not ended
         kill(child)
-        while not ended:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        assert await asyncio.to_thread(eventually, lambda: bool(ended))
         await send(4)
         assert len(ended) == 1 and "rank 1" in ended[0]
         sender.close_streams()

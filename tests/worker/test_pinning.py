@@ -72,7 +72,7 @@ def test_memory_that_cuda_does_not_register_is_copied_as_it_is(caplog) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_store_is_registered_and_copied_from() -> None:
+def test_a_mapping_is_registered_as_far_as_it_is_used_and_copied_from() -> None:
     device = torch.device("cuda", 0)
     pinned = PinnedMemory(device)
     fd = create_sparse(4 * MIB)

@@ -76,10 +76,7 @@ def start(tmp_path, links):
 
 def init_with(tmp_path, checkpoint, config: EngineConfig) -> Init:
     """What the supervisor answers to each rank of one engine."""
-    ranks = [
-        RankAddress(0, rank, f"{tmp_path}/tensors{rank}")
-        for rank in range(config.tensor_parallel_size)
-    ]
+    ranks = [RankAddress(0, rank, f"{tmp_path}/tensors{rank}") for rank in range(config.tensor_parallel_size)]
     cache = MediaCachePlan("off", 0, "")
     return Init(config, str(checkpoint), str(tmp_path), [], [f"ipc://{tmp_path}/core"], ranks, cache)
 
