@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.api.test_media_cache import baseline, figures, sent, since
 
 from mini_engine.api.body import parse_body
 from mini_engine.api.chat import MediaRef
@@ -22,6 +21,7 @@ from mini_engine.media.processor import TIME_TOKENS, MediaProcessor, MediaSettin
 from mini_engine.media.sampling import VideoFacts, VideoSampling
 from tests import clips, tiny_processor
 from tests.api.serving import Served, chat_body, image, media_loader, serve, words
+from tests.api.test_media_cache import baseline, figures, sent, since
 from tests.media.test_families import decoded, full_call
 
 WHOLE = clips.encode(frames=12, container="matroska")

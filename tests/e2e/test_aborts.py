@@ -211,8 +211,8 @@ def storing(ground: Ground) -> Iterator[Reached]:
     with ground.inside.barrier("storing") as barrier:
         asking = ground.ask(ground.new())
         assert barrier.wait_until_held()["pid"] == ground.server.pids()[VICTIM]
-        ground.wait_for(VICTIM, samples=1, being_written=1, pins=0)
-        ground.wait_for(CORE, requests=0)
+        ground.wait_for(VICTIM, samples=1, being_written=1)
+        ground.wait_for(CORE, requests=0, reservations=1)
         yield Reached(asking, [(VICTIM, "samples", 0), (VICTIM, "admitted", 0), (VICTIM, "being written", 1)])
 
 
