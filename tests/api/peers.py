@@ -154,6 +154,7 @@ class ScriptedCore:
         self.look_ups: list[Lookup] = []
         self.answers_look_ups = True
         self.unreserved: list[str] = []
+        self.callers: dict[bytes, None] = {}
         self.answers_resets = True
         self.answers_figures = True
         self.resets: list[int] = []
@@ -172,6 +173,7 @@ class ScriptedCore:
         while True:
             peer, frame = await self._socket.recv_multipart()
             body = decode(frame).body
+            self.callers.setdefault(peer)
             match body:
                 case Lookup() | Unreserve():
                     await self._on_media(body, peer)
@@ -231,6 +233,11 @@ class ScriptedCore:
         if not self.hold:
             for sample in samples:
                 await self.end(sample, "length")
+
+    async def tell(self, body: AnyMessage) -> None:
+        """Send something to all API servers that have sent anything."""
+        for peer in self.callers:
+            await self._socket.send_multipart([peer, self._encoder.encode(body)])
 
     async def output(self, request: NewRequest, tokens: list[int]) -> None:
         logprobs = []

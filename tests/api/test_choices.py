@@ -205,7 +205,7 @@ def test_the_engines_figures_are_asked_for_when_the_metrics_are_read(
             served.core.answers_figures = False
             calls = Calls(served.frontend.engines, "refresh_figures")
             both = [asyncio.create_task(served.http.get("/metrics")) for _ in range(2)]
-            await eventually(lambda: calls.begun == 2)
+            await eventually(lambda: calls.begun == 2 and bool(served.core.callers))
             await served.core.tell(Figures(STATS, served.core.counters))  # asked once for both
             for answer in await asyncio.gather(*both):
                 assert f'mini_engine:prefix_cache_hits_total{{engine="0"}} {hits + 4}' in answer.text

@@ -31,8 +31,6 @@ KEPT = {
     "media bytes",
     "encoded items",
     "kept items",
-    "objects",
-    "store bytes",
 }  # what empty caches have none of
 LONG_TEXT = "word " * 600
 FOR_GOOD = {"max_tokens": 60_000, "ignore_eos": True, "stream": True}
@@ -102,7 +100,7 @@ class Ground:
     def wait_for_media(self) -> None:
         """Until the core's one request has its item: on all ranks, or in the store, with a reference to it."""
         if self.setup.cache == "shm":
-            self.wait_for(VICTIM, unconsumed_messages=0)
+            self.wait_for(VICTIM, being_written=0, unconsumed_messages=0)
             self.wait_for(CORE, media_references=1)
         else:
             self.wait_for_tensors(1)
@@ -212,7 +210,7 @@ def storing(ground: Ground) -> Iterator[Reached]:
         asking = ground.ask(ground.new())
         assert barrier.wait_until_held()["pid"] == ground.server.pids()[VICTIM]
         ground.wait_for(VICTIM, samples=1, being_written=1)
-        ground.wait_for(CORE, requests=0)
+        ground.wait_for(CORE, requests=0, reservations=1)
         yield Reached(asking, [(VICTIM, "samples", 0), (VICTIM, "admitted", 0), (VICTIM, "being written", 1)])
 
 
@@ -247,8 +245,7 @@ def received(ground: Ground) -> Iterator[Reached]:
         ground.wait_for(CORE, requests=0)
         ground.wait_for(VICTIM, samples=1)
         if ground.setup.cache == "shm":
-            ground.wait_for(VICTIM, unconsumed_messages=0)
-            ground.wait_for(CORE, requests_that_refer_to_media=1, media_references=1)
+            ground.wait_for(VICTIM, being_written=0, unconsumed_messages=0)
         else:
             ground.wait_for_tensors(1)
         yield Reached(asking, [(VICTIM, "samples", 1)])  # its end is the core's to tell

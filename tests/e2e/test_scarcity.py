@@ -20,7 +20,6 @@ import pytest
 from mini_engine.demo import questions, videos
 from tests.e2e.asked import Asked, ask_video, video_url
 from tests.e2e.barriers import Inside, eventually
-from tests.e2e.pinned import Asking, catch_up
 from tests.e2e.running_server import ROOT, START_SECONDS, RunningServer, environment
 from tests.e2e.test_media_cache import ask, ask_all, assert_in
 from tests.e2e.test_topologies import assert_at_rest, hang_up
@@ -311,27 +310,17 @@ def test_a_cache_larger_than_a_control_group_allows_is_refused(cache, memory_gro
     assert 0 < float(line.partition(" of memory are free")[0].split()[-2]) <= 0.6, line
 
 
-def test_a_start_without_memory_for_the_store_fails_in_one_line():
-    with Inside() as inside:
-        Path(inside.directory, "no-memory").touch()
-        log = refused("--mm-processor-cache-type", "shm", environ=inside.environ)
-    assert "--mm-processor-cache-type shm: media cannot be kept in shared memory" in log
-    assert log.count("start failed") == 1 and "Traceback" not in log
-
-
-def test_an_api_server_that_starts_anew_without_memory_serves_without_a_store(forty):
-    flags = ["--mm-processor-cache-type", "shm", "--api-server-count", "2"]
-    with Inside() as inside, RunningServer(*flags, environ=inside.environ) as server:
-        assert ask_all(server, forty[:8]) == right(forty[:8])
-        Path(inside.directory, "no-memory").touch()
-        os.kill(server.pids()["mini-engine: api 0"], signal.SIGKILL)
-        eventually(lambda: assert_in("serves in the place of", server.log), START_SECONDS)
-        assert_in("caches no media of its own", server.log)
+def test_a_store_without_memory_is_full_until_there_is_some(forty):
+    with Inside() as inside, RunningServer("--mm-processor-cache-type", "shm", environ=inside.environ) as server:
+        short = Path(inside.directory, "no-memory")
+        short.touch()
         for _ in range(2):
-            assert Asking(server, "mini-engine: api 0", forty[9]).answer() == forty[9].answer
-        assert sent(server, "torch_shm") == 2  # it has no store
-        for title in ("mini-engine: api 1", "mini-engine: api 0"):
-            catch_up(server, title)
-            assert Asking(server, title, forty[10]).answer() == forty[10].answer
-        assert sent(server, "torch_shm") == 2  # but it finds what the other one has stored
+            assert ask(server, forty[0]) == forty[0].answer
+        assert sent(server, "torch_shm") == 2
+        assert server.metrics()['mini_engine:ipc_fallbacks_total{reason="store_full"}'] == 2
+        short.unlink()
+        for _ in range(2):
+            assert ask(server, forty[0]) == forty[0].answer
+        assert sent(server, "torch_shm") == 2 and sent(server, "shm_store") == 1
+        assert server.total("media_decodes_total") == 3
         assert_nothing_held(server)
