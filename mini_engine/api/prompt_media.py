@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from mini_engine.api.chat import ExpandedPrompt, Placeholder
 from mini_engine.api.errors import bad_request
 from mini_engine.api.responses import MediaUsage

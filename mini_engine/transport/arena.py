@@ -82,6 +82,7 @@ class WritableMemory:
         for first, count in extents:
             self._bytes[first * PAGE_BYTES : (first + count) * PAGE_BYTES] = value
 
+
 class ReadableMemory:
     """The memory behind `fd`, mapped read-only: a write through a view ends the process. `fd` stays the caller's.
 
