@@ -141,6 +141,8 @@ class Engine:
                 self.media.hand_over(request.request_id)
                 generation.at_engine = True
                 if not request.media or await generation.is_accepted():
+                    at_engine = request.request_id, self.number, len(request.media)
+                    logger.debug("%s is at engine %d, with %d media", *at_engine, extra=about(request.request_id))
                     return generation
                 if not again:
                     logger.warning(

@@ -77,11 +77,6 @@ class WritableMemory:
             self._bytes.numpy()[start : start + nbytes] = source[:nbytes]
             source = source[nbytes:]
 
-    def fill(self, extents: Sequence[Extent], value: int) -> None:
-        """Set every byte of `extents`: tests make a view of the wrong pages visible by it."""
-        for first, count in extents:
-            self._bytes[first * PAGE_BYTES : (first + count) * PAGE_BYTES] = value
-
 
 class ReadableMemory:
     """The memory behind `fd`, mapped read-only: a write through a view ends the process. `fd` stays the caller's.

@@ -103,6 +103,7 @@ class TensorIpcSender:
 
     def __init__(self, me: Encoder, addresses: Sequence[RankAddress], arena: Arena):
         self.placement: TransportName = "torch_shm"  # of CPU tensors
+        self.num_ranks = len(addresses)  # each gets every tensor
         self._me = me
         self._addresses = addresses
         self._arena = arena
@@ -205,11 +206,6 @@ class TensorIpcSender:
                 self._slots.give_back(message.slot)
             elif message.extents:
                 self._arena.give_back(message.extents)
-
-    @property
-    def num_ranks(self) -> int:
-        """Each gets every tensor."""
-        return len(self._addresses)
 
     @property
     def buffered_bytes(self) -> int:

@@ -54,7 +54,7 @@ class MemoryTransport:
 
     def __init__(self, placement: TransportName = "torch_shm", ranks: int = 2, room: int | None = None, slots: int = 0):
         self.placement = placement
-        self.ranks = ranks
+        self.num_ranks = ranks
         self.room = room  # messages; None is no limit
         self.slots = slots
         self.fail_at: str | None = None
@@ -92,7 +92,7 @@ class MemoryTransport:
 
     def send_tensors(self, outgoing: MemoryOutgoing) -> int:
         self.sent += outgoing.ids
-        return len(outgoing.ids) * self.ranks
+        return len(outgoing.ids) * self.num_ranks
 
     def consumed(self, messages: Iterable[MessageId]) -> None:
         for message in messages:

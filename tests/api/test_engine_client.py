@@ -289,8 +289,7 @@ def test_media_that_are_late_are_a_503_and_not_sent_again(runtime: Path) -> None
             core.accepts = False
             asking = asyncio.create_task(submit(client, request("a", 100)))
             await core.until(lambda: bool(core.requests))
-            del core.running["a"]
-            await core.miss(core.requests[0], [], late=True)
+            await core.turn_down(core.requests[0], late=True)
             with pytest.raises(MediaNotSent):
                 await anext(await asking)
             assert not client.engines[0].requests and len(core.requests) == 1 and core.finishes == []

@@ -155,7 +155,7 @@ class World:
         seen = []
         for one in self.store.resolve(only_named(placed), references).media:
             assert isinstance(one.patches, StoreHandle)
-            rows = self.readable.rows(one.patches.extents, one.patches.shape, torch.uint8, 0, one.patches.shape[0])
+            rows = self.readable.rows(one.patches.extents, one.patches.shape, "uint8", 0, one.patches.shape[0])
             assert set(rows.view(-1).tolist()) == {one.media_hash[0]}, "another item's bytes"
             seen.append("stored")
         self.store.release(references)
@@ -449,7 +449,7 @@ def test_without_a_store_nothing_is_reserved_and_without_a_cache_nothing_is_aske
         copies = RankCopies(1 << 30)
         core = Core(copies)
         client = core.clients[1] = MediaStoreClient(0, core.sender(1), 2, is_cached, None, 1 << 30)
-        handle = TensorHandle(MessageId(1, 1), 0, (1, PAGE_BYTES), "uint8")
+        handle = TensorHandle(MessageId(1, 1), (1, PAGE_BYTES), "uint8")
         copies.arrived(MediaItem("video", 0, 1, (1, 1, 1), 1.0, handle, A))
         copies.kept(A)
         with client.holding("asks"):
