@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,11 +26,13 @@ import zmq
 from mini_engine.bench.report import BenchError, say
 from mini_engine.bench.transport_rank import PAGE, Verified, Verify, address_of, core_endpoint
 from mini_engine.host import runtime_directory
-from mini_engine.messages import MediaFailed, MediaReady, MessageId, TensorHandle, TransportName
+from mini_engine.messages import MediaFailed, MediaReady, MessageId, StoreHandle, TensorHandle, TransportName
 from mini_engine.transport import sockets
-from mini_engine.transport.arena import Arena, checksum
+from mini_engine.transport.arena import Arena, WritableMemory, checksum
 from mini_engine.transport.codec import Encoder, TransportError, decode
 from mini_engine.transport.cuda_memory import StagingSlots
+from mini_engine.transport.memory import create_sparse, discard, map_sparse
+from mini_engine.transport.pages import pages_for
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 
 STALL_SECONDS = 60.0
@@ -38,12 +41,13 @@ SETTLE_SECONDS = 0.05  # for both sides to give back what a closed transport hel
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A placement of the tensor queue, and the states of its memory that are told apart: one transfer each, in order.
+    """A placement of the tensor queue, or the media store (`shm_store`), and the states of its memory that are told
+    apart: one transfer each, in order.
 
     `make_slots`: staging slots of so many bytes each, for payloads on a device.
     """
 
-    name: TransportName
+    name: TransportName | Literal["shm_store"]
     buffers: tuple[str, ...]
     make_slots: Callable[[int], StagingSlots] | None = None
 
@@ -51,7 +55,9 @@ class Way:
 WAYS = (
     Way("direct_rpc", ("fresh",)),  # the ranks read into heap memory, new for each message
     Way("torch_shm", ("cold", "reused")),
+    Way("shm_store", ("cold", "reused")),
 )
+STORE_BYTES = 16 << 30  # sparse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,16 +101,16 @@ class Payload:
 class Rank:
     """One rank's process."""
 
-    def __init__(self, directory: Path, rank: int, device: str):
+    def __init__(self, directory: Path, rank: int, device: str, store: int):
         self.rank = rank
         # In a session of its own: a Ctrl-C is for this process, whose end closes its stdin, which ends it.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mini_engine.bench.transport_rank", str(directory), str(rank), device],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            [sys.executable, "-m", "mini_engine.bench.transport_rank", str(directory), str(rank), device, str(store)],
+            pass_fds=[store], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )  # fmt: skip
 
-    def ask(self, handle: TensorHandle) -> None:
+    def ask(self, handle: TensorHandle | StoreHandle) -> None:
         """Have it verify the tensor; `answer` brings what it found."""
         assert self._process.stdin is not None
         try:
@@ -161,9 +167,12 @@ class Ranks:
             stack.callback(self._context.destroy, linger=0)
             self._core = sockets.bind_router(self._context, core_endpoint(self._directory))
             self._loop = stack.enter_context(asyncio.Runner())
+            self._store_fd = create_sparse(STORE_BYTES)
+            stack.callback(os.close, self._store_fd)
+            self._store = WritableMemory(self._store_fd)
             self._ranks: list[Rank] = []
             for number in range(self._count):
-                self._ranks.append(Rank(self._directory, number, self._device))
+                self._ranks.append(Rank(self._directory, number, self._device, self._store_fd))
                 stack.callback(self._ranks[-1].stop)
             for rank in self._ranks:
                 rank.line()  # "ready"
@@ -179,6 +188,9 @@ class Ranks:
         Raises:
             BenchError: a transfer failed, or brought other bytes.
         """
+        if way.name == "shm_store":
+            yield from self._store_transfers(way, self._ranks[:count], payload)
+            return
         me = Encoder("api 0", next(self._incarnations))
         # Never short: waiting for room is not what is measured. New for each connection: its first message is cold.
         arena = Arena(2 * payload.nbytes + (64 << 20), lambda: 1 << 60)
@@ -195,6 +207,19 @@ class Ranks:
             arena.close_memory()
             time.sleep(SETTLE_SECONDS)
 
+    def _store_transfers(self, way: Way, ranks: list[Rank], payload: Payload) -> Iterator[Transfer]:
+        """The same pages each time, which have no memory at first. The handle travels with the request."""
+        handle = StoreHandle([(0, pages_for(payload.nbytes))], (1, payload.nbytes))
+        for _ in way.buffers:
+            expected = payload.renew()
+            begun = time.perf_counter()
+            self._store.write(handle.extents, payload.tensor)
+            copied = time.perf_counter() - begun
+            found = _verified(way.name, ranks, handle, expected)
+            yield Transfer(0.0, copied, 0.0, 0.0, *found)
+        discard(map_sparse(self._store_fd, STORE_BYTES))
+        time.sleep(SETTLE_SECONDS)
+
     async def _transfer(self, sender: TensorIpcSender, ranks: list[Rank], payload: Payload, watch: bool) -> Transfer:
         if watch:
             sender.watch_end(lambda why: say(why, "transport"))
@@ -210,19 +235,15 @@ class Ranks:
         sent = time.perf_counter()
         await asyncio.to_thread(self._await_reports, handle.message, ranks)  # the loop writes what is queued
         arrived = time.perf_counter()
-        for rank in ranks:
-            rank.ask(handle)
-        found = [rank.answer() for rank in ranks]
-        if any(verified.checksum != expected for verified in found):
-            raise BenchError(f"{sender.placement} brought other bytes than were sent")
+        found = _verified(sender.placement, ranks, handle, expected)
         sender.consumed([handle.message])
         return Transfer(
             reserve=reserved - begun,
             copy=copied - reserved,
             send=sent - copied,
             arrive=arrived - sent,
-            touch=max(verified.touch_seconds for verified in found),
-            checksum=max(verified.checksum_seconds for verified in found),
+            touch=found.touch,
+            checksum=found.checksum,
         )
 
     def _await_reports(self, message: MessageId, ranks: list[Rank]) -> None:
@@ -241,6 +262,22 @@ class Ranks:
                 raise BenchError(f"rank {body.rank} could not use a tensor: {body.why}")
             if isinstance(body, MediaReady) and body.message == message:
                 missing.discard(body.rank)
+
+
+class Found(NamedTuple):
+    """Seconds of the slowest rank."""
+
+    touch: float
+    checksum: float
+
+
+def _verified(what: str, ranks: list[Rank], handle: TensorHandle | StoreHandle, expected: int) -> Found:
+    for rank in ranks:
+        rank.ask(handle)
+    found = [rank.answer() for rank in ranks]
+    if any(verified.checksum != expected for verified in found):
+        raise BenchError(f"{what} brought other bytes than were sent")
+    return Found(max(one.touch_seconds for one in found), max(one.checksum_seconds for one in found))
 
 
 async def _close(sender: TensorIpcSender) -> None:
