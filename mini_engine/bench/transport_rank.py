@@ -2,8 +2,8 @@
 
     python -m mini_engine.bench.transport_rank DIRECTORY RANK DEVICE STORE
 
-STORE is the inherited descriptor of a media store's memory. It takes one `Verify` a line on stdin and answers each with a
-line on stdout, a `Verified`; both are JSON. The end of stdin ends it.
+STORE is the inherited descriptor of a media store's memory. It takes one `Verify` a line on stdin and answers each with
+a line on stdout, a `Verified`; both are JSON. The end of stdin ends it.
 """
 
 from __future__ import annotations
