@@ -113,7 +113,6 @@ def test_the_tensor_transport_switch(argv, environ, expected):
         (["--pipeline-parallel-size", "2"], {}, "--pipeline-parallel-size 2: not supported: layers are not dealt out"),
         (["--kv-cache-dtype=fp8"], {}, "--kv-cache-dtype fp8: not supported"),
         (["--cpu-offload-gb", "4"], {}, "--cpu-offload-gb 4: not supported"),
-        (["--enable-expert-parallel"], {}, "--enable-expert-parallel: not supported: mixtures of experts"),
         (["--limit-mm-per-prompt", '{"image": {"count": -1}}'], {}, "--limit-mm-per-prompt: 'image': -1"),
         (["M", "N"], {}, "unexpected argument 'N'"),
         (["--served-model-name", ""], {}, "--served-model-name"),

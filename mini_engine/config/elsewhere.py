@@ -19,7 +19,6 @@ _LAYERS = "layers are not dealt out to workers; --tensor-parallel-size shares ou
 _QUANTISED = "not supported: quantised weights; --dtype has the formats there are"
 
 ELSEWHERE = {
-    "--enable-expert-parallel": "not supported: mixtures of experts",
     "--data-parallel-address": _ONE_HOST,
     "--data-parallel-size-local": _ONE_HOST,
     "--headless": _ONE_HOST,
@@ -71,6 +70,7 @@ NO_EFFECT: dict[str, tuple[str | None, str]] = {
     "--enable-prompt-tokens-details": (None, "the answer's usage always has them"),
     "--uvicorn-log-level": (r"\w+", "--log-level is for all lines of the log"),
     "--disable-uvicorn-access-log": (None, "requests that succeed are logged with --enable-log-requests only"),
+    "--enable-expert-parallel": (None, "a dense model has no experts, and others are not served"),
     "--max-log-len": (r"\d+", "prompts are never logged"),
 }
 
