@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ def test_an_interrupted_sweep_tells_what_is_finished(start, broken, prompts, tmp
     flags = [*prompts, "--base-url", broken.url, "--flag", "dataset-path", "--values", ",".join(values)]
     sweep = start("sweep", *flags, "--output", tmp_path / "last.json")
     assert eventually(lambda: len(broken.bodies) == 2, 60)
+    time.sleep(0.2)  # until it waits for the answer
     sweep.send_signal(signal.SIGINT)
     out, err = sweep.communicate(timeout=60)
     assert sweep.returncode == 130 and "Traceback" not in err

@@ -31,7 +31,7 @@ def test_rows_are_those_that_were_written(dtype: str, extents: list[tuple[int, i
     fd = memory.create_sparse(8 * PAGE_BYTES)
     tensor = torch.randint(0, 2, (1000, 19), dtype=torch.int64).to(DTYPES[dtype])
     writer, reader = WritableMemory(fd), ReadableMemory(fd)
-    writer.fill([(0, 8)], 0xFF)
+    writer.write([(0, 8)], torch.full((8 * PAGE_BYTES,), 0xFF, dtype=torch.uint8))
     writer.write(extents, bytes_of(tensor))
     for first, stop in ((0, 1000), (0, 1), (350, 700), (999, 1000), (5, 5)):
         rows = reader.rows(extents, tensor.shape, dtype, first, stop)
