@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mini_engine.transport.arena import WritableMemory
     from mini_engine.transport.pages import Extent
 
-INLINE_COPY_BYTES = 4 << 20  # copies up to this size cost less than handing them to a thread and back
+INLINE_COPY_BYTES = 256 << 10  # copies up to this size cost less than handing them to a thread, even to new pages
 SHM_STORE = "shm_store"  # beside the transports' names, in the metrics
 
 

@@ -169,7 +169,6 @@ class Ranks:
             self._loop = stack.enter_context(asyncio.Runner())
             self._store_fd = create_sparse(STORE_BYTES)
             stack.callback(os.close, self._store_fd)
-            self._store = WritableMemory(self._store_fd)
             self._ranks: list[Rank] = []
             for number in range(self._count):
                 self._ranks.append(Rank(self._directory, number, self._device, self._store_fd))
@@ -210,10 +209,11 @@ class Ranks:
     def _store_transfers(self, way: Way, ranks: list[Rank], payload: Payload) -> Iterator[Transfer]:
         """The same pages each time, which have no memory at first. The handle travels with the request."""
         handle = StoreHandle([(0, pages_for(payload.nbytes))], (1, payload.nbytes))
+        store = WritableMemory(self._store_fd)
         for _ in way.buffers:
             expected = payload.renew()
             begun = time.perf_counter()
-            self._store.write(handle.extents, payload.tensor)
+            store.write(handle.extents, payload.tensor)
             copied = time.perf_counter() - begun
             found = _verified(way.name, ranks, handle, expected)
             yield Transfer(0.0, copied, 0.0, 0.0, *found)

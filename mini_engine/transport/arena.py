@@ -15,6 +15,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from mini_engine.transport import memory
@@ -61,6 +62,7 @@ class WritableMemory:
     def __init__(self, fd: int):
         self._mapping: mmap.mmap = memory.map_sparse(fd, memory.size_of(fd))
         self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._populated = np.zeros(self._bytes.numel() // PAGE_BYTES + 1, bool)  # pages in this process's page table
 
     def write(self, extents: Sequence[Extent], payload: torch.Tensor, offset: int = 0) -> None:
         """Copy `payload` (uint8, one dimension, CPU) to byte `offset` of what lies in `extents`. For any thread.
@@ -71,7 +73,10 @@ class WritableMemory:
         source = payload.numpy()
         for start, nbytes in _pieces(extents, offset, offset + payload.numel()):
             # Entered into the page table at once: a first touch, page by page, costs several times the copy.
-            memory.populate_for_writing(self._mapping, start, nbytes)
+            first, stop = start // PAGE_BYTES, -(-(start + nbytes) // PAGE_BYTES)
+            if not self._populated[first:stop].all():
+                memory.populate_for_writing(self._mapping, first * PAGE_BYTES, (stop - first) * PAGE_BYTES)
+                self._populated[first:stop] = True
             # Not torch's copy_, which shares the work among OpenMP threads: on busy cores the event loop would wait for
             # the slowest of them. One thread's memcpy reaches the memory's speed.
             self._bytes.numpy()[start : start + nbytes] = source[:nbytes]
