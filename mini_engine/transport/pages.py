@@ -74,7 +74,7 @@ class PageAllocator:
             self._written[first : first + count] = True
 
     def free(self, extents: Iterable[Extent]) -> None:
-        """Nobody reads or writes these pages any more."""
+        """No process reads or writes these pages any more."""
         expected = self.num_free
         for first, count in extents:
             self._free[first : first + count] = True

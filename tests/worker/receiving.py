@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -57,13 +56,3 @@ def send(sender: TensorIpcSender, *tensors: torch.Tensor) -> list[TensorHandle]:
 
 def ready(number: int, incarnation: int = API) -> MediaReady:
     return MediaReady(0, MessageId(incarnation, number))
-
-
-def eventually(holds: Callable[[], bool], seconds: float = 60) -> bool:
-    """Whether `holds()` becomes true in time."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.002)
-    return True
