@@ -18,17 +18,18 @@ from mini_engine.api import responses
 from mini_engine.api.answer import Answer, Piece
 from mini_engine.api.body import parse_body
 from mini_engine.api.chat import ChatError
+from mini_engine.api.chat_completions import sample_texts
 from mini_engine.api.completion_protocol import Choice, CompletionRequest, CompletionWriter, LogprobWriter, too_many
 from mini_engine.api.delivery import Delivery, deliver, worked
+from mini_engine.api.error_responses import explain
 from mini_engine.api.errors import bad_request
 from mini_engine.api.openapi import FOR_TEXT, takes
 from mini_engine.api.protocol import MAX_CHOICES
-from mini_engine.api.refusal import explain
 from mini_engine.api.timings import RequestClock
 from mini_engine.messages import NewRequest
 
 if TYPE_CHECKING:
-    from mini_engine.api.app import Frontend
+    from mini_engine.api.context import AppContext
 
 router = APIRouter()
 
@@ -36,21 +37,21 @@ router = APIRouter()
 @router.post("/v1/completions", openapi_extra=takes(CompletionRequest), responses=FOR_TEXT)
 async def completions(request: Request) -> Response:
     """Continue one or several texts, as OpenAI's legacy completions."""
-    frontend: Frontend = request.app.state.frontend
+    context: AppContext = request.app.state.context
 
     def begin(body: bytes, request_id: str, clock: RequestClock) -> Delivery:
-        asked = parse_body(body, CompletionRequest, frontend.model_names)
-        work = Completing(frontend, asked, request_id, clock)
+        asked = parse_body(body, CompletionRequest, context.model_names)
+        work = Completing(context, asked, request_id, clock)
         return work.stream() if asked.stream else work.complete()
 
-    return await deliver(request, frontend.read(request), "cmpl", begin)
+    return await deliver(request, context.read(request), "cmpl", begin)
 
 
 class Completing:
     """One request under way. Choice i of prompt p has the index p * n + i."""
 
-    def __init__(self, frontend: Frontend, asked: CompletionRequest, request_id: str, clock: RequestClock):
-        self._frontend = frontend
+    def __init__(self, context: AppContext, asked: CompletionRequest, request_id: str, clock: RequestClock):
+        self._context = context
         self._asked = asked
         self._id = request_id
         self._clock = clock
@@ -59,13 +60,13 @@ class Completing:
     async def complete(self) -> bytes:
         """The whole answer as a response's body."""
         pieces: list[list[Piece]] = [[] for _ in self._logprobs]
-        with self._frontend.requests.admit(), contextlib.ExitStack() as running:
+        with self._context.requests.admit(), contextlib.ExitStack() as running:
             answers = await self._answers(running)
             async with contextlib.aclosing(merged(answers)) as merging:
                 async for prompt, piece in merging:
                     pieces[self._index(prompt, piece)].append(piece)
         choices = [self._choice(index, theirs) for index, theirs in enumerate(pieces)]
-        return CompletionWriter(self._id, self._frontend.model_names[0]).whole(choices, _usage(answers))
+        return CompletionWriter(self._id, self._context.model_names[0]).whole(choices, _usage(answers))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer as events, the first of them with the first token. The last ones leave together.
@@ -73,10 +74,10 @@ class Completing:
         What fails before the first event is raised; afterwards an error event ends the stream.
         """
         include_usage = self._asked.include_usage
-        writer = CompletionWriter(self._id, self._frontend.model_names[0], include_usage)
+        writer = CompletionWriter(self._id, self._context.model_names[0], include_usage)
         started = False
         unfinished = len(self._logprobs)
-        with self._frontend.requests.admit(), contextlib.ExitStack() as running:
+        with self._context.requests.admit(), contextlib.ExitStack() as running:
             answers = await self._answers(running)
             try:
                 async with contextlib.aclosing(merged(answers)) as merging:
@@ -95,7 +96,7 @@ class Completing:
 
     async def _answers(self, running: contextlib.ExitStack) -> list[Answer]:
         """The answers to all prompts, which `running` aborts when it is left early. Nothing runs unless all can."""
-        async with self._frontend.engines.while_running():
+        async with self._context.engines.while_running():
             requests = await self._requests()
             clocks = [self._clock, *(RequestClock() for _ in requests[1:])]
             return [
@@ -104,7 +105,7 @@ class Completing:
             ]
 
     async def _requests(self) -> list[NewRequest]:
-        asked, sampling = self._asked, self._frontend.sampling
+        asked, sampling = self._asked, self._context.sampling
         if too_many(asked):
             raise bad_request(
                 f"{len(asked.prompts)} prompts with {asked.num_choices} choices each are more than {MAX_CHOICES} "
@@ -121,7 +122,7 @@ class Completing:
         return requests
 
     async def _encode(self, prompt: str) -> list[int]:
-        renderer, special = self._frontend.renderer, self._asked.add_special_tokens is not False
+        renderer, special = self._context.renderer, self._asked.add_special_tokens is not False
         try:
             token_ids = await worked(partial(renderer.encode, prompt, special), len(prompt))
         except ChatError as error:
@@ -131,18 +132,18 @@ class Completing:
         return token_ids
 
     def _checked(self, token_ids: list[int]) -> list[int]:
-        self._frontend.sampling.check_tokens("prompt", token_ids)
-        media = self._frontend.renderer.placeholders.intersection(token_ids)
+        self._context.sampling.check_tokens("prompt", token_ids)
+        media = self._context.renderer.placeholders.intersection(token_ids)
         if media:
             text = f"Invalid 'prompt': token {min(media)} stands for media, which a completion cannot have."
             raise bad_request(text, "prompt", "invalid_value")
         return token_ids
 
     async def _submit(self, request: NewRequest, clock: RequestClock) -> Answer:
-        frontend = self._frontend
-        samples = frontend.sample_texts(self._asked, request.sampling)
+        context = self._context
+        samples = sample_texts(context, self._asked, request.sampling)
         clock.enter("transport")
-        with frontend.engines.choose(samples=self._asked.num_choices) as engine:
+        with context.engines.choose(samples=self._asked.num_choices) as engine:
             generation = await engine.submit(request)
         clock.enter("other")
         return Answer(generation, samples, clock, len(request.prompt_token_ids))

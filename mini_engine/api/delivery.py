@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from mini_engine.api.connection import EventStream, until_disconnect
+from mini_engine.api.error_responses import error_response, explain
 from mini_engine.api.errors import ClientGone
-from mini_engine.api.refusal import error_response, explain
 from mini_engine.api.timings import RequestClock
 
 T = TypeVar("T")

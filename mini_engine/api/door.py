@@ -11,8 +11,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mini_engine.api.error_responses import error_response
 from mini_engine.api.errors import ApiError, shutting_down
-from mini_engine.api.refusal import error_response
 
 OPEN_PATHS = ("/health", "/live")  # for those who only look whether the server is well
 UNCOUNTED_PATHS = ("/metrics",)  # for those who watch how it ends

@@ -22,8 +22,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from mini_engine.api.error_responses import refusals
 from mini_engine.api.errors import ApiError, too_slow
-from mini_engine.api.refusal import refusals
 from mini_engine.config import EngineConfig
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mini_engine import metrics
+from mini_engine.api.error_responses import error_response
 from mini_engine.api.errors import ApiError, EngineError, engine_unavailable, shutting_down
 from mini_engine.api.openapi import GUARDED, refuses
-from mini_engine.api.refusal import error_response
 
 if TYPE_CHECKING:
     from mini_engine.api.engine_client import EngineClient
@@ -25,7 +25,7 @@ router = APIRouter()
 
 
 def _engines(request: Request) -> EngineClient:
-    return request.app.state.frontend.engines
+    return request.app.state.context.engines
 
 
 @router.head("/health", include_in_schema=False)

@@ -17,9 +17,10 @@ import zmq.asyncio
 from mini_engine import metrics
 from mini_engine.api import transports
 from mini_engine.api.admission import BodyAdmission, MediaAdmission, RequestAdmission
-from mini_engine.api.app import Frontend, create_app
+from mini_engine.api.app import create_app
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.connection import BodyLimits
+from mini_engine.api.context import AppContext
 from mini_engine.api.engine import send_now
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.errors import ServerStopping
@@ -271,7 +272,7 @@ async def _serve(
         config.maximum_concurrent_videos, int(config.max_inflight_media_gb * 2**30), config.max_media_bytes
     )
     front.media.decoders.count_decoded = admission.count_decoded
-    frontend = Frontend(
+    context = AppContext(
         model_names=config.served_names,
         item_limits=config.item_limits,
         renderer=front.renderer,
@@ -288,7 +289,7 @@ async def _serve(
         engines=engines,
         limits=limits,
     )
-    app = create_app(frontend, config)
+    app = create_app(context, config)
     server = HttpServer(app, config, link.say_serving)
 
     def stop() -> None:

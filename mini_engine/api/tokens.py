@@ -16,13 +16,13 @@ from mini_engine.api.body import Body, BodyT, parse_body
 from mini_engine.api.chat import ChatError
 from mini_engine.api.connection import read_body
 from mini_engine.api.delivery import CLIENT_CLOSED_REQUEST, worked
+from mini_engine.api.error_responses import error_response
 from mini_engine.api.errors import ApiError, bad_request
 from mini_engine.api.openapi import refuses, takes
 from mini_engine.api.protocol import INNER_FIELDS, TEMPLATE_NEUTRAL, Messages, TokenId, plain
-from mini_engine.api.refusal import error_response
 
 if TYPE_CHECKING:
-    from mini_engine.api.app import Frontend
+    from mini_engine.api.context import AppContext
 
 REFUSALS = refuses(400, 401, 404, 408, 413, 415, 429, 503)
 
@@ -73,12 +73,12 @@ class Text(msgspec.Struct, frozen=True):
 @router.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=REFUSALS)
 async def tokenize(request: Request) -> Response:
     """The token ids of a text, or of a conversation with a place for each image and video, which are not loaded."""
-    frontend: Frontend = request.app.state.frontend
+    context: AppContext = request.app.state.context
 
     def work(asked: TokenizeRequest) -> Tokens:
-        tokens = _tokens(frontend, asked)
-        names = frontend.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
-        return Tokens(len(tokens), frontend.sampling.max_model_len, tokens, names)
+        tokens = _tokens(context, asked)
+        names = context.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
+        return Tokens(len(tokens), context.sampling.max_model_len, tokens, names)
 
     return await _respond(request, TokenizeRequest, work)
 
@@ -86,32 +86,32 @@ async def tokenize(request: Request) -> Response:
 @router.post("/detokenize", openapi_extra=takes(DetokenizeRequest), responses=REFUSALS)
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
-    frontend: Frontend = request.app.state.frontend
+    context: AppContext = request.app.state.context
 
     def work(asked: DetokenizeRequest) -> Text:
-        frontend.sampling.check_tokens("tokens", asked.tokens)
-        return Text(frontend.tokenizer.backend_tokenizer.decode(asked.tokens, skip_special_tokens=False))
+        context.sampling.check_tokens("tokens", asked.tokens)
+        return Text(context.tokenizer.backend_tokenizer.decode(asked.tokens, skip_special_tokens=False))
 
     return await _respond(request, DetokenizeRequest, work)
 
 
-def _tokens(frontend: Frontend, asked: TokenizeRequest) -> list[int]:
+def _tokens(context: AppContext, asked: TokenizeRequest) -> list[int]:
     try:
         if asked.prompt is not None:
             special = asked.add_special_tokens is not False
-            return frontend.renderer.encode(asked.prompt, special, allow_placeholders=True)
+            return context.renderer.encode(asked.prompt, special, allow_placeholders=True)
         messages = plain(asked.messages or [])
-        frontend.renderer.collect(messages, frontend.item_limits)
-        return frontend.renderer.render(messages)
+        context.renderer.collect(messages, context.item_limits)
+        return context.renderer.render(messages)
     except ChatError as error:
         raise bad_request(str(error), "messages" if asked.prompt is None else "prompt") from None
 
 
 async def _respond(request: Request, kind: type[BodyT], work: Callable[[BodyT], msgspec.Struct]) -> Response:
-    frontend: Frontend = request.app.state.frontend
+    context: AppContext = request.app.state.context
     try:
-        body = await read_body(request, frontend.body_limits)
-        asked = parse_body(body, kind, frontend.model_names)
+        body = await read_body(request, context.body_limits)
+        asked = parse_body(body, kind, context.model_names)
         answer = await worked(partial(work, asked), len(body))
     except ApiError as error:
         return error_response(error)

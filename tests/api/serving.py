@@ -20,9 +20,10 @@ import zmq.asyncio
 from PIL import Image
 
 from mini_engine.api.admission import BodyAdmission, MediaAdmission, RequestAdmission
-from mini_engine.api.app import Frontend, create_app
+from mini_engine.api.app import create_app
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.connection import BodyLimits
+from mini_engine.api.context import AppContext
 from mini_engine.api.door import Work
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.http_server import HttpServer
@@ -50,7 +51,7 @@ MAX_REQUEST_BYTES = 8 << 20
 
 @dataclass
 class Served:
-    frontend: Frontend
+    context: AppContext
     core: ScriptedCore
     transports: list[MemoryTransport]
     openai: openai.AsyncOpenAI
@@ -132,20 +133,20 @@ async def serve(
 ) -> AsyncIterator[Served]:
     """Everything up, a request may be sent; everything down again at the end."""
     config = EngineConfig(**{"timeout_keep_alive": 3600, **(settings or {})})
-    context = zmq.asyncio.Context()
+    zmq_context = zmq.asyncio.Context()
     sockets = tempfile.TemporaryDirectory(prefix="mini-")  # whose path, unlike `directory`'s, leaves room for a name
     endpoint = f"ipc://{sockets.name}/core"
-    core = ScriptedCore(context, endpoint, script)
+    core = ScriptedCore(zmq_context, endpoint, script)
     transports = transports or [MemoryTransport()]
     engines = EngineClient(
-        context, Encoder("api 0", 7), [endpoint], transports, media_capacity=media_cache and 1 << 30, stores=[None]
+        zmq_context, Encoder("api 0", 7), [endpoint], transports, media_capacity=media_cache and 1 << 30, stores=[None]
     )
     allowed = directory / "allowed"
     allowed.mkdir(exist_ok=True)
     admission = MediaAdmission(4, MAX_INFLIGHT_BYTES, MAX_MEDIA_BYTES)
     media = media or media_loader(processor, MediaPolicy(allowed, MAX_MEDIA_BYTES, ["127.0.0.1"]))
     media.decoders.count_decoded = admission.count_decoded
-    frontend = Frontend(
+    context = AppContext(
         model_names=["tiny", "alias"],
         item_limits=limits or {},
         renderer=ChatRenderer(processor.hf_processor),
@@ -166,7 +167,7 @@ async def serve(
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     started = asyncio.Event()
-    app = create_app(frontend, config)
+    app = create_app(context, config)
     server = HttpServer(app, config, started.set)
     tasks = [asyncio.create_task(work) for work in (core.run(), engines.run())]
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -176,15 +177,15 @@ async def serve(
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
     try:
         async with http, client:
-            yield Served(frontend, core, transports, client, http, port, app.state.work)
+            yield Served(context, core, transports, client, http, port, app.state.work)
     finally:
         server.should_exit = True
         await serving
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        frontend.media.close()
+        context.media.close()
         engines.close()
         core.close()
-        context.destroy(linger=0)
+        zmq_context.destroy(linger=0)
         sockets.cleanup()

@@ -104,7 +104,7 @@ def test_a_stop_string_ends_the_request(processor: MediaProcessor, tmp_path: Pat
             assert (text, reason) == ("a red ", "stop")
             await served.core.until(lambda: bool(served.core.finishes))
             assert [finish.reason for finish in served.core.finishes] == ["stop"]
-            await eventually(lambda: not served.frontend.engines.engines[0].requests)
+            await eventually(lambda: not served.context.engines.engines[0].requests)
             if not stream:
                 delivered = processor.hf_processor.tokenizer.decode(
                     sum(served.core.script(served.core.requests[0]), [])[: answer.usage.completion_tokens]
@@ -146,7 +146,7 @@ def test_tensors_that_cannot_be_sent_are_a_503(processor: MediaProcessor, tmp_pa
             transport.fail_at = stage
             with pytest.raises(openai.InternalServerError, match="could not be handed"):
                 await served.ask([image()])
-            assert not served.frontend.engines.engines[0].requests and not transport.held
+            assert not served.context.engines.engines[0].requests and not transport.held
             transport.fail_at = None
             assert (await served.ask([image()])).choices[0].message.content == "".join(ANSWER)
 
@@ -167,7 +167,7 @@ def test_a_client_that_leaves_aborts_its_request(processor: MediaProcessor, tmp_
             await served.core.until(lambda: bool(served.core.finishes))
             (finish,) = served.core.finishes
             assert (finish.request_id, finish.reason) == (served.core.requests[0].request_id, "abort")
-            await eventually(lambda: not served.frontend.engines.engines[0].requests)
+            await eventually(lambda: not served.context.engines.engines[0].requests)
             assert metric("request_success_total", finished_reason="abort") - aborted == 1
 
     asyncio.run(scenario())
@@ -177,7 +177,7 @@ def test_a_client_that_leaves_aborts_its_request(processor: MediaProcessor, tmp_
 def test_a_client_that_leaves_in_line_for_decoding(processor: MediaProcessor, tmp_path: Path, stream: bool) -> None:
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor, *ANSWER)) as served:
-            admission = served.frontend.admission
+            admission = served.context.admission
             async with admission.in_line(admission.limit):
                 _, writer = await served.connect(content=[image()], stream=stream)
                 await eventually(lambda: len(admission.waiting) == 1)
@@ -197,11 +197,11 @@ def test_a_client_that_leaves_while_its_tensors_wait_for_room(processor: MediaPr
             _, first = await served.connect(content=[image()])
             await served.core.until(lambda: len(served.core.requests) == 1)
             _, second = await served.connect(content=[image()])
-            engine = served.frontend.engines.engines[0]
+            engine = served.context.engines.engines[0]
             await eventually(lambda: len(engine.requests) == 2)
             await hang_up(second)
             await eventually(lambda: len(engine.requests) == 1)
-            assert served.frontend.admission.admitted == 0
+            assert served.context.admission.admitted == 0
             await hang_up(first)
             await eventually(lambda: not shm.held and not engine.requests)
             assert len(served.core.requests) == 1
@@ -219,11 +219,11 @@ def test_the_death_of_the_engine_ends_all_requests(processor: MediaProcessor, tm
             stream = await served.ask(stream=True)
             first = await anext(stream)
             assert first.choices[0].delta.content
-            engine = served.frontend.engines.engines[0]
+            engine = served.context.engines.engines[0]
             await eventually(lambda: len(engine.requests) == 3 and len(served.core.requests) == 2)
-            served.frontend.engines.peer_gone("api 1")
-            assert served.frontend.engines.alive
-            served.frontend.engines.peer_gone("worker 0.0")
+            served.context.engines.peer_gone("api 1")
+            assert served.context.engines.alive
+            served.context.engines.peer_gone("worker 0.0")
             first, second = await asyncio.gather(*asking)
             assert {first.status_code, second.status_code} == {500, 503}  # the engine had one of them
             for response in (first, second):
@@ -296,7 +296,7 @@ def test_errors_of_the_client(processor: MediaProcessor, tmp_path: Path, stream:
                 assert str(tmp_path) not in response.text
                 assert "/etc" not in response.text
             assert served.core.requests == []
-            assert served.frontend.admission.admitted == 0
+            assert served.context.admission.admitted == 0
             assert (await served.ask([image()])).choices[0].message.content == "".join(ANSWER)
 
     asyncio.run(scenario())
@@ -307,7 +307,7 @@ def test_an_unexpected_error_is_logged_and_not_told(
 ) -> None:
     async def scenario() -> httpx.Response:
         async with serve(processor, tmp_path, words(processor, *ANSWER)) as served:
-            del served.frontend.renderer._encoder
+            del served.context.renderer._encoder
             return await served.post()
 
     response = asyncio.run(scenario())

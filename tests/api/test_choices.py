@@ -59,7 +59,7 @@ def test_choices(processor: MediaProcessor, tmp_path: Path, stream: bool) -> Non
             assert used.prompt_tokens_details.cached_tokens == 16
             generated = [sum(map(len, by_seed(processor, TEXTS)(request_of(seed)))) for seed in (0, 2)]
             assert used.completion_tokens > sum(generated)
-            await eventually(lambda: not served.frontend.engines.engines[0].requests)
+            await eventually(lambda: not served.context.engines.engines[0].requests)
 
     asyncio.run(scenario())
 
@@ -78,7 +78,7 @@ def test_a_client_that_leaves_ends_all_choices(processor: MediaProcessor, tmp_pa
             await hang_up(writer)
             await served.core.until(lambda: len(served.core.finishes) == 3)
             assert {finish.reason for finish in served.core.finishes} == {"abort"}
-            await eventually(lambda: not served.frontend.engines.engines[0].requests)
+            await eventually(lambda: not served.context.engines.engines[0].requests)
 
     asyncio.run(scenario())
 
@@ -186,7 +186,7 @@ def test_resetting_the_caches(processor: MediaProcessor, tmp_path: Path, monkeyp
             monkeypatch.setattr(operation, "RESET_SECONDS", 0.05)
             response = await served.http.post("/reset_caches")
             assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
-            served.frontend.engines.peer_gone("core 0")
+            served.context.engines.peer_gone("core 0")
             response = await served.http.post("/reset_caches")
             assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
 
@@ -203,7 +203,7 @@ def test_the_engines_figures_are_asked_for_when_the_metrics_are_read(
             hits = metric("prefix_cache_hits_total", engine="0")
             served.core.counters = EngineCounters(10, 4, 0, 0, 0)
             served.core.answers_figures = False
-            calls = Calls(served.frontend.engines, "refresh_figures")
+            calls = Calls(served.context.engines, "refresh_figures")
             both = [asyncio.create_task(served.http.get("/metrics")) for _ in range(2)]
             await eventually(lambda: calls.begun == 2 and bool(served.core.callers))
             await served.core.tell(Figures(STATS, served.core.counters))  # asked once for both
@@ -225,7 +225,7 @@ def test_the_metrics_can_be_read_though_an_engine_is_silent_or_gone(
         async with serve(processor, tmp_path, words(processor, "a red")) as served:
             served.core.answers_figures = False
             assert "mini_engine:num_requests_running" in (await served.http.get("/metrics")).text
-            served.frontend.engines.stop(ServerStopping())
+            served.context.engines.stop(ServerStopping())
             assert "mini_engine:num_requests_running" in (await served.http.get("/metrics")).text
 
     asyncio.run(scenario())

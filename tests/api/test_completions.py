@@ -105,7 +105,7 @@ def test_every_choice_is_of_its_prompt(
             assert [request.prompt_token_ids for request in served.core.requests] == token_ids
             assert used.prompt_tokens == sum(map(len, token_ids))
             assert used.prompt_tokens_details.cached_tokens == 3 * len(texts)
-            engine = served.frontend.engines.engines[0]
+            engine = served.context.engines.engines[0]
             await eventually(lambda: not engine.requests and not engine.preparing)
 
     asyncio.run(scenario())

@@ -175,7 +175,7 @@ def test_a_client_that_does_not_take_its_answer(processor: MediaProcessor, tmp_p
         await served.core.until(lambda: bool(served.core.requests))
         (request,) = served.core.requests
         async with asyncio.timeout(PATIENCE):
-            while served.frontend.requests.unfinished:  # until the system keeps no more for it, and then for its time
+            while served.context.requests.unfinished:  # until the system keeps no more for it, and then for its time
                 await served.core.output(request, [65] * 3000)
                 await asyncio.sleep(0.01)
         await served.core.until(lambda: [finish.reason for finish in served.core.finishes] == ["abort"])
@@ -212,7 +212,7 @@ def test_a_client_that_goes_after_it_has_sent_more(
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.close()
         await served.core.until(lambda: [one.reason for one in served.core.finishes] == ["abort"] * len(writers))
-        await eventually(lambda: not served.frontend.requests.unfinished)
+        await eventually(lambda: not served.context.requests.unfinished)
         assert b" 200 " in await say_and_hear(served, LIVE)
         served.core.hold = False
 

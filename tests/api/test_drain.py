@@ -52,7 +52,7 @@ def test_what_is_cut_off_is_told_why(processor: MediaProcessor, tmp_path: Path) 
             stream = await served.ask(stream=True)
             whole = asyncio.create_task(served.post())
             await served.core.until(lambda: len(served.core.requests) == 2)
-            served.frontend.engines.stop(ServerStopping())
+            served.context.engines.stop(ServerStopping())
             with pytest.raises(openai.APIError, match="stopping") as cut:
                 [chunk async for chunk in stream]
             assert cut.value.code == "shutting_down"

@@ -31,7 +31,7 @@ class HeldDecoders:
     """The decoders of a server, which begin no job before `go`."""
 
     def __init__(self, served: Served):
-        media = served.frontend.media
+        media = served.context.media
         self.begun = 0
         self.go = asyncio.Event()
         self._decoders, media.decoders = media.decoders, self
@@ -51,7 +51,7 @@ def check_told(response: httpx.Response, code: str) -> None:
 
 
 def check_nothing_held(served: Served) -> None:
-    front, (engine,) = served.frontend, served.frontend.engines.engines
+    front, (engine,) = served.context, served.context.engines.engines
     assert front.requests.unfinished == engine.preparing == len(engine.requests) == 0
     assert front.admission.admitted == front.admission.inflight_bytes == len(front.admission.waiting) == 0
     assert metric("inflight_media_bytes") == 0
@@ -66,7 +66,7 @@ def test_wherever_they_are_on_their_way_to_an_engine(
     """At a decoder, alone or for two of them; queued for admission; downloading."""
 
     async def scenario(served: Served) -> None:
-        front, decoder, slow = served.frontend, HeldDecoders(served), SlowWeb()
+        front, decoder, slow = served.context, HeldDecoders(served), SlowWeb()
         ended = metric("request_success_total", finished_reason="error")
 
         def post(part: dict[str, Any]) -> asyncio.Task[httpx.Response]:
@@ -105,11 +105,11 @@ def test_a_completion_whose_prompt_is_not_in_tokens_yet(
             assert go.wait(PATIENCE)
             return [5]
 
-        monkeypatch.setattr(served.frontend.renderer, "encode", encode)
+        monkeypatch.setattr(served.context.renderer, "encode", encode)
         body = {"model": "tiny", "prompt": ["a " * 10_000]}
         asking = asyncio.create_task(served.http.post("/v1/completions", json=body))
         await eventually(begun.is_set)
-        served.frontend.engines.peer_gone("core 0")
+        served.context.engines.peer_gone("core 0")
         async with asyncio.timeout(PATIENCE):
             check_told(await asking, "engine_unavailable")
         check_nothing_held(served)

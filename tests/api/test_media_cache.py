@@ -33,8 +33,8 @@ def sent(request: NewRequest) -> list[bool]:
 
 async def baseline(served: Served) -> None:
     """Nothing of any request is left."""
-    engine = served.frontend.engines.engines[0]
-    media, admission = served.frontend.media, served.frontend.admission
+    engine = served.context.engines.engines[0]
+    media, admission = served.context.media, served.context.admission
     await eventually(
         lambda: (
             not (engine.requests or engine.preparing or served.transports[0].held or media._flights)
@@ -135,9 +135,9 @@ def test_admission_is_held_until_acceptance(processor: MediaProcessor, tmp_path:
         asking = asyncio.create_task(served.post(content=[image(), image(112)]))
         await served.core.until(lambda: bool(served.core.requests))
         await asyncio.sleep(0.02)
-        assert served.frontend.admission.admitted == 2
+        assert served.context.admission.admitted == 2
         await served.core.accept(served.core.requests[0])
-        await eventually(lambda: served.frontend.admission.admitted == 0)
+        await eventually(lambda: served.context.admission.admitted == 0)
         assert not asking.done()  # its answer goes on
         await served.core.end(served.core.requests[0], "length")
         assert (await asking).status_code == 200
@@ -154,7 +154,7 @@ def test_an_answer_need_not_be_accepted_first(processor: MediaProcessor, tmp_pat
         await served.core.until(lambda: bool(served.core.requests))
         (request,) = served.core.requests
         await served.core.output(request, served.core.script(request)[0])
-        await eventually(lambda: served.frontend.admission.admitted == 0)
+        await eventually(lambda: served.context.admission.admitted == 0)
         await served.core.end(request, "length")
         assert (await asking).json()["choices"][0]["message"]["content"] == "a red"
         await baseline(served)
@@ -184,7 +184,7 @@ def test_an_abort_that_crosses_a_turn_down(processor: MediaProcessor, tmp_path: 
         served.core.running.clear()  # turned down, but this server has not heard of it when its client leaves
         await hang_up(writer)
         await served.core.until(lambda: len(served.core.finishes) == 2)
-        assert len(served.frontend.engines.engines[0].requests) == 2
+        assert len(served.context.engines.engines[0].requests) == 2
         await served.core.turn_down(request)
         await baseline(served)
         assert len(served.core.requests) == 1
@@ -201,7 +201,7 @@ def test_an_engine_that_ends_a_request_before_acceptance(processor: MediaProcess
         if end == "error":
             await served.core.end(served.core.requests[0], "error", "the media are lost")
         else:
-            served.frontend.engines.peer_gone("worker 0.1")
+            served.context.engines.peer_gone("worker 0.1")
         assert (await asking).status_code == 500
         await baseline(served)
 
@@ -220,7 +220,7 @@ def test_a_request_that_leaves_releases_what_it_refers_to(
     async def scenario(served: Served) -> None:
         await ask(served, image())
         served.core.answers_look_ups, served.core.accepts = stage != "look-up", False
-        served.frontend.media.processor = gated = Gated(processor)  # type: ignore[assignment]
+        served.context.media.processor = gated = Gated(processor)  # type: ignore[assignment]
         if stage == "acceptance":
             gated.door.set()
         _, writer = await served.connect(content=[image(), image(112)])

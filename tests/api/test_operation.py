@@ -26,7 +26,7 @@ def test_health_is_a_ping_and_those_who_ask_at_once_share_it(processor: MediaPro
             assert await status(served) == (200, None)
             assert served.core.pings == [1]
             served.core.answers_pings = False
-            calls = Calls(served.frontend.engines, "healthy")
+            calls = Calls(served.context.engines, "healthy")
             asking = [asyncio.create_task(status(served)) for _ in range(5)]
             await served.core.until(lambda: len(served.core.pings) == 2)
             await eventually(lambda: calls.begun == 5)
@@ -70,7 +70,7 @@ def test_an_engine_that_dies_is_not_waited_for(processor: MediaProcessor, tmp_pa
             begun = asyncio.get_running_loop().time()
             asking = asyncio.create_task(status(served))
             await eventually(lambda: served.core.pings == [1])
-            served.frontend.engines.peer_gone("core 0")
+            served.context.engines.peer_gone("core 0")
             assert await asking == (503, "engine_unavailable") == await status(served)
             assert asyncio.get_running_loop().time() - begun < 1
             assert (await served.http.get("/live")).status_code == 200
@@ -82,7 +82,7 @@ def test_a_probe_that_leaves_takes_no_other_along(processor: MediaProcessor, tmp
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor)) as served:
             served.core.answers_pings = False
-            engines = served.frontend.engines
+            engines = served.context.engines
             leaving, staying = (asyncio.create_task(engines.healthy(PATIENCE)) for _ in range(2))
             await served.core.until(lambda: served.core.pings == [1])
             leaving.cancel()

@@ -75,7 +75,7 @@ def with_server(processor: MediaProcessor, directory: Path, test: Callable[[Serv
 
 
 def at_rest(served: Served) -> bool:
-    front = served.frontend
+    front = served.context
     return front.admission.inflight_bytes == front.admission.admitted == front.requests.unfinished == 0
 
 
@@ -100,7 +100,7 @@ def test_bytes_in_flight(processor: MediaProcessor, tmp_path: Path, stream: bool
             await eventually(lambda: metric("inflight_media_bytes") == 3 * MAX_MEDIA_BYTES)
             check_refusal(await served.post(content=[part], stream=stream), "--max-inflight-media-gb")
             assert metric("requests_rejected_total", reason="inflight_media") == before + 1
-            assert served.frontend.requests.unfinished == 1
+            assert served.context.requests.unfinished == 1
             slow.go.set()
             await served.core.until(lambda: bool(served.core.requests))
             assert metric("inflight_media_bytes") == 4 * len(slow.png)
@@ -117,12 +117,12 @@ def test_a_web_server_that_hangs_holds_up_only_what_it_has(processor: MediaProce
 
     async def scenario(served: Served) -> None:
         slow, before = SlowWeb(), len(served.core.requests)
-        assert served.frontend.admission.limit == 4 and MAX_INFLIGHT_BYTES == 4 * MAX_MEDIA_BYTES
+        assert served.context.admission.limit == 4 and MAX_INFLIGHT_BYTES == 4 * MAX_MEDIA_BYTES
         with slow.running() as part:
             hanging = [asyncio.create_task(served.post(content=[part])) for _ in range(3)]
             await eventually(lambda: metric("inflight_media_bytes") == 3 * MAX_MEDIA_BYTES)
             check_refusal(await served.post(content=[part, image()]), "being fetched from other servers")
-            assert served.frontend.admission.admitted == 0
+            assert served.context.admission.admitted == 0
             for side in (56, 84, 112):
                 answers = await asyncio.gather(*(served.post(content=[image(side)]) for _ in range(4)))
                 assert [answer.status_code for answer in answers] == [200] * 4
@@ -156,7 +156,7 @@ def test_downloads_of_one_request_end_with_the_block_that_is_too_much(
             assert f"more than the {MAX_INFLIGHT_BYTES} of --max-inflight-media-gb" in refusal.text
             nbytes = int(refusal.text.partition(" bytes together")[0].rpartition(" ")[2])
             assert MAX_INFLIGHT_BYTES < nbytes <= MAX_INFLIGHT_BYTES + BLOCK_BYTES
-            assert at_rest(served) and served.frontend.admission.unknown_bytes == 0
+            assert at_rest(served) and served.context.admission.unknown_bytes == 0
             for _ in range(6):
                 assert await asyncio.to_thread(gone.acquire, timeout=PATIENCE)
         assert (await served.post(content=[image()], stream=stream)).status_code == 200
@@ -170,7 +170,7 @@ def test_a_download_may_not_take_the_room_of_others(processor: MediaProcessor, t
     async def scenario(served: Served) -> None:
         slow, before = SlowWeb(), metric("requests_rejected_total", reason="inflight_media")
         slow.body = slow.png + bytes(MAX_MEDIA_BYTES - len(slow.png))
-        admission = served.frontend.admission
+        admission = served.context.admission
         with slow.running() as part:
             large = asyncio.create_task(served.post(content=[part] * 4))
             await eventually(lambda: admission.inflight_bytes == 3 * MAX_MEDIA_BYTES)
@@ -277,7 +277,7 @@ def test_unfinished_requests(processor: MediaProcessor, tmp_path: Path, stream: 
         check_refusal(await served.post(stream=stream), "--max-num-queued-reqs")
         assert metric("requests_rejected_total", reason="queued_requests") == before + 1
         await hang_up(connected.pop()[1])
-        await eventually(lambda: served.frontend.requests.unfinished == MAX_REQUESTS - 1)
+        await eventually(lambda: served.context.requests.unfinished == MAX_REQUESTS - 1)
         served.core.hold = False
         assert (await served.post(stream=stream)).status_code == 200
         for request in [*served.core.running.values()]:
@@ -300,7 +300,7 @@ def test_a_body_that_is_refused_is_not_read(processor: MediaProcessor, tmp_path:
         await hang_up(writer)
         with contextlib.ExitStack() as places:
             for _ in range(MAX_REQUESTS):
-                places.enter_context(served.frontend.requests.admit())
+                places.enter_context(served.context.requests.admit())
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
             writer.write(head.replace(str(MAX_REQUEST_BYTES + 1), "1000").encode())
             assert b" 429 " in await asyncio.wait_for(reader.readline(), PATIENCE)
@@ -314,7 +314,7 @@ def test_bodies_that_are_received_at_once(processor: MediaProcessor, tmp_path: P
 
     async def scenario(served: Served) -> None:
         before = metric("requests_rejected_total", reason="inflight_bodies")
-        room = served.frontend.body_limits.room
+        room = served.context.body_limits.room
         start = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         head = start + b"content-length: %d\r\n\r\n" % MAX_REQUEST_BYTES
         part = b" " * (MAX_REQUEST_BYTES * 2 // 5)
@@ -345,7 +345,7 @@ def test_a_conversation_is_forgotten_once_the_engine_has_it(processor: MediaProc
             await served.core.output(served.core.requests[-1], [65])
             await eventually(lambda: not any(type(one) is ChatRequest for one in gc.get_objects()))
             await hang_up(writer)
-            await eventually(lambda: not served.frontend.engines.engines[0].requests)
+            await eventually(lambda: not served.context.engines.engines[0].requests)
 
     with_server(processor, tmp_path, scenario)
 

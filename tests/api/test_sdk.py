@@ -191,7 +191,7 @@ def test_errors_are_the_sdks_exceptions(processor: MediaProcessor, tmp_path: Pat
         with pytest.raises(openai.APIError, match="the media are lost"):
             async for _ in stream:
                 pass
-        served.frontend.engines.engines[0].die()
+        served.context.engines.engines[0].die()
         with pytest.raises(openai.InternalServerError) as stopped:
             await served.ask()
         assert (stopped.value.status_code, stopped.value.code) == (503, "engine_unavailable")
@@ -203,7 +203,7 @@ def test_a_refusal_for_now_is_tried_again_by_the_sdk(processor: MediaProcessor, 
     async def scenario(served: Served) -> None:
         waits: list[str] = []
         patient = served.openai.with_options(max_retries=2)
-        places = [served.frontend.requests.admit() for _ in range(MAX_REQUESTS)]
+        places = [served.context.requests.admit() for _ in range(MAX_REQUESTS)]
         for place in places:
             place.__enter__()
 

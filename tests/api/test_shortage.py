@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mini_engine.api import refusal
-from mini_engine.api.refusal import QUIET_SECONDS, explain
+from mini_engine.api import error_responses
+from mini_engine.api.error_responses import QUIET_SECONDS, explain
 from mini_engine.api.threads import Threads
 from mini_engine.api.timings import RequestClock
 from mini_engine.media import http_fetch
@@ -29,8 +29,8 @@ from tests.web import WebServer, response
 
 @pytest.fixture(autouse=True)
 def before_any_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusal, "_refused_at", {})
-    monkeypatch.setattr(refusal, "refusals", refusal.RefusalLog())
+    monkeypatch.setattr(error_responses, "_refused_at", {})
+    monkeypatch.setattr(error_responses, "refusals", error_responses.RefusalLog())
 
 
 def shortages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -71,7 +71,7 @@ def test_without_descriptors_nobody_is_blamed_and_with_them_all_goes_on(
                 assert metric("requests_rejected_total", reason="host") == before + 7
                 for answer in await ask_all(served, urls):
                     assert answer.status_code == 200, answer.text
-                assert served.frontend.admission.inflight_bytes == served.frontend.admission.admitted == 0
+                assert served.context.admission.inflight_bytes == served.context.admission.admitted == 0
 
     asyncio.run(scenario())
 
@@ -94,7 +94,7 @@ def test_the_log_has_a_line_for_each_shortage_not_for_each_request(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(refusal.time, "monotonic", lambda: now)
+    monkeypatch.setattr(error_responses.time, "monotonic", lambda: now)
 
     def refused(error: Exception, seconds: float) -> int:
         nonlocal now

@@ -15,7 +15,7 @@ TEXTS = ["hello", "a red circle", "caf\u00e9 \U0001f388", "<|im_start|>user", "a
 def test_there_and_back(processor: MediaProcessor, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor)) as served:
-            served.frontend.renderer.max_tokens = MAX_MODEL_LEN
+            served.context.renderer.max_tokens = MAX_MODEL_LEN
             for text in [*TEXTS, "some words " * 3000]:
                 sent = {"prompt": text, "return_token_strs": True}
                 response = await served.http.post("/tokenize", json=sent)
