@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -34,7 +35,7 @@ MAY_IMPORT = {
 }  # bench may import everything: it measures the parts by themselves
 TOP_LEVEL_FOR_ALL = {
     *("messages", "config", "child", "log", "metrics", "failpoints", "confinement"),
-    *("free_memory", "malloc", "shortage"),
+    *("decode_limits", "free_memory", "malloc", "shortage"),
 }
 
 
@@ -65,6 +66,18 @@ def test_imports_point_one_way():
         if not allowed(part, name)
     ]
     assert not wrong, wrong
+
+
+def test_no_import_cycles_between_files_or_folders():
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): imports_of(path) for path in FILES}
+    files = {name.removesuffix(".__init__"): imports for name, imports in files.items()}
+    folders: dict[str, set[str]] = {}
+    for name, imports in files.items():
+        own = name.split(".")[1:2]
+        folders.setdefault("".join(own), set()).update(part.split(".")[1] for part in imports if "." in part)
+    for graph in (files, folders):
+        graph = {name: imports - {name} for name, imports in graph.items()}
+        list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
 
 def test_the_import_rule_can_fail():

@@ -1,8 +1,8 @@
 """Chat messages -> prompt token ids, with a place for each image and video.
 
-Three steps, because an item's length is known only after it was processed: `collect` finds the media, `render` writes
-one placeholder for each, `expand` makes each placeholder as long as its item. Knows nothing of HTTP, nor how media are
-fetched or processed. All methods may run in several threads at once.
+Three steps, because an item's length is known only after it was processed: `collect_media` finds the media, `render`
+writes one placeholder for each, `expand` makes each placeholder as long as its item. Knows nothing of HTTP, nor how
+media are fetched or processed. All methods may run in several threads at once.
 """
 
 from collections import Counter
@@ -10,28 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from mini_engine.api.errors import ChatError
+from mini_engine.api.protocol import ChatMessage, MediaPart, TextPart
 from mini_engine.messages import Modality
 
-Message = Mapping[str, Any]
-
-_EVERY_PART = ("type", "uuid")
-PART_SETTINGS: dict[Modality, tuple[str, ...]] = {
-    "image": ("min_pixels", "max_pixels"),
-    "video": ("min_pixels", "max_pixels", "fps", "num_frames", "min_frames", "max_frames"),
-}
-_ROLES = ("system", "developer", "user", "assistant")
-PART_TYPES: dict[str, tuple[Modality, tuple[str, ...]]] = {
-    "image_url": ("image", ("image_url",)),  # OpenAI's
-    "video_url": ("video", ("video_url",)),  # vLLM's
-    "image": ("image", ("image", "url")),  # Hugging Face's
-    "video": ("video", ("video", "url")),
-}
 # Besides the two placeholders themselves: the marks around them in the Qwen-VL vocabularies.
 _VISION_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
-
-
-class ChatError(ValueError):
-    """Messages that cannot become a prompt. The text is safe to show to the client."""
 
 
 @dataclass(frozen=True)
@@ -97,42 +81,18 @@ class ChatRenderer:
         self._longest_token = max(map(len, hf_processor.tokenizer.get_vocab()))
         self.max_tokens: int | None = None  # the engine's limit, once it is known
         self._knows_developer = "developer" in template
-        self.render([{"role": "user", "content": "Hello"}])  # a template that cannot work is found at start
+        self.render([ChatMessage(role="user", content="Hello")])  # a template that cannot work is found at start
 
-    def collect(self, messages: Sequence[Message], limits: Mapping[str, int] | None = None) -> list[MediaRef]:
-        """Returns the media of a conversation in order. `limits` is --limit-mm-per-prompt; absent means no limit.
-
-        Raises ChatError for messages of a wrong form, parts of an unknown type, or more items than a limit allows.
-        """
-        refs: list[MediaRef] = []
-        counts: Counter[str] = Counter()
-        for message in messages:
-            for part in _media_parts(message):
-                modality, _ = PART_TYPES[part["type"]]
-                counts[modality] += 1
-                name = f"{modality} {counts[modality]}"
-                settings = {key: part[key] for key in PART_SETTINGS[modality] if part.get(key) is not None}
-                refs.append(MediaRef(modality, _url_of(part, name), name, settings))
-        for limited, limit in (limits or {}).items():
-            if counts[limited] > limit:
-                raise ChatError(
-                    f"the conversation has {counts[limited]} {limited} items, more than the {limit} that "
-                    f"--limit-mm-per-prompt allows; send fewer"
-                )
-        return refs
-
-    def render(self, messages: Sequence[Message]) -> list[int]:
+    def render(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Returns the prompt's token ids, the start of the answer included, with one placeholder id for each item.
 
-        Raises ChatError for messages of a wrong form, for text that holds the model's placeholder tokens (which would
-        pass for media), and when the template refuses the conversation or leaves out an item.
+        Raises ChatError for text that contains the model's placeholder tokens, and when the template refuses the
+        conversation or leaves out an item.
         """
-        if not messages:
-            raise ChatError("messages must not be empty")
         text = self._apply_template([self._for_template(message) for message in messages])
         self._check_length(text)
         token_ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
-        wanted = [PART_TYPES[part["type"]][0] for message in messages for part in _media_parts(message)]
+        wanted = [part.modality for message in messages for part in media_parts(message)]
         placed = [self._modality_of[token] for token in token_ids if token in self._modality_of]
         if placed != wanted:
             raise ChatError(
@@ -196,21 +156,18 @@ class ChatRenderer:
             raise ValueError(f"{len(items)} items for {len(placed)} placeholders")
         return ExpandedPrompt(expanded, placed)
 
-    def _for_template(self, message: Message) -> dict[str, Any]:
+    def _for_template(self, message: ChatMessage) -> dict[str, Any]:
         """The message as Hugging Face templates know it: role and content, media as bare {"type": "image"}."""
-        role = message["role"] if message.get("role") in _ROLES else _fail_role(message.get("role"))
-        if role == "developer" and not self._knows_developer:
-            role = "system"
-        content = _content(message)
-        if isinstance(content, str):
-            self._check_text(content)
-            return {"role": role, "content": content}
+        role = "system" if message.role == "developer" and not self._knows_developer else message.role
+        if isinstance(message.content, str):
+            self._check_text(message.content)
+            return {"role": role, "content": message.content}
+        # Joined, because a template writes consecutive parts without anything in between.
+        self._check_text("".join(part.text if isinstance(part, TextPart) else "\n" for part in message.content))
         parts = [
-            {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": PART_TYPES[part["type"]][0]}
-            for part in content
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": part.modality}
+            for part in message.content
         ]
-        # Joined, because a template writes neighbouring parts without anything in between.
-        self._check_text("".join(part.get("text", "\n") for part in parts))
         return {"role": role, "content": parts}
 
     def _check_text(self, text: str) -> None:
@@ -229,55 +186,37 @@ class ChatRenderer:
             raise ChatError(f"the chat template refuses these messages: {str(error)[:200]}") from error
 
 
-def _fail_role(role: Any) -> str:
-    raise ChatError(f"message role {str(role)[:40]!r} is not supported; use {', '.join(_ROLES)}")
+def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) -> list[MediaRef]:
+    """Returns the media of a conversation in order. `limits` is --limit-mm-per-prompt; absent means no limit.
 
-
-def _content(message: Message) -> str | list[Mapping[str, Any]]:
-    """The content, checked: a string, or a list of parts whose types are known and whose texts are strings."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ChatError("message content must be a string or a list of parts")
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "text":
-            if not isinstance(part.get("text"), str):
-                raise ChatError("a content part of type 'text' must have a string under 'text'")
-            _check_keys(part, ("text",))
-        elif kind not in PART_TYPES:
+    Raises ChatError for more items than a limit allows.
+    """
+    refs: list[MediaRef] = []
+    counts: Counter[str] = Counter()
+    for message in messages:
+        for part in media_parts(message):
+            counts[part.modality] += 1
+            name = f"{part.modality} {counts[part.modality]}"
+            refs.append(MediaRef(part.modality, part.location, name, part.settings))
+    for limited, limit in limits.items():
+        if counts[limited] > limit:
             raise ChatError(
-                f"content part of type {str(kind)[:40]!r} is not supported; use text, {', '.join(PART_TYPES)}"
+                f"the conversation has {counts[limited]} {limited} items, more than the {limit} that "
+                f"--limit-mm-per-prompt allows; send fewer"
             )
-        else:
-            modality, keys = PART_TYPES[kind]
-            _check_keys({key: part[key] for key in part if key not in PART_SETTINGS[modality]}, keys)
-    return content
+    return refs
 
 
-def _check_keys(part: Mapping[str, Any], keys: Sequence[str]) -> None:
-    """What else a part holds would be lost."""
-    given = [key for key in part if key not in _EVERY_PART]
-    for key in given:
-        if key not in keys:
-            raise ChatError(
-                f"a content part of type {part['type']!r} must not have {key[:40]!r} as well; send a part for each"
-            )
-    if len(given) > 1:
-        raise ChatError(f"a content part of type {part['type']!r} must have one of {' and '.join(given)}, not both")
+def media_parts(message: ChatMessage) -> list[MediaPart]:
+    """The images and videos of a message, in order."""
+    content = message.content
+    return [] if isinstance(content, str) else [part for part in content if not isinstance(part, TextPart)]
 
 
-def _media_parts(message: Message) -> list[Mapping[str, Any]]:
-    content = _content(message)
-    return [] if isinstance(content, str) else [part for part in content if part["type"] != "text"]
-
-
-def _url_of(part: Mapping[str, Any], name: str) -> str:
-    _, keys = PART_TYPES[part["type"]]
-    for key in keys:
-        value = part.get(key)
-        url = value.get("url") if isinstance(value, Mapping) else value
-        if isinstance(url, str) and url:
-            return url
-    raise ChatError(f"{name}: the part must look like {{'type': '{part['type']}', '{keys[0]}': {{'url': '...'}}}}")
+def text_length(messages: Sequence[ChatMessage]) -> int:
+    """Characters of text in a conversation."""
+    length = 0
+    for message in messages:
+        parts = [TextPart(text=message.content)] if isinstance(message.content, str) else message.content
+        length += sum(len(part.text) for part in parts if isinstance(part, TextPart))
+    return length

@@ -11,11 +11,11 @@ from fastapi import Request
 from mini_engine.api.admission import MediaAdmission, RequestAdmission
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.connection import BodyLimits, read_body
+from mini_engine.api.detokenizer import Vocabulary
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.sampling import SamplingResolver
-from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.messages import EngineLimits
 
 

@@ -1,17 +1,63 @@
-"""Token ids of one answer -> text, as it comes, up to a stop string.
+"""Tokens of an answer -> its text, as they come. `SampleText` uses the other classes of this file.
 
-Text that could be the start of a stop string, and bytes that are not a whole character yet, wait until more is known.
-A token costs what its own bytes do, however many came before: `tokenizers.decoders.DecodeStream` decodes all that have
-made no text yet again at each, and an answer may be nothing but skipped special tokens or bytes of no character.
-Knows nothing of requests or streams. Runs in the event loop's thread only: a Rust tokenizer that several threads use
-at once may raise "Already borrowed".
+A token costs what its own bytes cost, however many came before: `tokenizers.decoders.DecodeStream` decodes all tokens
+that have made no text yet again at each. Knows nothing of requests or streams. Runs in the event loop's thread only: a
+Rust tokenizer that several threads use at once may raise "Already borrowed".
 """
 
-import codecs
-from collections.abc import Sequence
-from dataclasses import dataclass
+from __future__ import annotations
 
-from mini_engine.api.vocabulary import Vocabulary
+import codecs
+import collections
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import decoders
+
+from mini_engine.api.protocol import GenerationRequest
+from mini_engine.api.responses import FinishedBy, LikelyToken, ListedToken, Piece
+from mini_engine.messages import FinishReason, SamplingParams, TokenLogprob
+
+LEAST_LOGPROB = -9999.0  # OpenAI's figure for what is all but impossible; JSON has no infinity
+
+
+class Vocabulary:
+    """The tokens of a byte-level tokenizer, as all of the Qwen-VL models have it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer` is a Hugging Face fast tokenizer. Raises ValueError for one that is not byte-level."""
+        self._tokenizer = tokenizer.backend_tokenizer
+        if not isinstance(self._tokenizer.decoder, decoders.ByteLevel):
+            raise ValueError("the model's tokenizer is not byte-level: the bytes of its tokens are not known")
+        self._byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The token's bytes, which may be a part of a character; none for an id that the tokenizer does not have.
+
+        Those of several tokens in a row are what the tokenizer's own decoder makes its text of.
+        """
+        written = self._tokenizer.id_to_token(token_id)
+        if written is None:
+            return b""
+        try:
+            return bytes(map(self._byte_of.__getitem__, written))
+        except KeyError:  # an added token, such as one with a space, which is not written in the characters for bytes
+            return written.encode()
+
+    def bytes_shown(self, token_id: int, skip_special_tokens: bool) -> bytes:
+        """What the token adds to an answer: its bytes, or none where it is a special token and these are skipped."""
+        return b"" if skip_special_tokens and token_id in self._special else self.bytes_of(token_id)
+
+
+def _byte_characters() -> list[str]:
+    """The character that stands for each byte in byte-level vocabularies: itself if it can be printed, else the next
+    one from U+0100 on (`bytes_to_unicode` of GPT-2's encoder.py)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 @dataclass(frozen=True)
@@ -110,3 +156,109 @@ def _overlap(text: str, stop: str) -> int:
     """How many of the last characters of `text` are the first of `stop`, short of all of it."""
     longest = min(len(text), len(stop) - 1)
     return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)
+
+
+class LogprobList:
+    """Holds an answer's tokens until their text leaves.
+
+    A token is listed with the text that holds its first character, or a part of it; so the bytes of all listed tokens
+    are those of the text, but for a last token that a stop string cuts through. A token without text, as a special
+    token that is skipped, is not listed.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool):
+        self._vocabulary = vocabulary
+        self._skip_special_tokens = skip_special_tokens
+        self._held: collections.deque[tuple[int, Sequence[TokenLogprob]]] = collections.deque()
+        self._sent = 0  # characters
+
+    def add(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """A token whose text begins after `start` characters; `logprobs` has the token itself, then the likeliest."""
+        if self._vocabulary.bytes_shown(logprobs[0].token_id, self._skip_special_tokens):
+            self._held.append((start, logprobs))
+
+    def send(self, text: str) -> list[ListedToken]:
+        """The tokens to list with `text`, which is the next that leaves."""
+        self._sent += len(text)
+        listed = []
+        while self._held and self._held[0][0] < self._sent:
+            listed.append(self._list(self._held.popleft()[1]))
+        return listed
+
+    def _list(self, logprobs: Sequence[TokenLogprob]) -> ListedToken:
+        chosen, *likeliest = map(self._likely, logprobs)
+        return ListedToken(chosen.token, chosen.logprob, chosen.bytes, likeliest)
+
+    def _likely(self, one: TokenLogprob) -> LikelyToken:
+        data = self._vocabulary.bytes_of(one.token_id)
+        return LikelyToken(data.decode(errors="replace"), max(one.logprob, LEAST_LOGPROB), list(data))
+
+
+class SampleText:
+    """The text of one sample of a request, of which it is choice `index`."""
+
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        logprobs: LogprobList | None = None,
+        hidden_ends: Collection[int] = (),
+    ):
+        """The text of a token of `hidden_ends` is left out where the token ends the sample."""
+        self.index = index
+        self.completion_tokens = 0  # delivered, up to the one that completes a stop string
+        self._detokenizer = detokenizer
+        self._logprobs = logprobs
+        self._hidden_ends = hidden_ends
+
+    def push(
+        self, token_ids: Sequence[int], reason: FinishReason | None, logprobs: Sequence[Sequence[TokenLogprob]] = ()
+    ) -> Piece:
+        """The piece that the next tokens make. `reason` comes with the last of the sample. A piece with a finish
+        reason, which may be that of a stop string, is the last.
+
+        `logprobs`, where they are asked for: for each token those of the token itself, then of the likeliest.
+        """
+        hidden = reason == "stop" and bool(token_ids) and token_ids[-1] in self._hidden_ends
+        if hidden:
+            token_ids = token_ids[:-1]
+        text = self._push(token_ids, logprobs)
+        finished: FinishedBy | None = None
+        if reason is not None:
+            text += self._detokenizer.finish()
+            finished = "length" if reason == "length" else "stop"
+        if self._detokenizer.stopped_by is not None:
+            finished = "stop"
+        elif hidden:
+            self.completion_tokens += 1
+        return Piece(self.index, text, finished, None if self._logprobs is None else self._logprobs.send(text))
+
+    def _push(self, token_ids: Sequence[int], logprobs: Sequence[Sequence[TokenLogprob]]) -> str:
+        if self._logprobs is None:
+            delta = self._detokenizer.push(token_ids)
+            self.completion_tokens += delta.tokens_used
+            return delta.text
+        text = ""
+        for token_id, likely in zip(token_ids, logprobs[: len(token_ids)], strict=True):
+            start = self._detokenizer.decoded_length
+            delta = self._detokenizer.push([token_id])
+            if delta.tokens_used:
+                self._logprobs.add(start, likely)
+                self.completion_tokens += 1
+            text += delta.text
+        return text
+
+
+def sample_texts(
+    vocabulary: Vocabulary, asked: GenerationRequest, sampling: SamplingParams, first_index: int = 0
+) -> list[SampleText]:
+    """The texts of all samples of a request, whose choices have the indices from `first_index` on."""
+    include_stop = bool(asked.include_stop_str_in_output)
+    skip_special = asked.skip_special_tokens is not False
+
+    def sample_text(index: int) -> SampleText:
+        detokenizer = Detokenizer(vocabulary, asked.stop_strings, include_stop, skip_special, sampling.min_tokens)
+        logprobs = None if sampling.logprobs is None else LogprobList(vocabulary, skip_special)
+        return SampleText(index, detokenizer, logprobs, () if include_stop else sampling.stop_token_ids)
+
+    return [sample_text(first_index + choice) for choice in range(asked.num_choices)]

@@ -33,7 +33,6 @@ from mini_engine.messages import (
     FinishReason,
     Found,
     MediaMiss,
-    NewRequest,
     Outputs,
     Pong,
     RequestOutput,
@@ -122,8 +121,8 @@ class Engine:
         if self.stopped is not None:
             raise self.stopped.with_traceback(None)  # which would grow with each who meets it
 
-    async def submit(self, request: NewRequest) -> Generation:
-        """Hand `request` to the engine, its media's patches still tensors, or None where `media` has found them there.
+    async def submit(self, generation: Generation) -> None:
+        """Send the engine `generation.request`, whose patches are tensors, or None where `media` has found the item.
 
         What finds room in the store is written there; for the rest this waits for room for its tensors, which leave
         before the request does, straight to the ranks; and, if there are media, until the engine has accepted the
@@ -132,18 +131,17 @@ class Engine:
         Raises:
             EngineError: the engine is gone, or the tensors cannot be sent or do not arrive (MediaNotSent).
         """
-        generation = Generation(self, [request.request_id, *(sibling.request_id for sibling in request.siblings)])
         self.requests |= {sample.request_id: sample for sample in generation.samples}
         try:
-            request = await self.media.place(request)
+            request = await self.media.place(generation.request)
             for again in (False, True):
                 await self._sender.submit(request)
                 self.media.hand_over(request.request_id)
-                generation.at_engine = True
-                if not request.media or await generation.is_accepted():
+                accepted = generation.sent_to(self)
+                if not request.media or await accepted:
                     at_engine = request.request_id, self.number, len(request.media)
                     logger.debug("%s is at engine %d, with %d media", *at_engine, extra=about(request.request_id))
-                    return generation
+                    return
                 if not again:
                     logger.warning(
                         "%s: engine %d cannot use its tensors; they are sent again", request.request_id, self.number,
@@ -152,7 +150,7 @@ class Engine:
                     metrics.ipc_fallbacks_total.labels("lost").inc()
             raise MediaNotSent()
         except BaseException:
-            if generation.at_engine:
+            if generation.engine is not None:
                 generation.abort()
             else:
                 self._forget(generation)
@@ -204,7 +202,7 @@ class Engine:
         self.media.close(why)
         requests, self.requests = self.requests, {}
         for sample in requests.values():
-            sample.fail(begun or why)
+            sample.generation.fail(begun or why)
         if self._asked is not None:
             self._asked.cancel()
         for reset in list(self._resets.values()):
@@ -265,7 +263,7 @@ class Engine:
     def _on_accepted(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             if (sample := self.requests.get(request_id)) is not None:
-                sample.generation.accept()
+                sample.generation.answer(accepted=True)
 
     def _on_turned_down(self, request_id: str, late: bool) -> None:
         """The core knows nothing of the request any more, but what it refers to."""
@@ -276,7 +274,7 @@ class Engine:
         if late or generation.over:  # aborted meanwhile
             self._forget(generation)
             self.media.release(request_id)
-        generation.turn_down()
+        generation.answer(accepted=False)
 
     def _on_output(self, output: RequestOutput) -> None:
         if output.finish_reason is None:
@@ -284,7 +282,7 @@ class Engine:
         else:
             sample = self.requests.pop(output.request_id, None)
         if sample is not None:
-            sample.receive(output)
+            sample.generation.receive(sample, output)
 
     def _forget(self, generation: Generation) -> None:
         """The core knows nothing of it: no final output will come."""

@@ -11,7 +11,6 @@ from typing import Literal
 
 import msgspec
 
-from mini_engine.api.chat import ChatError
 from mini_engine.media.errors import DecoderUnavailable, MediaError
 
 SHUTTING_DOWN = "The server is shutting down and takes no new requests; send this one again later."
@@ -84,6 +83,10 @@ class ApiError(Exception):
     def encode(self) -> bytes:
         """The error response's body as JSON."""
         return msgspec.json.encode(ErrorResponse(self.body))
+
+
+class ChatError(ValueError):
+    """Messages, or a text, that cannot become a prompt. The text is for the client."""
 
 
 class EngineError(Exception):

@@ -1,196 +1,221 @@
-"""A request at its engine: what comes back for each of its samples, until each has ended.
+"""A request at its engine: the text of each of its samples as it comes, until each has ended.
 
-Knows nothing of sockets, text or HTTP. Belongs to the event loop's thread.
+`Generation` alone decides whether a request is over. It is an iterator for the HTTP side; `Engine` calls the rest.
+Knows nothing of sockets or HTTP. Belongs to the event loop's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 
+from mini_engine.api.detokenizer import SampleText
 from mini_engine.api.errors import EngineError
-from mini_engine.messages import EngineTimes, FinishReason, RequestOutput, TokenLogprob
+from mini_engine.api.responses import MediaUsage, Piece, PromptTokensDetails, Remarks, Usage
+from mini_engine.api.timings import RequestClock
+from mini_engine.log import about
+from mini_engine.messages import EngineTimes, FinishReason, NewRequest, RequestOutput
+
+logger = logging.getLogger(__name__)
 
 
-class Ender(Protocol):
-    """Where a request runs."""
+class Engine(Protocol):
+    """Runs requests: `engine.Engine`, as far as a generation calls it."""
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
-        """End the request there."""
-
-
-@dataclass(frozen=True, slots=True)
-class NewTokens:
-    """What came for one sample since the last look. `finish_reason` is set with the last."""
-
-    index: int  # which sample
-    token_ids: list[int]
-    finish_reason: FinishReason | None
-    logprobs: Sequence[list[TokenLogprob]] = ()  # one for each token, if asked for
+        """End a sample there."""
 
 
 class Sample:
-    """One sample of a request: what has come for it and was not taken yet."""
+    """One sample of a request: its outputs that are not taken yet, and its text."""
 
-    def __init__(self, generation: Generation, index: int, request_id: str):
-        self.index = index
-        self.request_id = request_id
-        self.over = False  # nobody waits for its tokens any more
-        self.num_cached_tokens = 0
-        self.times: EngineTimes | None = None  # the first sample's, once its first token came
+    def __init__(self, generation: Generation, request_id: str, text: SampleText):
         self.generation = generation
-        self._new = NewTokens(index, [], None)
+        self.request_id = request_id
+        self.text = text
+        self.over = False  # no more pieces come
+        self.num_cached_tokens = 0
+        self.times: EngineTimes | None = None  # of the first sample, once its first token came
+        self._ended = False  # by the engine
+        self._outputs: list[RequestOutput] = []
 
-    def receive(self, output: RequestOutput) -> None:
-        """Take what the engine has sent for this sample."""
-        if self.over:
-            return
-        if output.finish_reason == "error":
-            self.fail(EngineError(output.error or "The engine failed at this request."))
-        elif output.finish_reason == "abort":
-            self.fail(EngineError("The engine has aborted this request."))
+    @property
+    def is_waiting(self) -> bool:
+        """Whether outputs wait to be taken."""
+        return bool(self._outputs)
+
+    def add(self, output: RequestOutput) -> None:
+        """Keep `output` until the next `take`."""
+        self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
+        self.times = output.times or self.times
+        self._ended = output.finish_reason is not None
+        self._outputs.append(output)
+
+    def take(self) -> Piece:
+        """The text of the outputs since the last call."""
+        outputs, self._outputs = self._outputs, []
+        if len(outputs) == 1:
+            token_ids, logprobs = outputs[0].token_ids, outputs[0].logprobs
         else:
-            new = self._new
-            self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
-            self.times = output.times or self.times
-            self._new = NewTokens(
-                self.index,
-                new.token_ids + output.token_ids if new.token_ids else output.token_ids,
-                output.finish_reason,
-                [*new.logprobs, *output.logprobs] if new.logprobs else output.logprobs,
-            )
-            self.generation.ready(self)
+            token_ids = [token for output in outputs for token in output.token_ids]
+            logprobs = [listed for output in outputs for listed in output.logprobs]
+        return self.text.push(token_ids, outputs[-1].finish_reason, logprobs)
 
-    def fail(self, error: EngineError) -> None:
-        """The engine will send no more."""
-        self.generation.fail(error)
-
-    def cut(self) -> None:
-        """Nobody waits for more of its tokens: the last is the one that came before now."""
-        self.over = True
-        if self.times is not None:
+    def end(self) -> None:
+        """No more pieces come; outputs that were not taken are dropped."""
+        self.over, self._outputs = True, []
+        if self.times is not None and not self._ended:  # its last token is the one that was taken now
             self.times = msgspec.structs.replace(self.times, last_token=time.monotonic())
-
-    def take(self) -> NewTokens:
-        """What has come since the last call."""
-        new, self._new = self._new, NewTokens(self.index, [], None)
-        self.over = new.finish_reason is not None
-        return new
 
 
 class Generation:
-    """One request at its engine: an iterator over its samples' new tokens. Who has it aborts it when leaving early.
+    """One request, as an asynchronous iterator over the pieces of its choices. As a context it aborts, when it is left,
+    what has not ended.
 
-    `samples` go by index: the first has the request's own id, the others their siblings'. Tokens of a sample that
-    come faster than they are taken are handed over together; no sample is taken twice while another waits.
+    Tokens that come faster than they are taken are one piece; no sample is taken twice while another waits.
+
+    Args:
+        request: with its siblings; the first sample has the request's own id.
+        texts: of its samples, in order.
+        media, warnings: for `usage` and `remarks`.
     """
 
-    def __init__(self, engine: Ender, request_ids: Sequence[str]):
-        self.samples = [Sample(self, index, request_id) for index, request_id in enumerate(request_ids)]
-        self.at_engine = False  # the engine has been handed the request, and has not turned it down
-        self._engine = engine
-        self._accepted = False
-        self._turned_down = False
-        self._waiting: collections.deque[Sample] = collections.deque()  # each with something to take, once
+    def __init__(
+        self,
+        request: NewRequest,
+        texts: Sequence[SampleText],
+        clock: RequestClock,
+        media: Sequence[MediaUsage] = (),
+        warnings: Sequence[str] = (),
+    ):
+        ids = [request.request_id, *(sibling.request_id for sibling in request.siblings)]
+        self.request = request
+        self.clock = clock
+        self.samples = [Sample(self, request_id, text) for request_id, text in zip(ids, texts, strict=True)]
+        self.engine: Engine | None = None  # that has the request
+        self._media = media
+        self._warnings = warnings
         self._error: EngineError | None = None
+        self._waiting: collections.deque[Sample] = collections.deque()  # samples with outputs, each once
+        self._accepted: asyncio.Future[bool] | None = None
         self._arrival: asyncio.Future[None] | None = None
 
     @property
-    def num_cached_tokens(self) -> int:
-        """How many tokens of the prompt the engine's prefix cache held for the first sample, once its first token came.
-
-        The others find what the first has computed.
-        """
-        return self.samples[0].num_cached_tokens
-
-    @property
-    def times(self) -> EngineTimes | None:
-        """When the first sample came how far; None before its first token. Whole once the sample is over."""
-        return self.samples[0].times
-
-    @property
     def over(self) -> bool:
-        """Whether nobody waits for any of its tokens any more."""
+        """Whether every sample has ended: no more pieces come."""
         return all(sample.over for sample in self.samples)
 
-    async def is_accepted(self) -> bool:
-        """Wait until the engine has taken the request, or ended it, as the next look at the tokens will tell; False: it
-        has turned it down."""
-        while not (self._accepted or self._turned_down or self._waiting or self._error):
-            await self._next_arrival()
-        turned_down, self._turned_down = self._turned_down, False
-        return not turned_down or self._error is not None
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        prompt, first = len(self.request.prompt_token_ids), self.samples[0]
+        completion = sum(sample.text.completion_tokens for sample in self.samples)
+        cached = PromptTokensDetails(first.num_cached_tokens)  # the other samples find what the first has computed
+        return Usage(prompt, completion, prompt + completion, cached, self._media or msgspec.UNSET)
+
+    def remarks(self, with_timings: bool) -> Remarks:
+        """What the response says of the request at its end."""
+        return Remarks(self.clock.timings() if with_timings else None, self._warnings)
+
+    # --- for the HTTP side -------------------------------------------------------------------------------------------
 
     def __aiter__(self) -> Generation:
         return self
 
-    async def __anext__(self) -> NewTokens:
+    async def __anext__(self) -> Piece:
         """Wait for tokens of any sample.
 
         Raises:
-            EngineError: the engine has given the request up, or is gone.
+            EngineError: the engine has failed at the request, or is gone.
         """
         if self.over:
             raise StopAsyncIteration
         while not (self._waiting or self._error):
-            await self._next_arrival()
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
         if self._error is not None:
-            self.abort()  # the samples that did not fail
+            self._end("error")
             raise self._error
-        return self._waiting.popleft().take()
+        sample = self._waiting.popleft()
+        before = sample.text.completion_tokens
+        piece = sample.take()
+        delivered = sample.text.completion_tokens - before
+        self.clock.tokens(len(self.request.prompt_token_ids), delivered, piece.index)
+        if piece.finish_reason is not None:
+            self._finish(sample, "stop")  # without effect unless a stop string ended it
+            if self.over:
+                self._end(piece.finish_reason)
+        return piece
 
-    def stop(self, index: int) -> None:
-        """End a sample at its engine unless it has ended: its text is complete. No more tokens of it come."""
-        self._finish(self.samples[index], "stop")
+    def __enter__(self) -> Generation:
+        return self
 
-    def abort(self) -> None:
-        """End every sample that has not ended."""
-        for sample in self.samples:
-            self._finish(sample, "abort")
+    def __exit__(self, *_: object) -> None:
+        if not self.over:
+            self._end("abort")
 
-    def accept(self) -> None:
-        """The engine has all that the request is made of."""
-        self._accepted = True
-        self._wake()
+    # --- for the engine ----------------------------------------------------------------------------------------------
 
-    def turn_down(self) -> None:
-        """The engine has turned the request down, since its tensors have not come; it knows nothing of the request."""
-        self.at_engine = False
-        self._turned_down = True
-        self._wake()
+    def sent_to(self, engine: Engine) -> asyncio.Future[bool]:
+        """`engine` was sent the request. The future is True once it has accepted or ended it, False if it turned the
+        request down."""
+        self.engine = engine
+        self._accepted = asyncio.get_running_loop().create_future()
+        if self._waiting or self._error:
+            self._accepted.set_result(True)
+        return self._accepted
 
-    def ready(self, sample: Sample) -> None:
-        """`sample` has something to take."""
-        if sample not in self._waiting:
+    def answer(self, accepted: bool) -> None:
+        """The engine has accepted the request, or turned it down: then it knows nothing of it any more."""
+        if not accepted:
+            self.engine = None
+        if self._accepted is not None and not self._accepted.done():
+            self._accepted.set_result(accepted)
+
+    def receive(self, sample: Sample, output: RequestOutput) -> None:
+        """The engine's `output` for `sample`."""
+        if sample.over:
+            return
+        if output.finish_reason in ("error", "abort"):
+            self.fail(EngineError(output.error or "The engine has aborted this request."))
+            return
+        if not sample.is_waiting:
             self._waiting.append(sample)
+        sample.add(output)
         self._wake()
 
     def fail(self, error: EngineError) -> None:
-        """One of the samples has failed, and with it the request."""
+        """The engine sends no more: the request ends with `error`."""
         self._error = error
         self._wake()
 
-    def _finish(self, sample: Sample, reason: Literal["stop", "abort"]) -> None:
+    def abort(self) -> None:
+        """End every sample that has not ended, at the engine too."""
+        for sample in self.samples:
+            self._finish(sample, "abort")
+
+    def _end(self, reason: FinishReason) -> None:
+        self.abort()
+        self.clock.end(reason, None if reason in ("abort", "error") else self.samples[0].times)
+        request_id, tokens = self.request.request_id, self.usage.completion_tokens
+        logger.debug("%s finished: %s, %d tokens", request_id, reason, tokens, extra=about(request_id))
+
+    def _finish(self, sample: Sample, reason: FinishReason) -> None:
         if sample.over:
             return
-        sample.cut()
-        if sample in self._waiting:
+        if sample.is_waiting:
             self._waiting.remove(sample)
-        self._engine.finish(sample.request_id, reason)
-
-    async def _next_arrival(self) -> None:
-        self._arrival = asyncio.get_running_loop().create_future()
-        try:
-            await self._arrival
-        finally:
-            self._arrival = None
+        sample.end()
+        if self.engine is not None:
+            self.engine.finish(sample.request_id, reason)  # without effect if the engine has ended it
 
     def _wake(self) -> None:
+        self.answer(True)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)

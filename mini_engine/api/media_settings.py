@@ -19,7 +19,7 @@ from mini_engine.api.chat import MediaRef
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.config import parse_options
-from mini_engine.media.limits import DecodeLimits
+from mini_engine.decode_limits import DecodeLimits
 from mini_engine.media.processor import EDGES, TIME_TOKENS, Kind, Kwargs, MediaProcessor, MediaSettings
 from mini_engine.media.sampling import Count, VideoSampling
 from mini_engine.messages import EngineLimits, Modality

@@ -1,226 +1,210 @@
-"""The body of a chat request: which fields there are, and what they may hold.
+"""The request bodies of all endpoints: which fields there are, and what they may hold.
 
-Each field of a request is either supported (a field of `ChatRequest`), ignored (`IGNORED`), known but unsupported and
-so accepted only at the value that changes nothing (`neutral`), or refused as unknown. What it shares with other
-requests is in `GenerationRequest`; how bodies are read, in `body.py`. Knows nothing of defaults that depend on the
-model (`sampling.py`), nor of what the messages say (`chat.py`).
+A field is supported, `Ignored`, or known and accepted only at a value that changes nothing (`only`); an unknown one is
+an error. None means the default of the model or the server. Knows nothing of defaults that depend on the model
+(`sampling.py`), of media settings (`media_settings.py`) or of the chat template (`chat.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
+from msgspec import Meta, Struct
 
-from mini_engine.api.body import Body, Strict, few
+from mini_engine.api.body import Body, Ignored, only
 from mini_engine.api.errors import bad_request
+from mini_engine.messages import Modality
 
 MAX_MESSAGES = 4096
-MAX_PARTS = 4096  # of all messages together
 MAX_STOP_STRINGS = 16  # OpenAI takes 4; more cost little here
-MAX_STOP_LENGTH = 1024  # characters; with text that may be the start of one, a token may cost as many comparisons
+MAX_STOP_LENGTH = 1024  # characters; text that may start a stop string costs up to as many comparisons per token
 MAX_CHOICES = 128  # OpenAI's limit on `n`
 MAX_LOGPROBS = 20  # OpenAI's limit on `top_logprobs`
 MAX_BIASED_TOKENS = 1024  # a bias is written to the device for each of them
-MAX_MEDIA_SETTINGS = 16  # far more than there are
 
-# They change nothing in an answer: labels for the books of OpenAI's own service, and for its cache and queues.
-IGNORED = frozenset(
-    {
-        "user", "metadata", "store", "service_tier", "safety_identifier",
-        "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-    }
-)  # fmt: skip
-
-# Not supported in this version. Absent, null or one of these values asks for what happens anyway.
-Neutral = dict[str, tuple[Any, ...]]
-TEMPLATE_NEUTRAL: Neutral = {  # of what becomes a prompt by a chat template
-    "tools": ([],),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-}
-TEXT_NEUTRAL: Neutral = {  # of every request for text
-    # OpenAI's
-    "response_format": ({"type": "text"},),
-    "echo": (False,),
-    "best_of": (1,),
-    # vLLM's
-    "length_penalty": (1,),
-    "use_beam_search": (False,),
-    "bad_words": ([],),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "spaces_between_special_tokens": (True,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
-    "request_id": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-}
-CHAT_NEUTRAL: Neutral = {
-    # OpenAI's
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "moderation": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
-    # vLLM's
-    "add_special_tokens": (False,),
-    "documents": ([],),
-}
+Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+Count32 = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[int, Meta(ge=1)]
+TokenId = Count32
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 
 
-# Types of parts that other servers take.
-UNSUPPORTED_PARTS = {"input_audio": "audio", "audio_url": "audio", "audio": "audio", "file": "a file"}
+# --- messages --------------------------------------------------------------------------------------------------------
 
 
-class MediaUrl(Strict):
-    """Where an image or video is. `detail` is ignored: `mm_processor_kwargs` says how large items get."""
+class MediaUrl(Struct, frozen=True, forbid_unknown_fields=True):
+    """The URL of an image or video."""
 
-    url: str
-    detail: Literal["auto", "low", "high"] | None = None
+    url: Annotated[str, Meta(min_length=1)]
+    detail: Ignored = None  # `mm_processor_kwargs` sets the size of items
 
 
-class ContentPart(Strict):
-    """A piece of a message. Which keys go with which type is `chat.py`'s matter. `uuid` is ignored.
+class TextPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Text in a message."""
 
-    The settings are qwen_vl_utils' and win over those of the whole request.
-    """
+    text: str
+    uuid: Ignored = None
 
-    type: str
-    text: str | None = None
-    image_url: MediaUrl | str | None = None
-    video_url: MediaUrl | str | None = None
-    image: MediaUrl | str | None = None
-    video: MediaUrl | str | None = None
-    url: str | None = None
-    uuid: str | None = None
+
+class _MediaPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="type"):
+    """An image or video in a message. The settings are qwen_vl_utils' and override those of the whole request."""
+
+    modality: ClassVar[Modality] = "image"
+
+    uuid: Ignored = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+    @property
+    def location(self) -> str:
+        """The URL."""
+        fields = ("image_url", "video_url", "image", "video", "url")
+        source = next(value for name in fields if (value := getattr(self, name, None)))
+        return source if isinstance(source, str) else source.url
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that the part has."""
+        names = ("min_pixels", "max_pixels", "fps", "num_frames", "min_frames", "max_frames")
+        return {name: value for name in names if (value := getattr(self, name, None)) is not None}
+
+
+class _VideoPart(_MediaPart, frozen=True, kw_only=True):
+    modality: ClassVar[Modality] = "video"
+
     fps: float | None = None
     num_frames: int | None = None
     min_frames: int | None = None
     max_frames: int | None = None
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _supported(cls, value: Any) -> Any:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind in UNSUPPORTED_PARTS:
-            text = "{what} is not supported; send text, images and videos"
-            raise PydanticCustomError("unsupported_part", text, {"what": UNSUPPORTED_PARTS[kind]})
-        return value
 
 
-def _not_null(value: Any) -> Any:
-    if value is None:
-        raise PydanticCustomError("null", "null is for messages that call tools, which are not supported; send a text")
-    return value
+Location = MediaUrl | Annotated[str, Meta(min_length=1)]
 
 
-class ChatMessage(Strict):
-    """One message. `name` is ignored, and so is what an answer has beside its text, where that says nothing."""
+class ImageUrlPart(_MediaPart, frozen=True, kw_only=True, tag="image_url"):
+    """OpenAI's form of an image."""
 
-    role: str
-    content: Annotated[
-        str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)], BeforeValidator(_not_null)
-    ]
-    name: str | None = None
+    image_url: Location
+
+
+class VideoUrlPart(_VideoPart, frozen=True, kw_only=True, tag="video_url"):
+    """vLLM's form of a video."""
+
+    video_url: Location
+
+
+class ImagePart(_MediaPart, frozen=True, kw_only=True, tag="image"):
+    """Hugging Face's form of an image."""
+
+    image: Location | None = None
+    url: str | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.image) == bool(self.url):
+            raise ValueError("A part of type `image` has one of `image` and `url`")
+
+
+class VideoPart(_VideoPart, frozen=True, kw_only=True, tag="video"):
+    """Hugging Face's form of a video."""
+
+    video: Location | None = None
+    url: str | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.video) == bool(self.url):
+            raise ValueError("A part of type `video` has one of `video` and `url`")
+
+
+MediaPart = ImageUrlPart | VideoUrlPart | ImagePart | VideoPart
+
+
+class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One message. What an answer of OpenAI's has beside its text is accepted where it says nothing."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart | MediaPart]
+    name: Ignored = None
     refusal: None = None
     audio: None = None
-    annotations: list[Any] | None = Field(None, max_length=0)
-    tool_calls: list[Any] | None = Field(None, max_length=0)
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
     function_call: None = None
 
 
-def _few_parts(messages: list[ChatMessage]) -> list[ChatMessage]:
-    parts = sum(len(message.content) for message in messages if not isinstance(message.content, str))
-    if parts > MAX_PARTS:
-        text = "the messages have {parts} content parts together, more than {most}"
-        raise PydanticCustomError("too_long", text, {"parts": parts, "most": MAX_PARTS})
-    return messages
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
-Messages = Annotated[
-    list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), AfterValidator(_few_parts)
-]
+# --- generation ------------------------------------------------------------------------------------------------------
 
 
-class StreamOptions(Strict):
-    """`include_usage` asks for one more chunk with the usage. `include_obfuscation` and vLLM's
-    `continuous_usage_stats` are known but not supported."""
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """`include_usage` asks for one more chunk, with the usage."""
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.include_obfuscation or self.continuous_usage_stats:
+            raise ValueError("`include_obfuscation` and `continuous_usage_stats` are not supported")
 
 
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-WrittenTokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]  # the keys of JSON objects are strings
+class GenerationRequest(Body, kw_only=True, frozen=True):
+    """The fields of every request for text."""
 
+    prompt_field: ClassVar[str]  # the field that errors about the prompt name
+    default_tokens: ClassVar[int | None] = None  # of the answer, where neither the request nor the model sets a limit
 
-Setting = bool | Annotated[int | float, Field(ge=-(2**31), le=2**31 - 1)] | None
-Settings = Annotated[dict[str, Setting], Field(max_length=MAX_MEDIA_SETTINGS), few(MAX_MEDIA_SETTINGS)]
-
-
-Biases = dict[WrittenTokenId, Annotated[float, Field(ge=-100, le=100)]]
-
-
-class GenerationRequest(Body):
-    """The supported fields of every request for text. None means: the default of the model or the server."""
-
-    prompt_field: ClassVar[str]  # what errors about the prompt name
-    default_tokens: ClassVar[int | None] = None  # of answer, where neither the request nor the model says
-
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)  # -1 and 0 are off
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[Biases, few(MAX_BIASED_TOKENS)] | None = Field(
-        None,
-        max_length=MAX_BIASED_TOKENS,
-        description=f"at most {MAX_BIASED_TOKENS} token ids, as strings, each with a number of at least -100 and at "
-        "most 100",
-    )
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=128, fail_fast=True)] | None = None
+    max_tokens: Positive | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0 are off
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIASED_TOKENS)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None  # vLLM's: do not stop at the model's end-of-sequence tokens
-    min_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
-    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)  # lower goes first
-    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    min_tokens: Count32 | None = None
+    priority: Int32 | None = None  # lower runs first
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    user: Ignored = None
+    response_format: Annotated[Any, only({"type": "text"})] = None
+    echo: Annotated[Any, only(False)] = None
+    best_of: Annotated[Any, only(1)] = None
+    length_penalty: Annotated[Any, only(1)] = None
+    use_beam_search: Annotated[Any, only(False)] = None
+    bad_words: Annotated[Any, only([])] = None
+    prompt_logprobs: Annotated[Any, only()] = None
+    truncate_prompt_tokens: Annotated[Any, only()] = None
+    spaces_between_special_tokens: Annotated[Any, only(True)] = None
+    guided_json: Annotated[Any, only()] = None
+    guided_regex: Annotated[Any, only()] = None
+    guided_choice: Annotated[Any, only()] = None
+    guided_grammar: Annotated[Any, only()] = None
+    structured_outputs: Annotated[Any, only()] = None
+    request_id: Annotated[Any, only()] = None
+    return_token_ids: Annotated[Any, only(False)] = None
+    return_tokens_as_token_ids: Annotated[Any, only(False)] = None
+
     @property
-    def asked_tokens(self) -> int | None:
-        """Most tokens of answer; None: the request does not say."""
+    def token_limit(self) -> int | None:
+        """Most tokens of the answer; None: the request sets no limit."""
         return self.max_tokens
 
     @property
-    def asked_logprobs(self) -> int | None:
-        """Of how many likeliest tokens to tell the logprobs beside the chosen one's; None: not even of that."""
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens to list beside each chosen one; None: no logprobs at all."""
         raise NotImplementedError
 
     @property
@@ -234,79 +218,146 @@ class GenerationRequest(Body):
         return 1 if self.n is None else self.n
 
     @property
-    def token_biases(self) -> dict[int, float]:
-        """`logit_bias` by token id."""
-        return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
-
-    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def check(self) -> None:
         """See `Body.check`."""
-        limit = self.asked_tokens
+        super().check()
+        limit = self.token_limit
         if self.min_tokens is not None and limit is not None and self.min_tokens > limit:
-            raise bad_request(
-                f"Invalid 'min_tokens': must be at most {limit}, the most tokens asked for.",
-                "min_tokens",
-                "invalid_value",
-            )
+            text = f"Invalid 'min_tokens': must be at most {limit}, the most tokens asked for."
+            raise bad_request(text, "min_tokens", "invalid_value")
         if self.stream_options is not None and not self.stream:
             raise bad_request("'stream_options' is only allowed when 'stream' is true.", "stream_options")
 
 
-INNER_FIELDS = frozenset(
-    name for model in (ChatMessage, ContentPart, MediaUrl, StreamOptions) for name in model.model_fields
-)
+class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
+    """The body of a chat completion request."""
 
-
-class ChatRequest(GenerationRequest):
-    """The supported fields of a chat request."""
-
-    ignored = IGNORED
-    neutral = TEXT_NEUTRAL | TEMPLATE_NEUTRAL | CHAT_NEUTRAL
-    inner = INNER_FIELDS
     prompt_field = "messages"
 
     messages: Messages
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    # vLLM's. Which settings there are, and how far they may go, is `media_settings.py`'s matter.
-    media_io_kwargs: Annotated[dict[Literal["image", "video"], Settings | None], few(2)] | None = Field(
-        None, description=f"an object with at most {MAX_MEDIA_SETTINGS} numbers under `video`"
-    )
-    mm_processor_kwargs: Annotated[dict[str, Setting | Settings], few(MAX_MEDIA_SETTINGS)] | None = Field(
-        None,
-        max_length=MAX_MEDIA_SETTINGS,
-        description=f"an object of at most {MAX_MEDIA_SETTINGS} numbers, booleans, or objects of these",
-    )
-    return_timings: bool | None = None  # ours: say where the request's time went
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    # vLLM's; `media_settings.py` parses them.
+    media_io_kwargs: dict[Literal["image", "video"], dict[str, Any] | None] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    return_timings: bool | None = None  # this server's: report the time that each stage of the request took
+
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    tool_choice: Annotated[Any, only("none", "auto")] = None
+    parallel_tool_calls: Annotated[Any, only(True, False)] = None
+    functions: Annotated[Any, only([])] = None
+    function_call: Annotated[Any, only("none", "auto")] = None
+    modalities: Annotated[Any, only(["text"])] = None
+    audio: Annotated[Any, only()] = None
+    prediction: Annotated[Any, only()] = None
+    moderation: Annotated[Any, only()] = None
+    reasoning_effort: Annotated[Any, only()] = None
+    verbosity: Annotated[Any, only()] = None
+    web_search_options: Annotated[Any, only()] = None
+    add_special_tokens: Annotated[Any, only(False)] = None
+    documents: Annotated[Any, only([])] = None
+    tools: Annotated[Any, only([])] = None
+    add_generation_prompt: Annotated[Any, only(True)] = None
+    continue_final_message: Annotated[Any, only(False)] = None
+    chat_template: Annotated[Any, only()] = None
+    chat_template_kwargs: Annotated[Any, only({})] = None
 
     @property
-    def asked_tokens(self) -> int | None:
-        """See `GenerationRequest.asked_tokens`."""
+    def token_limit(self) -> int | None:
+        """See `GenerationRequest.token_limit`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def asked_logprobs(self) -> int | None:
-        """See `GenerationRequest.asked_logprobs`."""
+    def num_logprobs(self) -> int | None:
+        """See `GenerationRequest.num_logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
         """See `Body.check`."""
+        super().check()
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise bad_request("Send either 'max_completion_tokens' or 'max_tokens', not both.", "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
+
+
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+
+
+class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
+    """The body of a legacy completion request."""
+
+    prompt_field = "prompt"
+    default_tokens = 16  # OpenAI's
+
+    prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None  # those that the model's tokenizer puts around a text
+
+    suffix: Annotated[Any, only("")] = None
+    prompt_embeds: Annotated[Any, only()] = None
+    allowed_token_ids: Annotated[Any, only()] = None
+    return_timings: Annotated[Any, only(False)] = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See `GenerationRequest.num_logprobs`."""
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or several prompts, each a text or token ids."""
+        one: Any = self.prompt
+        return [one] if isinstance(one, str) or isinstance(one[0], int) else one
+
+    def check(self) -> None:
+        """See `Body.check`."""
         super().check()
+        if not isinstance(self.prompt, str) and len({type(item) for item in self.prompt}) > 1:
+            raise bad_request("Invalid 'prompt': texts, token ids and lists of them cannot be mixed.", "prompt")
+        if len(self.prompts) * self.num_choices > MAX_CHOICES:
+            each = f"{len(self.prompts)} prompts with {self.num_choices} choices each"
+            text = f"{each} are more than {MAX_CHOICES} choices; send fewer."
+            raise bad_request(text, "prompt")
 
-    def plain_messages(self) -> list[dict[str, Any]]:
-        """The messages as plain data, for the chat template."""
-        return plain(self.messages)
+
+class TokenizeRequest(Body, kw_only=True, frozen=True):
+    """The body of a tokenize request: a text, or a conversation."""
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    tools: Annotated[Any, only([])] = None
+    add_generation_prompt: Annotated[Any, only(True)] = None
+    continue_final_message: Annotated[Any, only(False)] = None
+    chat_template: Annotated[Any, only()] = None
+    chat_template_kwargs: Annotated[Any, only({})] = None
+    mm_processor_kwargs: Annotated[Any, only({})] = None
+
+    def check(self) -> None:
+        """See `Body.check`."""
+        super().check()
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("Send either 'prompt' or 'messages'.", "prompt", "missing_required_parameter")
+        if self.messages is not None and self.add_special_tokens:
+            text = "'add_special_tokens' is only allowed with 'prompt': a chat template writes its own."
+            raise bad_request(text, "add_special_tokens")
 
 
-def plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as plain data, for the chat template."""
-    return [message.model_dump(exclude_none=True) for message in messages]
+class DetokenizeRequest(Body, kw_only=True, frozen=True):
+    """The body of a detokenize request."""
+
+    tokens: list[TokenId]

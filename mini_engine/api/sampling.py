@@ -100,7 +100,7 @@ class SamplingResolver:
             ApiError: 400; a token id that the model does not have.
         """
         self.check_tokens("stop_token_ids", request.stop_token_ids or ())
-        self.check_tokens("logit_bias", request.token_biases)
+        self.check_tokens("logit_bias", request.logit_bias or {})
 
     def check_tokens(self, name: str, token_ids: Iterable[int]) -> None:
         """Raises ApiError, a 400, unless the model has all tokens of the field `name`."""
@@ -136,9 +136,9 @@ class SamplingResolver:
             repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty),
             presence_penalty=_first(request.presence_penalty, 0.0),
             frequency_penalty=_first(request.frequency_penalty, 0.0),
-            logit_bias=request.token_biases,
+            logit_bias=request.logit_bias or {},
             min_tokens=_first(request.min_tokens, 0),
-            logprobs=request.asked_logprobs,
+            logprobs=request.num_logprobs,
             stop_token_ids=sorted({*ends, *(request.stop_token_ids or ())}),
         )
 
@@ -171,7 +171,7 @@ class SamplingResolver:
                 request.prompt_field,
                 "context_length_exceeded",
             )
-        asked = request.asked_tokens
+        asked = request.token_limit
         if asked is None:
             return min(room, request.default_tokens or self.defaults.max_tokens or room)
         if asked > room:

@@ -21,6 +21,7 @@ from mini_engine.api.app import create_app
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.connection import BodyLimits
 from mini_engine.api.context import AppContext
+from mini_engine.api.detokenizer import Vocabulary
 from mini_engine.api.engine import send_now
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.errors import ServerStopping
@@ -31,11 +32,10 @@ from mini_engine.api.processor_device import limit_memory, processor_device, sta
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.stats_log import log_stats
 from mini_engine.api.threads import Threads
-from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.decode_limits import DecodeLimits
 from mini_engine.malloc import keep_freed_memory
 from mini_engine.media.decoder_pool import DecoderPool
-from mini_engine.media.limits import DecodeLimits
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.messages import Drain, EngineLimits, Init, PeerGone, Ping, Pong, Serving, Start
 from mini_engine.model.config import ModelConfig
@@ -168,15 +168,18 @@ def check_agreement(hf_processor: Any, model: ModelConfig) -> None:
 
 
 def media_policy(config: EngineConfig) -> MediaPolicy:
-    """What may be fetched."""
+    """What may be fetched. Raises ConfigError."""
     root = config.allowed_local_media_path
-    return MediaPolicy(
-        None if root is None else Path(root),
-        config.max_media_bytes,
-        config.allowed_media_domains,
-        config.allow_media_redirects,
-        config.media_fetch_timeout,
-    )
+    try:
+        return MediaPolicy(
+            None if root is None else Path(root),
+            config.max_media_bytes,
+            config.allowed_media_domains,
+            config.allow_media_redirects,
+            config.media_fetch_timeout,
+        )
+    except ValueError as error:
+        raise ConfigError(f"--allowed-media-domains: {error}") from None
 
 
 def body_limits(config: EngineConfig) -> BodyLimits:

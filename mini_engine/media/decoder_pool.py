@@ -28,11 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mini_engine import metrics
+from mini_engine.decode_limits import DecodeLimits, flag_of
 from mini_engine.media import decoder
 from mini_engine.media.decoder import Announced, Decoded, DecodeFailed, Job, Reply, Started
 from mini_engine.media.errors import DecoderUnavailable, MediaError
 from mini_engine.media.fair_places import FairPlaces, Place
-from mini_engine.media.limits import DecodeLimits, flag_of
 from mini_engine.media.sampling import VideoFacts
 from mini_engine.shortage import shortage_in
 from mini_engine.transport.memory import create_sparse

@@ -27,7 +27,7 @@ MAX_URL_CHARACTERS = 16384
 
 @dataclass(frozen=True)
 class MediaPolicy:
-    """What may be fetched. `config/media.py` validates the values at start.
+    """What may be fetched.
 
     Args:
         allowed_local_media_path: `file://` URLs may read below this directory; None disables them.
@@ -41,6 +41,9 @@ class MediaPolicy:
         media_fetch_timeout: most seconds for one `http(s)` item, from the name resolution to the last byte.
         resolve: resolves host names. It is called once per URL; the connection goes to an address that it returned.
         is_allowed_address: whether a host name may resolve to this address; the default allows public addresses.
+
+    Raises:
+        ValueError: an entry of `allowed_media_domains` is not valid, or all of them are networks.
     """
 
     allowed_local_media_path: Path | None
@@ -54,6 +57,8 @@ class MediaPolicy:
 
     def __post_init__(self) -> None:
         hosts = frozenset(parse_allowed_host(entry) for entry in self.allowed_media_domains)
+        if hosts and not any(isinstance(entry, tuple) for entry in hosts):
+            raise ValueError("a network needs a host name beside it; list the hosts, too")
         object.__setattr__(self, "allowed_hosts", hosts)
 
     def may_connect(self, address: Address) -> bool:

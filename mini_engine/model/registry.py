@@ -10,12 +10,9 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from mini_engine.model.fields import Fields
-
-if TYPE_CHECKING:
-    from mini_engine.model.vision import VisionTower
 
 VideoTime = Literal["steps", "seconds", "text"]
 """What tells the decoder when a temporal grid of a video is: its place among the grids, one step of the time axis each;
@@ -54,7 +51,7 @@ class ModelSpec:
     text_may_tie: bool
     canonical_name: Callable[[str], str] = canonical_name
 
-    def load_tower(self) -> type[VisionTower]:
+    def load_tower(self) -> Any:
         """The class of its vision tower; imports torch."""
         module, name = self.tower.split(":")
         return getattr(importlib.import_module(f"mini_engine.model.{module}"), name)

@@ -24,16 +24,16 @@ from mini_engine.api.app import create_app
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.connection import BodyLimits
 from mini_engine.api.context import AppContext
+from mini_engine.api.detokenizer import Vocabulary
 from mini_engine.api.door import Work
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.http_server import HttpServer
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
-from mini_engine.api.vocabulary import Vocabulary
 from mini_engine.config import EngineConfig
+from mini_engine.decode_limits import DecodeLimits
 from mini_engine.media.decoder_pool import DecoderPool
-from mini_engine.media.limits import DecodeLimits
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import EngineLimits, NewRequest

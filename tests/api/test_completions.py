@@ -7,8 +7,8 @@ from typing import Any
 
 import openai
 import pytest
-
 from mini_engine.api.completion_protocol import LogprobWriter
+
 from mini_engine.api.responses import LikelyToken, ListedToken
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import NewRequest

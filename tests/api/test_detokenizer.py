@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from mini_engine.api.detokenizer import Detokenizer
-from mini_engine.api.vocabulary import Vocabulary
+from mini_engine.api.detokenizer import Detokenizer, Vocabulary
 from tests import tiny_processor
 
 # Pieces that make characters of several tokens, special tokens, and starts of stop strings.

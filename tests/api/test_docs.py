@@ -13,7 +13,6 @@ from mini_engine import metrics
 from mini_engine.api import app, completions, errors, operation, tokens
 from mini_engine.api.body import MAX_JSON_VALUES, Body, range_of
 from mini_engine.api.chat import PART_TYPES
-from mini_engine.api.completion_protocol import CompletionRequest
 from mini_engine.api.connection import LEAST_BYTES, LEAST_GROWTH
 from mini_engine.api.protocol import (
     MAX_MEDIA_SETTINGS,
@@ -22,9 +21,11 @@ from mini_engine.api.protocol import (
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
 )
 from mini_engine.api.responses import Timings
-from mini_engine.api.tokens import DetokenizeRequest, TokenizeRequest
 from mini_engine.config import EngineConfig
 from mini_engine.metrics import stage_seconds
 

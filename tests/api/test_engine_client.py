@@ -14,8 +14,10 @@ import zmq.asyncio
 from mini_engine.api import engine_client
 from mini_engine.api.engine_client import LOAD_MARGIN, EngineClient, EngineLost
 from mini_engine.api.errors import EngineError, MediaNotSent, ServerStopping
-from mini_engine.api.generation import Generation, NewTokens
+from mini_engine.api.generation import Generation
+from mini_engine.api.responses import Piece
 from mini_engine.api.sending import INLINE_COPY_BYTES
+from mini_engine.api.timings import RequestClock
 from mini_engine.messages import MediaItem, NewRequest, SamplingParams, Sibling
 from mini_engine.transport.codec import Encoder
 from tests.api.patience import PATIENCE
@@ -54,10 +56,24 @@ def request(name: str, media_bytes: int = 0) -> NewRequest:
     return NewRequest(name, [5], SamplingParams(max_tokens=8, seed=1), media)
 
 
+class TokensAsText:
+    """Stands where a `SampleText` stands."""
+
+    def __init__(self, index: int):
+        self.index = index
+        self.completion_tokens = 0
+
+    def push(self, token_ids: list[int], reason: Any, logprobs: Any) -> Piece:
+        self.completion_tokens += len(token_ids)
+        return Piece(self.index, " ".join(map(str, token_ids)), reason, logprobs or None)
+
+
 async def submit(client: EngineClient, request: NewRequest) -> Generation:
+    texts: Any = [TokensAsText(index) for index in range(1 + len(request.siblings))]
+    generation = Generation(request, texts, RequestClock())
     with client.choose() as engine:
-        pass
-    return await engine.submit(request)
+        await engine.submit(generation)
+    return generation
 
 
 def test_tokens_that_pile_up_come_together(runtime: Path) -> None:
@@ -67,7 +83,7 @@ def test_tokens_that_pile_up_come_together(runtime: Path) -> None:
             await core.until(lambda: bool(core.requests))
             await core.end(core.requests[0], "length")
             await eventually(lambda: not client.engines[0].requests)
-            assert [tokens async for tokens in generation] == [NewTokens(0, [1, 2, 3], "length", [])]
+            assert [tokens async for tokens in generation] == [Piece(0, "1 2 3", "length", None)]
             generation.abort()
             assert core.finishes == []  # it had ended
 
@@ -130,7 +146,7 @@ def test_an_aborted_request_counts_until_its_core_has_ended_it(runtime: Path) ->
         async with connected(runtime, [MemoryTransport()]) as (client, (core,)):
             generation = await submit(client, request("a"))
             generation.abort()
-            generation.stop(0)
+            generation.abort()
             assert "a" in client.engines[0].requests
             assert [tokens async for tokens in generation] == []
             await eventually(lambda: not client.engines[0].requests)
@@ -304,12 +320,10 @@ def test_siblings_are_taken_in_turns_and_aborted_together(runtime: Path) -> None
             generation = await submit(client, asked)
             assert list(client.engines[0].requests) == ["a", "a-1", "a-2"]
             assert sorted([(await anext(generation)).index for _ in range(3)]) == [0, 1, 2]
-            generation.stop(1)
-            generation.stop(1)
             generation.abort()
             await eventually(lambda: not client.engines[0].requests)
             assert [(one.request_id, one.reason) for one in core.finishes] == [
-                ("a-1", "stop"), ("a", "abort"), ("a-2", "abort"),
+                ("a", "abort"), ("a-1", "abort"), ("a-2", "abort"),
             ]  # fmt: skip
 
     asyncio.run(scenario())

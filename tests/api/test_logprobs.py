@@ -8,11 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from mini_engine.api.answer import SampleText
-from mini_engine.api.detokenizer import Detokenizer
-from mini_engine.api.generation import NewTokens
-from mini_engine.api.logprobs import LEAST_LOGPROB, LogprobList
-from mini_engine.api.vocabulary import Vocabulary
+from mini_engine.api.detokenizer import LEAST_LOGPROB, Detokenizer, LogprobList, SampleText, Vocabulary
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import TokenLogprob
 
@@ -48,13 +44,13 @@ def text_and_bytes(tokenizer: Any, ids: list[int], size: int, **how: Any) -> tup
     """The text of `ids` in pushes of `size`, the bytes of what is listed with it, and the tokens used."""
     skip = how.get("skip_special_tokens", True)
     vocabulary = Vocabulary(tokenizer)
-    sample = SampleText(Detokenizer(vocabulary, **how), LogprobList(vocabulary, skip), ())
+    sample = SampleText(0, Detokenizer(vocabulary, **how), LogprobList(vocabulary, skip))
     text, listed = "", []
     for start in range(0, len(ids), size):
         part = ids[start : start + size]
         last = start + size >= len(ids)
         logprobs = [[TokenLogprob(token, -1.0)] for token in part]
-        piece = sample.push(NewTokens(0, part, "length" if last else None, logprobs))
+        piece = sample.push(part, "length" if last else None, logprobs)
         assert not piece.logprobs or piece.text
         text += piece.text
         listed += [bytes(token.bytes) for token in piece.logprobs or ()]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mini_engine.api.body import parse_body
+from mini_engine.api.body import decode_body
 from mini_engine.api.chat import MediaRef
 from mini_engine.api.errors import ApiError
 from mini_engine.api.media_settings import KeyedSettings, MediaSettingsResolver, at_most, updated
@@ -145,7 +145,7 @@ def resolver(processor: MediaProcessor, **kwargs: Any) -> MediaSettingsResolver:
 def of_request(server: MediaSettingsResolver, part: Any = (), **kwargs: Any) -> MediaSettings:
     """Those of a video in a part with settings, in a request with mm_processor_kwargs."""
     body = chat_body([video() | dict(part)], mm_processor_kwargs=kwargs)
-    chat = parse_body(json.dumps(body).encode(), ChatRequest, ["tiny"])
+    chat = decode_body(json.dumps(body).encode(), ChatRequest, ["tiny"])
     return server.resolve(chat, 10**6, [MediaRef("video", "", "video 1", dict(part))])[0].settings
 
 

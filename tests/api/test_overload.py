@@ -19,7 +19,7 @@ import pytest
 
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.config import flag_of
-from mini_engine.media.limits import DecodeLimits
+from mini_engine.decode_limits import DecodeLimits
 from mini_engine.media.policy import BLOCK_BYTES
 from mini_engine.media.processor import MediaProcessor
 from tests.api.patience import PATIENCE

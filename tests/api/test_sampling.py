@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mini_engine.api.body import parse_body
+from mini_engine.api.body import decode_body
 from mini_engine.api.errors import ApiError
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver, siblings
@@ -14,7 +14,7 @@ from mini_engine.messages import SamplingParams, Sibling
 
 def chat(**fields: Any) -> ChatRequest:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
-    return parse_body(json.dumps(body).encode(), ChatRequest, [])
+    return decode_body(json.dumps(body).encode(), ChatRequest, [])
 
 
 def resolver(defaults: SamplingDefaults | None = None, seed: int = 0, incarnation: int = 1) -> SamplingResolver:

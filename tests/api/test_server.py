@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from mini_engine.api import server
-from mini_engine.api.body import parse_body
+from mini_engine.api.body import decode_body
 from mini_engine.api.chat import MediaRef
-from mini_engine.api.protocol import ChatRequest
+from mini_engine.api.protocol import ChatMessage, ChatRequest
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
-from mini_engine.media.limits import DecodeLimits
+from mini_engine.decode_limits import DecodeLimits
 from mini_engine.messages import Init, MediaCachePlan
 from tests import tiny_processor
 from tests.api.serving import chat_body
@@ -57,7 +57,7 @@ def test_settings_reach_the_media_road(model_dir: Path, tmp_path: Path) -> None:
     assert front.media.policy.allowed_local_media_path == tmp_path
     assert front.media.policy.max_media_bytes == 1000
     assert front.vocab_size == 768
-    tokens = front.renderer.render([{"role": "user", "content": "hello"}])
+    tokens = front.renderer.render([ChatMessage(role="user", content="hello")])
     assert front.processor.hf_processor.tokenizer.decode(tokens) == "hello!"
     front.media.close()
 
@@ -111,7 +111,7 @@ def test_the_settings_enter_the_media_hashes(model_dir: Path) -> None:
     def hashes(**settings: Any) -> tuple[bytes, bytes]:
         front = load(model_dir, **settings)
         front.media.close()
-        chat = parse_body(json.dumps(chat_body()).encode(), ChatRequest, ["tiny"])
+        chat = decode_body(json.dumps(chat_body()).encode(), ChatRequest, ["tiny"])
         keys = front.media_settings.resolve(chat, 1000, [MediaRef("video", "", "video 1")])[0].keys
         return keys["image"], keys["video"]
 
@@ -127,6 +127,9 @@ def test_the_settings_enter_the_media_hashes(model_dir: Path) -> None:
     [
         ({"media_io_kwargs": {"video": {"fps": 3}}, "mm_processor_kwargs": {"num_frames": 2}}, "exactly one of"),
         ({"media_io_kwargs": {"video": {"frames": 3}}}, "frames"),
+        ({"media_io_kwargs": {"video": {"num_frames": 0}}}, "exactly one of num_frames"),
+        ({"allowed_media_domains": ["*.example.com"]}, "--allowed-media-domains"),
+        ({"allowed_media_domains": ["10.0.0.0/8"]}, "a network needs a host name beside it"),
         ({"mm_processor_kwargs": {"do_rescale": True}}, "--mm-processor-kwargs"),
         ({"generation_config": "/nowhere"}, "--generation-config"),
     ],

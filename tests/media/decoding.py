@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mini_engine.decode_limits import DecodeLimits
 from mini_engine.media import image, video
-from mini_engine.media.limits import DecodeLimits, Guard
+from mini_engine.media.limits import Guard
 from mini_engine.media.sampling import VideoFacts, VideoSampling
 
 NO_LIMITS = DecodeLimits()

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mini_engine.decode_limits import DecodeLimits
 from mini_engine.media.decoder import Job
 from mini_engine.media.decoder_pool import KEPT_BYTES, DecoderPool, Decoding
 from mini_engine.media.errors import DecoderUnavailable, MediaError
-from mini_engine.media.limits import DecodeLimits
 from mini_engine.media.sampling import VideoSampling
 from mini_engine.metrics import REGISTRY
 from tests import clips

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mini_engine.decode_limits import DecodeLimits
 from mini_engine.media.errors import MediaError
-from mini_engine.media.limits import DecodeLimits
 from tests import clips
 from tests.media.corpus import png_of_size
 from tests.media.decoding import decode_image

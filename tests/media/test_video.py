@@ -15,8 +15,8 @@ import pytest
 from av.stream import Disposition
 from PIL import Image
 
+from mini_engine.decode_limits import DecodeLimits, flag_of
 from mini_engine.media.errors import MediaError
-from mini_engine.media.limits import DecodeLimits, flag_of
 from mini_engine.media.sampling import VideoSampling
 from tests import clips
 from tests.media import corpus
