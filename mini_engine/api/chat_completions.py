@@ -63,13 +63,13 @@ async def start(context: AppContext, chat: ChatRequest, request_id: str, clock: 
         budget = video_tokens(context.limits, len(token_ids), chat.token_limit or 1, len(refs))
         keyed = context.media_settings.resolve(chat, budget, refs)
         # Row 3: room for the bytes, the downloads, a place among the requests whose media are decoded.
-        reservation = held.enter_context(context.admission.reserve(await context.media.sizes(refs)))
+        reservation = held.enter_context(context.admission.reserve(await context.media.known_bytes(refs)))
         clock.enter("fetch")
         downloads = await context.media.download(refs, reservation.receive)
         clock.enter("admission")  # after the downloads: a server that hangs would block the queue
-        await held.enter_async_context(context.admission.in_line(len(refs)))
+        await held.enter_async_context(context.admission.places(len(refs)))
         logger.debug(
-            "%s admitted: %d tokens, and %d media of up to %d bytes",
+            "%s admitted: %d tokens, and %d media of %d bytes",
             request_id, len(token_ids), len(refs), reservation.nbytes, extra=about(request_id),
         )  # fmt: skip
         # Row 4: the other bytes, and the hashes of all.

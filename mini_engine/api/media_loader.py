@@ -91,19 +91,19 @@ class MediaLoader:
         if policy.allowed_hosts:
             tls_context()
 
-    async def sizes(self, refs: Sequence[MediaRef]) -> list[int | None]:
-        """The most bytes that each item can have; None where only its server knows. Fetches nothing.
+    async def known_bytes(self, refs: Sequence[MediaRef]) -> int:
+        """The most bytes of all items that no other server has. Fetches nothing.
 
         Raises:
             MediaError: an item would not be fetched.
         """
 
-        def sizes() -> list[int | None]:
-            return [declared_size(ref.url, self.policy, ref.name) for ref in refs]
+        def known_bytes() -> int:
+            return sum(declared_size(ref.url, self.policy, ref.name) or 0 for ref in refs)
 
-        if any(is_local_file(ref.url) for ref in refs):  # its look-up may block
-            return await _in_thread(self._reading, sizes)
-        return sizes()
+        if any(is_local_file(ref.url) for ref in refs):  # the file system may block
+            return await _in_thread(self._reading, known_bytes)
+        return known_bytes()
 
     async def download(self, refs: Iterable[MediaRef], received: Received) -> dict[str, bytes]:
         """The bytes of those items that other servers have, by name. Cancelling it, or the failure of one item, ends

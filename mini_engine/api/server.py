@@ -271,10 +271,8 @@ async def _serve(
 ) -> None:
     limits = await link.started
     front.renderer.max_tokens = limits.max_model_len
-    admission = MediaAdmission(
-        config.maximum_concurrent_videos, int(config.max_inflight_media_gb * 2**30), config.max_media_bytes
-    )
-    front.media.decoders.count_decoded = admission.count_decoded
+    admission = MediaAdmission(config.maximum_concurrent_videos, int(config.max_inflight_media_gb * 2**30))
+    front.media.decoders.count_decoded = admission.count
     context = AppContext(
         model_names=config.served_names,
         item_limits=config.item_limits,

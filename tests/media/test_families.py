@@ -95,7 +95,7 @@ def test_prompts(processor):
         processor.process_video(*media[2], own),
     ]
     placeholders = [Placeholder(item.modality, item.num_tokens, item.placeholder) for item in items]
-    ours = renderer.expand(renderer.render([{"role": "user", "content": parts}]), placeholders)
+    ours = renderer.expand(renderer.render(msgspec.convert([{"role": "user", "content": parts}], list[ChatMessage])), placeholders)
     text = hf.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
     theirs = full_call(processor, *media, text=text)
     assert ours.token_ids == list(theirs["input_ids"][0])
