@@ -17,8 +17,7 @@ from starlette.responses import Response
 from mini_engine.api import responses
 from mini_engine.api.answer import Answer, Piece, SampleText
 from mini_engine.api.body import parse_body
-from mini_engine.api.context import AppContext, context_of
-from mini_engine.api.delivery import Delivery, deliver, worked
+from mini_engine.api.context import AppContext, context_of, in_thread_if_large, read_body, respond
 from mini_engine.api.detokenizer import Detokenizer
 from mini_engine.api.error_responses import explain
 from mini_engine.api.logprobs import LogprobList
@@ -39,14 +38,10 @@ router = APIRouter()
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
     context = context_of(request)
-
-    # `deliver` calls it with the body, runs what it returns to the end, or to the first event, and ends it when the
-    # client goes.
-    def begin(body: bytes, request_id: str, clock: RequestClock) -> Delivery:
-        chat = parse_body(body, ChatRequest, context.model_names)
-        return (stream if chat.stream else complete)(context, chat, request_id, clock)
-
-    return await deliver(request, context.read(request), "chatcmpl", begin)
+    chat = parse_body(await read_body(request), ChatRequest, context.model_names)
+    work = (stream if chat.stream else complete)(context, chat, request.state.request_id, request.state.clock)
+    del chat  # which `work` drops when the engine has its media
+    return await respond(work)
 
 
 async def start_answer(context: AppContext, chat: ChatRequest, request_id: str, clock: RequestClock) -> Answer:
@@ -63,7 +58,9 @@ async def start_answer(context: AppContext, chat: ChatRequest, request_id: str, 
         context.sampling.check(chat)
         messages = chat.plain_messages()
         refs = context.renderer.collect(messages, context.item_limits)
-        token_ids = await worked(partial(context.renderer.render, messages), sum(map(_text_length, messages)))
+        token_ids = await in_thread_if_large(
+            partial(context.renderer.render, messages), sum(map(_text_length, messages))
+        )
         budget = video_tokens(context.limits, len(token_ids), chat.asked_tokens or 1, len(refs))
         keyed = context.media_settings.resolve(chat, budget, refs)
         # Row 3: room for the bytes, those that other servers have, a place in line.
@@ -121,7 +118,7 @@ def sample_texts(context: AppContext, asked: GenerationRequest, sampling: Sampli
 
 async def complete(context: AppContext, chat: ChatRequest, request_id: str, clock: RequestClock) -> bytes:
     """The whole answer as a response's body."""
-    with context.requests.admit(), await start_answer(context, chat, request_id, clock) as answer:
+    with await start_answer(context, chat, request_id, clock) as answer:
         pieces: list[list[Piece]] = [[] for _ in answer.samples]
         timings = chat.return_timings
         del chat  # its media are as large as text as they are themselves
@@ -143,7 +140,7 @@ async def stream(
     include_usage, timings = chat.include_usage, chat.return_timings
     writer = responses.EventWriter(request_id, context.model_names[0], include_usage)
     started = False
-    with context.requests.admit(), await start_answer(context, chat, request_id, clock) as answer:
+    with await start_answer(context, chat, request_id, clock) as answer:
         del chat  # as above
         try:
             async for piece in answer:

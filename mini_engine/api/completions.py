@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -20,7 +19,7 @@ from mini_engine.api.body import parse_body
 from mini_engine.api.chat import ChatError
 from mini_engine.api.chat_completions import sample_texts
 from mini_engine.api.completion_protocol import Choice, CompletionRequest, CompletionWriter, LogprobWriter, too_many
-from mini_engine.api.delivery import Delivery, deliver, worked
+from mini_engine.api.context import AppContext, context_of, in_thread_if_large, read_body, respond
 from mini_engine.api.error_responses import explain
 from mini_engine.api.errors import bad_request
 from mini_engine.api.openapi import FOR_TEXT, takes
@@ -28,23 +27,16 @@ from mini_engine.api.protocol import MAX_CHOICES
 from mini_engine.api.timings import RequestClock
 from mini_engine.messages import NewRequest
 
-if TYPE_CHECKING:
-    from mini_engine.api.context import AppContext
-
 router = APIRouter()
 
 
 @router.post("/v1/completions", openapi_extra=takes(CompletionRequest), responses=FOR_TEXT)
 async def completions(request: Request) -> Response:
     """Continue one or several texts, as OpenAI's legacy completions."""
-    context: AppContext = request.app.state.context
-
-    def begin(body: bytes, request_id: str, clock: RequestClock) -> Delivery:
-        asked = parse_body(body, CompletionRequest, context.model_names)
-        work = Completing(context, asked, request_id, clock)
-        return work.stream() if asked.stream else work.complete()
-
-    return await deliver(request, context.read(request), "cmpl", begin)
+    context = context_of(request)
+    asked = parse_body(await read_body(request), CompletionRequest, context.model_names)
+    work = Completing(context, asked, request.state.request_id, request.state.clock)
+    return await respond(work.stream() if asked.stream else work.complete())
 
 
 class Completing:
@@ -60,7 +52,7 @@ class Completing:
     async def complete(self) -> bytes:
         """The whole answer as a response's body."""
         pieces: list[list[Piece]] = [[] for _ in self._logprobs]
-        with self._context.requests.admit(), contextlib.ExitStack() as running:
+        with contextlib.ExitStack() as running:
             answers = await self._answers(running)
             async with contextlib.aclosing(merged(answers)) as merging:
                 async for prompt, piece in merging:
@@ -77,7 +69,7 @@ class Completing:
         writer = CompletionWriter(self._id, self._context.model_names[0], include_usage)
         started = False
         unfinished = len(self._logprobs)
-        with self._context.requests.admit(), contextlib.ExitStack() as running:
+        with contextlib.ExitStack() as running:
             answers = await self._answers(running)
             try:
                 async with contextlib.aclosing(merged(answers)) as merging:
@@ -124,7 +116,7 @@ class Completing:
     async def _encode(self, prompt: str) -> list[int]:
         renderer, special = self._context.renderer, self._asked.add_special_tokens is not False
         try:
-            token_ids = await worked(partial(renderer.encode, prompt, special), len(prompt))
+            token_ids = await in_thread_if_large(partial(renderer.encode, prompt, special), len(prompt))
         except ChatError as error:
             raise bad_request(str(error), "prompt") from None
         if not token_ids:

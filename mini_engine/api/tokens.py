@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Request
 from pydantic import Field
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from mini_engine.api.body import Body, BodyT, parse_body
 from mini_engine.api.chat import ChatError
-from mini_engine.api.connection import read_body
-from mini_engine.api.delivery import CLIENT_CLOSED_REQUEST, worked
-from mini_engine.api.error_responses import error_response
-from mini_engine.api.errors import ApiError, bad_request
+from mini_engine.api.context import AppContext, context_of, in_thread_if_large, read_body
+from mini_engine.api.errors import bad_request
 from mini_engine.api.openapi import refuses, takes
 from mini_engine.api.protocol import INNER_FIELDS, TEMPLATE_NEUTRAL, Messages, TokenId, plain
-
-if TYPE_CHECKING:
-    from mini_engine.api.context import AppContext
 
 REFUSALS = refuses(400, 401, 404, 408, 413, 415, 429, 503)
 
@@ -73,7 +67,7 @@ class Text(msgspec.Struct, frozen=True):
 @router.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=REFUSALS)
 async def tokenize(request: Request) -> Response:
     """The token ids of a text, or of a conversation with a place for each image and video, which are not loaded."""
-    context: AppContext = request.app.state.context
+    context = context_of(request)
 
     def work(asked: TokenizeRequest) -> Tokens:
         tokens = _tokens(context, asked)
@@ -86,7 +80,7 @@ async def tokenize(request: Request) -> Response:
 @router.post("/detokenize", openapi_extra=takes(DetokenizeRequest), responses=REFUSALS)
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
-    context: AppContext = request.app.state.context
+    context = context_of(request)
 
     def work(asked: DetokenizeRequest) -> Text:
         context.sampling.check_tokens("tokens", asked.tokens)
@@ -108,13 +102,7 @@ def _tokens(context: AppContext, asked: TokenizeRequest) -> list[int]:
 
 
 async def _respond(request: Request, kind: type[BodyT], work: Callable[[BodyT], msgspec.Struct]) -> Response:
-    context: AppContext = request.app.state.context
-    try:
-        body = await read_body(request, context.body_limits)
-        asked = parse_body(body, kind, context.model_names)
-        answer = await worked(partial(work, asked), len(body))
-    except ApiError as error:
-        return error_response(error)
-    except ClientDisconnect:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    body = await read_body(request)
+    asked = parse_body(body, kind, context_of(request).model_names)
+    answer = await in_thread_if_large(partial(work, asked), len(body))
     return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -10,11 +10,10 @@ import msgspec
 import pytest
 
 from mini_engine import metrics
-from mini_engine.api import app, completions, errors, operation, tokens
+from mini_engine.api import app, errors
 from mini_engine.api.body import MAX_JSON_VALUES, Body, range_of
 from mini_engine.api.chat import PART_TYPES
 from mini_engine.api.completion_protocol import CompletionRequest
-from mini_engine.api.connection import LEAST_BYTES, LEAST_GROWTH
 from mini_engine.api.protocol import (
     MAX_MEDIA_SETTINGS,
     MAX_MESSAGES,
@@ -23,6 +22,7 @@ from mini_engine.api.protocol import (
     MAX_STOP_STRINGS,
     ChatRequest,
 )
+from mini_engine.api.request_body import LEAST_BYTES, LEAST_GROWTH
 from mini_engine.api.responses import Timings
 from mini_engine.api.tokens import DetokenizeRequest, TokenizeRequest
 from mini_engine.config import EngineConfig
@@ -128,7 +128,7 @@ def test_the_served_figures_are_those_of_the_table() -> None:
 
 
 def test_every_endpoint_is_named() -> None:
-    routes = [*app.router.routes, *completions.router.routes, *tokens.router.routes, *operation.router.routes]
+    routes = [route for router in app.ROUTERS for route in router.routes]
     ours = {f"{method} {route.path_format}" for route in routes for method in route.methods} - HEADS
     assert ours == set(re.findall(r"^\| `((?:GET|POST) [^`]+)` \|", PAGE, re.MULTILINE))
 

@@ -1,5 +1,5 @@
 """The engine dies, or this server is to end, while requests are on their way and no engine has them: each is told at
-once, and all that it held comes back. Those that an engine has: test_app.py, test_drain.py."""
+once, and all that it held comes back. Those that an engine has: test_app.py, test_middleware.py."""
 
 from __future__ import annotations
 
