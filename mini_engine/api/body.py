@@ -109,12 +109,12 @@ def _invalid_field(problem: str) -> ApiError:
 
 
 async def read_body(request: Request, kind: type[BodyT], served_names: Sequence[str]) -> BodyT:
-    """The request in the body of an HTTP request; the bytes are kept nowhere. See `decode_body`.
+    """The request in the body of an HTTP request. Unlike `Request.body` it keeps the bytes nowhere.
 
     Raises:
-        ApiError: also what the middleware raises of bodies that are too large or too slow.
+        ApiError, EngineError, ClientDisconnect: see `middleware.Exchange.receive` and `decode_body`.
     """
-    body = b"".join([block async for block in request.stream()])
+    body = (await request.receive())["body"]
     return await run_sized(lambda: decode_body(body, kind, served_names), len(body), INLINE_BYTES)
 
 

@@ -37,7 +37,6 @@ router = APIRouter()
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
     context, request_id = context_of(request), request.state.request_id
-    context.engines.check()
     chat = await read_body(request, ChatRequest, context.model_names)
     responder = Responder(chat, ChatWriter(request_id, context.model_names[0], chat.include_usage))
     generation = await start(context, chat, request_id, request.state.clock)

@@ -31,7 +31,6 @@ router = APIRouter()
 async def completions(request: Request) -> Response:
     """Continue one or several texts, as OpenAI's legacy completions."""
     context, request_id = context_of(request), request.state.request_id
-    context.engines.check()
     asked = await read_body(request, CompletionRequest, context.model_names)
     responder = Responder(asked, CompletionWriter(request_id, context.model_names[0], asked.include_usage))
     return await responder.respond(await start(context, asked, request_id, request.state.clock))

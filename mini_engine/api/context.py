@@ -1,4 +1,4 @@
-"""What the routes of the HTTP application share. Each route reads it from the application: `context_of`."""
+"""What the routes of the HTTP application share. Each route gets it by `context_of`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import Request
+from starlette.requests import Request
 
 from mini_engine.api.admission import MediaAdmission, RequestAdmission
 from mini_engine.api.chat import ChatRenderer
-from mini_engine.api.connection import BodyLimits, read_body
 from mini_engine.api.detokenizer import Vocabulary
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
+from mini_engine.api.request_body import BodyLimits
 from mini_engine.api.sampling import SamplingResolver
 from mini_engine.messages import EngineLimits
 
@@ -36,18 +36,6 @@ class AppContext:
     sampling: SamplingResolver
     engines: EngineClient
     limits: EngineLimits
-
-    async def read(self, request: Request) -> bytes:
-        """The body of a request for text, which is not read when there is too much to do already.
-
-        Raises:
-            ApiError: 408, 413, 415 or 429.
-            EngineError: no engine runs.
-            ClientDisconnect: the client went meanwhile.
-        """
-        self.engines.check()
-        self.requests.check()
-        return await read_body(request, self.body_limits)
 
 
 def context_of(request: Request) -> AppContext:

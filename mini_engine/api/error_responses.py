@@ -1,16 +1,12 @@
-"""How a request that cannot be served ends: a line in the log with the reason, and OpenAI's error."""
+"""An exception becomes OpenAI's error and a line in the log."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import Iterable, Mapping
 
-from fastapi import APIRouter, Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from mini_engine import metrics
 from mini_engine.api.errors import ApiError, as_api_error, internal_error, overloaded
@@ -66,8 +62,8 @@ class RefusalLog:
 refusals = RefusalLog()
 
 
-def explain(error: Exception, request_id: str, clock: RequestClock) -> ApiError:
-    """What the client is told of `error`, and a line of the log on it."""
+def explain(error: Exception, request_id: str, clock: RequestClock | None) -> ApiError:
+    """The response to `error`, which is logged; with the `clock` of a request for text it is counted."""
     shortage = shortage_in(error)
     answer = as_api_error(error) if shortage is None else refuse_for(shortage)
     if answer is None:
@@ -75,9 +71,10 @@ def explain(error: Exception, request_id: str, clock: RequestClock) -> ApiError:
         answer = internal_error(request_id)
     else:
         refusals.add(answer, request_id)
-    clock.failed = True
-    if answer.status >= 500:
-        clock.end("error")
+    if clock is not None:
+        clock.failed = True
+        if answer.status >= 500:
+            clock.end("error")
     return answer
 
 
@@ -94,20 +91,6 @@ def refuse_for(shortage: Shortage) -> ApiError:
     return overloaded(str(shortage))
 
 
-def unknown_url(request: Request, routers: Iterable[APIRouter]) -> Response:
-    """A 404 that lists the endpoints that there are."""
-    paths = {route.path_format for router in routers for route in router.routes if isinstance(route, Route)}
-    asked = f"Invalid URL ({request.method} {request.url.path[:80]})"
-    return error_response(ApiError(404, f"{asked}; this server has {', '.join(sorted(paths))}.", code="unknown_url"))
-
-
-def error_response(
-    error: ApiError, request_id: str | None = None, headers: Mapping[str, str] | None = None
-) -> Response:
-    """`error` as a response. A request that has no id yet is given one, by which its client can ask about it, and a
-    line of the log."""
-    if request_id is None:
-        request_id = f"req-{uuid.uuid4().hex}"
-        refusals.add(error, request_id)
-    named = {**error.headers, "x-request-id": request_id, **(headers or {})}
-    return Response(error.encode(), error.status, named, "application/json")
+def error_response(error: ApiError) -> Response:
+    """`error` as a response."""
+    return Response(error.encode(), error.status, dict(error.headers), "application/json")

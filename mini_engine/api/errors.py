@@ -27,7 +27,7 @@ STATUSES: dict[Code, tuple[int, ...]] = {
     "engine_unavailable": (500, 503),
     "internal_error": (500,),
     "invalid_api_key": (401,),
-    "invalid_http": (400, 415, 431, 501),
+    "invalid_http": (415,),
     "invalid_json": (400,),
     "invalid_media": (400,),
     "invalid_value": (400,),
@@ -125,10 +125,6 @@ class ServerStopping(EngineError):
         super().__init__("The server is stopping; send this request again later.", engine_gone=True)
 
 
-class ClientGone(Exception):
-    """The client closed its connection: there is nobody left to answer."""
-
-
 def error_type(status: int) -> str:
     """OpenAI's `type` for an HTTP status."""
     if status >= 500:
@@ -139,12 +135,6 @@ def error_type(status: int) -> str:
 def bad_request(message: str, param: str | None = None, code: Code = "invalid_value") -> ApiError:
     """A 400: the client can mend it."""
     return ApiError(400, message, param=param, code=code)
-
-
-def too_slow(what: str, seconds: float) -> ApiError:
-    """A 408: `what` has not happened in time. The connection is closed with it."""
-    text = f"{what} within the {seconds:g} s of --timeout-client; send it again, faster."
-    return ApiError(408, text, code="request_timeout", headers={"Connection": "close"})
 
 
 def internal_error(request_id: str) -> ApiError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mini_engine import metrics
 from mini_engine.api.chat import MediaRef
 from mini_engine.api.media_settings import KeyedSettings
-from mini_engine.api.threads import Threads
+from mini_engine.api.threads import start_thread_pool
 from mini_engine.api.timings import RequestClock
 from mini_engine.media.decoder import Job
 from mini_engine.media.decoder_pool import DecoderPool, Decoding
@@ -84,8 +85,8 @@ class MediaLoader:
         self.policy = policy
         self.decoders = decoders
         self._allow_partial_video = allow_partial_video
-        self._processing = Threads(threads, "media")
-        self._reading = Threads(threads, "read")
+        self._processing = start_thread_pool(threads, "media")
+        self._reading = start_thread_pool(threads, "read")
         self._downloads = asyncio.Semaphore(MAX_DOWNLOADS)
         self._flights: dict[bytes, _Flight] = {}
         if policy.allowed_hosts:
@@ -217,7 +218,7 @@ class MediaLoader:
         return self.processor.process_video(decoding.frames, decoding.video, item.settings)
 
 
-async def _in_thread(pool: Threads, work: Callable[[], T]) -> T:
+async def _in_thread(pool: Executor, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 

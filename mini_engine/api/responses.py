@@ -1,6 +1,6 @@
 """Response bodies and stream events, as OpenAI writes them: chat completions, legacy completions, models.
 
-Encoded by msgspec, since a stream has one event for each step. Knows nothing of engines or HTTP.
+Encoded by msgspec, since a stream has one event for each step. Knows nothing of engines.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
+from starlette.responses import Response
 
 from mini_engine.api.errors import ApiError
 from mini_engine.messages import Modality
@@ -125,6 +126,11 @@ def error_event(error: ApiError) -> bytes:
 def event_of(body: Struct) -> bytes:
     """A server-sent event with `body` as JSON."""
     return b"data: " + _encoder.encode(body) + b"\n\n"
+
+
+def json_response(body: Struct) -> Response:
+    """`body` as a whole response."""
+    return Response(_encoder.encode(body), media_type="application/json")
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:

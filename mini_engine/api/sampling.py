@@ -106,7 +106,7 @@ class SamplingResolver:
         """Raises ApiError, a 400, unless the model has all tokens of the field `name`."""
         greatest, last = max(token_ids, default=0), self.vocab_size - 1
         if greatest > last:
-            problem = f"the model has no token {greatest}; its token ids are at least 0 and at most {last}"
+            problem = f"token id {greatest} out of range [0, {last}]"
             raise bad_request(f"Invalid '{name}': {problem}.", name, "invalid_value")
 
     def resolve(self, request: GenerationRequest, prompt_tokens: int) -> SamplingParams:

@@ -19,7 +19,6 @@ from mini_engine.api import transports
 from mini_engine.api.admission import BodyAdmission, MediaAdmission, RequestAdmission
 from mini_engine.api.app import create_app
 from mini_engine.api.chat import ChatRenderer
-from mini_engine.api.connection import BodyLimits
 from mini_engine.api.context import AppContext
 from mini_engine.api.detokenizer import Vocabulary
 from mini_engine.api.engine import send_now
@@ -29,9 +28,10 @@ from mini_engine.api.http_server import HttpServer
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.processor_device import limit_memory, processor_device, staging_slots, watch_device
+from mini_engine.api.request_body import BodyLimits
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.stats_log import log_stats
-from mini_engine.api.threads import Threads
+from mini_engine.api.threads import start_thread_pool
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.decode_limits import DecodeLimits
 from mini_engine.malloc import keep_freed_memory
@@ -208,7 +208,7 @@ def media_threads(config: EngineConfig) -> int:
 
 
 async def _main(child: Child, init: Init, front: ModelFront) -> None:
-    asyncio.get_running_loop().set_default_executor(Threads(WORK_THREADS, "work"))
+    asyncio.get_running_loop().set_default_executor(start_thread_pool(WORK_THREADS, "work"))
     arena = transports.make_arena(init.config)
     make_slots = staging_slots(init.config, int(child.index), len(init.cores))
     usable = [
@@ -299,7 +299,7 @@ async def _serve(
 
     async def drain() -> None:
         await link.draining.wait()
-        await app.state.work.drain()
+        await app.state.requests.drain()
         server.should_exit = True
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, stop)  # see ChildProcess.terminate

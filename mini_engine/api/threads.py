@@ -1,28 +1,26 @@
-"""Threads for what would hold up the event loop, on a host that may give no more of them at any time.
-
-Knows nothing of what they do.
-"""
+"""Thread pools whose threads all start with them: later, the host may not give any more."""
 
 from __future__ import annotations
 
-import contextlib
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
+START_SECONDS = 60.0
 
-class Threads(ThreadPoolExecutor):
-    """Up to `most` threads; where the host gives no further one, those that are there do the work in turn.
 
-    The base class raises RuntimeError then, and leaves the work in its line: it would be done later, for nobody, and
-    write into memory that belongs to others by then.
+def start_thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
+    """A pool of `threads` running threads. ThreadPoolExecutor alone starts them on demand; where it cannot, it raises
+    RuntimeError and keeps the work, which would run when its memory is used by others.
 
     Raises:
-        RuntimeError: there is not even one.
+        RuntimeError: a thread cannot be started.
     """
-
-    def __init__(self, most: int, name: str):
-        super().__init__(most, thread_name_prefix=name)
-        self.submit(int)
-
-    def _adjust_thread_count(self) -> None:
-        with contextlib.suppress(RuntimeError) if self._threads else contextlib.nullcontext():
-            super()._adjust_thread_count()
+    pool = ThreadPoolExecutor(threads, name)
+    barrier = threading.Barrier(threads)
+    try:
+        for started in [pool.submit(barrier.wait, START_SECONDS) for _ in range(threads)]:
+            started.result()
+    except RuntimeError:
+        barrier.abort()
+        raise
+    return pool

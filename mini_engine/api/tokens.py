@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -14,7 +13,7 @@ from mini_engine.api.context import AppContext, context_of
 from mini_engine.api.errors import ChatError, bad_request
 from mini_engine.api.openapi import answers, refuses, takes
 from mini_engine.api.protocol import DetokenizeRequest, TokenizeRequest
-from mini_engine.api.responses import Text, Tokens
+from mini_engine.api.responses import Text, Tokens, json_response
 
 ERRORS = refuses(400, 401, 404, 408, 413, 415, 429, 503)
 
@@ -27,7 +26,7 @@ async def tokenize(request: Request) -> Response:
     context = context_of(request)
     asked = await read_body(request, TokenizeRequest, context.model_names)
     size = len(asked.prompt or "") + text_length(asked.messages or [])
-    return _respond(await run_sized(partial(_tokens, context, asked), size, INLINE_CHARACTERS))
+    return json_response(await run_sized(partial(_tokens, context, asked), size, INLINE_CHARACTERS))
 
 
 @router.post("/detokenize", openapi_extra=takes(DetokenizeRequest), responses=answers(Text) | ERRORS)
@@ -37,7 +36,7 @@ async def detokenize(request: Request) -> Response:
     asked = await read_body(request, DetokenizeRequest, context.model_names)
     context.sampling.check_tokens("tokens", asked.tokens)
     decode = partial(context.tokenizer.backend_tokenizer.decode, asked.tokens, skip_special_tokens=False)
-    return _respond(Text(await run_sized(decode, len(asked.tokens), INLINE_CHARACTERS)))
+    return json_response(Text(await run_sized(decode, len(asked.tokens), INLINE_CHARACTERS)))
 
 
 def _tokens(context: AppContext, asked: TokenizeRequest) -> Tokens:
@@ -53,7 +52,3 @@ def _tokens(context: AppContext, asked: TokenizeRequest) -> Tokens:
         raise bad_request(str(error), "messages" if asked.prompt is None else "prompt") from None
     names = context.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
     return Tokens(len(tokens), context.sampling.max_model_len, tokens, names)
-
-
-def _respond(body: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

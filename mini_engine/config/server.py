@@ -21,13 +21,14 @@ class ServerOptions:
         None, "Unix socket to listen on instead of --host and --port.", "Server", metavar="PATH", unset="none"
     )
     root_path: str = option("", "Path under which a proxy shows the server, such as /engine.", "Server", unset="none")
-    max_connections: int = option(
-        8192, "Most connections per API server, and never more than half of the files that it may open; "
-        "others wait until one is closed.", "Server", minimum=1,
+    max_connections: int | None = option(
+        None, "Connections per API server, idle ones too, above which requests get a 503. It protects the file "
+        "descriptors; --max-num-queued-reqs limits the load.", "Server", minimum=1,
+        unset="half of the files that a process may open",
     )  # fmt: skip
     timeout_client: float = option(
         30.0, "Seconds in which a client must send the request headers, send 8 KiB and an eighth more of the body, and "
-        "take what it is sent; a connection that is slower is closed.", "Server", minimum=0.1, maximum=3600,
+        "read what it is sent; a connection that is slower is closed.", "Server", minimum=0.1, maximum=3600,
     )  # fmt: skip
     timeout_keep_alive: int = option(
         5, "Seconds for which a connection stays open after a response.", "Server", minimum=0, maximum=3600

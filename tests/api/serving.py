@@ -22,14 +22,14 @@ from PIL import Image
 from mini_engine.api.admission import BodyAdmission, MediaAdmission, RequestAdmission
 from mini_engine.api.app import create_app
 from mini_engine.api.chat import ChatRenderer
-from mini_engine.api.connection import BodyLimits
 from mini_engine.api.context import AppContext
 from mini_engine.api.detokenizer import Vocabulary
-from mini_engine.api.door import Work
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.http_server import HttpServer
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
+from mini_engine.api.middleware import ActiveRequests
+from mini_engine.api.request_body import BodyLimits
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.config import EngineConfig
 from mini_engine.decode_limits import DecodeLimits
@@ -57,7 +57,7 @@ class Served:
     openai: openai.AsyncOpenAI
     http: httpx.AsyncClient
     port: int
-    work: Work
+    requests: ActiveRequests
 
     async def ask(self, content: Any = "hello", **more: Any) -> Any:
         """A chat completion by the openai client."""
@@ -143,9 +143,9 @@ async def serve(
     )
     allowed = directory / "allowed"
     allowed.mkdir(exist_ok=True)
-    admission = MediaAdmission(4, MAX_INFLIGHT_BYTES, MAX_MEDIA_BYTES)
+    admission = MediaAdmission(4, MAX_INFLIGHT_BYTES)
     media = media or media_loader(processor, MediaPolicy(allowed, MAX_MEDIA_BYTES, ["127.0.0.1"]))
-    media.decoders.count_decoded = admission.count_decoded
+    media.decoders.count_decoded = admission.count
     context = AppContext(
         model_names=["tiny", "alias"],
         item_limits=limits or {},
@@ -177,7 +177,7 @@ async def serve(
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
     try:
         async with http, client:
-            yield Served(context, core, transports, client, http, port, app.state.work)
+            yield Served(context, core, transports, client, http, port, app.state.requests)
     finally:
         server.should_exit = True
         await serving

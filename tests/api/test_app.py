@@ -178,11 +178,11 @@ def test_a_client_that_leaves_in_line_for_decoding(processor: MediaProcessor, tm
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor, *ANSWER)) as served:
             admission = served.context.admission
-            async with admission.in_line(admission.limit):
+            async with admission.places(admission.limit):
                 _, writer = await served.connect(content=[image()], stream=stream)
-                await eventually(lambda: len(admission.waiting) == 1)
+                await eventually(lambda: admission.num_waiting == 1)
                 await hang_up(writer)
-                await eventually(lambda: len(admission.waiting) == 0)
+                await eventually(lambda: admission.num_waiting == 0)
             assert (await served.ask()).choices[0].message.content == "".join(ANSWER)
             assert len(served.core.requests) == 1
 
@@ -201,7 +201,7 @@ def test_a_client_that_leaves_while_its_tensors_wait_for_room(processor: MediaPr
             await eventually(lambda: len(engine.requests) == 2)
             await hang_up(second)
             await eventually(lambda: len(engine.requests) == 1)
-            assert served.context.admission.admitted == 0
+            assert served.context.admission.num_admitted == 0
             await hang_up(first)
             await eventually(lambda: not shm.held and not engine.requests)
             assert len(served.core.requests) == 1
@@ -296,7 +296,7 @@ def test_errors_of_the_client(processor: MediaProcessor, tmp_path: Path, stream:
                 assert str(tmp_path) not in response.text
                 assert "/etc" not in response.text
             assert served.core.requests == []
-            assert served.context.admission.admitted == 0
+            assert served.context.admission.num_admitted == 0
             assert (await served.ask([image()])).choices[0].message.content == "".join(ANSWER)
 
     asyncio.run(scenario())

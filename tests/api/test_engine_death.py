@@ -1,5 +1,5 @@
 """The engine dies, or this server is to end, while requests are on their way and no engine has them: each is told at
-once, and all that it held comes back. Those that an engine has: test_app.py, test_drain.py."""
+once, and all that it held comes back. Those that an engine has: test_app.py, test_middleware.py."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_told(response: httpx.Response, code: str) -> None:
 def check_nothing_held(served: Served) -> None:
     front, (engine,) = served.context, served.context.engines.engines
     assert front.requests.unfinished == engine.preparing == len(engine.requests) == 0
-    assert front.admission.admitted == front.admission.inflight_bytes == len(front.admission.waiting) == 0
+    assert front.admission.num_admitted == front.admission.inflight_bytes == front.admission.num_waiting == 0
     assert metric("inflight_media_bytes") == 0
     assert not front.media._flights and not front.engines._blocks
 
@@ -76,9 +76,9 @@ def test_wherever_they_are_on_their_way_to_an_engine(
             asking = [post(image(56)), post(image(56)), post(image(84))]
             await eventually(lambda: decoder.begun == 2 and front.engines.engines[0].preparing == 3)
             asking.append(post(image(112)))
-            await eventually(lambda: front.admission.admitted == front.admission.limit == 4)
+            await eventually(lambda: front.admission.num_admitted == front.admission.limit == 4)
             asking.append(post(image(140)))
-            await eventually(lambda: len(front.admission.waiting) == 1)
+            await eventually(lambda: front.admission.num_waiting == 1)
             asking.append(post(elsewhere))
             await eventually(lambda: front.admission.inflight_bytes > MAX_MEDIA_BYTES)
             ENDS[code](front.engines)

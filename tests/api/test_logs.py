@@ -14,7 +14,7 @@ from mini_engine import log, metrics
 from mini_engine.api import stats_log
 from mini_engine.api.error_responses import LINES_A_SECOND, REASON_CHARACTERS, RefusalLog
 from mini_engine.api.errors import bad_request, overloaded
-from mini_engine.api.request_log import logger
+from mini_engine.api.middleware import logger
 from mini_engine.api.stats_log import Stats
 from mini_engine.media.processor import MediaProcessor
 from tests.api.peers import eventually

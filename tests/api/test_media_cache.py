@@ -38,7 +38,7 @@ async def baseline(served: Served) -> None:
     await eventually(
         lambda: (
             not (engine.requests or engine.preparing or served.transports[0].held or media._flights)
-            and not (admission.admitted or admission.waiting or admission.inflight_bytes)
+            and not (admission.num_admitted or admission.num_waiting or admission.inflight_bytes)
         )
     )
 
@@ -135,9 +135,9 @@ def test_admission_is_held_until_acceptance(processor: MediaProcessor, tmp_path:
         asking = asyncio.create_task(served.post(content=[image(), image(112)]))
         await served.core.until(lambda: bool(served.core.requests))
         await asyncio.sleep(0.02)
-        assert served.context.admission.admitted == 2
+        assert served.context.admission.num_admitted == 2
         await served.core.accept(served.core.requests[0])
-        await eventually(lambda: served.context.admission.admitted == 0)
+        await eventually(lambda: served.context.admission.num_admitted == 0)
         assert not asking.done()  # its answer goes on
         await served.core.end(served.core.requests[0], "length")
         assert (await asking).status_code == 200
@@ -154,7 +154,7 @@ def test_an_answer_need_not_be_accepted_first(processor: MediaProcessor, tmp_pat
         await served.core.until(lambda: bool(served.core.requests))
         (request,) = served.core.requests
         await served.core.output(request, served.core.script(request)[0])
-        await eventually(lambda: served.context.admission.admitted == 0)
+        await eventually(lambda: served.context.admission.num_admitted == 0)
         await served.core.end(request, "length")
         assert (await asking).json()["choices"][0]["message"]["content"] == "a red"
         await baseline(served)

@@ -214,9 +214,9 @@ def test_each_pause_falls_to_its_stage(processor: MediaProcessor, tmp_path: Path
         async with serve(processor, tmp_path, lambda request: []) as served:
             core, before, whole = served.core, counts(), sample("e2e_request_latency_seconds_sum")
             core.hold, core.accepts = True, False
-            async with served.context.admission.in_line(4):
+            async with served.context.admission.places(4):
                 asking = asyncio.create_task(asked(served, content=[image()], n=2))
-                await eventually(lambda: len(served.context.admission.waiting) == 1)
+                await eventually(lambda: served.context.admission.num_waiting == 1)
                 clock.pause()
             await core.until(lambda: bool(core.requests))
             (request,) = core.requests

@@ -3,11 +3,13 @@
 import re
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from mini_engine.api.chat import ChatRenderer, Placeholder
+from mini_engine.api.protocol import ChatMessage
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.media.sampling import VideoFacts, VideoSampling
 from tests import tiny_processor
@@ -95,7 +97,8 @@ def test_prompts(processor):
         processor.process_video(*media[2], own),
     ]
     placeholders = [Placeholder(item.modality, item.num_tokens, item.placeholder) for item in items]
-    ours = renderer.expand(renderer.render(msgspec.convert([{"role": "user", "content": parts}], list[ChatMessage])), placeholders)
+    message = msgspec.convert({"role": "user", "content": parts}, ChatMessage)
+    ours = renderer.expand(renderer.render([message]), placeholders)
     text = hf.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
     theirs = full_call(processor, *media, text=text)
     assert ours.token_ids == list(theirs["input_ids"][0])

@@ -182,8 +182,8 @@ FIGURES: dict[str, dict[str, Callable[[Any], Figures]]] = {
     "mini_engine.api.admission": {
         "MediaAdmission": lambda admission: (
             {
-                "admitted": admission.admitted,
-                "in line": len(admission.waiting),
+                "admitted": admission.num_admitted,
+                "in line": admission.num_waiting,
                 "media bytes": admission.inflight_bytes,
             },
             {},

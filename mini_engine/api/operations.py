@@ -1,31 +1,40 @@
-"""The endpoints for those who run the server: health, figures, caches, version. They know nothing of requests."""
+"""The endpoints about the server itself: models, health, metrics, caches, version."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mini_engine import metrics
-from mini_engine.api.error_responses import error_response
-from mini_engine.api.errors import ApiError, EngineError, engine_unavailable, shutting_down
-from mini_engine.api.openapi import GUARDED, refuses
-
-if TYPE_CHECKING:
-    from mini_engine.api.engine_client import EngineClient
-    from mini_engine.config import EngineConfig
+from mini_engine.api.body import check_model
+from mini_engine.api.context import context_of
+from mini_engine.api.errors import ApiError, EngineError, engine_unavailable
+from mini_engine.api.openapi import GUARDED, answers, in_path, refuses
+from mini_engine.api.responses import Model, ModelList, json_response
 
 ENGINE_GONE = "An engine has stopped."
-RESET_SECONDS = 30.0  # for the engines to answer; a step of theirs may run first
+RESET_SECONDS = 30.0  # for the engines to answer; a step may run first
 
 router = APIRouter()
 
 
-def _engines(request: Request) -> EngineClient:
-    return request.app.state.context.engines
+@router.get("/v1/models", responses=answers(ModelList) | GUARDED)
+async def models(request: Request) -> Response:
+    """The names of the model that is served."""
+    context = context_of(request)
+    created, limit = request.app.state.created, context.sampling.max_model_len
+    return json_response(ModelList([Model(name, created, limit) for name in context.model_names]))
+
+
+@router.get("/v1/models/{name:path}", openapi_extra=in_path("name"), responses=answers(Model) | GUARDED | refuses(404))
+async def model(request: Request) -> Response:
+    """One of these names."""
+    context, name = context_of(request), request.path_params["name"]
+    check_model(name, context.model_names)
+    return json_response(Model(name, request.app.state.created, context.sampling.max_model_len))
 
 
 @router.head("/health", include_in_schema=False)
@@ -35,16 +44,13 @@ async def health(request: Request) -> Response:
 
     503 when not, and when the server is shutting down.
     """
-    if request.app.state.work.draining:
-        return error_response(shutting_down())
-    engines = _engines(request)
-    config: EngineConfig = request.app.state.config
-    if await engines.healthy(config.health_timeout):
+    engines, seconds = context_of(request).engines, request.app.state.config.health_timeout
+    if await engines.healthy(seconds):
         return Response()
     if not engines.alive:
-        return error_response(engine_unavailable(ENGINE_GONE))
-    text = f"An engine has not answered within the {config.health_timeout:g} s of --health-timeout."
-    return error_response(ApiError(503, text, code="timeout"))
+        raise engine_unavailable(ENGINE_GONE)
+    text = f"An engine has not answered within the {seconds:g} s of --health-timeout."
+    raise ApiError(503, text, code="timeout")
 
 
 @router.head("/live", include_in_schema=False)
@@ -61,22 +67,20 @@ async def reset_caches(request: Request) -> Response:
     200 when all have done so; 403 for a page of an origin that is not allowed; 503 when an engine is gone; 504 when
     one does not answer in time.
     """
+    _check_origin(request)
     try:
-        _check_origin(request)
         async with asyncio.timeout(RESET_SECONDS):
-            await _engines(request).reset_caches()
-    except ApiError as error:
-        return error_response(error)
+            await context_of(request).engines.reset_caches()
     except EngineError:
-        return error_response(engine_unavailable(ENGINE_GONE))
+        raise engine_unavailable(ENGINE_GONE) from None
     except TimeoutError:
         text = f"An engine has not answered within {RESET_SECONDS:g} s; its caches may be reset later, or not at all."
-        return error_response(ApiError(504, text, code="timeout"))
+        raise ApiError(504, text, code="timeout") from None
     return Response()
 
 
 def _check_origin(request: Request) -> None:
-    """Any page may have a browser send a POST without a body, unasked; the browser says of which origin the page is.
+    """Any page may make a browser send a POST without a body; the browser names the page's origin.
 
     Raises:
         ApiError: 403; it is neither this server's own nor one of `--allowed-origins`.
@@ -91,11 +95,11 @@ def _check_origin(request: Request) -> None:
 
 @router.get("/metrics", responses=refuses(401, 503))
 async def show_metrics(request: Request) -> Response:
-    """Figures of all API servers, and of the engines at this moment, in Prometheus's text format.
+    """Metrics of all API servers, and of the engines at this moment, in Prometheus's text format.
 
     503 when the host gives no descriptors to read them with.
     """
-    await _engines(request).refresh_figures()
+    await context_of(request).engines.refresh_figures()
     return Response(await asyncio.to_thread(metrics.exposition), headers={"content-type": metrics.CONTENT_TYPE})
 
 
