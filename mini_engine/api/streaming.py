@@ -48,16 +48,17 @@ class Responder:
     async def _events(self, generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
         """The events, of which the last leave together. What fails after the first is an event too."""
         first, started = generations[0], False
+        unfinished = sum(len(generation.samples) for generation in generations)
         with contextlib.ExitStack() as running:
             try:
                 async with contextlib.aclosing(_pieces(generations, running)) as pieces:
                     async for piece in pieces:
-                        over = all(generation.over for generation in generations)
-                        remarks = first.remarks(self._with_timings) if over else NO_REMARKS
+                        unfinished -= piece.finish_reason is not None
+                        remarks = NO_REMARKS if unfinished else first.remarks(self._with_timings)
                         event = self._writer.event(piece, NO_REMARKS if self._include_usage else remarks)
-                        if over and self._include_usage:
+                        if not unfinished and self._include_usage:
                             event += self._writer.usage_event(_usage(generations), remarks)
-                        if over:
+                        if not unfinished:
                             event += DONE
                         if event:
                             started = True

@@ -17,7 +17,7 @@ from mini_engine.api.errors import ServerStopping
 from mini_engine.media.processor import MediaProcessor
 from tests.api.patience import PATIENCE
 from tests.api.peers import eventually
-from tests.api.serving import MAX_MEDIA_BYTES, Served, image
+from tests.api.serving import Served, image
 from tests.api.test_app import metric
 from tests.api.test_overload import SlowWeb, with_server
 
@@ -80,7 +80,7 @@ def test_wherever_they_are_on_their_way_to_an_engine(
             asking.append(post(image(140)))
             await eventually(lambda: front.admission.num_waiting == 1)
             asking.append(post(elsewhere))
-            await eventually(lambda: front.admission.inflight_bytes > MAX_MEDIA_BYTES)
+            await eventually(slow.asked.is_set)
             ENDS[code](front.engines)
             async with asyncio.timeout(PATIENCE):
                 for response in await asyncio.gather(*asking):

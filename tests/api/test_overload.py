@@ -43,11 +43,12 @@ class SlowWeb:
     """A web server whose answer, an image, waits for `go`."""
 
     def __init__(self) -> None:
-        self.go = threading.Event()
+        self.asked, self.go = threading.Event(), threading.Event()
         self.png = base64.b64decode(image()["image_url"]["url"].partition(",")[2])
         self.body = self.png
 
     def answer(self, connection: socket.socket, _: str) -> None:
+        self.asked.set()
         assert self.go.wait(PATIENCE)
         connection.sendall(response(self.body))
 
@@ -85,22 +86,27 @@ def check_refusal(response: httpx.Response, flag: str) -> None:
     assert flag in error["message"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_bytes_in_flight(processor: MediaProcessor, tmp_path: Path, stream: bool) -> None:
-    """Reserved before the download at the most that it can be, corrected after it, held until acceptance."""
+def padded(slow: SlowWeb) -> SlowWeb:
+    """Its image has as many bytes as one may."""
+    slow.body = slow.png + bytes(MAX_MEDIA_BYTES - len(slow.png))
+    return slow
 
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bytes_are_in_flight_until_the_engine_has_accepted(
+    processor: MediaProcessor, tmp_path: Path, stream: bool
+) -> None:
     async def scenario(served: Served) -> None:
-        slow, before = SlowWeb(), metric("requests_rejected_total", reason="inflight_media")
+        slow, before = padded(SlowWeb()), metric("requests_rejected_total", reason="inflight_media")
         served.core.accepts = False
+        slow.go.set()
         with slow.running() as part:
             first = asyncio.create_task(served.post(content=[part] * 4, stream=stream))
-            await eventually(lambda: metric("inflight_media_bytes") == 3 * MAX_MEDIA_BYTES)
-            check_refusal(await served.post(content=[part], stream=stream), "--max-inflight-media-gb")
-            assert metric("requests_rejected_total", reason="inflight_media") == before + 1
-            assert served.context.requests.unfinished == 1
-            slow.go.set()
             await served.core.until(lambda: bool(served.core.requests))
-            assert metric("inflight_media_bytes") == 4 * len(slow.png)
+            assert metric("inflight_media_bytes") == 4 * MAX_MEDIA_BYTES == MAX_INFLIGHT_BYTES
+            for other in (part, image()):
+                check_refusal(await served.post(content=[other], stream=stream), "--max-inflight-media-gb")
+            assert metric("requests_rejected_total", reason="inflight_media") == before + 2
             await served.core.accept(served.core.requests[0])
             assert (await first).status_code == 200
         served.core.accepts = True
@@ -109,23 +115,18 @@ def test_bytes_in_flight(processor: MediaProcessor, tmp_path: Path, stream: bool
     with_server(processor, tmp_path, scenario)
 
 
-def test_a_web_server_that_hangs_holds_up_only_what_it_has(processor: MediaProcessor, tmp_path: Path) -> None:
-    """More of its items than places in line and threads that decode, and as many of their bytes as there may be."""
+def test_a_web_server_that_hangs_delays_no_other_request(processor: MediaProcessor, tmp_path: Path) -> None:
+    """More of its items than places and threads that decode."""
 
     async def scenario(served: Served) -> None:
-        slow, before = SlowWeb(), len(served.core.requests)
-        assert served.context.admission.limit == 4 and MAX_INFLIGHT_BYTES == 4 * MAX_MEDIA_BYTES
+        slow = SlowWeb()
         with slow.running() as part:
-            hanging = [asyncio.create_task(served.post(content=[part])) for _ in range(3)]
-            await eventually(lambda: metric("inflight_media_bytes") == 3 * MAX_MEDIA_BYTES)
-            check_refusal(await served.post(content=[part, image()]), "being fetched from other servers")
-            assert served.context.admission.num_admitted == 0
-            for side in (56, 84, 112):
-                answers = await asyncio.gather(*(served.post(content=[image(side)]) for _ in range(4)))
-                assert [answer.status_code for answer in answers] == [200] * 4
-            assert len(served.core.requests) == before + 12
+            hanging = [asyncio.create_task(served.post(content=[part])) for _ in range(6)]
+            await eventually(slow.asked.is_set)
+            answers = await asyncio.gather(*(served.post(content=[image()]) for _ in range(4)))
+            assert [answer.status_code for answer in answers] == [200] * 4
             slow.go.set()
-            assert [(await one).status_code for one in hanging] == [200] * 3
+            assert [(await one).status_code for one in hanging] == [200] * 6
 
     with_server(processor, tmp_path, scenario)
 
@@ -161,20 +162,13 @@ def test_downloads_of_one_request_end_with_the_block_that_is_too_much(
     with_server(processor, tmp_path, scenario)
 
 
-def test_a_download_may_not_take_the_room_of_others(processor: MediaProcessor, tmp_path: Path) -> None:
-    """It is more than was reserved for it, and less than there may be: it may come again."""
-
+def test_a_download_ends_where_others_have_the_room(processor: MediaProcessor, tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
-        slow, before = SlowWeb(), metric("requests_rejected_total", reason="inflight_media")
-        slow.body = slow.png + bytes(MAX_MEDIA_BYTES - len(slow.png))
-        admission = served.context.admission
+        slow = padded(SlowWeb())
+        slow.go.set()
         with slow.running() as part:
-            large = asyncio.create_task(served.post(content=[part] * 4))
-            await eventually(lambda: admission.inflight_bytes == 3 * MAX_MEDIA_BYTES)
-            with admission.reserve([1]):
-                slow.go.set()
-                check_refusal(await large, "--max-inflight-media-gb")
-            assert metric("requests_rejected_total", reason="inflight_media") == before + 1
+            with served.context.admission.reserve(1):
+                check_refusal(await served.post(content=[part] * 4), "--max-inflight-media-gb")
             assert (await served.post(content=[part] * 4)).status_code == 200
 
     with_server(processor, tmp_path, scenario)
@@ -182,9 +176,11 @@ def test_a_download_may_not_take_the_room_of_others(processor: MediaProcessor, t
 
 def test_bytes_are_given_back_when_the_client_goes(processor: MediaProcessor, tmp_path: Path) -> None:
     async def scenario(served: Served) -> None:
-        with SlowWeb().running() as part:
-            _, writer = await served.connect(content=[part])
-            await eventually(lambda: metric("inflight_media_bytes") == MAX_MEDIA_BYTES)
+        slow = SlowWeb()
+        with slow.running() as part:
+            _, writer = await served.connect(content=[image(), part])
+            await eventually(slow.asked.is_set)
+            assert metric("inflight_media_bytes") > 0
             await hang_up(writer)
             await eventually(lambda: at_rest(served))
 
