@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from mini_engine.api import engine_client, operation
+from mini_engine.api import engine_client, operations
 from mini_engine.api.errors import ServerStopping
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import EngineCounters, Figures, NewRequest, SamplingParams
@@ -183,7 +183,7 @@ def test_resetting_the_caches(processor: MediaProcessor, tmp_path: Path, monkeyp
             assert (await served.http.post("/reset_caches")).status_code == 200
             assert len(served.core.resets) == 1
             served.core.answers_resets = False
-            monkeypatch.setattr(operation, "RESET_SECONDS", 0.05)
+            monkeypatch.setattr(operations, "RESET_SECONDS", 0.05)
             response = await served.http.post("/reset_caches")
             assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
             served.context.engines.peer_gone("core 0")
