@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 LINES_A_SECOND = 10  # on refused requests: their clients could fill the disk
 REASON_CHARACTERS = 300
-QUIET_SECONDS = 60.0  # without a refusal after which the next one begins another shortage
+QUIET_SECONDS = 60.0  # without a shortage after which the next one is logged again
 REMEDIES = {
     "open files": "raise its limit: ulimit -n, LimitNOFILE=, --ulimit nofile=",
     "threads": "raise the limit on processes: ulimit -u, TasksMax=, --pids-limit",
     "memory": "docs/operations.md says what takes it",
 }
 
-_refused_at: dict[str, float] = {}  # by what there was too little of
+_short_at: dict[str, float] = {}  # when, by what there was too little of
 
 
 class RefusalLog:
@@ -79,16 +79,18 @@ def explain(error: Exception, request_id: str, clock: RequestClock | None) -> Ap
 
 
 def refuse_for(shortage: Shortage) -> ApiError:
-    """The refusal of a request for which the host has too little of something. It is counted, and the log has a line
-    where that begins: a host that is short of something is to write no more than it has to.
-    """
-    now, before = time.monotonic(), _refused_at.get(shortage.what)
-    _refused_at[shortage.what] = now
-    if before is None or now - before > QUIET_SECONDS:
-        what = shortage.what
-        logger.error("this process gets no more %s, and refuses requests for that: %s", what, REMEDIES[what])
+    """The response to a request for which the host has too little of something. It is counted."""
+    log_shortage(shortage)
     metrics.requests_rejected_total.labels("host").inc()
     return overloaded(str(shortage))
+
+
+def log_shortage(shortage: Shortage) -> None:
+    """One line when a shortage begins: a host that is short of something should write no more than it has to."""
+    what, now = shortage.what, time.monotonic()
+    before, _short_at[what] = _short_at.get(what), now
+    if before is None or now - before > QUIET_SECONDS:
+        logger.error("this process gets no more %s, and refuses requests for that: %s", what, REMEDIES[what])
 
 
 def error_response(error: ApiError) -> Response:

@@ -17,8 +17,11 @@ import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
+from mini_engine.api.error_responses import log_shortage
 from mini_engine.config import EngineConfig
+from mini_engine.shortage import shortage_in
 
 STOP_SECONDS = 1  # for responses to end after their requests have been ended, before their tasks are cancelled
 HEADER_BYTES = 16 << 10  # of a request that has not come whole
@@ -32,10 +35,17 @@ class Connection(asyncio.Protocol):
     Bytes that arrive do not reset it. The application finds this object as `scope["state"]["connection"]`.
     """
 
-    def __init__(self, timeout_client: float, timeout_keep_alive: float, app_state: dict[str, Any], **arguments: Any):
-        self._timeout_client = timeout_client
-        self._timeout_keep_alive = timeout_keep_alive
-        self._protocol = H11Protocol(app_state={**app_state, "connection": self}, **arguments)
+    def __init__(
+        self, settings: EngineConfig, limit: int, server_state: ServerState, app_state: dict[str, Any], **arguments: Any
+    ):
+        """`limit` is how many connections there may be; a further one is aborted at once."""
+        self._timeout_client = settings.timeout_client
+        self._timeout_keep_alive = settings.timeout_keep_alive
+        self._limit = limit
+        self._connections = server_state.connections
+        self._protocol = H11Protocol(
+            server_state=server_state, app_state={**app_state, "connection": self}, **arguments
+        )
         self._timer: asyncio.TimerHandle | None = None
         self._requests = 0  # in progress
         self._write_paused = False
@@ -60,6 +70,8 @@ class Connection(asyncio.Protocol):
         self._transport = transport
         self._protocol.connection_made(transport)
         self._update_timer(self._timeout_client)
+        if len(self._connections) > self._limit:
+            self.abort()
 
     def data_received(self, data: bytes) -> None:
         """uvicorn cannot report bytes that are not HTTP when they follow a response."""
@@ -110,13 +122,15 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, config: EngineConfig, on_started: Callable[[], None]):
-        connection: Any = partial(Connection, config.timeout_client, config.timeout_keep_alive)
+        max_connections = config.max_connections or resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        # uvicorn accepts connections above `limit_concurrency`, so that their requests get a 503.
+        connection: Any = partial(Connection, config, max_connections + max_connections // 2)
         super().__init__(
             uvicorn.Config(
                 app,
                 http=connection,
                 h11_max_incomplete_event_size=HEADER_BYTES,
-                limit_concurrency=config.max_connections or resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2,
+                limit_concurrency=max_connections,
                 lifespan="off",
                 ws="none",
                 access_log=False,
@@ -138,6 +152,7 @@ class HttpServer(uvicorn.Server):
         for listener in sockets or ():
             # Without it, connections that are still closing keep the port from the next server.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        asyncio.get_running_loop().set_exception_handler(_on_loop_error)
         await super().startup(sockets)
         self._on_started()
 
@@ -145,3 +160,13 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave the signals to the process."""
         yield
+
+
+def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """asyncio reports every connection that cannot be accepted without a descriptor, and tries again: thousands per
+    second."""
+    shortage = shortage_in(context.get("exception") or Exception())
+    if shortage is None:
+        loop.default_exception_handler(context)
+    else:
+        log_shortage(shortage)

@@ -184,6 +184,8 @@ def test_above_max_connections_requests_get_a_503(processor: MediaProcessor, tmp
     async def scenario(served: Served) -> None:
         idle = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(4)]
         assert b" 503 " in await until_closed(served, LIVE)
+        idle += [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(2)]
+        assert await until_closed(served, b"") == b"", "half as many more are closed at once"
         for _, writer in idle:
             await hang_up(writer)
 

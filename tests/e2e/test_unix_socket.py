@@ -40,22 +40,13 @@ class UnixServer(RunningServer):
         self.path, self.certificate = path, certificate
         tls = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
         self.command = [sys.executable, "serve.py", "--uds", str(path), *tls, "--api-server-count", "2"]
-        self.command += ["--timeout-client", "2"]
 
     def _connect(self) -> OpenAI:
         assert self.url == f"https+unix://{self.path}:/v1"
         context = ssl.create_default_context(cafile=self.certificate)
         transport = httpx.HTTPTransport(uds=str(self.path), verify=context)
-        # Retries, for the server has as little patience with a slow machine's handshakes as with silent clients.
         http = httpx.Client(transport=transport, headers={"connection": "close"})
-        return OpenAI(base_url="https://localhost/v1", api_key="none", max_retries=9, timeout=120, http_client=http)
-
-
-def connect(path: Path) -> socket.socket:
-    client = socket.socket(socket.AF_UNIX)
-    client.settimeout(60)
-    client.connect(str(path))
-    return client
+        return OpenAI(base_url="https://localhost/v1", api_key="none", max_retries=0, timeout=120, http_client=http)
 
 
 def test_a_unix_socket_for_all_api_servers(certificate: tuple[Path, Path], tmp_path: Path):
@@ -64,12 +55,12 @@ def test_a_unix_socket_for_all_api_servers(certificate: tuple[Path, Path], tmp_p
         killed.bind(str(path))
     with UnixServer(path, *certificate) as server:
         assert len([name for name in server.pids() if "api" in name]) == 2
-        silent, plain = connect(path), connect(path)
-        plain.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert server.ask("hello", [], max_tokens=3) == server.ask("hello", [], max_tokens=3)
-        for client in (silent, plain):  # no TLS comes of them
-            with client:
-                assert client.recv(100) == b""
+        with socket.socket(socket.AF_UNIX) as plain:
+            plain.settimeout(60)
+            plain.connect(str(path))
+            plain.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert server.ask("hello", [], max_tokens=3) == server.ask("hello", [], max_tokens=3)
+            assert plain.recv(100) == b"", "an answer without TLS"
         second = subprocess.run(server.command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert second.returncode == 2 and "another server listens" in second.stderr
         assert server.ask("hello", [], max_tokens=3)
