@@ -57,7 +57,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/tokenize", {}, 400, "prompt"),
     ("/tokenize", {"prompt": "x", "messages": MESSAGES}, 400, "prompt"),
     ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, 400, "add_special_tokens"),
-    ("/tokenize", {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages"),
+    ("/tokenize", {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages[0].role"),
     ("/tokenize", {"messages": MESSAGES, "add_generation_prompt": False}, 400, "add_generation_prompt"),
     ("/tokenize", {"prompt": "x", "frobnicate": 1}, 400, "frobnicate"),
     ("/tokenize", {"prompt": "x", "model": "other"}, 404, "model"),
