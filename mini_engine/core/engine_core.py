@@ -363,7 +363,7 @@ class EngineCore:
             self.media.num_bytes,
             self.media.num_bytes_pinned,
             self.media.num_references,
-            self.media.idle.oldest_seconds(),
+            self.media.oldest_seconds(),
         )
         counters, self.scheduler.counters = self.scheduler.counters, Counters()
         evictions, self.media.num_evictions = self.media.num_evictions, 0

@@ -26,11 +26,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from mini_engine.core.idle import Idle
 from mini_engine.free_memory import available_memory, memory_reserve
 from mini_engine.messages import (
     CachedMedia,
@@ -53,10 +54,11 @@ class Entry:
     """One cached item."""
 
     media: CachedMedia
-    nbytes: int
+    nbytes: int  # that evicting it frees: in the store, those of whole pages
     extents: list[Extent] = dataclasses.field(default_factory=list)  # in the store; none: the ranks have copies
     references: int = 0
-    listed: bool = True  # `look_up` finds it
+    listed: bool = False  # `look_up` finds it
+    used_at: float = 0.0  # when its last reference ended, by `time.monotonic()`
 
 
 References = dict[bytes, Entry]
@@ -68,16 +70,30 @@ class MediaDirectory:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self.num_bytes_pinned = 0  # of those, the part that is referred to
+        self.num_bytes_pinned = 0  # of those, the part that is referred to, or that a step copies
         self.num_references = 0
         self.num_evictions = 0
-        self.idle: Idle[Entry] = Idle()  # listed and not referred to
-        self._listed: dict[bytes, Entry] = {}
+        self._listed: OrderedDict[bytes, Entry] = OrderedDict()  # the idle ones in the order of their last use
         self._held: dict[Owner, References] = {}  # of requests that have not come yet
         # What the next step has to tell the ranks:
         self.keep: list[KeepMedia] = []
         self.drop: list[bytes] = []
         self.mark: int | None = None  # bytes of the store to register as pinned memory
+
+    @property
+    def idle(self) -> Iterator[Entry]:
+        """Listed items without a reference, the longest unused first."""
+        return (entry for entry in self._listed.values() if not entry.references)
+
+    @property
+    def num_bytes_idle(self) -> int:
+        """What evicting all idle items would free."""
+        return self.num_bytes - self.num_bytes_pinned
+
+    def oldest_seconds(self) -> float:
+        """For how long the longest unused item has been idle; 0 when none is."""
+        oldest = next(self.idle, None)
+        return 0.0 if oldest is None else time.monotonic() - oldest.used_at
 
     def look_up(self, owner: Owner, hashes: Iterable[bytes]) -> list[CachedMedia]:
         """Those that are there; the request refers to them from now on."""
@@ -126,18 +142,19 @@ class MediaDirectory:
 
     def reset(self) -> None:
         """Drop what is not referred to."""
-        self._evict(list(self.idle))
+        self._evict_idle(self.num_bytes_idle)
 
     def _list(self, entry: Entry) -> None:
+        """`look_up` finds it from now on. It is idle."""
+        entry.listed = True
         self._listed[entry.media.media_hash] = entry
+        self._on_unreferenced(entry)
 
     def _refer(self, owner: Owner, entry: Entry) -> None:
         held = self._held.setdefault(owner, {})
         if entry.media.media_hash in held:
             return
         held[entry.media.media_hash] = entry
-        if entry in self.idle:
-            self.idle.remove(entry)
         if not entry.references:
             self.num_bytes_pinned += entry.nbytes
         entry.references += 1
@@ -145,22 +162,25 @@ class MediaDirectory:
 
     def _on_unreferenced(self, entry: Entry) -> None:
         if entry.listed:
-            self.idle.add(entry, self._size(entry))
+            self._listed.move_to_end(entry.media.media_hash)
+            entry.used_at = time.monotonic()
         else:
             self._free([entry])
 
-    def _evict(self, entries: Iterable[Entry]) -> None:
-        """These, which are idle."""
-        for entry in entries:
-            self.idle.remove(entry)
-            del self._listed[entry.media.media_hash]
-        self._free(entries)
+    def _evict_idle(self, nbytes: int) -> int:
+        """Free the longest unused items, `nbytes` of the `num_bytes_idle` or more; returns how many items."""
+        evicted: list[Entry] = []
+        while nbytes > 0:  # one pass for thousands of items: it takes as long as their memory takes to reach the CPU
+            value, entry = self._listed.popitem(last=False)
+            if entry.references:
+                self._listed[value] = entry  # the order of items with references does not matter
+            else:
+                nbytes -= entry.nbytes
+                evicted.append(entry)
+        self._free(evicted)
+        return len(evicted)
 
-    def _size(self, entry: Entry) -> int:
-        """What it takes of the room that `idle` counts."""
-        return entry.nbytes
-
-    def _free(self, entries: Iterable[Entry]) -> None:
+    def _free(self, entries: list[Entry]) -> None:
         self.num_bytes -= sum(entry.nbytes for entry in entries)
 
 
@@ -176,22 +196,21 @@ class RankCopies(MediaDirectory):
         """See `MediaDirectory`: keep it, unless it is kept already or finds no room."""
         assert isinstance(item.patches, TensorHandle)
         value, nbytes = item.media_hash, math.prod(item.patches.shape)
-        if value in self._listed or value in self._unready or self.num_bytes - self.idle.size + nbytes > self.capacity:
+        if value in self._listed or value in self._unready or self.num_bytes_pinned + nbytes > self.capacity:
             return
-        while self.num_bytes + nbytes > self.capacity:
-            self._evict([self.idle.longest_unused()])
-            self.num_evictions += 1
+        self.num_evictions += self._evict_idle(self.num_bytes + nbytes - self.capacity)
         self._unready[value] = Entry(CachedMedia.of(item), nbytes)
         self.num_bytes += nbytes
+        self.num_bytes_pinned += nbytes
         self.keep.append(KeepMedia(value, item.patches))
 
     def kept(self, value: bytes) -> None:
         """See `MediaDirectory`."""
         entry = self._unready.pop(value)
+        self.num_bytes_pinned -= entry.nbytes
         self._list(entry)
-        self.idle.add(entry, entry.nbytes)
 
-    def _free(self, entries: Iterable[Entry]) -> None:
+    def _free(self, entries: list[Entry]) -> None:
         super()._free(entries)
         self.drop += [entry.media.media_hash for entry in entries]
 
@@ -250,15 +269,15 @@ class MediaStore(MediaDirectory):
         """The item is readable; these requests refer to it."""
         reservation = self._end_reservation(number)
         self.pages.written(reservation.extents)
-        entry = Entry(reservation.media, self._nbytes(reservation.media), reservation.extents)
-        entry.listed = reservation.listed
+        nbytes = sum(count for _, count in reservation.extents) * PAGE_BYTES
+        entry = Entry(reservation.media, nbytes, reservation.extents)
         self.num_bytes += entry.nbytes
-        if entry.listed:
+        if reservation.listed:
             self._list(entry)
         for owner in owners:
             self._refer(owner, entry)
-        if not entry.references:
-            self._on_unreferenced(entry)
+        if not (entry.listed or entry.references):
+            self._free([entry])
 
     def abandoned(self, number: int) -> None:
         """It is not written, nor will be."""
@@ -299,16 +318,9 @@ class MediaStore(MediaDirectory):
         if extents is not None:
             return extents
         missing = (pages_for(nbytes) - self.pages.num_free) * PAGE_BYTES
-        if missing > self.idle.size:
+        if missing > self.num_bytes_idle:
             return None
-        victims: list[Entry] = []
-        for entry in self.idle:
-            if missing <= 0:
-                break
-            victims.append(entry)
-            missing -= self._size(entry)
-        self._evict(victims)
-        self.num_evictions += len(victims)
+        self.num_evictions += self._evict_idle(missing)
         return self.pages.allocate(nbytes)
 
     def _end_reservation(self, number: int) -> Reservation:
@@ -324,12 +336,9 @@ class MediaStore(MediaDirectory):
     def _nbytes(self, media: CachedMedia) -> int:
         return math.prod(media.grid_thw) * self._row_bytes
 
-    def _size(self, entry: Entry) -> int:
-        return pages_for(entry.nbytes) * PAGE_BYTES
-
-    def _free(self, entries: Iterable[Entry]) -> None:
+    def _free(self, entries: list[Entry]) -> None:
         super()._free(entries)
-        self.pages.free(extent for entry in entries for extent in entry.extents)
+        self.pages.free([extent for entry in entries for extent in entry.extents])
 
 
 def media_directory(init: Init, row_bytes: int, device: str) -> MediaDirectory:

@@ -7,7 +7,8 @@ nothing has to be contiguous: as many free pages as are needed are always enough
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -68,17 +69,15 @@ class PageAllocator:
             return None
         return self._take(self._free[: self.mark], count)
 
-    def written(self, extents: Iterable[Extent]) -> None:
+    def written(self, extents: Sequence[Extent]) -> None:
         """These pages have memory now."""
-        for first, count in extents:
-            self._written[first : first + count] = True
+        self._written[_pages_of(extents)] = True
 
-    def free(self, extents: Iterable[Extent]) -> None:
+    def free(self, extents: Sequence[Extent]) -> None:
         """No process reads or writes these pages any more."""
-        expected = self.num_free
-        for first, count in extents:
-            self._free[first : first + count] = True
-            expected += count
+        pages = _pages_of(extents)
+        expected = self.num_free + len(pages)
+        self._free[pages] = True
         assert self.num_free == expected, "pages were freed that were free already"
 
     def _raise_mark(self, missing: int) -> None:
@@ -94,17 +93,23 @@ class PageAllocator:
         bounded = np.concatenate(([False], free, [False]))
         edges = np.flatnonzero(bounded[1:] != bounded[:-1])
         starts, lengths = edges[::2], edges[1::2] - edges[::2]
-        extents: list[Extent] = []
         fitting = np.flatnonzero(lengths >= count)
+        largest = fitting[:0]
         if not len(fitting):  # the largest runs, and the one that fits what remains best
-            largest = np.argsort(-lengths, kind="stable")
-            enough = int(np.searchsorted(np.cumsum(lengths[largest]), count))
-            extents = [(int(starts[run]), int(lengths[run])) for run in largest[:enough]]
-            count -= sum(length for _, length in extents)
-            rest = largest[enough:]
+            by_length = np.argsort(-lengths, kind="stable")
+            enough = int(np.searchsorted(np.cumsum(lengths[by_length]), count))
+            largest, rest = by_length[:enough], by_length[enough:]
+            count -= int(lengths[largest].sum())
             fitting = rest[lengths[rest] >= count]
         best = fitting[np.argmin(lengths[fitting])]
-        extents.append((int(starts[best]), count))
-        for first, length in extents:
-            self._free[first : first + length] = False
+        extents = [*zip(starts[largest].tolist(), lengths[largest].tolist(), strict=True), (int(starts[best]), count)]
+        self._free[_pages_of(extents)] = False
         return extents
+
+
+def _pages_of(extents: Sequence[Extent]) -> np.ndarray:
+    """The number of each page in `extents`. One array operation for thousands of extents: an eviction frees as many."""
+    flat = np.fromiter(itertools.chain.from_iterable(extents), np.intp, 2 * len(extents))
+    first, count = flat[::2], flat[1::2]
+    before = np.cumsum(count) - count
+    return np.repeat(first - before, count) + np.arange(count.sum())

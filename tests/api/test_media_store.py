@@ -166,7 +166,7 @@ class World:
         await eventually(lambda: not self.core.held and self.store.num_reservations == 0)
         await asyncio.sleep(0.01)
         assert self.store.num_references == 0 == self.store.num_bytes_pinned
-        assert self.store.pages.num_used * PAGE_BYTES == self.store.idle.size
+        assert self.store.pages.num_used * PAGE_BYTES == self.store.num_bytes_idle
 
 
 def named(one: MediaItem) -> MediaItem:

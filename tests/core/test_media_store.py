@@ -85,12 +85,8 @@ class Written:
     listed: bool = True
 
     @property
-    def nbytes(self) -> int:
-        return ROWS[self.value[0]] * ROW
-
-    @property
     def num_pages(self) -> int:
-        return pages_for(self.nbytes)
+        return pages_for(ROWS[self.value[0]] * ROW)
 
 
 class StoreAgainstModel(RuleBasedStateMachine):
@@ -263,8 +259,8 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def accounts_agree(self):
         store, read = self.store, [one for one in self.written if one.readers]
         assert store.num_references == sum(len(one.readers) for one in read)
-        assert store.num_bytes_pinned == sum(one.nbytes for one in read)
-        assert store.num_bytes == sum(one.nbytes for one in self.written)
+        assert store.num_bytes_pinned == sum(one.num_pages for one in read) * PAGE_BYTES
+        assert store.num_bytes == sum(one.num_pages for one in self.written) * PAGE_BYTES
         assert store.num_reservations == len(self.writing)
         assert [entry.media.media_hash for entry in store.idle] == [one.value for one in self.lru]
 
@@ -288,9 +284,9 @@ class StoreAgainstModel(RuleBasedStateMachine):
             self.store.release(references)
             self.unrefer(owner, items)
         assert self.store.num_references == self.store.num_bytes_pinned == self.store.num_reservations == 0
-        assert self.store.pages.num_used == sum(pages_for(entry.nbytes) for entry in self.store.idle)
+        assert self.store.pages.num_used == sum(entry.nbytes for entry in self.store.idle) // PAGE_BYTES
         self.store.reset()
-        assert self.store.pages.num_used == self.store.num_bytes == self.store.idle.size == 0
+        assert self.store.pages.num_used == self.store.num_bytes == self.store.num_bytes_idle == 0
 
 
 StoreAgainstModel.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
@@ -358,9 +354,9 @@ class CopiesAgainstModel(RuleBasedStateMachine):
         pinned = set().union(*self.held.values())
         assert copies.num_bytes <= copies.capacity
         assert copies.num_references == sum(map(len, self.held.values()))
-        assert copies.num_bytes_pinned == copies.num_bytes - copies.idle.size - sum(
-            ROWS[value[0]] % 20 + 1 for value in [*itertools.chain(*self.steps), *(k.media_hash for k in copies.keep)]
-        )
+        copied = {*itertools.chain(*self.steps), *(keep.media_hash for keep in copies.keep)}
+        assert copies.num_bytes_pinned == sum(ROWS[value[0]] % 20 + 1 for value in pinned | copied)
+        assert copies.num_bytes_idle == sum(entry.nbytes for entry in copies.idle)
         dropped = set(copies.drop)
         assert pinned <= self.at_ranks - dropped
         assert pinned | {entry.media.media_hash for entry in copies.idle} <= self.at_ranks - dropped
