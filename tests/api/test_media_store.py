@@ -61,12 +61,12 @@ class HeldMemory(WritableMemory):
         self.begun = 0
         self.fails = False
 
-    def write(self, extents: Sequence[Extent], payload: torch.Tensor, offset: int = 0) -> None:
+    def write(self, extents: Sequence[Extent], payload: torch.Tensor) -> None:
         self.begun += 1
         assert self.go.wait(PATIENCE)
         if self.fails:
             raise OSError("no memory")
-        super().write(extents, payload, offset)
+        super().write(extents, payload)
 
 
 class Core:
