@@ -13,12 +13,11 @@ Cache type `shm`, `MediaStore`: one shared memory per engine. The engine core ow
       NewRequest(items named by hash) ──────────► resolved through its own references ──► view of the extents
                                                   the last step that reads them retires: the references end
 
-References are held by a request's id, and `NewRequest` is resolved through them, never through the directory: what a
-request was told is there cannot be missing later. A reservation belongs to the API server that writes it, and not to a
-request: it ends by `Written` or `Abandoned`, or when that process is dead, and by nothing else, since a thread may be
-writing to the pages until then.
+A request's id holds its references, and `NewRequest` is resolved through them, never through the directory: an item
+that was found cannot be missing later. A reservation belongs to the API server that writes it, not to a request: only
+`Written`, `Abandoned` or the death of that process ends it, since a thread may be writing to the pages until then.
 
-Cache type `lru`, `RankCopies`: every rank keeps its own copies; the steps say what to keep and what to drop.
+Cache type `lru`, `RankCopies`: every rank keeps its own copies; the steps name what to keep and what to drop.
 """
 
 from __future__ import annotations
@@ -66,16 +65,16 @@ References = dict[bytes, Entry]
 
 
 class MediaDirectory:
-    """Cached items by hash, and the references to them. What both types of cache share; by itself it stays empty."""
+    """Cached items by hash, and the references to them: the base of both types of cache. By itself it stays empty."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self.num_bytes_pinned = 0  # of those, the part that is referred to, or that a step copies
+        self.num_bytes_pinned = 0  # of those, the items with references, or that a step copies
         self.num_references = 0
         self.num_evictions = 0
         self._listed: OrderedDict[bytes, Entry] = OrderedDict()  # the idle ones in the order of their last use
         self._held: dict[Owner, References] = {}  # of requests that have not come yet
-        # What the next step has to tell the ranks:
+        # Fields of the next step:
         self.keep: list[KeepMedia] = []
         self.drop: list[bytes] = []
         self.mark: int | None = None  # bytes of the store to register as pinned memory
@@ -96,32 +95,32 @@ class MediaDirectory:
         return 0.0 if oldest is None else time.monotonic() - oldest.used_at
 
     def look_up(self, owner: Owner, hashes: Iterable[bytes]) -> list[CachedMedia]:
-        """Those that are there; the request refers to them from now on."""
+        """The listed ones of these; the request refers to them from now on."""
         found = [self._listed[value] for value in hashes if value in self._listed]
         for entry in found:
             self._refer(owner, entry)
         return [entry.media for entry in found]
 
     def release_request(self, owner: Owner) -> None:
-        """It ends before it has come."""
+        """The request ends before its `NewRequest`."""
         self.release(self._held.pop(owner, {}))
 
     def claim(self, owner: Owner) -> References:
-        """The request has come: its references, which are the caller's until `release` or `hand_back`."""
+        """The request has come. Returns its references, which the caller owns until `release` or `hand_back`."""
         return self._held.pop(owner, {})
 
     def hand_back(self, owner: Owner, references: References) -> None:
-        """The request was turned down, and comes again or is released."""
+        """The request was turned down; it comes again or is released."""
         if references:
             self._held[owner] = references
 
     def resolve(self, new: NewRequest, references: References) -> NewRequest:
-        """`new` as the ranks need it: they know what it names by hash."""
+        """`new` for the ranks; they find the items without patches by hash."""
         assert all(item.patches is not None or item.media_hash in references for item in new.media)
         return new
 
     def release(self, references: References) -> None:
-        """The request refers to them no more: they were used until now."""
+        """End these references, now the last use of their items."""
         for entry in references.values():
             entry.references -= 1
             self.num_references -= 1
@@ -130,7 +129,7 @@ class MediaDirectory:
                 self._on_unreferenced(entry)
 
     def on_api_server_gone(self, incarnation: int) -> None:
-        """It is dead: so are its requests that have not come."""
+        """Release its requests that have not come."""
         for owner in [owner for owner in self._held if owner[0] == incarnation]:
             self.release_request(owner)
 
@@ -138,14 +137,14 @@ class MediaDirectory:
         """The tensor of `item` lies on all ranks."""
 
     def kept(self, value: bytes) -> None:
-        """A step that says `KeepMedia` has run on all ranks."""
+        """A step with this `KeepMedia` has retired."""
 
     def reset(self) -> None:
-        """Drop what is not referred to."""
+        """Evict all items without references."""
         self._evict_idle(self.num_bytes_idle)
 
     def _list(self, entry: Entry) -> None:
-        """`look_up` finds it from now on. It is idle."""
+        """`look_up` finds it from now on; it is idle."""
         entry.listed = True
         self._listed[entry.media.media_hash] = entry
         self._on_unreferenced(entry)
@@ -190,10 +189,10 @@ class RankCopies(MediaDirectory):
     def __init__(self, capacity: int):
         super().__init__()
         self.capacity = capacity
-        self._unready: dict[bytes, Entry] = {}  # on their way to be copied
+        self._unready: dict[bytes, Entry] = {}  # not copied on all ranks yet
 
     def arrived(self, item: MediaItem) -> None:
-        """See `MediaDirectory`: keep it, unless it is kept already or finds no room."""
+        """See `MediaDirectory`: the ranks keep a copy if there is room."""
         assert isinstance(item.patches, TensorHandle)
         value, nbytes = item.media_hash, math.prod(item.patches.shape)
         if value in self._listed or value in self._unready or self.num_bytes_pinned + nbytes > self.capacity:
@@ -217,22 +216,22 @@ class RankCopies(MediaDirectory):
 
 @dataclasses.dataclass(slots=True)
 class Reservation:
-    """Pages that an API server is writing an item to."""
+    """Pages to which an API server is writing an item."""
 
     incarnation: int
     media: CachedMedia
     extents: list[Extent]
-    listed: bool = True  # to be
+    listed: bool = True  # `look_up` will find it
 
 
 class MediaStore(MediaDirectory):
     """Cache type `shm`: the pages of one shared memory of `nbytes`.
 
     Args:
-        nbytes: what all items together may take, each in whole pages.
+        nbytes: of all items, each in whole pages.
         row_bytes: bytes of one patch.
         available: see `PageAllocator`.
-        is_registered: whether the ranks register the memory up to the mark, which gives it memory.
+        is_registered: whether the ranks register the memory up to the mark, which allocates it.
     """
 
     def __init__(self, nbytes: int, row_bytes: int, available: Callable[[], int], is_registered: bool = False):
@@ -246,11 +245,11 @@ class MediaStore(MediaDirectory):
 
     @property
     def num_reservations(self) -> int:
-        """Items that are being written."""
+        """Items that API servers are writing."""
         return len(self._reservations)
 
     def reserve(self, owner: Owner, media: CachedMedia) -> Reserved:
-        """Pages for an item that a request brings; or a reference, if it has come to be there meanwhile."""
+        """Pages for an item that a request brings; or a reference, if it has been written meanwhile."""
         value = media.media_hash
         if value in self._listed:
             self._refer(owner, self._listed[value])
@@ -280,7 +279,7 @@ class MediaStore(MediaDirectory):
             self._free([entry])
 
     def abandoned(self, number: int) -> None:
-        """It is not written, nor will be."""
+        """No process writes to these pages: free them."""
         self.pages.free(self._end_reservation(number).extents)
 
     def resolve(self, new: NewRequest, references: References) -> NewRequest:
@@ -292,14 +291,14 @@ class MediaStore(MediaDirectory):
         return msgspec.structs.replace(new, media=media)
 
     def on_api_server_gone(self, incarnation: int) -> None:
-        """See `MediaDirectory`. What it has written stays, what it was writing is free again."""
+        """See `MediaDirectory`. What it has written stays; its reservations end."""
         super().on_api_server_gone(incarnation)
         theirs = [number for number, one in self._reservations.items() if one.incarnation == incarnation]
         for number in theirs:
             self.abandoned(number)
 
     def reset(self) -> None:
-        """See `MediaDirectory`. No later request finds the rest of it, nor what is being written."""
+        """See `MediaDirectory`. Unlists the other items, and those that API servers are writing."""
         super().reset()
         for entry in self._listed.values():
             entry.listed = False
@@ -342,11 +341,11 @@ class MediaStore(MediaDirectory):
 
 
 def media_directory(init: Init, row_bytes: int, device: str) -> MediaDirectory:
-    """What keeps account of this engine's cached media. `row_bytes`: of one patch."""
+    """The directory for this engine's type of cache. `row_bytes`: of one patch."""
     plan, config = init.media_cache, init.config
     if plan.kind != "shm":
         return RankCopies(plan.nbytes)
-    # Each of the others, stores and arenas, may be taking a step at the same time.
+    # The mark of each of the others, stores and arenas, may rise at the same time.
     others = config.data_parallel_size - 1 + config.api_server_count
     reserve = memory_reserve() + others * MARK_PAGES * PAGE_BYTES
     return MediaStore(plan.nbytes, row_bytes, lambda: available_memory() - reserve, device == "cuda")

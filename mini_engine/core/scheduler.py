@@ -10,6 +10,7 @@ import dataclasses
 
 import msgspec
 
+from mini_engine.config import EngineConfig
 from mini_engine.core.encoder_cache import EncoderCache, Entry
 from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.request import Request
@@ -28,6 +29,14 @@ class Budgets:
     max_tokens: int
     max_encoder_tokens: int  # if a single temporal grid has more, it is encoded in a step without other media
     long_prefill: int  # most tokens of one prompt while other prompts wait; 0: no bound of its own
+
+    @classmethod
+    def of(cls, config: EngineConfig, device: str) -> Budgets:
+        """`device`: "cpu" or "cuda"."""
+        max_tokens, long_prefill = config.step_tokens(device), config.long_prefill_token_threshold
+        if long_prefill is None:
+            long_prefill = max(1, max_tokens // 2)
+        return cls(config.max_num_seqs, max_tokens, config.step_media_tokens(device), long_prefill)
 
 
 @dataclasses.dataclass

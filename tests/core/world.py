@@ -6,8 +6,9 @@ import dataclasses
 
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.core.engine_core import EngineCore
-from mini_engine.core.limits import budgets, engine_limits
+from mini_engine.core.limits import engine_limits
 from mini_engine.core.media_store import MediaStore, RankCopies
+from mini_engine.core.scheduler import Budgets
 from mini_engine.messages import (
     Accepted,
     AskFigures,
@@ -55,7 +56,7 @@ class World:
         self.links = SimulatedLinks(ranks, block_size, max_tokens, max_seqs, config.encoder_cache_tokens)
         self.links.identities[API[1]] = b"api 0:7"
         self.core = EngineCore(
-            config, model, engine_limits(config, model, blocks, "cpu"), budgets(config, "cpu"), media, self.links
+            config, model, engine_limits(config, model, blocks, "cpu"), Budgets.of(config, "cpu"), media, self.links
         )  # fmt: skip
         self.pool = self.core.blocks
         self.tokens: dict[str, list[int]] = {}
