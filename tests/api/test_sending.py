@@ -198,5 +198,5 @@ asyncio.run(sender.submit(NewRequest("r7", [5], SamplingParams(8, 1), [item])))
 
 def test_a_process_whose_tensors_left_without_their_request_ends() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=PATIENCE)
-    assert ended.returncode == 1 and "r7: its tensors were sent, and it cannot be; exiting" in ended.stderr
+    assert ended.returncode == 1 and "r7: tensors sent, request not sent; exiting" in ended.stderr
     assert "made to fail" in ended.stderr
