@@ -253,8 +253,6 @@ def test_the_second_of_two_api_servers_sends_its_item_uncached() -> None:
 
 
 def test_what_came_between_look_up_and_reservation_is_not_written_again() -> None:
-    """For each of those that waited for the answer: it is a reference for the one that asked only."""
-
     async def scenario(world: World) -> None:
         world.core.holds = (Reserve,)
         asking = [asyncio.create_task(world.ask(f"r{number}", [item(A)])) for number in range(3)]
@@ -341,20 +339,6 @@ def test_a_request_that_leaves_while_it_waits_for_an_answer(held: type, is_cache
         world.core.let_go()
         await eventually(lambda: world.store.num_reservations == 0)
         assert world.memory.begun == is_cached, "nobody waits for it: it is not written"
-
-    play(scenario)
-
-
-def test_a_reservation_that_one_of_two_still_waits_for_is_written() -> None:
-    async def scenario(world: World) -> None:
-        world.core.holds = (Reserve,)
-        leaving, staying = (asyncio.create_task(world.ask(name, [item(A)])) for name in ("leaves", "stays"))
-        await eventually(lambda: bool(world.core.held))
-        await cancelled(leaving)
-        world.core.let_go()
-        placed = await staying
-        await eventually(lambda: world.store.num_references == 1)
-        assert world.read(placed) == ["stored"]
 
     play(scenario)
 

@@ -20,7 +20,6 @@ from mini_engine.messages import (
     Written,
 )
 from tests.core.world import (
-    API,
     BYTES,
     MODEL,
     OTHER,
@@ -34,7 +33,6 @@ from tests.core.world import (
     reserve,
     store_world,
     stored,
-    write,
 )  # fmt: skip
 
 A, B, C, D, E = (letter * 16 for letter in (b"a", b"b", b"c", b"d", b"e"))
@@ -228,21 +226,6 @@ def test_a_reservation_that_is_written_is_read_by_those_that_waited_and_by_later
     world.assert_at_rest()
 
 
-def test_one_hash_is_written_once_and_reservations_end_by_being_abandoned():
-    world = store_world()
-    first = reserve(world, "one", A)
-    assert reserve(world, "two", A, sender=OTHER).outcome == "busy"
-    world.receive(Abandoned(first.number))
-    second = reserve(world, "two", A, sender=OTHER)
-    assert second.outcome == "reserved" and second.number != first.number
-    write(world, second, "two", sender=OTHER)
-    assert reserve(world, "one", A).outcome == "present"
-    for name, sender in (("one", API), ("two", OTHER)):
-        world.request(name, prompt=8, media=[named(1, A)], sender=sender)
-    world.run()
-    world.assert_at_rest()
-
-
 def test_a_full_store_says_so_and_reads_nothing_wrongly():
     world = store_world(pages=1, max_seqs=1)
     stored(world, A, "waits")
@@ -295,17 +278,6 @@ def test_the_longest_unused_makes_room_and_use_is_use_by_name_too():
     world.assert_at_rest()
 
 
-def test_what_a_request_refers_to_is_not_evicted_and_what_finds_no_room_is_not_kept():
-    world = copies_world(1)
-    seen(world, "r1", 1, A)
-    world.look_up("waits", A)
-    seen(world, "new", 2, B)
-    world.request("waits", prompt=8, media=[named(1, A)])
-    finish(world, "waits")
-    assert world.idle == [A]
-    world.assert_at_rest()
-
-
 @pytest.mark.parametrize("cacheable", [False, True])
 def test_an_item_that_no_request_may_find_is_not_kept(cacheable):
     world = copies_world(4)
@@ -324,15 +296,5 @@ def test_a_prompt_larger_than_the_cache_leaves_what_has_room():
     world.request("large", prompt=12, media=media)
     world.media_ready(message(1))
     finish(world, "large")
-    assert world.idle == [A]
-    world.assert_at_rest()
-
-
-def test_the_same_video_from_two_requests_at_once_is_kept_once():
-    world = World()
-    for number in (1, 2):
-        world.request(f"r{number}", prompt=8, media=[brought(number, 1, A)])
-        world.media_ready(message(number))
-    finish(world, "r1", "r2")
     assert world.idle == [A]
     world.assert_at_rest()
