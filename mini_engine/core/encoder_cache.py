@@ -103,13 +103,16 @@ class EncoderCache:
         self.num_idle_tokens += self._entries[value].num_tokens
 
     def _evict_idle(self, num_tokens: int) -> None:
-        for value in [value for value, entry in self._entries.items() if entry.idle]:
-            if num_tokens <= 0:
-                return
-            tokens = self._drop(value)
-            num_tokens -= tokens
-            self.num_idle_tokens -= tokens
-            self.evicted.append(value)
+        """Evict the longest unused items, `num_tokens` of the `num_idle_tokens` or more."""
+        while num_tokens > 0:
+            value = next(iter(self._entries))
+            if self._entries[value].idle:
+                tokens = self._drop(value)
+                num_tokens -= tokens
+                self.num_idle_tokens -= tokens
+                self.evicted.append(value)
+            else:
+                self._entries.move_to_end(value)  # the order of items with users does not matter
 
     def _drop(self, value: bytes) -> int:
         tokens = self._entries.pop(value).num_tokens

@@ -164,23 +164,26 @@ class MediaDirectory:
             self._listed.move_to_end(entry.media.media_hash)
             entry.used_at = time.monotonic()
         else:
+            self.num_bytes -= entry.nbytes
             self._free([entry])
 
     def _evict_idle(self, nbytes: int) -> int:
         """Free the longest unused items, `nbytes` of the `num_bytes_idle` or more; returns how many items."""
         evicted: list[Entry] = []
-        while nbytes > 0:  # one pass for thousands of items: it takes as long as their memory takes to reach the CPU
+        left = nbytes
+        while left > 0:  # one pass for thousands of items: it takes as long as their memory takes to reach the CPU
             value, entry = self._listed.popitem(last=False)
             if entry.references:
                 self._listed[value] = entry  # the order of items with references does not matter
             else:
-                nbytes -= entry.nbytes
+                left -= entry.nbytes
                 evicted.append(entry)
+        self.num_bytes -= nbytes - left
         self._free(evicted)
         return len(evicted)
 
     def _free(self, entries: list[Entry]) -> None:
-        self.num_bytes -= sum(entry.nbytes for entry in entries)
+        """Drop these items, which are unlisted and without references."""
 
 
 class RankCopies(MediaDirectory):
@@ -210,7 +213,6 @@ class RankCopies(MediaDirectory):
         self._list(entry)
 
     def _free(self, entries: list[Entry]) -> None:
-        super()._free(entries)
         self.drop += [entry.media.media_hash for entry in entries]
 
 
@@ -276,7 +278,7 @@ class MediaStore(MediaDirectory):
         for owner in owners:
             self._refer(owner, entry)
         if not (entry.listed or entry.references):
-            self._free([entry])
+            self._on_unreferenced(entry)
 
     def abandoned(self, number: int) -> None:
         """No process writes to these pages: free them."""
@@ -336,7 +338,6 @@ class MediaStore(MediaDirectory):
         return math.prod(media.grid_thw) * self._row_bytes
 
     def _free(self, entries: list[Entry]) -> None:
-        super()._free(entries)
         self.pages.free([extent for entry in entries for extent in entry.extents])
 
 

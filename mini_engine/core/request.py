@@ -135,12 +135,6 @@ class Request:
         return self.hashes
 
 
-def tensor_messages(new: NewRequest) -> list[MessageId]:
-    """The tensor messages that carry media of `new`, each once."""
-    handles = [item.patches for item in new.media if isinstance(item.patches, TensorHandle)]
-    return list(dict.fromkeys(handle.message for handle in handles))
-
-
 def family(
     new: NewRequest,
     references: References,
@@ -157,7 +151,8 @@ def family(
     salt = os.urandom(HASH_BYTES) if new.siblings else None
     if share_prefixes:
         salt = hashlib.blake2b(new.cache_salt.encode(), digest_size=HASH_BYTES, person=b"cache salt").digest()
-    tensors = Tensors(tensor_messages(new), references, 1 + len(new.siblings), released=not new.media)
+    messages = [item.patches.message for item in new.media if isinstance(item.patches, TensorHandle)]
+    tensors = Tensors(list(dict.fromkeys(messages)), references, 1 + len(new.siblings), released=not new.media)
     lead = Request(new, new.request_id, new.sampling.seed, sender, incarnation, next(arrivals), salt, tensors)
     for other in new.siblings:
         sibling = Request(new, other.request_id, other.seed, sender, incarnation, next(arrivals), salt, tensors)
