@@ -404,7 +404,7 @@ def test_a_request_that_is_turned_down_keeps_its_references_until_it_leaves() ->
 
 
 @pytest.mark.parametrize("held", [Lookup, Reserve, Written])
-def test_an_engine_that_dies_ends_what_waits_for_it(held: type) -> None:
+def test_a_dead_engine_ends_requests_that_wait_for_its_answer(held: type) -> None:
     async def scenario() -> None:
         world = World()
         world.core.holds = (held,)

@@ -1,4 +1,4 @@
-"""Cached media seen from the engine core: what a request was told is there, it can read until its last step retires."""
+"""Cached media seen from the engine core: a request can read each item that it found until its last step retires."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_a_full_store_says_so_and_reads_nothing_wrongly():
     world.assert_at_rest()
 
 
-def test_ranks_are_told_to_register_memory_that_the_store_takes():
+def test_a_step_sends_the_risen_mark_to_the_ranks():
     world = World(media=MediaStore(1 << 30, MODEL.vision.patch_dim, lambda: 1 << 50, is_registered=True))
     reserve(world, "writer", A)
     assert [step.media_mark for step in world.links.steps] == [64 << 20]
@@ -265,7 +265,7 @@ def test_a_video_is_found_only_once_every_rank_has_its_copy():
     finish(world, "first")
 
 
-def test_the_longest_unused_makes_room_and_use_is_use_by_name_too():
+def test_the_longest_unused_copy_is_evicted_and_a_look_up_is_a_use():
     world = copies_world(2)
     seen(world, "r1", 1, A)
     seen(world, "r2", 2, B)

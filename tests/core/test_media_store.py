@@ -374,7 +374,7 @@ def test_free_pages_anywhere_are_enough():
     assert idle(store) == [8]
 
 
-def test_short_memory_is_full_and_what_is_idle_makes_room():
+def test_short_memory_is_full_unless_idle_items_can_be_evicted():
     available = MARK_PAGES * PAGE_BYTES
     store = MediaStore(4 * available, ROW, lambda: available)
     put(store, 1, 2 * MARK_PAGES)
@@ -384,7 +384,7 @@ def test_short_memory_is_full_and_what_is_idle_makes_room():
     assert store.reserve((API, "r"), facts(value_of(3), 1)).outcome == "full"
 
 
-def test_where_ranks_register_the_memory_they_are_told_of_the_mark():
+def test_a_risen_mark_is_reported_where_ranks_register_the_memory():
     store = MediaStore(4 * MARK_PAGES * PAGE_BYTES, ROW, lambda: PLENTY, is_registered=True)
     assert store.mark is None
     put(store, 1, 1)

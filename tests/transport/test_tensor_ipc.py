@@ -115,7 +115,7 @@ def test_extents_that_are_scattered_give_equal_tensors(ranks: Any, connect: Any)
     run(scenario())
 
 
-def test_what_was_not_sent_comes_back(ranks: Any, connect: Any, arena: Arena) -> None:
+def test_discarded_messages_free_their_pages(ranks: Any, connect: Any, arena: Arena) -> None:
     async def scenario() -> None:
         sender = connect("torch_shm", ranks(1))
         outgoing = await sender.reserve([torch.zeros(100_000), torch.zeros(5)])
@@ -132,7 +132,7 @@ def test_what_was_not_sent_comes_back(ranks: Any, connect: Any, arena: Arena) ->
 
 
 @pytest.mark.parametrize("tensor", [torch.tensor(5), torch.zeros(2, dtype=torch.complex64)])
-def test_tensors_that_cannot_travel_are_refused(tensor: torch.Tensor, ranks: Any, connect: Any) -> None:
+def test_unknown_dtypes_and_scalars_are_refused(tensor: torch.Tensor, ranks: Any, connect: Any) -> None:
     async def scenario() -> None:
         sender = connect("torch_shm", ranks(1))
         outgoing = await sender.reserve([torch.zeros(tensor.numel(), dtype=tensor.dtype)])
