@@ -1,8 +1,7 @@
-"""One engine's cached media, as this API server uses them: asked for before media are decoded, written after it.
+"""An API server's end of one engine's media cache: looks items up before they are decoded, writes them afterwards.
 
-The engine core owns the store (`core/media_store.py`, which shows the messages); this end copies bytes into the pages
-that it is given. Knows nothing of HTTP or of how media are made. It belongs to the event loop's thread; large items are
-copied in another.
+The engine core owns the store (`core/media_store.py`, which shows the messages); this end copies items into the pages
+of its reservations. It runs in the event loop's thread; large items are copied in another.
 """
 
 from __future__ import annotations
@@ -41,28 +40,28 @@ SHM_STORE = "shm_store"  # beside the transports' names, in the metrics
 
 
 class _Write:
-    """One item on its way into the store, for all requests of this API server that bring it meanwhile."""
+    """The write of one item, for all requests of this API server that bring it meanwhile."""
 
     def __init__(self, request_id: str, item: MediaItem):
-        self.first = request_id  # which reserves
+        self.first = request_id  # sent `Reserve`
         self.item = item
         self.waiting: set[str] = {request_id}
         self.answer: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
-        self.readers: Collection[str] = ()  # requests that refer to the item when this is over
+        self.readers: Collection[str] = ()  # requests that refer to the item when the write has ended
         self.task: asyncio.Task[None]
 
 
 class MediaStoreClient:
-    """Towards one engine. A request refers to what `look_up` found, and to what `place` has stored, until the engine
-    has it; `holding` ends that where it does not get so far.
+    """Towards one engine. A request refers to what `look_up` found and `place` stored until the engine has it; a
+    request that ends before is released by `holding`.
 
     Args:
         engine: its number.
         send: a message for the core; raises EngineError when the engine is gone.
         num_ranks: of the engine.
         is_cached: whether the engine caches media at all.
-        memory: of its store; None: it has none, or keeps copies in its ranks.
-        max_object_bytes: a larger item is not stored.
+        memory: of its store; None: no store, or the ranks keep copies.
+        max_object_bytes: larger items are not stored.
     """
 
     def __init__(
@@ -81,13 +80,13 @@ class MediaStoreClient:
         self._max_object_bytes = max_object_bytes
         self._lookups: dict[str, asyncio.Future[Found]] = {}
         self._writes: dict[bytes, _Write] = {}
-        self._held: set[str] = set()  # requests that may refer to something and are not at the engine
+        self._held: set[str] = set()  # requests with references that are not at the engine
         self._queries = metrics.mm_cache_queries_total.labels(str(engine))
         self._hits = metrics.mm_cache_hits_total.labels(str(engine))
 
     @contextlib.contextmanager
     def holding(self, request_id: str) -> Iterator[None]:
-        """What the request refers to at the end of the block is released, unless it is at the engine by then."""
+        """Releases the request's references at the end of the block, unless it is at the engine by then."""
         try:
             yield
         finally:
@@ -101,19 +100,15 @@ class MediaStoreClient:
                 self._send(Unreserve(request_id))
 
     def hand_over(self, request_id: str) -> None:
-        """The engine has been sent the request."""
+        """The request was sent: the engine owns its references."""
         self._held.discard(request_id)
 
     def turned_down(self, request_id: str) -> None:
-        """The engine does not have the request, but what it refers to."""
+        """The engine turned the request down: it must be sent again, or released."""
         self._held.add(request_id)
 
     async def look_up(self, request_id: str, hashes: Collection[bytes]) -> dict[bytes, CachedMedia]:
-        """Those of `hashes` that the engine has, by hash.
-
-        Raises:
-            EngineError: it is gone.
-        """
+        """The cached ones of `hashes`, by hash. Raises EngineError: the engine is gone."""
         if not hashes or not self._is_cached:
             return {}
         self._held.add(request_id)
@@ -128,11 +123,8 @@ class MediaStoreClient:
         return {media.media_hash: media for media in found}
 
     async def place(self, request: NewRequest) -> NewRequest:
-        """`request`, with None in the place of those of its tensors that lie in the store now.
-
-        Raises:
-            EngineError: the engine is gone.
-        """
+        """`request`, with None in place of the tensors that the store holds now. Raises EngineError: the engine is
+        gone."""
         if self._memory is None:
             return request
         brought = {item.media_hash: item for item in request.media if item.patches is not None and item.cacheable}
@@ -153,7 +145,7 @@ class MediaStoreClient:
         self._writes[reserved.media_hash].answer.set_result(reserved)
 
     def close(self, error: EngineError) -> None:
-        """The engine is gone: what waits for it gets `error`."""
+        """The engine is gone: waiting calls raise `error`."""
         self._held.clear()
         answers: list[asyncio.Future[Any]] = [*self._lookups.values(), *(one.answer for one in self._writes.values())]
         for answer in answers:
@@ -167,8 +159,8 @@ class MediaStoreClient:
             metrics.ipc_fallbacks_total.labels("store_oversize").inc()
             return False
         outcome = "present"
-        while outcome == "present":  # for the request that reserved it; the others that waited ask themselves
-            write = self._writes.get(item.media_hash) or self._start(request_id, item)
+        while outcome == "present":  # for the request that sent `Reserve`; others that joined it send their own
+            write = self._writes.get(item.media_hash) or self._start_write(request_id, item)
             write.waiting.add(request_id)
             try:
                 await asyncio.shield(write.task)
@@ -182,42 +174,41 @@ class MediaStoreClient:
         metrics.ipc_fallbacks_total.labels("store_busy" if outcome == "busy" else "store_full").inc()
         return False
 
-    def _start(self, request_id: str, item: MediaItem) -> _Write:
+    def _start_write(self, request_id: str, item: MediaItem) -> _Write:
         self._held.add(request_id)
         self._send(Reserve(request_id, CachedMedia.of(item)))
         write = self._writes[item.media_hash] = _Write(request_id, item)
         write.task = asyncio.create_task(self._write(write))
-        write.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, if no request waits
+        write.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # retrieved, or it is logged
         return write
 
     async def _write(self, write: _Write) -> None:
+        """Write the item. Never cancelled: the reservation ends after the copy."""
         try:
             reserved = await write.answer
             if reserved.outcome == "present":
                 write.readers = {write.first}
-            elif reserved.outcome == "reserved" and write.waiting:
-                await self._fill(write, reserved)
-            elif reserved.outcome == "reserved":
+            elif reserved.outcome == "reserved" and not (write.waiting and await self._copied(write.item, reserved)):
                 self._send(Abandoned(reserved.number))
-        finally:  # who comes from now on asks anew
+            elif reserved.outcome == "reserved":
+                write.readers = set(write.waiting)
+                self._held |= write.waiting
+                self._send(Written(reserved.number, list(write.waiting)))
+        finally:  # later requests start a write of their own
             del self._writes[write.item.media_hash]
 
-    async def _fill(self, write: _Write, reserved: Reserved) -> None:
-        """Copy the item; no cancellation gets here, so that the reservation ends after the copy in any case."""
-        if len(reserved.extents) > 1:
-            metrics.mm_store_fragmented_total.inc()
+    async def _copied(self, item: MediaItem, reserved: Reserved) -> bool:
+        """Copy the item to its pages; False: no memory for them."""
+        metrics.mm_store_fragmented_total.inc(len(reserved.extents) > 1)
+        payload = item.patches.view(-1)  # type: ignore[union-attr]
         try:
-            payload = write.item.patches.view(-1)  # type: ignore[union-attr]
             if payload.nbytes <= INLINE_COPY_BYTES:
                 self._copy(reserved.extents, payload)
             else:
                 await asyncio.get_running_loop().run_in_executor(None, self._copy, reserved.extents, payload)
-        except OSError:  # no memory for the pages
-            self._send(Abandoned(reserved.number))
-            return
-        write.readers = set(write.waiting)
-        self._held |= write.waiting
-        self._send(Written(reserved.number, list(write.waiting)))
+        except OSError:
+            return False
+        return True
 
     def _copy(self, extents: Sequence[Extent], payload: torch.Tensor) -> None:
         assert self._memory is not None

@@ -1,8 +1,8 @@
-"""Which tensor messages have reached which ranks, and which requests wait for them. It sees ids, never tensors.
+"""Which ranks hold which tensor messages, and which requests wait for them. It sees ids, never tensors.
 
-Every rank reports every message once, as ready or as failed: a stream to a rank loses nothing but by the death of one
-of its ends. A message is released by a step only after all ranks have reported it, so that what a rank is told to drop
-is there. Messages and requests take different connections: a report may come before the request, or after its end.
+Every rank reports every message once, as ready or as failed: a stream loses nothing unless one of its ends dies. A step
+releases a message only after all ranks have reported it: a rank drops only what it holds. Messages and requests take
+different connections: a report may come before the request, or after its end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mini_engine.messages import MessageId
 class _Entry:
     ready: set[int] = dataclasses.field(default_factory=set)  # ranks
     failed: set[int] = dataclasses.field(default_factory=set)  # ranks
-    unneeded: bool = False  # to be released as soon as all ranks have reported it
+    unneeded: bool = False  # release it as soon as all ranks have reported it
 
 
 class Arrivals:
@@ -30,8 +30,8 @@ class Arrivals:
         self._void: set[int] = set()  # dead incarnations
 
     def report(self, message: MessageId, rank: int, usable: bool) -> list[MessageId]:
-        """`rank` has received `message`, of which it can make a tensor if it is `usable`. Returns what can be released
-        by it."""
+        """`rank` has received `message`, and can read its tensor if `usable`. Returns the messages that the next step
+        can release now."""
         if message.incarnation in self._void:
             return []
         entry = self._entries.setdefault(message, _Entry())
@@ -40,7 +40,7 @@ class Arrivals:
 
     def release(self, messages: Iterable[MessageId]) -> list[MessageId]:
         """No step after the next reads these. Returns those that the next one can release; `report` returns the others
-        when their last report comes."""
+        later."""
         known = [message for message in messages if message.incarnation not in self._void]
         for message in known:
             self._entries.setdefault(message, _Entry()).unneeded = True
@@ -56,7 +56,7 @@ class Arrivals:
         return any(message in self._entries and self._entries[message].failed for message in messages)
 
     def drop_sender(self, incarnation: int) -> None:
-        """A sender is dead: forget its messages, those yet to be reported too."""
+        """A sender is dead: forget its messages, and ignore further reports of them."""
         self._void.add(incarnation)
         for message in [message for message in self._entries if message.incarnation == incarnation]:
             del self._entries[message]
@@ -75,28 +75,28 @@ class Arrivals:
 
 
 class AwaitingMedia:
-    """Requests whose tensors are not on all ranks yet, each with its deadline for them."""
+    """Requests whose tensors are not on all ranks yet, with their deadlines."""
 
     def __init__(self) -> None:
-        self._deadlines: dict[str, tuple[float, Request]] = {}  # by id; soonest first, since all wait equally long
+        self._deadlines: dict[str, tuple[float, Request]] = {}  # by id; soonest first, since all time-outs are equal
         self._by_message: dict[MessageId, Request] = {}
 
     def __len__(self) -> int:
         return len(self._deadlines)
 
     def add(self, request: Request, deadline: float) -> None:
-        """`request` waits for its messages until `deadline`, which is no sooner than those of all before it."""
+        """`request` waits for its messages until `deadline`, which is no sooner than any before."""
         self._deadlines[request.id] = (deadline, request)
         self._by_message |= dict.fromkeys(request.tensors.messages, request)
 
     def remove(self, request: Request) -> None:
-        """It waits no more, or never did."""
+        """Without effect for a request that does not wait."""
         if self._deadlines.pop(request.id, None) is not None:
             for message in request.tensors.messages:
                 del self._by_message[message]
 
     def request_for(self, message: MessageId) -> Request | None:
-        """Who waits for this message."""
+        """The request that waits for this message."""
         return self._by_message.get(message)
 
     def deadline(self) -> float | None:
@@ -104,5 +104,5 @@ class AwaitingMedia:
         return next((deadline for deadline, _ in self._deadlines.values()), None)
 
     def expired(self, now: float) -> list[Request]:
-        """Those whose time is over."""
+        """The requests whose deadline has passed."""
         return [request for deadline, request in self._deadlines.values() if deadline <= now]

@@ -1,4 +1,4 @@
-"""The engine core's process: receive, and retire what has run -> schedule -> dispatch -> tell.
+"""The engine core's process: receive messages and retire steps -> schedule -> dispatch -> send outputs.
 
 It sees requests as tokens, block ids and handles. It has no tensor, no tokenizer, no CUDA and no torch, and it sleeps
 in one poller until a message comes or a deadline passes.
@@ -16,14 +16,12 @@ from mini_engine.config import EngineConfig
 from mini_engine.core.arrivals import Arrivals, AwaitingMedia
 from mini_engine.core.encoder_cache import EncoderCache
 from mini_engine.core.kv_blocks import BlockPool
-from mini_engine.core.limits import budgets, engine_limits
-from mini_engine.core.links import Links
+from mini_engine.core.limits import engine_limits, problem_with
+from mini_engine.core.links import Links, Outbox
 from mini_engine.core.media_store import MediaDirectory, MediaStore, media_directory
-from mini_engine.core.outbox import Outbox
 from mini_engine.core.request import Request, Tensors, family
 from mini_engine.core.scheduler import Budgets, Counters, Plan, Scheduler
 from mini_engine.core.steps import InFlight, Steps
-from mini_engine.core.validation import problem_with
 from mini_engine.log import about
 from mini_engine.messages import (
     Abandoned,
@@ -60,7 +58,7 @@ from mini_engine.transport import sockets
 
 logger = logging.getLogger(__name__)
 
-MEDIA_TIMEOUT_SECONDS = 30.0  # a tensor message that has not reached all ranks by then is given up
+MEDIA_TIMEOUT_SECONDS = 30.0  # for the tensor messages of a request to reach all ranks
 
 
 class EngineCore:
@@ -89,25 +87,25 @@ class EngineCore:
         self.max_in_flight = 2 if config.async_scheduling else 1
         self.requests: dict[str, Request] = {}
         self.numbers = itertools.count()  # of requests, as they arrive
-        self.outbox = Outbox(links)  # for API servers, at the end of this turn
+        self.outbox = Outbox(links)
 
     def run(self) -> None:
-        """Serve for good; ends with the process, or with an exception."""
+        """Serve until the process ends."""
         while True:
             self.turn()
 
     def turn(self) -> None:
-        """Handle what has come, keep the ranks busy, tell the API servers."""
+        """Handle messages, dispatch steps, send outputs."""
         self._receive()
         self._expire_media()
         while len(self.steps.in_flight) < self.max_in_flight and self._dispatch():
             pass
-        self.outbox.send()
+        self.outbox.send_all()
 
     # --- receive -----------------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """Wait for messages, then handle all that are there."""
+        """Wait for messages, then handle all that have come."""
         deadline = self.awaiting_media.deadline()
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         for envelope in self.links.receive(timeout):
@@ -140,7 +138,7 @@ class EngineCore:
                 self._handle_other(body, sockets.identity(envelope.sender, envelope.incarnation))
 
     def _handle_media(self, envelope: Envelope) -> None:
-        """What API servers ask and say of cached media."""
+        """Messages of API servers about cached media."""
         media, peer = self.media, sockets.identity(envelope.sender, envelope.incarnation)
         match envelope.body:
             case Lookup(request_id=request_id, hashes=hashes):
@@ -156,7 +154,7 @@ class EngineCore:
                 media.abandoned(number)
 
     def _handle_other(self, body: AnyMessage, peer: bytes) -> None:
-        """What API servers say beside their requests, and the supervisor's ping."""
+        """Control messages of API servers, and the supervisor's ping."""
         match body:
             case AskFigures():
                 self.links.send(peer, self._figures())
@@ -171,7 +169,7 @@ class EngineCore:
     # --- accept ------------------------------------------------------------------------------------------------------
 
     def _accept(self, new: NewRequest, sender: str, incarnation: int) -> None:
-        """Take a request and its siblings in: each of them ends exactly once from here on."""
+        """Register a request and its siblings: each of them ends exactly once from here on."""
         references = self.media.claim((incarnation, new.request_id))
         new = self.media.resolve(new, references)
         lead = family(new, references, sender, incarnation, self.numbers, self.config.enable_prefix_caching)
@@ -186,12 +184,12 @@ class EngineCore:
             self._start(lead)
 
     def _start(self, request: Request) -> None:
-        """Queue a request, as soon as its media are on all ranks."""
+        """Queue a request as soon as its media are on all ranks."""
         if request.tensors.released or self.arrivals.is_ready(request.tensors.messages):
             self._enter(request)
             return
-        patience = min(MEDIA_TIMEOUT_SECONDS, self.config.collective_timeout)
-        self.awaiting_media.add(request, time.monotonic() + patience)
+        timeout = min(MEDIA_TIMEOUT_SECONDS, self.config.collective_timeout)
+        self.awaiting_media.add(request, time.monotonic() + timeout)
 
     def _start_if_ready(self, message: MessageId) -> None:
         request = self.awaiting_media.request_for(message)
@@ -200,7 +198,7 @@ class EngineCore:
             self._enter(request)
 
     def _enter(self, request: Request) -> None:
-        """Queue a request whose media lie on all ranks; they may be of use to others."""
+        """Queue a request whose media lie on all ranks, and cache them."""
         request.accepted_at = time.monotonic()
         if request.media:
             self.outbox.accepted(sockets.identity(request.sender, request.incarnation), request.id)
@@ -211,13 +209,13 @@ class EngineCore:
         self.scheduler.add(request)
 
     def _expire_media(self) -> None:
-        """Turn down the requests whose media did not come in time."""
+        """Turn down the requests whose media are late."""
         for request in self.awaiting_media.expired(time.monotonic()):
-            logger.warning("%s: its media are not on all ranks in time", request.id, extra=about(request.id))
+            logger.warning("%s: timed out waiting for its media on all ranks", request.id, extra=about(request.id))
             self._turn_down(request, late=True)
 
     def _turn_down(self, request: Request, late: bool = False) -> None:
-        """Its tensors do not reach all ranks: nothing of it and its siblings stays, and its API server is told."""
+        """Its tensors do not reach all ranks: remove it and its siblings, and notify its API server."""
         request.tensors.references, references = {}, request.tensors.references
         for member in [*request.siblings, request]:
             self._remove(member)
@@ -225,7 +223,7 @@ class EngineCore:
         self.links.send(sockets.identity(request.sender, request.incarnation), MediaMiss(request.id, late))
 
     def _on_api_server_gone(self, sender: str, incarnation: int) -> None:
-        """Its requests end without anybody to tell, and the ranks forget its tensors."""
+        """Remove its requests without outputs; the ranks drop its tensors."""
         self.links.forget(incarnation)
         for request in [request for request in self.requests.values() if request.incarnation == incarnation]:
             self._remove(request)
@@ -238,7 +236,7 @@ class EngineCore:
     # --- schedule and dispatch ---------------------------------------------------------------------------------------
 
     def _dispatch(self) -> bool:
-        """Send the next step to every rank; False when there is nothing to do or to tell."""
+        """Send the next step to every rank; False: there is none."""
         plan = self.scheduler.schedule(self.steps.heavy_in_flight)
         for new in plan.started:
             self.requests[new.request_id].scheduled_at = time.monotonic()
@@ -246,13 +244,13 @@ class EngineCore:
         return self.steps.dispatch(plan)
 
     def _release_encoded(self, plan: Plan) -> None:
-        """Tensors whose items are all encoded, or are by this step, are of no more use."""
+        """Release the tensors of requests whose items are all encoded once this step has run."""
         for request in plan.requests.values():
             if not request.tensors.released and all(self.encoder.holds(value) for value in request.media_tokens):
                 self._release(request.tensors)
 
     def _release(self, tensors: Tensors) -> None:
-        """Give them back, once: when the next step, which is the last to read them, retires."""
+        """Free them, once, when the next step, which is the last to read them, retires."""
         if not tensors.released:
             tensors.released = True
             self.steps.release += self.arrivals.release(tensors.messages)
@@ -261,8 +259,7 @@ class EngineCore:
     # --- retire ------------------------------------------------------------------------------------------------------
 
     def _retire(self, flight: InFlight) -> None:
-        """All ranks have run this step: publish what it computed, deliver its tokens, and give back the memory that no
-        rank will read again."""
+        """All ranks have run this step: publish what it computed, deliver its tokens, free what no rank will read."""
         for value in flight.encoded_hashes:
             self.encoder.retire(value)
         for kept in flight.step.keep:
@@ -272,7 +269,7 @@ class EngineCore:
                 self._publish(work.request, work.end)
         for sampled in flight.tokens:
             request = self.requests.get(sampled.request_id)
-            if request is not None:  # it may have ended while the step ran: then nobody wants the token
+            if request is not None:  # else it ended while the step ran
                 self._deliver(request, sampled)
         for message in flight.step.release:
             self.outbox.consumed(message)
@@ -280,7 +277,7 @@ class EngineCore:
             self.media.release(references)
 
     def _publish(self, request: Request, end: int) -> None:
-        """Make the blocks that are full up to token `end` findable; start the siblings once the prompt is there."""
+        """Put the blocks that are full up to token `end` in the prefix cache; start the siblings after the prompt."""
         full = end // self.blocks.block_size
         if full > request.num_published:
             hashes = request.block_hashes(self.blocks.block_size)
@@ -302,7 +299,7 @@ class EngineCore:
         elif request.num_delivered == request.sampling.max_tokens:
             reason = "length"
         times = None
-        if first or reason is not None:  # so that the tokens between them cost nothing
+        if first or reason is not None:  # the tokens in between cost nothing
             times = request.times_so_far(self.encoder.ready_since(request.media_tokens))
         output = RequestOutput(
             request.id,
@@ -319,12 +316,12 @@ class EngineCore:
     # --- end of a request --------------------------------------------------------------------------------------------
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """End a request for another reason than its tokens."""
+        """End a request for another reason than its tokens: an abort or an error."""
         self._remove(request)
         self._output(request, RequestOutput(request.id, [], reason, error))
 
     def _remove(self, request: Request) -> None:
-        """The one end of a request: nothing of it is left but what dispatched steps still compute."""
+        """The one end of a request: frees all that it holds once the dispatched steps have retired."""
         del self.requests[request.id]
         self.awaiting_media.remove(request)
         self.scheduler.remove(request)
@@ -346,13 +343,13 @@ class EngineCore:
             sibling.lead = heir
         self._start(heir)
 
-    # --- tell --------------------------------------------------------------------------------------------------------
+    # --- send --------------------------------------------------------------------------------------------------------
 
     def _output(self, request: Request, output: RequestOutput) -> None:
         self.outbox.output(sockets.identity(request.sender, request.incarnation), output)
 
     def _figures(self) -> Figures:
-        """The gauges, and what has happened since this was last asked."""
+        """The gauges, and the counters since the last call."""
         running = len(self.scheduler.running)
         stats = EngineStats(
             running,
@@ -363,7 +360,7 @@ class EngineCore:
             self.media.num_bytes,
             self.media.num_bytes_pinned,
             self.media.num_references,
-            self.media.idle.oldest_seconds(),
+            self.media.oldest_seconds(),
         )
         counters, self.scheduler.counters = self.scheduler.counters, Counters()
         evictions, self.media.num_evictions = self.media.num_evictions, 0
@@ -379,6 +376,6 @@ def run(child: Child) -> None:
     workers = links.wait_for_workers()
     limits = engine_limits(config, model, min(ready.num_blocks for ready in workers), workers[0].device)
     media = media_directory(init, model.vision.patch_dim, limits.device)
-    core = EngineCore(config, model, limits, budgets(config, workers[0].device), media, links)
+    core = EngineCore(config, model, limits, Budgets.of(config, workers[0].device), media, links)
     child.ready(limits=limits)
     core.run()

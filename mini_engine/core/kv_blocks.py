@@ -1,11 +1,10 @@
-"""The pool of KV-cache blocks: who holds which, and which hold a prefix that can be found again.
+"""The pool of KV-cache blocks: which are held, and which hold a prefix that can be found again.
 
-It knows block ids and hashes, not tensors. A block is either held (by one sequence or by several that share it) or
-free; a free block may still be cached: then it is taken for something else only when no plain one is left, the one
-unused for longest first.
+It knows block ids and hashes, not tensors. A block is held (by one sequence, or by several that share it) or free; a
+free block may still be cached: it is reused only when no plain block is left, the longest unused first.
 
-Copy-on-write is not needed: only full blocks are ever shared, and a sequence writes each slot once, past all of its
-full blocks. A sequence that shares a prefix computes the rest of a block that is not full again, in one of its own.
+Copy-on-write is not needed: only full blocks are shared, and a sequence writes each slot once, past all of its full
+blocks. A sequence that shares a prefix computes the tokens of a block that is not full again, in a block of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, cached ones among them."""
+        """Blocks that no sequence holds, cached ones included."""
         return len(self._plain) + len(self._cached)
 
     @property
@@ -66,12 +65,11 @@ class BlockPool:
             self._holders[block] += 1
 
     def num_idle(self, blocks: Iterable[int]) -> int:
-        """How many of these nobody holds: `hold` would take that many out of `num_free`."""
+        """How many of these no sequence holds: `hold` would take that many out of `num_free`."""
         return sum(not self._holders[block] for block in blocks)
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Stop holding a sequence's blocks. Its last ones are the first to be reused: who shares a prefix needs all
-        that comes before."""
+        """Stop holding a sequence's blocks. Its last ones are reused first: a shared prefix needs all blocks before."""
         for block in reversed(blocks):
             assert self._holders[block] > 0, f"block {block} is freed more often than held"
             self._holders[block] -= 1
@@ -83,7 +81,7 @@ class BlockPool:
                 self._plain.append(block)
 
     def publish(self, block: int, value: bytes) -> None:
-        """`block` is full, and what it holds is known under `value`. The first block of a hash stays the one found."""
+        """`block` is full, and `find` returns it for `value`, unless another block holds the same."""
         if value not in self._block_of and block not in self._hash_of:
             self._block_of[value] = block
             self._hash_of[block] = value

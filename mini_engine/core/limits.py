@@ -1,34 +1,22 @@
-"""What the configuration and the model allow: in one step, and to one request."""
+"""Limits of a request: what an engine can hold, and whether the ranks can compute a request."""
 
 from __future__ import annotations
 
 import logging
+import math
 
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.core.scheduler import Budgets
-from mini_engine.messages import EngineLimits
+from mini_engine.messages import EngineLimits, MediaItem, NewRequest, TensorHandle
 from mini_engine.model.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
 
-def budgets(config: EngineConfig, device: str) -> Budgets:
-    """The bounds of a step on `device`, "cpu" or "cuda"."""
-    max_tokens = config.step_tokens(device)
-    long_prefill = config.long_prefill_token_threshold
-    return Budgets(
-        config.max_num_seqs,
-        max_tokens,
-        config.step_media_tokens(device),
-        max(1, max_tokens // 2) if long_prefill is None else long_prefill,
-    )
-
-
 def engine_limits(config: EngineConfig, model: ModelConfig, num_blocks: int, device: str) -> EngineLimits:
-    """What one request may ask for: what the model was made for, or less if the KV cache holds less.
+    """Limits of one request: the model's, or less if the KV cache holds less.
 
     Raises:
-        ConfigError: the KV cache holds less than `--max-model-len` asks for.
+        ConfigError: the KV cache holds less than `--max-model-len`.
     """
     wanted = config.sequence_tokens(model.text.max_position_embeddings)
     capacity = num_blocks * config.block_size
@@ -43,3 +31,56 @@ def engine_limits(config: EngineConfig, model: ModelConfig, num_blocks: int, dev
             "raise --kv-cache-memory-bytes for more", capacity, wanted,
         )  # fmt: skip
     return EngineLimits(min(wanted, capacity), num_blocks, config.block_size, config.encoder_cache_tokens, device)
+
+
+def problem_with(new: NewRequest, model: ModelConfig, limits: EngineLimits) -> str | None:
+    """Why the ranks cannot compute `new`, as a text for the client; None: they can.
+
+    API servers check the same; a rank that failed in the middle of a step would end the engine.
+    """
+    length = len(new.prompt_token_ids)
+    if not length or new.sampling.max_tokens < 1:
+        return "the prompt and max_tokens need at least one token each"
+    if length + new.sampling.max_tokens > limits.max_model_len:
+        return f"{length} prompt tokens and {new.sampling.max_tokens} output tokens exceed {limits.max_model_len}"
+    if min(new.prompt_token_ids) < 0 or max(new.prompt_token_ids) >= model.text.vocab_size:
+        return f"a prompt token id is out of range [0, {model.text.vocab_size - 1}]"
+    barred = {*new.sampling.stop_token_ids, *new.sampling.logit_bias}
+    if barred and not 0 <= min(barred) <= max(barred) < model.text.vocab_size:
+        return f"a stop_token_ids or logit_bias token id is out of range [0, {model.text.vocab_size - 1}]"
+    distinct = {item.media_hash: item.num_tokens for item in new.media}
+    if sum(distinct.values()) > limits.max_prompt_media_tokens:
+        return f"its media take {sum(distinct.values())} tokens, more than {limits.max_prompt_media_tokens}"
+    end = 0
+    for number, item in enumerate(new.media, 1):
+        problem = _problem_with_item(item, end, new.prompt_token_ids, model)
+        if problem is not None:
+            return f"media item {number} {problem}"
+        end = item.end
+    placeholders = map(new.prompt_token_ids.count, (model.image_token_id, model.video_token_id))
+    if sum(placeholders) != sum(item.num_tokens for item in new.media):
+        return "the prompt has placeholders without media"
+    return None
+
+
+def _problem_with_item(item: MediaItem, earliest: int, tokens: list[int], model: ModelConfig) -> str | None:
+    vision = model.vision
+    _, height, width = item.grid_thw
+    patches = math.prod(item.grid_thw)
+    if min(item.grid_thw) < 1 or height % vision.spatial_merge_size or width % vision.spatial_merge_size:
+        return f"has a grid of patches, {item.grid_thw}, that cannot be merged"
+    if item.num_tokens != patches // vision.merge_unit:
+        return f"has {item.num_tokens} tokens for {patches} patches"
+    sent = item.patches if isinstance(item.patches, TensorHandle) else None
+    if sent is not None and (sent.shape, sent.dtype) != ((patches, vision.patch_dim), "uint8"):
+        return f"has patches of another shape than its grid, {item.grid_thw}"
+    placeholder = model.image_token_id if item.modality == "image" else model.video_token_id
+    runs = item.grid_thw[0] if item.modality == "video" and model.video_time == "text" else 1
+    if len(item.offsets) != runs:
+        return f"has {len(item.offsets)} runs of placeholders, not {runs}"
+    for offset in item.offsets:
+        run = tokens[offset : offset + item.run_length]
+        if offset < earliest or run.count(placeholder) != item.run_length:
+            return "does not lie on its placeholders"
+        earliest = offset + item.run_length
+    return None

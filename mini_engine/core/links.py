@@ -1,4 +1,4 @@
-"""The engine core's sockets: to the supervisor, to API servers, to its ranks."""
+"""The engine core's sockets: to the supervisor, API servers and ranks; and an API server's messages of one turn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ import logging
 import zmq
 
 from mini_engine.child import Child
-from mini_engine.messages import AnyMessage, Envelope, Step, WorkerReady
+from mini_engine.messages import (
+    Accepted,
+    AnyMessage,
+    Consumed,
+    Envelope,
+    MessageId,
+    Outputs,
+    RequestOutput,
+    Step,
+    WorkerReady,
+)
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 
@@ -17,17 +27,17 @@ SUPERVISOR = sockets.identity("supervisor", 0)
 
 
 class Links:
-    """All of them, in one poller."""
+    """All sockets, in one poller. A peer is an address on the ROUTER for API servers, or `SUPERVISOR`."""
 
     def __init__(self, child: Child, api_endpoint: str, worker_endpoint: str, num_ranks: int):
         self.encoder: Encoder = child.encoder
         self.api = sockets.bind_router(child.context, api_endpoint)
         self.workers = sockets.bind_router(child.context, worker_endpoint)
         self.ranks = [b""] * num_ranks  # addresses on `workers`
-        self.identities: dict[int, bytes] = {}  # addresses on `api` of those that live, by incarnation
-        self.gone: set[int] = set()  # dead incarnations: what they sent and still send is void
-        self.deaf: set[bytes] = set()  # peers that have left a whole queue unread
-        self.early: list[Envelope] = []  # what came before all ranks had loaded
+        self.identities: dict[int, bytes] = {}  # addresses on `api` of the running API servers, by incarnation
+        self.gone: set[int] = set()  # dead incarnations: their messages are void
+        self.unresponsive: set[bytes] = set()  # peers whose queue is full
+        self.early: list[Envelope] = []  # messages that came before all ranks had loaded
         self.supervisor = child.supervisor
         self.sockets = (child.supervisor, self.workers, self.api)
         self.poller = zmq.Poller()
@@ -35,7 +45,7 @@ class Links:
             self.poller.register(socket, zmq.POLLIN)
 
     def receive(self, timeout: float | None) -> list[Envelope]:
-        """All messages that are there; waits at most `timeout` seconds for the first."""
+        """All messages that have come; waits at most `timeout` seconds for the first."""
         envelopes, self.early = self.early, []
         if not envelopes:
             self.poller.poll(None if timeout is None else int(timeout * 1000) + 1)
@@ -60,8 +70,8 @@ class Links:
         self.identities.pop(incarnation, None)
 
     def wait_for_workers(self) -> list[WorkerReady]:
-        """Block until every rank has loaded. What others say meanwhile comes by the next `receive`: API servers are
-        often ready long before a large model is."""
+        """Block until every rank has loaded. The next `receive` returns the messages of other processes: API servers
+        are often ready long before a large model is."""
         ready: list[WorkerReady] = []
         others: list[Envelope] = []
         while len(ready) < len(self.ranks):
@@ -80,9 +90,8 @@ class Links:
             self.workers.send_multipart([rank, frame], zmq.NOBLOCK)
 
     def send(self, peer: bytes, body: AnyMessage) -> None:
-        """To an API server or the supervisor. A peer that is gone, or reads nothing any more, is left to the latter,
-        which kills who is silent for `--collective-timeout`: long before its queue is full, but for the fastest steps.
-        """
+        """Drops the message when the peer is gone or its queue is full: the supervisor kills a process that is
+        unresponsive for `--collective-timeout`, mostly long before its queue is full."""
         frame = self.encoder.encode(body)
         try:
             if peer == SUPERVISOR:
@@ -90,11 +99,50 @@ class Links:
             else:
                 self.api.send_multipart([peer, frame], zmq.NOBLOCK)
         except zmq.Again:
-            if peer not in self.deaf:
-                self.deaf.add(peer)
+            if peer not in self.unresponsive:
+                self.unresponsive.add(peer)
                 logger.error(
-                    "%s has %d messages unread and is told no more until it reads: requests of it may never end there",
+                    "%s is unresponsive: %d messages unread, further ones dropped; its requests may hang",
                     peer.decode(), sockets.HIGH_WATER_MARK,
                 )  # fmt: skip
         except zmq.ZMQError:
-            logger.debug("%s is gone and does not take %s", peer.decode(), type(body).__name__)
+            logger.debug("%s is gone: %s dropped", peer.decode(), type(body).__name__)
+
+
+class Outbox:
+    """Messages of one turn of the core's loop, sent at its end: to each API server one of each kind."""
+
+    def __init__(self, links: Links):
+        self._links = links
+        self._outputs: dict[bytes, list[RequestOutput]] = {}
+        self._consumed: dict[bytes, list[MessageId]] = {}
+        self._accepted: dict[bytes, list[str]] = {}
+
+    def output(self, peer: bytes, output: RequestOutput) -> None:
+        """Tokens, or the end, of a request."""
+        self._outputs.setdefault(peer, []).append(output)
+
+    def consumed(self, message: MessageId) -> None:
+        """No rank will read it again. Dropped if its sender is dead."""
+        peer = self._links.identities.get(message.incarnation)
+        if peer is not None:
+            self._consumed.setdefault(peer, []).append(message)
+
+    def accepted(self, peer: bytes, request_id: str) -> None:
+        """All ranks have the request's media."""
+        self._accepted.setdefault(peer, []).append(request_id)
+
+    def forget(self, peer: bytes) -> None:
+        """A peer is dead: drop its messages."""
+        for queued in (self._outputs, self._consumed, self._accepted):
+            queued.pop(peer, None)
+
+    def send_all(self) -> None:
+        """Send and empty everything."""
+        for peer, request_ids in self._accepted.items():
+            self._links.send(peer, Accepted(request_ids))
+        for peer, outputs in self._outputs.items():
+            self._links.send(peer, Outputs(outputs))
+        for peer, messages in self._consumed.items():
+            self._links.send(peer, Consumed(messages))
+        self._accepted, self._outputs, self._consumed = {}, {}, {}

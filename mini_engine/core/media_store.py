@@ -13,12 +13,11 @@ Cache type `shm`, `MediaStore`: one shared memory per engine. The engine core ow
       NewRequest(items named by hash) ──────────► resolved through its own references ──► view of the extents
                                                   the last step that reads them retires: the references end
 
-References are held by a request's id, and `NewRequest` is resolved through them, never through the directory: what a
-request was told is there cannot be missing later. A reservation belongs to the API server that writes it, and not to a
-request: it ends by `Written` or `Abandoned`, or when that process is dead, and by nothing else, since a thread may be
-writing to the pages until then.
+A request's id holds its references, and `NewRequest` is resolved through them, never through the directory: an item
+that was found cannot be missing later. A reservation belongs to the API server that writes it, not to a request: only
+`Written`, `Abandoned` or the death of that process ends it, since a thread may be writing to the pages until then.
 
-Cache type `lru`, `RankCopies`: every rank keeps its own copies; the steps say what to keep and what to drop.
+Cache type `lru`, `RankCopies`: every rank keeps its own copies; the steps name what to keep and what to drop.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from mini_engine.core.idle import Idle
 from mini_engine.free_memory import available_memory, memory_reserve
 from mini_engine.messages import (
     CachedMedia,
@@ -53,10 +53,11 @@ class Entry:
     """One cached item."""
 
     media: CachedMedia
-    nbytes: int
+    nbytes: int  # that evicting it frees: in the store, those of whole pages
     extents: list[Extent] = dataclasses.field(default_factory=list)  # in the store; none: the ranks have copies
     references: int = 0
-    listed: bool = True  # `look_up` finds it
+    listed: bool = False  # `look_up` finds it
+    used_at: float = 0.0  # when its last reference ended, by `time.monotonic()`
 
 
 References = dict[bytes, Entry]
@@ -64,48 +65,62 @@ References = dict[bytes, Entry]
 
 
 class MediaDirectory:
-    """Cached items by hash, and the references to them. What both types of cache share; by itself it stays empty."""
+    """Cached items by hash, and the references to them: the base of both types of cache. By itself it stays empty."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self.num_bytes_pinned = 0  # of those, the part that is referred to
+        self.num_bytes_pinned = 0  # of those, the items with references, or that a step copies
         self.num_references = 0
         self.num_evictions = 0
-        self.idle: Idle[Entry] = Idle()  # listed and not referred to
-        self._listed: dict[bytes, Entry] = {}
+        self._listed: OrderedDict[bytes, Entry] = OrderedDict()  # the idle ones in the order of their last use
         self._held: dict[Owner, References] = {}  # of requests that have not come yet
-        # What the next step has to tell the ranks:
+        # Fields of the next step:
         self.keep: list[KeepMedia] = []
         self.drop: list[bytes] = []
         self.mark: int | None = None  # bytes of the store to register as pinned memory
 
+    @property
+    def idle(self) -> Iterator[Entry]:
+        """Listed items without a reference, the longest unused first."""
+        return (entry for entry in self._listed.values() if not entry.references)
+
+    @property
+    def num_bytes_idle(self) -> int:
+        """What evicting all idle items would free."""
+        return self.num_bytes - self.num_bytes_pinned
+
+    def oldest_seconds(self) -> float:
+        """For how long the longest unused item has been idle; 0 when none is."""
+        oldest = next(self.idle, None)
+        return 0.0 if oldest is None else time.monotonic() - oldest.used_at
+
     def look_up(self, owner: Owner, hashes: Iterable[bytes]) -> list[CachedMedia]:
-        """Those that are there; the request refers to them from now on."""
+        """The listed ones of these; the request refers to them from now on."""
         found = [self._listed[value] for value in hashes if value in self._listed]
         for entry in found:
             self._refer(owner, entry)
         return [entry.media for entry in found]
 
     def release_request(self, owner: Owner) -> None:
-        """It ends before it has come."""
+        """The request ends before its `NewRequest`."""
         self.release(self._held.pop(owner, {}))
 
     def claim(self, owner: Owner) -> References:
-        """The request has come: its references, which are the caller's until `release` or `hand_back`."""
+        """The request has come. Returns its references, which the caller owns until `release` or `hand_back`."""
         return self._held.pop(owner, {})
 
     def hand_back(self, owner: Owner, references: References) -> None:
-        """The request was turned down, and comes again or is released."""
+        """The request was turned down; it comes again or is released."""
         if references:
             self._held[owner] = references
 
     def resolve(self, new: NewRequest, references: References) -> NewRequest:
-        """`new` as the ranks need it: they know what it names by hash."""
+        """`new` for the ranks; they find the items without patches by hash."""
         assert all(item.patches is not None or item.media_hash in references for item in new.media)
         return new
 
     def release(self, references: References) -> None:
-        """The request refers to them no more: they were used until now."""
+        """End these references, now the last use of their items."""
         for entry in references.values():
             entry.references -= 1
             self.num_references -= 1
@@ -114,7 +129,7 @@ class MediaDirectory:
                 self._on_unreferenced(entry)
 
     def on_api_server_gone(self, incarnation: int) -> None:
-        """It is dead: so are its requests that have not come."""
+        """Release its requests that have not come."""
         for owner in [owner for owner in self._held if owner[0] == incarnation]:
             self.release_request(owner)
 
@@ -122,22 +137,23 @@ class MediaDirectory:
         """The tensor of `item` lies on all ranks."""
 
     def kept(self, value: bytes) -> None:
-        """A step that says `KeepMedia` has run on all ranks."""
+        """A step with this `KeepMedia` has retired."""
 
     def reset(self) -> None:
-        """Drop what is not referred to."""
-        self._evict(list(self.idle))
+        """Evict all items without references."""
+        self._evict_idle(self.num_bytes_idle)
 
     def _list(self, entry: Entry) -> None:
+        """`look_up` finds it from now on; it is idle."""
+        entry.listed = True
         self._listed[entry.media.media_hash] = entry
+        self._on_unreferenced(entry)
 
     def _refer(self, owner: Owner, entry: Entry) -> None:
         held = self._held.setdefault(owner, {})
         if entry.media.media_hash in held:
             return
         held[entry.media.media_hash] = entry
-        if entry in self.idle:
-            self.idle.remove(entry)
         if not entry.references:
             self.num_bytes_pinned += entry.nbytes
         entry.references += 1
@@ -145,23 +161,29 @@ class MediaDirectory:
 
     def _on_unreferenced(self, entry: Entry) -> None:
         if entry.listed:
-            self.idle.add(entry, self._size(entry))
+            self._listed.move_to_end(entry.media.media_hash)
+            entry.used_at = time.monotonic()
         else:
+            self.num_bytes -= entry.nbytes
             self._free([entry])
 
-    def _evict(self, entries: Iterable[Entry]) -> None:
-        """These, which are idle."""
-        for entry in entries:
-            self.idle.remove(entry)
-            del self._listed[entry.media.media_hash]
-        self._free(entries)
+    def _evict_idle(self, nbytes: int) -> int:
+        """Free the longest unused items, `nbytes` of the `num_bytes_idle` or more; returns how many items."""
+        evicted: list[Entry] = []
+        left = nbytes
+        while left > 0:  # one pass for thousands of items: it takes as long as their memory takes to reach the CPU
+            value, entry = self._listed.popitem(last=False)
+            if entry.references:
+                self._listed[value] = entry  # the order of items with references does not matter
+            else:
+                left -= entry.nbytes
+                evicted.append(entry)
+        self.num_bytes -= nbytes - left
+        self._free(evicted)
+        return len(evicted)
 
-    def _size(self, entry: Entry) -> int:
-        """What it takes of the room that `idle` counts."""
-        return entry.nbytes
-
-    def _free(self, entries: Iterable[Entry]) -> None:
-        self.num_bytes -= sum(entry.nbytes for entry in entries)
+    def _free(self, entries: list[Entry]) -> None:
+        """Drop these items, which are unlisted and without references."""
 
 
 class RankCopies(MediaDirectory):
@@ -170,50 +192,48 @@ class RankCopies(MediaDirectory):
     def __init__(self, capacity: int):
         super().__init__()
         self.capacity = capacity
-        self._unready: dict[bytes, Entry] = {}  # on their way to be copied
+        self._unready: dict[bytes, Entry] = {}  # not copied on all ranks yet
 
     def arrived(self, item: MediaItem) -> None:
-        """See `MediaDirectory`: keep it, unless it is kept already or finds no room."""
+        """See `MediaDirectory`: the ranks keep a copy if there is room."""
         assert isinstance(item.patches, TensorHandle)
         value, nbytes = item.media_hash, math.prod(item.patches.shape)
-        if value in self._listed or value in self._unready or self.num_bytes - self.idle.size + nbytes > self.capacity:
+        if value in self._listed or value in self._unready or self.num_bytes_pinned + nbytes > self.capacity:
             return
-        while self.num_bytes + nbytes > self.capacity:
-            self._evict([self.idle.longest_unused()])
-            self.num_evictions += 1
+        self.num_evictions += self._evict_idle(self.num_bytes + nbytes - self.capacity)
         self._unready[value] = Entry(CachedMedia.of(item), nbytes)
         self.num_bytes += nbytes
+        self.num_bytes_pinned += nbytes
         self.keep.append(KeepMedia(value, item.patches))
 
     def kept(self, value: bytes) -> None:
         """See `MediaDirectory`."""
         entry = self._unready.pop(value)
+        self.num_bytes_pinned -= entry.nbytes
         self._list(entry)
-        self.idle.add(entry, entry.nbytes)
 
-    def _free(self, entries: Iterable[Entry]) -> None:
-        super()._free(entries)
+    def _free(self, entries: list[Entry]) -> None:
         self.drop += [entry.media.media_hash for entry in entries]
 
 
 @dataclasses.dataclass(slots=True)
 class Reservation:
-    """Pages that an API server is writing an item to."""
+    """Pages to which an API server is writing an item."""
 
     incarnation: int
     media: CachedMedia
     extents: list[Extent]
-    listed: bool = True  # to be
+    listed: bool = True  # `look_up` will find it
 
 
 class MediaStore(MediaDirectory):
     """Cache type `shm`: the pages of one shared memory of `nbytes`.
 
     Args:
-        nbytes: what all items together may take, each in whole pages.
+        nbytes: of all items, each in whole pages.
         row_bytes: bytes of one patch.
         available: see `PageAllocator`.
-        is_registered: whether the ranks register the memory up to the mark, which gives it memory.
+        is_registered: whether the ranks register the memory up to the mark, which allocates it.
     """
 
     def __init__(self, nbytes: int, row_bytes: int, available: Callable[[], int], is_registered: bool = False):
@@ -227,11 +247,11 @@ class MediaStore(MediaDirectory):
 
     @property
     def num_reservations(self) -> int:
-        """Items that are being written."""
+        """Items that API servers are writing."""
         return len(self._reservations)
 
     def reserve(self, owner: Owner, media: CachedMedia) -> Reserved:
-        """Pages for an item that a request brings; or a reference, if it has come to be there meanwhile."""
+        """Pages for an item that a request brings; or a reference, if it has been written meanwhile."""
         value = media.media_hash
         if value in self._listed:
             self._refer(owner, self._listed[value])
@@ -250,18 +270,18 @@ class MediaStore(MediaDirectory):
         """The item is readable; these requests refer to it."""
         reservation = self._end_reservation(number)
         self.pages.written(reservation.extents)
-        entry = Entry(reservation.media, self._nbytes(reservation.media), reservation.extents)
-        entry.listed = reservation.listed
+        nbytes = sum(count for _, count in reservation.extents) * PAGE_BYTES
+        entry = Entry(reservation.media, nbytes, reservation.extents)
         self.num_bytes += entry.nbytes
-        if entry.listed:
+        if reservation.listed:
             self._list(entry)
         for owner in owners:
             self._refer(owner, entry)
-        if not entry.references:
+        if not (entry.listed or entry.references):
             self._on_unreferenced(entry)
 
     def abandoned(self, number: int) -> None:
-        """It is not written, nor will be."""
+        """No process writes to these pages: free them."""
         self.pages.free(self._end_reservation(number).extents)
 
     def resolve(self, new: NewRequest, references: References) -> NewRequest:
@@ -273,14 +293,14 @@ class MediaStore(MediaDirectory):
         return msgspec.structs.replace(new, media=media)
 
     def on_api_server_gone(self, incarnation: int) -> None:
-        """See `MediaDirectory`. What it has written stays, what it was writing is free again."""
+        """See `MediaDirectory`. What it has written stays; its reservations end."""
         super().on_api_server_gone(incarnation)
         theirs = [number for number, one in self._reservations.items() if one.incarnation == incarnation]
         for number in theirs:
             self.abandoned(number)
 
     def reset(self) -> None:
-        """See `MediaDirectory`. No later request finds the rest of it, nor what is being written."""
+        """See `MediaDirectory`. Unlists the other items, and those that API servers are writing."""
         super().reset()
         for entry in self._listed.values():
             entry.listed = False
@@ -299,16 +319,9 @@ class MediaStore(MediaDirectory):
         if extents is not None:
             return extents
         missing = (pages_for(nbytes) - self.pages.num_free) * PAGE_BYTES
-        if missing > self.idle.size:
+        if missing > self.num_bytes_idle:
             return None
-        victims: list[Entry] = []
-        for entry in self.idle:
-            if missing <= 0:
-                break
-            victims.append(entry)
-            missing -= self._size(entry)
-        self._evict(victims)
-        self.num_evictions += len(victims)
+        self.num_evictions += self._evict_idle(missing)
         return self.pages.allocate(nbytes)
 
     def _end_reservation(self, number: int) -> Reservation:
@@ -324,20 +337,16 @@ class MediaStore(MediaDirectory):
     def _nbytes(self, media: CachedMedia) -> int:
         return math.prod(media.grid_thw) * self._row_bytes
 
-    def _size(self, entry: Entry) -> int:
-        return pages_for(entry.nbytes) * PAGE_BYTES
-
-    def _free(self, entries: Iterable[Entry]) -> None:
-        super()._free(entries)
-        self.pages.free(extent for entry in entries for extent in entry.extents)
+    def _free(self, entries: list[Entry]) -> None:
+        self.pages.free([extent for entry in entries for extent in entry.extents])
 
 
 def media_directory(init: Init, row_bytes: int, device: str) -> MediaDirectory:
-    """What keeps account of this engine's cached media. `row_bytes`: of one patch."""
+    """The directory for this engine's type of cache. `row_bytes`: of one patch."""
     plan, config = init.media_cache, init.config
     if plan.kind != "shm":
         return RankCopies(plan.nbytes)
-    # Each of the others, stores and arenas, may be taking a step at the same time.
+    # The mark of each of the others, stores and arenas, may rise at the same time.
     others = config.data_parallel_size - 1 + config.api_server_count
     reserve = memory_reserve() + others * MARK_PAGES * PAGE_BYTES
     return MediaStore(plan.nbytes, row_bytes, lambda: available_memory() - reserve, device == "cuda")

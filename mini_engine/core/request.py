@@ -19,24 +19,23 @@ HASH_BYTES = 16
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Tensors:
-    """What a family of samples has its media from: one object for all of them.
+    """The sources of the media of a request and its siblings, which share it.
 
-    They are given back once every item is encoded, or with the last sample that ends. Not before: a prompt found in the
-    prefix cache needs no embeddings, but a sample that does not find it any more does.
+    Released once every item is encoded, or when the last sample ends. Not before: a prompt found in the prefix cache
+    needs no embeddings, but after a preemption it may not be found again.
     """
 
     messages: list[MessageId]  # tensor messages, each once
-    references: References  # to the cached media that they name
+    references: References  # to the cached media that it names
     users: int  # samples that have not ended
-    released: bool  # given back, or about to be; or there are none
+    released: bool  # or about to be; or there are none
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Request:
     """One accepted sample of a request: the ranks compute its tokens, the core counts them.
 
-    Tokens that dispatched steps are going to sample count as known before they are: a step can be scheduled on top of
-    them while the one before it runs.
+    Tokens that dispatched steps will sample count as known: the next step can be scheduled while the last one runs.
     """
 
     new: NewRequest
@@ -45,18 +44,18 @@ class Request:
     sender: str
     incarnation: int
     arrival: int  # counts up over the requests of an engine
-    prefix_salt: bytes | None  # what its blocks are shared within; None when they are not
+    prefix_salt: bytes | None  # its blocks are shared within one salt; None: not shared
     tensors: Tensors
     siblings: list[Request] = dataclasses.field(default_factory=list)  # they start when its prompt is computed
-    lead: Request | None = None  # whose prompt it waits for
+    lead: Request | None = None  # it is a sibling of this one, and has not started
     tokens: list[int] = dataclasses.field(default_factory=list)  # the prompt and the output reported so far
     num_computed: int = 0  # tokens whose keys and values are in the cache once the dispatched steps have run
     num_sampled: int = 0  # output tokens sampled by dispatched steps, those not reported yet among them
     blocks: list[int] = dataclasses.field(default_factory=list)
     hashes: list[bytes] = dataclasses.field(default_factory=list)  # of the full blocks of `tokens`
-    num_published: int = 0  # of `blocks`: those that others can find, or that it found itself
+    num_published: int = 0  # of `blocks`: those in the prefix cache
     epoch: int = 0  # raised when it loses its blocks
-    restarts: bool = True  # the ranks' block table for it begins anew with its next chunk
+    restarts: bool = True  # its next chunk replaces the ranks' block table for it
     announced: bool = False  # the ranks know the sequence
     holds_media: bool = False  # all its items, if any, are reserved in the encoder cache
     num_cached: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
@@ -83,7 +82,7 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who goes first: by priority, then by arrival."""
+        """Sort key of the queue: priority, then arrival."""
         return self.new.priority, self.arrival
 
     @property
@@ -92,7 +91,7 @@ class Request:
 
     @property
     def num_delivered(self) -> int:
-        """Output tokens reported and sent on."""
+        """Output tokens sent to the API server."""
         return len(self.tokens) - self.num_prompt
 
     @property
@@ -102,14 +101,12 @@ class Request:
 
     @property
     def num_missing(self) -> int:
-        """Known tokens that no dispatched step computes; 0 when no further token is wanted."""
+        """Known tokens that no dispatched step computes; 0 at the end of the output."""
         return 0 if self.num_sampled >= self.sampling.max_tokens else self.num_known - self.num_computed
 
     def times_so_far(self, media_ready: float) -> EngineTimes | None:
-        """What to tell with its first token, and with its last; None for a sibling. Called as the token comes.
-
-        `media_ready`: when the last of its media was encoded; before it was scheduled, if it found them encoded.
-        """
+        """For the output with its first token, and with its last; None for a sibling. Called as the token comes.
+        `media_ready`: when the last of its media was encoded, perhaps by an earlier request."""
         if self.id != self.new.request_id:
             return None
         now = time.monotonic()
@@ -119,10 +116,10 @@ class Request:
         return msgspec.structs.replace(self.times, last_token=now)
 
     def block_hashes(self, block_size: int) -> list[bytes]:
-        """A hash for each full block of `tokens`: of its tokens, the media that lie in it, and all before it.
+        """A hash for each full block of `tokens`: of its tokens, the media in it, and the block before it.
 
         Chained, so that equal hashes mean equal prefixes; the chain begins with the salt. An item counts in each of
-        its blocks: its placeholders alone would look like any other's.
+        its blocks, since all items have the same placeholder tokens.
         """
         if self.prefix_salt is None:
             return []
@@ -138,12 +135,6 @@ class Request:
         return self.hashes
 
 
-def tensor_messages(new: NewRequest) -> list[MessageId]:
-    """The tensor messages that carry media of `new`, each once."""
-    handles = [item.patches for item in new.media if isinstance(item.patches, TensorHandle)]
-    return list(dict.fromkeys(handle.message for handle in handles))
-
-
 def family(
     new: NewRequest,
     references: References,
@@ -152,15 +143,16 @@ def family(
     arrivals: Iterator[int],
     share_prefixes: bool,
 ) -> Request:
-    """The requests that `new` stands for: the first sample, and the others as its siblings.
+    """The first sample of `new`, with the others as its siblings.
 
-    `references`: to the cached media that they name. Their blocks are shared with all requests of the same
-    cache salt, or among themselves if prefixes are not shared.
+    `references`: to the cached media that `new` names. They share blocks with all requests of the same cache salt, or
+    only with each other without `share_prefixes`.
     """
     salt = os.urandom(HASH_BYTES) if new.siblings else None
     if share_prefixes:
         salt = hashlib.blake2b(new.cache_salt.encode(), digest_size=HASH_BYTES, person=b"cache salt").digest()
-    tensors = Tensors(tensor_messages(new), references, 1 + len(new.siblings), released=not new.media)
+    messages = [item.patches.message for item in new.media if isinstance(item.patches, TensorHandle)]
+    tensors = Tensors(list(dict.fromkeys(messages)), references, 1 + len(new.siblings), released=not new.media)
     lead = Request(new, new.request_id, new.sampling.seed, sender, incarnation, next(arrivals), salt, tensors)
     for other in new.siblings:
         sibling = Request(new, other.request_id, other.seed, sender, incarnation, next(arrivals), salt, tensors)

@@ -10,6 +10,7 @@ import dataclasses
 
 import msgspec
 
+from mini_engine.config import EngineConfig
 from mini_engine.core.encoder_cache import EncoderCache, Entry
 from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.request import Request
@@ -28,6 +29,14 @@ class Budgets:
     max_tokens: int
     max_encoder_tokens: int  # if a single temporal grid has more, it is encoded in a step without other media
     long_prefill: int  # most tokens of one prompt while other prompts wait; 0: no bound of its own
+
+    @classmethod
+    def of(cls, config: EngineConfig, device: str) -> Budgets:
+        """`device`: "cpu" or "cuda"."""
+        max_tokens, long_prefill = config.step_tokens(device), config.long_prefill_token_threshold
+        if long_prefill is None:
+            long_prefill = max(1, max_tokens // 2)
+        return cls(config.max_num_seqs, max_tokens, config.step_media_tokens(device), long_prefill)
 
 
 @dataclasses.dataclass
@@ -59,13 +68,13 @@ class Plan:
 
     @property
     def heavy(self) -> bool:
-        """Whether the step takes long enough that what is short should not wait behind two of its kind."""
+        """Whether short requests must not wait for two such steps."""
         return self.num_prefill > QUICK_PREFILL_TOKENS or self.num_encoded > QUICK_ENCODER_TOKENS
 
 
 @dataclasses.dataclass
 class Counters:
-    """What has happened since the counters were last taken; see `messages.EngineCounters`."""
+    """Events since the last `Figures`; see `messages.EngineCounters`."""
 
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
@@ -77,8 +86,8 @@ class Counters:
 class Scheduler:
     """Continuous batching with chunked prefill and preemption by recompute.
 
-    Decodes go first, then prompts under way, then waiting requests by priority and arrival. A request's media are on
-    all ranks when it is added.
+    Decodes go first, then running prefills, then waiting requests by priority and arrival. A request's media are on all
+    ranks when it is added.
     """
 
     def __init__(self, blocks: BlockPool, encoder: EncoderCache, budgets: Budgets):
@@ -88,14 +97,14 @@ class Scheduler:
         self.waiting: list[Request] = []  # in order
         self.running: list[Request] = []  # in order
         self.counters = Counters()
-        self._owes_quick = False  # a heavy step was made since the last turn of what is short
+        self._owes_quick = False  # a heavy step was made since the last quick one
 
     def add(self, request: Request) -> None:
         """Queue a request."""
         bisect.insort(self.waiting, request, key=lambda other: other.order)
 
     def remove(self, request: Request) -> None:
-        """Take a request out, in whatever state it is; its blocks and its media's places are free."""
+        """Remove a request in any state, and free its blocks and its room in the encoder cache."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
@@ -106,10 +115,10 @@ class Scheduler:
             self.encoder.release(request.media_tokens)
 
     def schedule(self, heavy_in_flight: bool) -> Plan:
-        """The next step's work; without any when there is nothing to compute.
+        """The next step's work, which may be empty.
 
-        A short request never waits for more than one heavy step: behind one that runs only a quick step is made, and
-        when it has run, what is short has its turn before the next heavy one.
+        A short request never waits for more than one heavy step: while one runs only a quick step is made, and after it
+        short requests are scheduled before the next heavy step.
         """
         takes_turn = self._owes_quick and any(request.num_missing <= QUICK_PREFILL_TOKENS for request in self.waiting)
         if heavy_in_flight or takes_turn:
@@ -134,7 +143,7 @@ class Scheduler:
     # --- running -----------------------------------------------------------------------------------------------------
 
     def _continue_running(self, plan: Plan) -> None:
-        """Decodes first, so that no prompt delays a sequence that already talks; then prompts under way."""
+        """Decodes first, so that no prompt delays the output of others; then prefills."""
         unfinished = [request for request in self.running if request.num_missing]
         for request in sorted(unfinished, key=lambda request: request.num_missing > 1):
             if plan.tokens_left == 0:
@@ -145,7 +154,7 @@ class Scheduler:
     def _continue(self, request: Request, plan: Plan) -> None:
         length = self._prepare_chunk(request, plan)
         while length and not self._extend_blocks(request, length):
-            # The request, a sequence that talks, is itself among the candidates: none before it has to give way.
+            # The request is itself a candidate: none before it is preempted.
             victim = next(other for other in reversed(self.running) if other.id not in plan.scheduled)
             self._preempt(victim)
             if victim is request:
@@ -154,8 +163,8 @@ class Scheduler:
             self._add_chunk(request, length, plan)
 
     def _preempt(self, request: Request) -> None:
-        """Back in line; everything is computed again, but for what the prefix cache still holds. What the ranks sampled
-        for it stays valid, that of dispatched steps too, and so do its media's embeddings."""
+        """Queue it again; all is recomputed but what the prefix cache still holds. Its sampled tokens stay valid, those
+        of dispatched steps too, and so do its media's embeddings."""
         self.running.remove(request)
         self._free_blocks(request)
         self.add(request)
@@ -171,10 +180,10 @@ class Scheduler:
     # --- waiting -----------------------------------------------------------------------------------------------------
 
     def _admit_waiting(self, plan: Plan) -> None:
-        """First come first served: nobody overtakes the one that waits for blocks. Passed are: by a quick step, those
-        whose work is not quick; and those that wait for room in the encoder cache, by text and by those that have
-        theirs, since it may be what they will free. Nobody takes room from one that he has passed."""
-        kept = 0  # room for those that were passed
+        """First come, first served: no request overtakes one that waits for blocks. Skipped are, in a quick step,
+        requests that are not short; and requests without room in the encoder cache, which later ones may have to free.
+        No request takes room that a skipped one needs."""
+        kept = 0  # room for the skipped requests
         for request in list(self.waiting):
             if not plan.tokens_left or len(self.running) >= self.budgets.max_seqs:
                 return
@@ -188,8 +197,8 @@ class Scheduler:
     def _admit(self, request: Request, plan: Plan) -> bool:
         """False when it has to wait for blocks, and so all behind it.
 
-        It gets the blocks of all its known tokens at once: a prompt under way that lacked some could be made to give
-        way by later sequences that talk, again and again.
+        It gets the blocks of all its known tokens at once: otherwise the decodes of later requests could preempt a
+        prefill again and again.
         """
         cached = self._cached_prefix(request)
         request.num_computed = len(cached) * self.blocks.block_size
@@ -211,14 +220,14 @@ class Scheduler:
         return True
 
     def _is_quick(self, request: Request, plan: Plan) -> bool:
-        """Whether a quick step can compute what the request misses, and encode all that it needs for that."""
+        """Whether a quick step can compute all missing tokens of the request, and encode the media that they need."""
         if request.num_missing > QUICK_PREFILL_TOKENS:
             return False
         items = {item.media_hash: item.num_tokens for item, _ in self._items_between(request, request.num_known)}
         return sum(tokens for value, tokens in items.items() if not self.encoder.holds(value)) <= plan.encoder_left
 
     def _reserve_media(self, request: Request) -> None:
-        """For it and its siblings, where that has not been done; there is room."""
+        """Reserve room for it and its siblings, once; there is room."""
         if request.holds_media:
             return
         items = request.media_tokens
@@ -229,7 +238,7 @@ class Scheduler:
             member.holds_media = True
 
     def _cached_prefix(self, request: Request) -> list[int]:
-        """Cached blocks that hold the beginning of its tokens; at least one token is left to compute."""
+        """Cached blocks of its first tokens; at least one token is left to compute."""
         hashes = request.block_hashes(self.blocks.block_size)
         return self.blocks.find(hashes[: (request.num_known - 1) // self.blocks.block_size])
 
@@ -243,8 +252,8 @@ class Scheduler:
     # --- a chunk -----------------------------------------------------------------------------------------------------
 
     def _prepare_chunk(self, request: Request, plan: Plan) -> int:
-        """Tokens the request may have in this step. What is to be encoded for them goes into the plan here, as far as
-        its budget reaches, and stays there whether the chunk is added or not.
+        """Tokens of the request in this step. Adds the media that they need to the plan, as far as its budget allows;
+        these stay there even if the chunk is not added.
 
         0 when it has to wait: for the step's budgets, or for an item that another request's step encodes.
         """

@@ -1,7 +1,6 @@
-"""Steps on their way: what the next one has to tell the ranks, and those that not all ranks have reported yet.
+"""Dispatched steps, and the contents of the next one beside its work.
 
-A step retires when all ranks have reported it, in the order of dispatch. What another process may use again is given
-back only then: by the step that released it.
+A step retires when all ranks have reported it, in the order of dispatch. The memory that it releases is free only then.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class InFlight:
     work: list[Work]
     encoded_hashes: list[bytes]
     heavy: bool
-    unreferenced: list[References]  # to cached media that no step after it reads for their request
+    unreferenced: list[References]  # to cached media; they end when this step retires
     reported: int = 0
     tokens: list[SampledToken] = dataclasses.field(default_factory=list)  # from rank 0
 
@@ -41,33 +40,29 @@ class Steps:
         self._encoder = encoder
         self._numbers = itertools.count(1)
         self.in_flight: deque[InFlight] = deque()
-        # What the next step has to tell the ranks beside its work:
+        # Fields of the next step:
         self.finished: list[str] = []
         self.release: list[MessageId] = []
         self.drop_senders: list[int] = []
-        # What it will give back when it retires:
-        self.unreferenced: list[References] = []
-        # Who waits for a sign of all ranks, and the number of the ping: answered when the next step retires.
-        self.pings: list[tuple[bytes, int]] = []
+        self.unreferenced: list[References] = []  # see `InFlight`
+        self.pings: list[tuple[bytes, int]] = []  # peer and number, answered when the next step retires
 
     @property
     def heavy_in_flight(self) -> bool:
-        """Whether a step that takes long is on its way: see `Plan.heavy`."""
+        """Whether a dispatched step takes long: see `Plan.heavy`."""
         return any(flight.heavy for flight in self.in_flight)
 
     def dispatch(self, plan: Plan) -> bool:
-        """Send the next step to every rank; False when there is nothing to do, to tell or to ask.
-
-        Takes along, and empties, the lists of this object, of the directory and of the encoder cache.
-        """
+        """Send the next step to every rank, with the lists of this object, of the directory and of the encoder cache,
+        which it empties; False: the step would be empty, and no ping needs it."""
         directory, encoder = self._directory, self._encoder
-        if not (plan.requests or self.finished):  # the ranks have never heard of the requests that referred to these
+        if not (plan.requests or self.finished):  # no rank knows the requests with these references
             for references in self.unreferenced:
                 directory.release(references)
             self.unreferenced = []
-        told = (self.finished, self.release, self.drop_senders, encoder.evicted)
-        unasked = bool(self.pings) and not self.in_flight  # else a step on its way will answer
-        if not (plan.requests or any(told) or unasked or directory.drop or directory.keep or directory.mark):
+        lists = (self.finished, self.release, self.drop_senders, encoder.evicted, directory.drop, directory.keep)
+        needs_answer = bool(self.pings) and not self.in_flight  # else a dispatched step answers them
+        if not (plan.requests or any(lists) or needs_answer or directory.mark):
             return False
         step = Step(
             next(self._numbers),
@@ -89,7 +84,7 @@ class Steps:
         return True
 
     def report(self, result: StepResult) -> Iterator[InFlight]:
-        """A rank has run a step: yields the steps that retire by it."""
+        """A rank has run a step: yields the steps that retire now."""
         flight = next(flight for flight in self.in_flight if flight.step.number == result.number)
         flight.reported += 1
         if result.tokens:

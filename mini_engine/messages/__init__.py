@@ -5,15 +5,14 @@ A request in messages:
     API server --NewRequest--> engine core --Step--> workers --StepResult--> engine core --Outputs--> API server
     API server ===tensors=====================> workers --MediaReady--> engine core --Consumed--> API server
 
-This file knows nothing of sockets, tensors or torch: a tensor field travels as a `TensorHandle` (the codec makes the
-exchange), its bytes travel beside it. All structs are immutable; the receiver owns what it gets.
+It knows neither sockets nor torch: a `TensorHandle` stands for a tensor, whose bytes travel beside the message. All
+structs are immutable; the receiver owns what it gets.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from mini_engine.messages.base import Message
 from mini_engine.messages.handshake import (
     PROTOCOL_VERSION, Drain, EngineLimits, Hello, Init, MediaCachePlan, PeerGone, RankAddress, Ready, Refused,
     Role, Serving, Start, TransportChoice,
@@ -28,20 +27,16 @@ from mini_engine.messages.steps import (
     WorkerReady,
 )  # fmt: skip
 from mini_engine.messages.tensors import (
-    DeviceSlots, MediaItem, MessageId, Modality, ProbeResult, StoreHandle, TensorHandle, TensorMessage,
+    DeviceSlots, MediaItem, Message, MessageId, Modality, ProbeResult, StoreHandle, TensorHandle, TensorMessage,
     TransportName,
 )  # fmt: skip
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """What a socket carries: a message and who sent it.
-
-    `incarnation` is unique for each process start; what an incarnation sent is void once
-    `PeerGone(incarnation)` was received, even if it arrives later.
-    """
+    """A message on a socket, and its sender."""
 
     sender: str  # "api 0", "core 0", "worker 0.1", "supervisor"
-    incarnation: int
+    incarnation: int  # unique for each start of a process, see `PeerGone`
     body: AnyMessage
 
 

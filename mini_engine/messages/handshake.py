@@ -7,8 +7,7 @@ from typing import Literal
 import msgspec
 
 from mini_engine.config import EngineConfig
-from mini_engine.messages.base import Message
-from mini_engine.messages.tensors import TransportName
+from mini_engine.messages.tensors import Message, TransportName
 
 PROTOCOL_VERSION = 1
 
@@ -16,7 +15,7 @@ Role = Literal["api", "core", "worker"]
 
 
 class Hello(Message, frozen=True):
-    """Child -> supervisor: I run; tell me who I am to be."""
+    """Child -> supervisor: the process runs, and asks for its `Init`."""
 
     role: Role
     index: str  # "0", or "engine.rank" for a worker
@@ -24,15 +23,15 @@ class Hello(Message, frozen=True):
 
 
 class RankAddress(msgspec.Struct, frozen=True):
-    """Where one worker rank receives tensors: a unix socket in the runtime directory."""
+    """Where a worker rank receives tensors."""
 
     engine: int
     rank: int
-    tensor_ipc: str  # path
+    tensor_ipc: str  # path of a unix socket in the runtime directory
 
 
 class MediaCachePlan(msgspec.Struct, frozen=True):
-    """What becomes of processed media that may be used again, and how much of it."""
+    """Type and size of the media cache."""
 
     kind: Literal["off", "lru", "shm"]
     nbytes: int  # of each worker (lru), or of each engine's store (shm)
@@ -47,14 +46,14 @@ class Init(Message, frozen=True):
     runtime_dir: str
     cores: list[str]  # ZMQ endpoint for API servers, by engine
     core_workers: list[str]  # ZMQ endpoint for workers, by engine
-    ranks: list[RankAddress]  # all ranks of all engines
+    ranks: list[RankAddress]  # of all engines
     media_cache: MediaCachePlan
-    late: bool = False  # the server runs already: this process takes the place of one that died
-    restarts: int = 0  # how often all engines were started anew before
+    late: bool = False  # the server runs already: this process replaces one that died
+    restarts: int = 0  # of all engines, so far
 
 
 class TransportChoice(msgspec.Struct, frozen=True):
-    """Which transport an API server uses towards one engine, and why."""
+    """The transport from an API server to one engine, and why."""
 
     engine: int
     transport: TransportName
@@ -67,19 +66,19 @@ class EngineLimits(msgspec.Struct, frozen=True):
     max_model_len: int  # tokens, prompt and output together
     num_blocks: int
     block_size: int  # tokens
-    max_prompt_media_tokens: int  # most tokens of all media items of one prompt: the encoder cache's budget
-    device: str = "cpu"  # where its workers run: "cpu" or "cuda"
+    max_prompt_media_tokens: int  # of all media items of one prompt: the encoder cache's budget
+    device: str = "cpu"  # of its workers: "cpu" or "cuda"
 
 
 class Ready(Message, frozen=True):
-    """Child -> supervisor: I can serve. A core gives its limits, an API server its transports."""
+    """Child -> supervisor: it can serve. A core sends its limits, an API server its transports."""
 
     limits: EngineLimits | None = None
     transports: list[TransportChoice] = []
 
 
 class Refused(Message, frozen=True):
-    """Child -> supervisor: I cannot be built with these settings, or from these files. Nothing else follows."""
+    """Child -> supervisor, its last message: these settings or files cannot work."""
 
     reason: str  # for the log: names the setting or file and the remedy
 
@@ -91,15 +90,15 @@ class Start(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """Supervisor -> API server that serves: refuse new requests, and end when the last one is answered."""
+    """Supervisor -> API server that serves: refuse new requests, and exit when the last one is answered."""
 
 
 class Serving(Message, frozen=True):
-    """API server -> supervisor: my socket accepts connections."""
+    """API server -> supervisor: its socket accepts connections."""
 
 
 class PeerGone(Message, frozen=True):
-    """Supervisor -> child: a process has been reaped. What it sent and still sends is void."""
+    """Supervisor -> child: a process was reaped. All messages of this incarnation are void, later ones too."""
 
     sender: str
     incarnation: int

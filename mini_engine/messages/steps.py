@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from mini_engine.messages.base import Message
 from mini_engine.messages.requests import SamplingParams, TokenLogprob
-from mini_engine.messages.tensors import MediaItem, MessageId, TensorHandle
+from mini_engine.messages.tensors import MediaItem, Message, MessageId, TensorHandle
 
 
 class NewSequence(msgspec.Struct, frozen=True):
-    """What the workers keep of a request until `Step.finished` names it."""
+    """A request for the workers, which keep it until `Step.finished` names it."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -19,17 +18,15 @@ class NewSequence(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens `start .. start + num_tokens` of a sequence, to be computed in this step.
-
-    Tokens past the prompt are those the ranks sampled themselves: the core does not send them back.
-    """
+    """Compute tokens `start .. start + num_tokens` of a sequence. The ranks know those past the prompt: they sampled
+    them."""
 
     request_id: str
     start: int
     num_tokens: int
     block_ids: list[int]  # blocks added to the sequence's table by this step
     samples: bool  # True when the chunk reaches the last known token: sample the next one
-    restart: bool = False  # the table begins anew, with `block_ids`; tokens before `start` are in them already
+    restart: bool = False  # `block_ids` replace the table; tokens before `start` are in them already
 
 
 class EncodeItem(msgspec.Struct, frozen=True, array_like=True):
@@ -53,15 +50,13 @@ class KeepMedia(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(Message, frozen=True):
-    """Core -> every rank of its engine. A rank handles the fields in the order in which they stand here.
-
-    An empty step is a ping through all ranks: it is answered like any other.
-    """
+    """Core -> every rank of its engine. A rank handles the fields in this order. An empty step is a ping through all
+    ranks."""
 
     number: int
     finished: list[str] = []  # forget these sequences
     evict: list[bytes] = []  # drop these media hashes from the encoder cache
-    drop: list[bytes] = []  # forget these kept media
+    drop: list[bytes] = []  # drop these kept media
     keep: list[KeepMedia] = []
     started: list[NewSequence] = []
     encode: list[EncodeItem] = []
@@ -74,11 +69,11 @@ class Step(Message, frozen=True):
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     token_id: int
-    logprobs: list[TokenLogprob] = []  # if asked for: the token itself, then the likeliest
+    logprobs: list[TokenLogprob] = []  # see `RequestOutput`
 
 
 class StepResult(Message, frozen=True):
-    """Rank -> core, in step order. Rank 0 gives the tokens, the others an empty list."""
+    """Rank -> core, in step order. Rank 0 sends the tokens, the others an empty list."""
 
     number: int
     tokens: list[SampledToken] = []
@@ -94,15 +89,15 @@ class WorkerReady(Message, frozen=True):
 
 
 class MediaReady(Message, frozen=True):
-    """Rank -> core, from its receiver thread: this message lies on the rank's device, or is on its way there."""
+    """Rank -> core, from its receiver thread: this message lies on the rank's device, or a copy to it has started."""
 
     rank: int
     message: MessageId
 
 
 class MediaFailed(Message, frozen=True):
-    """Rank -> core: this tensor message came but cannot be used. `why` is for the log, not for clients."""
+    """Rank -> core: the rank cannot read this tensor message."""
 
     rank: int
     message: MessageId
-    why: str
+    why: str  # for the log, not for clients

@@ -1,4 +1,4 @@
-"""Tensors: their handles in messages, and what the transports themselves carry."""
+"""Tensors: their handles in messages, and the messages of the tensor streams. And the base of all messages."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from mini_engine.messages.base import Message
-
 Modality = Literal["image", "video"]
 TransportName = Literal["torch_shm", "direct_rpc"]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Base of all that may stand in an `Envelope`. The tag on the wire is the class name."""
 
 
 class MessageId(msgspec.Struct, frozen=True, array_like=True):
@@ -20,7 +22,7 @@ class MessageId(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorHandle(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Stands for a tensor that travels out of band, in tensor message `message`."""
+    """Stands for a tensor that tensor message `message` brings."""
 
     message: MessageId
     shape: tuple[int, ...]
@@ -28,13 +30,13 @@ class TensorHandle(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class StoreHandle(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Stands for a uint8 tensor that lies in the media store of the engine. Made by its core from a reference."""
+    """Stands for a uint8 tensor in the media store of the engine. The engine core makes it from a reference."""
 
     extents: list[tuple[int, int]]  # (first page, pages); the tensor's bytes lie in them one after another
     shape: tuple[int, int]
 
 
-if TYPE_CHECKING:  # the sender puts a torch.Tensor, the codec exchanges it for its handle
+if TYPE_CHECKING:  # the sender puts a torch.Tensor, the codec replaces it with its handle
     Tensor = Any
 else:
     Tensor = TensorHandle
@@ -48,16 +50,12 @@ class MediaItem(msgspec.Struct, frozen=True):
     num_tokens: int  # placeholders, that is merged patches: t * h * w / merge_size**2
     grid_thw: tuple[int, int, int]  # patches: frames / temporal_patch_size, height / patch_size, width / patch_size
     second_per_grid: float | None  # seconds between temporal patches; None for an image
-    # uint8 [t * h * w, 3 * temporal_patch_size * patch_size**2], neither rescaled nor normalised. None: the engine has
-    # it under its hash.
+    # uint8 [t * h * w, 3 * temporal_patch_size * patch_size**2], neither rescaled nor normalised. None: cached by hash.
     patches: Tensor | StoreHandle | None
-    # 16 bytes over the media's own bytes, the sampling, the processor's settings and the model: equal hashes, equal
-    # patches.
-    media_hash: bytes
-    # The first of each further run of placeholders, where other tokens stand between them. All runs are equally long.
-    more_offsets: list[int] = []
+    media_hash: bytes  # 16 bytes, of the media's bytes, the sampling, the processor's settings and the model
+    more_offsets: list[int] = []  # of each further run of placeholders, all equally long, with other tokens in between
     placeholder: str | None = None  # see `CachedMedia`
-    cacheable: bool = True  # False: no later request may find it, so that it is to take no room in any cache of media
+    cacheable: bool = True  # False: no cache of media keeps it, since no later request will have this hash
 
     @property
     def offsets(self) -> list[int]:
@@ -81,23 +79,22 @@ class MediaItem(msgspec.Struct, frozen=True):
 
 
 class TensorMessage(Message, frozen=True):
-    """API server -> rank, in a stream of `transport/tensor_ipc.py`: head of a frame, which brings one tensor.
+    """API server -> rank, head of a frame of `transport/tensor_ipc.py`, which brings one tensor, in C order.
 
-    Its bytes, in C order, follow the head unless it says where else they lie. Number 0 is a probe: it is answered with
-    a `ProbeResult`, and nothing of it is kept.
+    Number 0 is a probe: the rank answers with a `ProbeResult`, and keeps nothing of it.
     """
 
     number: int
     shape: tuple[int, ...]  # at least one dimension
     dtype: str
-    extents: list[tuple[int, int]] = []  # torch_shm: (first page, pages) in the sender's arena, one after another
-    slot: int = 0  # CUDA tensors: the staging slot that holds them, from 1 on
+    extents: list[tuple[int, int]] = []  # torch_shm: see `StoreHandle`, in the sender's arena
+    slot: int = 0  # CUDA tensors: the staging slot, from 1 on. Neither: the bytes follow the head
 
 
 class DeviceSlots(Message, frozen=True):
     """API server -> rank: staging slots in device memory, exported for this rank, which maps them."""
 
-    device: int  # CUDA's index of the device that they lie on
+    device: int  # CUDA's index of their device
     nbytes: int  # of one slot; slot n starts at (n - 1) * nbytes
     memory: bytes  # CUDA's IPC handle of all of it
     filled: list[bytes]  # for each slot, the IPC handle of the event after which its bytes are there

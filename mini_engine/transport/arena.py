@@ -1,8 +1,8 @@
-"""Tensors as bytes in a shared memory: what writes payloads into extents of pages, what reads them in another process,
-and an API server's `Arena`.
+"""Tensors as bytes in shared memory: `WritableMemory` copies payloads into extents of pages, `ReadableMemory` views
+them in another process, and an `Arena` is an API server's memory for tensors on their way to ranks.
 
-The memory is a sparse, sealed memfd (`memory.py`). A payload lies in its extents one after another. Which pages belong
-to what is a `PageAllocator`'s matter (`pages.py`).
+The memory is a sparse, sealed memfd (`memory.py`). A payload lies in its extents one after another. A `PageAllocator`
+(`pages.py`) records which pages are taken.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import asyncio
 import math
 import mmap
 import os
+import weakref
 import zlib
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -29,7 +29,7 @@ DTYPES = {
         torch.float16, torch.bfloat16, torch.float32, torch.float64,
     )
 }  # fmt: skip
-"""What can travel, by torch's name without the prefix, as a handle has it."""
+"""The dtypes that can be sent, by torch's name without the prefix, as a handle has it."""
 
 Pin = Callable[[int, int], Callable[[], object] | None]
 """Registers (address, nbytes) of a mapping as pinned memory; returns what undoes it, or None if it was refused."""
@@ -41,9 +41,9 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
-    """Bytes of such a tensor. Raises TransportError if it cannot travel: it has at least one dimension."""
-    if dtype not in DTYPES or not shape or min(shape) < 0:
-        raise TransportError(f"a tensor of shape {tuple(shape)} and dtype {dtype[:40]} cannot travel")
+    """Bytes of such a tensor. Raises TransportError: unknown dtype, or no dimension."""
+    if dtype not in DTYPES or not shape:
+        raise TransportError(f"a tensor of shape {tuple(shape)} and dtype {dtype} cannot be sent")
     return math.prod(shape) * DTYPES[dtype].itemsize
 
 
@@ -60,18 +60,18 @@ class WritableMemory:
     """
 
     def __init__(self, fd: int):
-        self._mapping: mmap.mmap = memory.map_sparse(fd, memory.size_of(fd))
+        self._mapping: mmap.mmap = memory.map_sparse(fd)
         self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._populated = np.zeros(self._bytes.numel() // PAGE_BYTES + 1, bool)  # pages in this process's page table
 
-    def write(self, extents: Sequence[Extent], payload: torch.Tensor, offset: int = 0) -> None:
-        """Copy `payload` (uint8, one dimension, CPU) to byte `offset` of what lies in `extents`. For any thread.
+    def write(self, extents: Sequence[Extent], payload: torch.Tensor) -> None:
+        """Copy `payload` (uint8, one dimension, CPU) to `extents`. For any thread.
 
         Raises:
             OSError: no memory for these pages.
         """
         source = payload.numpy()
-        for start, nbytes in _pieces(extents, offset, offset + payload.numel()):
+        for start, nbytes in _pieces(extents, 0, payload.numel()):
             # Entered into the page table at once: a first touch, page by page, costs several times the copy.
             first, stop = start // PAGE_BYTES, -(-(start + nbytes) // PAGE_BYTES)
             if not self._populated[first:stop].all():
@@ -84,9 +84,8 @@ class WritableMemory:
 
 
 class ReadableMemory:
-    """The memory behind `fd`, mapped read-only: a write through a view ends the process. `fd` stays the caller's.
-
-    `pin`: for `register`. Unmapped when neither it nor a view is left.
+    """The memory behind `fd`, mapped read-only: a write through a view ends the process. `fd` stays the caller's, `pin`
+    is for `register`. Unmapped when neither it nor a view is left.
 
     Raises:
         OSError: `fd` is no sealed memfd, or there is no room in the address space.
@@ -97,11 +96,6 @@ class ReadableMemory:
         self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
         self._pin = pin
         self._registered = 0  # bytes from the start
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the memory."""
-        return self._bytes.numel()
 
     def read(self, extents: Sequence[Extent], start: int, stop: int) -> torch.Tensor:
         """Bytes `start .. stop` of what lies in `extents`, uint8, one dimension: a view where they lie in one extent,
@@ -116,13 +110,14 @@ class ReadableMemory:
         return content.view(DTYPES[dtype]).view(stop - first, *shape[1:])
 
     def register(self, nbytes: int) -> None:
-        """Pin the first `nbytes`, as far as they are not: that gives them memory. Without effect without `pin`."""
+        """Pin the first `nbytes`, as far as they are not: that allocates them. Without effect without `pin`."""
+        nbytes = min(nbytes, self._bytes.numel())
         if self._pin is None or nbytes <= self._registered:
             return
         unpin = self._pin(self._bytes.data_ptr() + self._registered, nbytes - self._registered)
         self._registered = nbytes
         if unpin is not None:
-            memory.before_unmap(self._pages, unpin)
+            weakref.finalize(self._pages, unpin).atexit = False  # called before the pages are unmapped
 
 
 class RequestTooLarge(TransportError):
@@ -130,47 +125,47 @@ class RequestTooLarge(TransportError):
 
 
 class Arena:
-    """An API server's shared memory for tensors on their way, to whichever engine, and the credit for them.
+    """An API server's shared memory for tensors on their way to the ranks of all engines.
 
-    Requests take pages first come first served: a large one is not overtaken by those that come later. With direct_rpc
-    pages are only counted, nothing is written to them. Used from the event loop's thread, but for `write`.
+    Requests get pages in the order of arrival: later ones do not overtake a large one. With direct_rpc pages are only
+    counted, nothing is written to them. Used from the event loop's thread, but for `write`.
 
     Args:
-        nbytes: most that can be on its way, in whole pages.
+        nbytes: of tensors that can be on their way at a time, in whole pages.
         available: see `PageAllocator`.
     """
 
     def __init__(self, nbytes: int, available: Callable[[], int]):
         self._pages = PageAllocator(nbytes, available)
         self._lost = 0  # pages that are never given back
-        self._waiting: deque[tuple[Sequence[int], asyncio.Future[list[list[Extent]]]]] = deque()
+        self._first_in_queue = asyncio.Lock()  # acquired in the order of arrival
+        self._freed = asyncio.Event()
+        self.num_waiting = 0  # requests queued for pages
         self.descriptor: int | None = None  # of the memory, from the first `write` on
         self._memory: WritableMemory | None = None
 
     async def take(self, sizes: Sequence[int]) -> list[list[Extent]]:
-        """Pages for payloads of so many bytes, of one request. Waits while there are too few and some may come back.
+        """Pages for the payloads of one request, of so many bytes. Waits while too few are free and others are in use.
         Cancelling the wait, at any moment, takes nothing.
 
         Raises:
-            RequestTooLarge: they can never be had.
-            TransportError: memory is short, and nothing is on its way whose pages would come back.
+            RequestTooLarge: the arena has fewer pages.
+            TransportError: memory is short, and no pages are in use that would become free.
         """
         needed = sum(map(pages_for, sizes))
         if needed > self._pages.capacity:
-            raise RequestTooLarge(f"{needed} pages of 64 KB are needed, and there are {self._pages.capacity} in all")
-        turn: asyncio.Future[list[list[Extent]]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((sizes, turn))
-        self._grant()
+            raise RequestTooLarge(f"{needed} pages of 64 KB are needed; the arena has {self._pages.capacity}")
+        self.num_waiting += 1
         try:
-            return await turn
-        except asyncio.CancelledError:
-            if turn.cancelled():
-                self._waiting = deque(each for each in self._waiting if each[1] is not turn)
-                self._grant()  # those behind may fit where this one did not
-            elif turn.exception() is None:  # granted in the same turn of the loop as the cancellation
-                for extents in turn.result():
-                    self.give_back(extents)
-            raise
+            async with self._first_in_queue:
+                while (taken := self._allocate(sizes)) is None:
+                    if self._pages.num_used == self._lost:
+                        raise TransportError("memory is short, and no tensors are on their way")
+                    self._freed.clear()
+                    await self._freed.wait()
+                return taken
+        finally:
+            self.num_waiting -= 1
 
     def take_now(self, nbytes: int) -> list[Extent]:
         """Pages for a probe. Raises TransportError."""
@@ -200,17 +195,12 @@ class Arena:
     def give_back(self, extents: Sequence[Extent]) -> None:
         """No process reads or writes these any more."""
         self._pages.free(extents)
-        self._grant()
+        self._freed.set()
 
     def lose(self, extents: Sequence[Extent]) -> None:
-        """Never to be used again: a rank that is out of reach may still read them."""
+        """Never use these again: a rank whose stream has ended may still read them."""
         self._lost += sum(count for _, count in extents)
-        self._grant()
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for pages."""
-        return len(self._waiting)
+        self._freed.set()
 
     @property
     def num_used(self) -> int:
@@ -218,24 +208,11 @@ class Arena:
         return self._pages.num_used
 
     def close_memory(self) -> None:
-        """Give the memory back as soon as no process has it mapped."""
+        """Unmap the memory; the kernel frees it with the last mapping of a rank."""
         self._memory = None
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
-
-    def _grant(self) -> None:
-        while self._waiting:
-            sizes, turn = self._waiting[0]
-            if not turn.done():
-                extents = self._allocate(sizes)
-                if extents is not None:
-                    turn.set_result(extents)
-                elif self._pages.num_used > self._lost:
-                    return
-                else:
-                    turn.set_exception(TransportError("memory is short, and no tensors are on their way"))
-            self._waiting.popleft()
 
     def _allocate(self, sizes: Sequence[int]) -> list[list[Extent]] | None:
         taken: list[list[Extent]] = []
@@ -250,7 +227,7 @@ class Arena:
 
 
 def _pieces(extents: Sequence[Extent], start: int, stop: int) -> list[tuple[int, int]]:
-    """Where bytes `start .. stop` of what lies in `extents` are in the memory: (first byte, bytes) of each piece."""
+    """The parts of the memory that hold bytes `start .. stop` of what lies in `extents`, as (first byte, bytes)."""
     pieces: list[tuple[int, int]] = []
     before = 0  # bytes in the extents so far
     for first, count in extents:

@@ -26,12 +26,8 @@ class OOBTensorConsumer(Protocol):
 
         Raises:
             TypeError: not a tensor.
-            TransportError: it cannot travel.
+            TransportError: it cannot be sent.
         """
-
-
-def _refuse(value: Any) -> Any:
-    raise TypeError(f"{type(value).__name__} cannot travel inside a message without an out-of-band consumer")
 
 
 class Encoder:
@@ -40,7 +36,7 @@ class Encoder:
     def __init__(self, sender: str, incarnation: int):
         self.sender = sender
         self.incarnation = incarnation
-        self._plain = msgspec.msgpack.Encoder(enc_hook=_refuse)
+        self._plain = msgspec.msgpack.Encoder()
 
     def encode(self, body: AnyMessage, tensors: OOBTensorConsumer | None = None) -> bytes:
         """`body` in its envelope, as msgpack; its tensors go to `tensors`, in the order of the fields.

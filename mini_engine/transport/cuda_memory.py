@@ -4,17 +4,16 @@
     rank's stream                       └► wait │ copy to own memory │ copied       ▲
     rank's main stream                                                  └► wait │ read ... the message is released
 
-The slot's number travels in a frame's head (`tensor_ipc.py`). A host waits for a device at both ends, and nowhere else:
+A frame's head has the slot's number (`tensor_ipc.py`). The host waits for a device at both ends, and nowhere else:
 
-- The thread that fills a slot waits until the bytes are there, and the head leaves after that. If it left before and
-  this process was killed, the ranks' streams would wait for good for an event that nothing records any more.
-- A rank that releases a message waits until its copy has ended. So `Consumed`, which the core says once every rank has
-  reported the step that releases the message, means that no rank reads the slot any more: filling it again needs no
-  event of a rank.
+- The thread that fills a slot waits for the copy, and the head is sent after that. Otherwise, if this process were
+  killed in between, the ranks' streams would wait forever for an event that nothing records.
+- A rank that releases a message waits for its copy. So `Consumed`, which the core sends once every rank has reported
+  the step that releases the message, means that no rank reads the slot: it needs no event of a rank to be filled again.
 
-The slots are memory of the CUDA runtime (cuda.bindings), not of torch: torch's pools may lie in expandable segments,
-which are shared by `pidfd_getfd` or not at all, and torch counts the users of shared memory in a named file, which
-stays in /dev/shm after a SIGKILL. Streams and events are torch's.
+The CUDA runtime (cuda.bindings) allocates the slots, not torch: torch's pools may lie in expandable segments, which are
+shared by `pidfd_getfd` or not at all, and torch counts the users of shared memory in a named file, which a SIGKILL
+leaves in /dev/shm. Streams and events are torch's.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from mini_engine.transport.codec import TransportError
 
 log = logging.getLogger(__name__)
 
-MAX_SLOTS = 256  # each costs an event at both ends
 DRAIN_SECONDS = 5.0  # a copy takes milliseconds; one that waits for the event of a killed process may never end
 _HANDLE_BYTES = 64
 
@@ -47,7 +45,7 @@ _HANDLE_BYTES = 64
 class CudaStaging:
     """Memory of a CUDA device that other processes can map. All methods raise TransportError.
 
-    It is given back with this process: a rank may have it mapped for some time after the end of its stream.
+    It is freed at the end of this process: a rank may have it mapped for some time after the end of its stream.
     """
 
     device_type = "cuda"  # of the tensors that it takes
@@ -77,8 +75,8 @@ class CudaStaging:
             return tensor.to(self._device)
 
     def fill(self, slot: int, memory: torch.Tensor, content: torch.Tensor) -> None:
-        """Begin to copy `content` to `memory`, a part of slot `slot` (from 1 on), both uint8 and of one size, after
-        what the current stream has begun; then record the slot's event. For any thread."""
+        """Copy `content` to `memory`, a part of slot `slot` (from 1 on), both uint8 and of one size, after the work of
+        the current stream; then record the slot's event, and wait for it. For any thread."""
         if content.device != self._device:
             raise TransportError(f"a tensor on {content.device} cannot be copied to a slot on {self._device}")
         with use_cuda(self._device):
@@ -86,11 +84,6 @@ class CudaStaging:
             with on_stream(self._stream):
                 memory.copy_(content, non_blocking=True)
                 self._filled[slot - 1].record(self._stream)
-            content.record_stream(self._stream)  # torch must not reuse its memory before the copy has ended
-
-    def settle(self, slot: int) -> None:
-        """Wait until the slot's event has come. For any thread."""
-        with use_cuda(self._device):
             self._filled[slot - 1].synchronize()
 
 
@@ -98,12 +91,10 @@ class StagingSlots:
     """An API server's slots for tensors on their way to one engine, each for one tensor of up to `nbytes`.
 
     Raises:
-        TransportError: there is no such memory.
+        TransportError: cannot allocate the memory.
     """
 
     def __init__(self, staging: CudaStaging, slots: int, nbytes: int):
-        if not 1 <= slots <= MAX_SLOTS or nbytes < 1:
-            raise ValueError(f"{slots} slots of {nbytes} bytes; 1 to {MAX_SLOTS} of at least one byte are possible")
         self.staging = staging
         self.nbytes = -(-nbytes // 512) * 512  # so that a slot starts where any dtype may
         self._parts = staging.allocate(slots, self.nbytes).split(self.nbytes)
@@ -117,10 +108,9 @@ class StagingSlots:
         return taken
 
     def fill(self, slot: int, tensor: torch.Tensor) -> None:
-        """Copy `tensor` (on the device) to the slot, and wait for it. For any thread. Raises TransportError."""
+        """Copy `tensor` (on the device) to the slot, and wait for the copy. For any thread. Raises TransportError."""
         content = bytes_of(tensor)
         self.staging.fill(slot, self._parts[slot - 1][: content.numel()], content)
-        self.staging.settle(slot)
 
     def give_back(self, slot: int) -> None:
         """No rank reads the slot any more."""
@@ -138,30 +128,26 @@ class CudaCopy:
     _done: torch.cuda.Event
 
     def use(self, tensor: torch.Tensor) -> None:
-        """What the current stream does from now on comes after the copy. `tensor` is a view of the memory."""
+        """The current stream's later work comes after the copy. `tensor` is a view of the memory."""
         stream = torch.cuda.current_stream(tensor.device)
         stream.wait_event(self._done)
-        tensor.record_stream(stream)  # torch would give the memory to the next copy when the last reference goes
+        tensor.record_stream(stream)  # torch would reuse the memory for the next copy when the last reference ends
 
     def synchronize(self) -> None:
-        """Wait until the copy has ended."""
+        """Wait for the copy."""
         wait_for(self._done)
 
 
 class CudaMapped:
     """A sender's slots, for a rank that computes on `device`. Raises TransportError with nothing mapped.
 
-    The stream is its own: a sender that is killed before it fills a slot does not delay the copies of others. Both
-    processes must number the devices alike. CUDA cannot tell the size of the memory: the rank trusts the sender.
+    Each sender has a stream of its own: one that is killed before it fills a slot does not delay the copies of others.
+    Both processes must number the devices alike.
     """
 
     def __init__(self, device: torch.device, slots: DeviceSlots):
-        if any(len(handle) != _HANDLE_BYTES for handle in [slots.memory, *slots.filled]):
-            raise TransportError(f"the handles of device memory and events have {_HANDLE_BYTES} bytes each")
         self._last: torch.cuda.Event | None = None  # of the last copy; all copies before it end earlier
         with use_cuda(device):
-            if not 0 <= slots.device < torch.cuda.device_count():
-                raise TransportError(f"the slots lie on CUDA device {slots.device}, which this rank does not see")
             self._where = torch.device("cuda", slots.device)
             self._stream = torch.cuda.Stream(device)
             self._filled = [torch.cuda.Event.from_ipc_handle(self._where, handle) for handle in slots.filled]
@@ -177,8 +163,8 @@ class CudaMapped:
                 raise
 
     def fetch(self, slot: int, nbytes: int) -> CudaCopy:
-        """Begin to copy the first bytes of slot `slot` (from 1 on) to memory of this process, once the slot's event has
-        come. Does not wait. Raises TransportError."""
+        """Start to copy the first bytes of slot `slot` (from 1 on) to memory of this process, after the slot's event.
+        Does not wait. Raises TransportError."""
         with use_cuda(self._stream.device), on_stream(self._stream):
             self._stream.wait_event(self._filled[slot - 1])
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._stream.device)
@@ -187,7 +173,7 @@ class CudaMapped:
         return CudaCopy(memory, self._last)
 
     def close(self) -> None:
-        """Unmap, once the copies that were begun have ended; what does not end in time stays mapped."""
+        """Wait for the copies, for up to `DRAIN_SECONDS`, and unmap; after a time-out the slots stay mapped."""
         deadline = time.monotonic() + DRAIN_SECONDS
         try:
             with use_cuda(self._where) as runtime:
@@ -198,33 +184,32 @@ class CudaMapped:
                 del self._memory
                 check(runtime.cudaIpcCloseMemHandle(self._address))
         except TransportError as error:
-            log.warning("The CUDA staging slots of an API server that exited stay mapped: %s", error)
+            log.warning("CUDA staging slots of an API server that exited stay mapped: %s", error)
 
 
 MapSlots = Callable[[DeviceSlots], CudaMapped]  # raises TransportError
-
 
 # --- CUDA calls ------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Work that starts inside runs on `stream`. For any thread, whatever its current device: `torch.cuda.stream` alone
-    would make a context on that, most often the first device: hundreds of megabytes that nothing uses."""
+    """Work inside runs on `stream`. For any thread: `torch.cuda.stream` alone would create a context on the thread's
+    current device, often another one: hundreds of megabytes that nothing uses."""
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
 
 
 def wait_for(event: torch.cuda.Event) -> None:
-    """Wait for a recorded event. For any thread: a wait, too, would make a context on the current device."""
+    """Wait for a recorded event. For any thread: see `on_stream`."""
     with torch.cuda.device(event.device):
         event.synchronize()
 
 
 @contextlib.contextmanager
 def use_cuda(device: torch.device) -> Iterator[Any]:
-    """`cuda.bindings.runtime`, with `device` current; errors of torch, too, are raised as TransportError. It is another
-    CUDA runtime than torch's, where cuda.bindings contains one; both use the context that is current in the thread."""
+    """`cuda.bindings.runtime`, with `device` current; raises errors of torch, too, as TransportError. It may be another
+    CUDA runtime than torch's; both use the thread's current context."""
     try:
         from cuda.bindings import runtime  # CUDA builds of torch require it, CPU builds do not
 
@@ -239,7 +224,7 @@ def use_cuda(device: torch.device) -> Iterator[Any]:
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """The value of what a call of cuda.bindings returned, if it has one; raises TransportError if the call failed."""
+    """The value that a call of cuda.bindings returned, if any. Raises TransportError: the call failed."""
     code, *values = result
     if code:
         from cuda.bindings import runtime
@@ -250,6 +235,6 @@ def check(result: tuple[Any, ...]) -> Any:
 
 
 def _view(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """No copy: the probe would fail."""
+    """`nbytes` of device memory as a tensor, without a copy."""
     interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}
     return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)

@@ -1,10 +1,10 @@
 """Frames on a unix stream from an API server to a rank, both ends. A frame is a header, a head, and maybe bytes after
 it. Torch-free.
 
-A stream keeps its order, so it cannot lose a frame without ending. It is never made again, and what is queued is never
-withdrawn: what the socket does not take at once waits in the sender. A process that is killed is an end of file.
+A stream keeps its order, so it cannot lose a frame without ending. It is never reconnected, and queued frames are never
+withdrawn: the sender queues what the socket does not take at once. The death of either process is an end of file.
 
-This file knows nothing of what a head says, or of what a descriptor stands for.
+This file knows neither the content of a head nor the meaning of a descriptor.
 """
 
 from __future__ import annotations
@@ -28,14 +28,10 @@ from mini_engine.transport.codec import TransportError
 
 HEADER = struct.Struct("<IBQ")  # bytes of the head, descriptors that come with the frame (0 or 1), bytes after the head
 MAX_HEAD = 1 << 20
-TURN_BYTES = 1 << 20  # written to, or read from, one stream before others have their turn
+TURN_BYTES = 1 << 20  # written to, or read from, one stream before the loop serves others
 
-_TRANSIENT = (
-    FileNotFoundError,
-    ConnectionRefusedError,
-    BlockingIOError,
-    TimeoutError,
-)  # the rank may bind a moment later
+# The rank may bind a moment later.
+_TRANSIENT = (FileNotFoundError, ConnectionRefusedError, BlockingIOError, TimeoutError)
 
 
 def pack_frame(head: bytes, num_bytes: int = 0, descriptors: int = 0) -> bytes:
@@ -61,13 +57,13 @@ class FrameSender:
         self._on_end: Callable[[str], None] | None = None
 
     def watch_end(self, on_end: Callable[[str], None]) -> None:
-        """From now on the running event loop writes what is queued, and `on_end` is called once if the stream ends,
-        with the reason: the rank writes nothing after its answers to probes."""
+        """From now on the running event loop writes what is queued, and calls `on_end` once if the stream ends, with
+        the reason: a rank sends nothing but answers to probes."""
         self._loop, self._on_end = asyncio.get_running_loop(), on_end
-        self._loop.add_reader(self._socket, self._read_end)
+        self._loop.add_reader(self._socket, self._read)
 
     def enqueue_frame(self, head: bytes, payload: memoryview | None = None, descriptor: int | None = None) -> None:
-        """Write a frame, or have it written as the rank reads. `payload` (bytes) is kept until then; `descriptor` goes
+        """Write a frame, or queue it until the rank reads. `payload` (bytes) is kept until then; `descriptor` is sent
         at once, so that nothing may be queued. A frame for a stream that has ended is dropped, and the end reported.
 
         Raises:
@@ -85,7 +81,7 @@ class FrameSender:
             self._write_queued()
 
     def receive_answer(self, deadline: float) -> bytes:
-        """The head of the next frame that the rank sends; meanwhile what is queued is written. Blocks.
+        """The head of the next frame from the rank; meanwhile writes what is queued. Blocks.
 
         Raises:
             TransportError: the stream has ended, or the deadline has passed.
@@ -117,20 +113,16 @@ class FrameSender:
             if not count:
                 break
             written += count
-            self._drop_written(count)
+            while count:
+                first = self._queue.popleft()
+                if count < len(first):
+                    self._queue.appendleft(first[count:])
+                count -= min(count, len(first))
         if self._loop is not None and self._socket.fileno() != -1:
             if self._queue:
                 self._loop.add_writer(self._socket, self._write_queued)
             else:
                 self._loop.remove_writer(self._socket)
-
-    def _drop_written(self, count: int) -> None:
-        while count:
-            first = self._queue.popleft()
-            if count < len(first):
-                self._queue.appendleft(first[count:])
-                return
-            count -= len(first)
 
     def _write_now(self, parts: Sequence[memoryview], descriptors: Sequence[int] = ()) -> int:
         """Bytes that the socket takes at once."""
@@ -140,7 +132,7 @@ class FrameSender:
         except BlockingIOError:
             return 0
         except OSError as error:
-            self._end(f"it broke: {error.strerror}")
+            self._end(error.strerror)
             return 0
 
     def _read(self) -> bytes:
@@ -149,22 +141,19 @@ class FrameSender:
         except BlockingIOError:
             return b""
         except OSError as error:
-            self._end(f"it broke: {error.strerror}")
+            self._end(error.strerror)
             return b""
         if not data:
-            self._end("the rank has closed it")
+            self._end("closed by the rank")
         return data
 
-    def _read_end(self) -> None:
-        self._read()
-
-    def _end(self, why: str) -> None:
+    def _end(self, why: str | None) -> None:
         loop, on_end = self._loop, self._on_end
         self.close_stream()
         if loop is None:
-            raise TransportError(f"the stream has ended, {why}")
+            raise TransportError(f"tensor stream ended: {why}")
         if on_end is not None:
-            loop.call_soon(on_end, why)  # not in between the frames of a request
+            loop.call_soon(on_end, str(why))  # not in between the frames of a request
 
 
 def _connect(path: str, deadline: float) -> socket.socket:
@@ -191,16 +180,16 @@ def _connect(path: str, deadline: float) -> socket.socket:
 
 @dataclasses.dataclass(slots=True)
 class Frame:
-    """A frame that came whole. Its receiver owns the descriptor, if there is one."""
+    """A complete frame. Its receiver owns the descriptor, if there is one."""
 
     head: bytes
-    payload: np.ndarray | None  # uint8: the bytes after the head, in memory of its own
+    payload: np.ndarray  # uint8: the bytes after the head, in memory of its own
     descriptor: int | None
-    lost_descriptor: bool  # it came without its descriptor: this process has too many open files
+    lost_descriptor: bool  # it came without its descriptor: this process is out of file descriptors
 
 
 class FrameReceiver:
-    """A rank's end of a stream. Bytes after the head are read straight into the memory that stays theirs."""
+    """A rank's end of a stream. It reads the bytes after a head straight into memory of the frame's own."""
 
     def __init__(self, stream: socket.socket):
         self._socket = stream
@@ -210,10 +199,10 @@ class FrameReceiver:
         self._filled = 0
 
     def read_frames(self) -> Iterator[Frame]:
-        """Read for one turn without blocking, and yield the frames that it completed.
+        """Read up to `TURN_BYTES` without blocking, and yield the frames that are complete.
 
         Raises:
-            TransportError: the stream has ended, or is no stream of frames. It is of no more use.
+            TransportError: the stream has ended, or is no stream of frames: close it.
         """
         turn = TURN_BYTES
         while turn > 0 and (count := self._fill()):
@@ -224,18 +213,18 @@ class FrameReceiver:
                 self._part, self._filled = next(self._parts), 0
 
     def send_answer(self, head: bytes) -> None:
-        """Answer a probe, if the peer is still there."""
+        """Answer a probe, unless the peer has closed the stream."""
         with contextlib.suppress(OSError):
             self._socket.send(pack_frame(head), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def close_stream(self) -> None:
-        """Close it, and the descriptors of frames that never became whole."""
+        """Close it, and the descriptors of incomplete frames."""
         while self._descriptors:
             os.close(self._descriptors.popleft())
         self._socket.close()
 
     def _parse(self) -> Iterator[np.ndarray | Frame]:
-        """Yields a buffer (uint8) wherever bytes are needed, goes on when it is full, and yields whole frames."""
+        """Yields each buffer (uint8) to be filled, header, head and payload, and then the frame."""
         while True:
             header = np.empty(HEADER.size, np.uint8)
             yield header
@@ -244,19 +233,15 @@ class FrameReceiver:
                 raise TransportError(f"not a frame: a head of {length} bytes with {descriptors} descriptors")
             head = np.empty(length, np.uint8)
             yield head
-            payload = None
+            payload = np.empty(after, np.uint8)
             if after:
-                try:
-                    payload = np.empty(after, np.uint8)
-                except (MemoryError, ValueError) as error:
-                    raise TransportError(f"no memory for {after} bytes") from error
                 yield payload
-            # A descriptor travels with the frame's first byte: one that is not here now will not come any more.
+            # A descriptor comes with the frame's first byte: one that is missing now was lost.
             descriptor = self._descriptors.popleft() if descriptors and self._descriptors else None
             yield Frame(head.tobytes(), payload, descriptor, bool(descriptors) and descriptor is None)
 
     def _fill(self) -> int:
-        """Bytes read into the part that is being read."""
+        """Read into the current part; returns how many bytes."""
         assert isinstance(self._part, np.ndarray)
         room = socket.CMSG_SPACE(array.array("i").itemsize)
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
@@ -265,11 +250,11 @@ class FrameReceiver:
         except BlockingIOError:
             return 0
         except OSError as error:
-            raise TransportError(f"the stream broke: {error.strerror}") from error
+            raise TransportError(str(error.strerror)) from error
         for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._descriptors.extend(array.array("i", content))
         if not count:
-            raise TransportError("the peer has closed the stream")
+            raise TransportError("closed by the API server")
         self._filled += count
         return count

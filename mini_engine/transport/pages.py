@@ -1,13 +1,13 @@
-"""`PageAllocator`: which pages of a shared memory belong to whom. By numbers alone: it maps nothing. Torch-free.
+"""`PageAllocator`: which pages of a shared memory are taken. It knows page numbers and maps nothing. Torch-free.
 
 Shared memory is divided into pages of 64 KB, like the KV cache into blocks. An allocation is a list of extents, so that
-nothing has to be contiguous: as many free pages as are needed are always enough. The tensor queue's arenas
-(`tensor_ipc.py`) and the media store (`core/media_store.py`) use it.
+nothing has to be contiguous. The arenas (`arena.py`) and the media store (`core/media_store.py`) use it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ PAGE_BYTES = 64 << 10
 MARK_PAGES = (64 << 20) // PAGE_BYTES  # that the mark rises by
 
 Extent = tuple[int, int]
-"""First page, and how many follow one another from there."""
+"""First page, and number of pages."""
 
 
 def pages_for(nbytes: int) -> int:
@@ -24,15 +24,14 @@ def pages_for(nbytes: int) -> int:
 
 
 class PageAllocator:
-    """Allocates pages 0 .. `capacity` of a sparse memory, of which those below `mark` have been used.
+    """Allocates pages 0 .. `mark` of a sparse memory of `capacity` pages.
 
-    A page has memory once it was written. The mark rises in steps of 64 MB, and only while enough memory is free for
-    all that may still be written below it: a memfd has no limit of its own, and writing to one on a full machine ends
-    in the kernel's OOM killer.
+    A page has memory once it was written. The mark rises in steps of 64 MB, and only while the machine has memory for
+    all pages below it: a memfd has no limit of its own, and writing to one on a full machine starts the OOM killer.
 
     Args:
         nbytes: of the memory; rounded down to whole pages.
-        available: bytes of memory that may be taken beyond what is written, asked for when the mark is to rise.
+        available: bytes of memory that pages without memory may take; called before the mark rises.
     """
 
     def __init__(self, nbytes: int, available: Callable[[], int]):
@@ -56,7 +55,7 @@ class PageAllocator:
         """Pages for `nbytes`: the best-fitting free run if there is one, else as few runs as possible.
 
         Pages that have memory go first; then the mark rises. None: too few are free, and the mark cannot rise. The
-        memory is not touched: who writes it says `written`.
+        writer calls `written`.
         """
         count = pages_for(nbytes)
         with_memory = self._free[: self.mark] & self._written[: self.mark]
@@ -68,21 +67,19 @@ class PageAllocator:
             return None
         return self._take(self._free[: self.mark], count)
 
-    def written(self, extents: Iterable[Extent]) -> None:
+    def written(self, extents: Sequence[Extent]) -> None:
         """These pages have memory now."""
-        for first, count in extents:
-            self._written[first : first + count] = True
+        self._written[_pages_of(extents)] = True
 
-    def free(self, extents: Iterable[Extent]) -> None:
+    def free(self, extents: Sequence[Extent]) -> None:
         """No process reads or writes these pages any more."""
-        expected = self.num_free
-        for first, count in extents:
-            self._free[first : first + count] = True
-            expected += count
+        pages = _pages_of(extents)
+        expected = self.num_free + len(pages)
+        self._free[pages] = True
         assert self.num_free == expected, "pages were freed that were free already"
 
     def _raise_mark(self, missing: int) -> None:
-        """Raise it by as many steps as it takes for so many pages, or by as many as there are, and have memory."""
+        """Raise it for so many pages, by as many steps as capacity and available memory allow."""
         wanted = min(-(-missing // MARK_PAGES) * MARK_PAGES, self.capacity - self.mark)
         if wanted:
             unwritten = self.mark - int(np.count_nonzero(self._written[: self.mark]))
@@ -94,17 +91,23 @@ class PageAllocator:
         bounded = np.concatenate(([False], free, [False]))
         edges = np.flatnonzero(bounded[1:] != bounded[:-1])
         starts, lengths = edges[::2], edges[1::2] - edges[::2]
-        extents: list[Extent] = []
         fitting = np.flatnonzero(lengths >= count)
+        largest = fitting[:0]
         if not len(fitting):  # the largest runs, and the one that fits what remains best
-            largest = np.argsort(-lengths, kind="stable")
-            enough = int(np.searchsorted(np.cumsum(lengths[largest]), count))
-            extents = [(int(starts[run]), int(lengths[run])) for run in largest[:enough]]
-            count -= sum(length for _, length in extents)
-            rest = largest[enough:]
+            by_length = np.argsort(-lengths, kind="stable")
+            enough = int(np.searchsorted(np.cumsum(lengths[by_length]), count))
+            largest, rest = by_length[:enough], by_length[enough:]
+            count -= int(lengths[largest].sum())
             fitting = rest[lengths[rest] >= count]
         best = fitting[np.argmin(lengths[fitting])]
-        extents.append((int(starts[best]), count))
-        for first, length in extents:
-            self._free[first : first + length] = False
+        extents = [*zip(starts[largest].tolist(), lengths[largest].tolist(), strict=True), (int(starts[best]), count)]
+        self._free[_pages_of(extents)] = False
         return extents
+
+
+def _pages_of(extents: Sequence[Extent]) -> np.ndarray:
+    """The number of each page in `extents`. One array operation for thousands of extents: an eviction frees as many."""
+    flat = np.fromiter(itertools.chain.from_iterable(extents), np.intp, 2 * len(extents))
+    first, count = flat[::2], flat[1::2]
+    before = np.cumsum(count) - count
+    return np.repeat(first - before, count) + np.arange(count.sum())

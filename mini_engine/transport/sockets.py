@@ -1,7 +1,7 @@
 """The ZMQ sockets between processes, with the same settings everywhere. Torch-free.
 
-Every endpoint is a unix socket in the runtime directory. A ROUTER names its peers by `sender:incarnation`, so that the
-successor of a dead process never inherits what was meant for it.
+Every endpoint is a unix socket in the runtime directory. A ROUTER names its peers by `sender:incarnation`: the
+successor of a dead process never gets messages for it.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import TypeVar
 
 import zmq
 
-# A peer that has left this many messages unread is treated as dead: its queue must not grow without bound.
+# Bounds the queue of a peer that does not read; further messages to it are dropped, see `core/links.py`.
 HIGH_WATER_MARK = 100_000
 
 SocketT = TypeVar("SocketT", bound=zmq.Socket)
 
 
 class BoundPath:
-    """The file of a unix socket that this process has bound. Neither the kernel nor ZMQ removes it at close."""
+    """The file of a unix socket that this process has bound. Neither the kernel nor ZMQ removes it on close."""
 
     def __init__(self, path: str):
         self._path = path
         self._inode = os.stat(path).st_ino
 
     def unlink(self) -> None:
-        """Remove the file, unless the path is another's by now."""
+        """Remove the file, unless another socket has been bound to the path."""
         with contextlib.suppress(FileNotFoundError):
             if os.stat(self._path).st_ino == self._inode:
                 os.unlink(self._path)
@@ -38,7 +38,7 @@ def identity(sender: str, incarnation: int) -> bytes:
 
 
 def bind_router(context: zmq.Context[SocketT], endpoint: str) -> SocketT:
-    """A ROUTER bound to `endpoint`. Sending to a peer that is not there raises `zmq.ZMQError` (EHOSTUNREACH)."""
+    """A ROUTER bound to `endpoint`. Sending to a peer without a connection raises `zmq.ZMQError` (EHOSTUNREACH)."""
     socket = _configured(context, zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.bind(endpoint)
@@ -48,8 +48,7 @@ def bind_router(context: zmq.Context[SocketT], endpoint: str) -> SocketT:
 def connect_dealer(context: zmq.Context[SocketT], endpoint: str, name: bytes, only_connected: bool = False) -> SocketT:
     """A DEALER connected to the ROUTER at `endpoint`, known there as `name`.
 
-    With `only_connected` nothing is queued for a peer that is not there (yet, or any more): a non-blocking send raises
-    `zmq.Again`.
+    With `only_connected` nothing is queued without a connection: a non-blocking send raises `zmq.Again`.
     """
     socket = _configured(context, zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, name)

@@ -5,10 +5,10 @@
 A frame brings one tensor: its head is a `TensorMessage`, and the placement says where the bytes are.
 
     torch_shm    in extents of the API server's arena (`arena.py`); its descriptor came with the first such frame
-    direct_rpc   they follow the head
+    direct_rpc   after the head
     CUDA slots   in a staging slot in device memory (`cuda_memory.py`), for CUDA tensors; beside either of the others
 
-This file knows nothing of requests, of what waits for a message, or of when a rank has read it.
+This file knows neither requests nor when a rank has read a tensor.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import msgspec
 import torch
 
 from mini_engine.messages import (
     DeviceSlots,
-    Envelope,
     MessageId,
     ProbeResult,
     RankAddress,
@@ -45,7 +43,7 @@ from mini_engine.transport.sockets import BoundPath
 log = logging.getLogger(__name__)
 
 PROBE_BYTES = 100_003  # more than a page
-ACCEPT_PAUSE_SECONDS = 0.1  # out of descriptors, a connection that waits keeps the listener readable
+ACCEPT_PAUSE_SECONDS = 0.1  # out of descriptors, a pending connection keeps the listener readable
 
 
 # --- sender ----------------------------------------------------------------------------------------------------------
@@ -65,8 +63,8 @@ class _Message:
 
 
 class Outgoing:
-    """Room for the tensors of one request, which are taken once, in the order in which it was reserved: an
-    `OOBTensorConsumer`. For any thread; it is sent or discarded when no thread uses it any more."""
+    """Room for the tensors of one request: an `OOBTensorConsumer` that takes each once, in the order of the
+    reservation. For any thread; send or discard it when no thread uses it any more."""
 
     def __init__(self, sender: TensorIpcSender, incarnation: int, messages: list[_Message]):
         self.messages = messages
@@ -75,15 +73,15 @@ class Outgoing:
         self._next = iter(messages)
 
     def __call__(self, tensor: object) -> TensorHandle:
-        """Copy `tensor` (C-contiguous) to where the ranks find it; with direct_rpc it is only referred to, and must not
-        change until it is written.
+        """Copy `tensor` (C-contiguous) to its room. With direct_rpc nothing is copied: the tensor must not change until
+        its frame is written.
 
         Raises:
             TypeError: not a tensor.
-            TransportError: it is not what was reserved for, or the copy failed.
+            TransportError: it has another size than was reserved, or the copy failed.
         """
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{type(tensor).__name__} cannot travel inside a message, nor as a tensor beside it")
+            raise TypeError(f"{type(tensor).__name__} cannot be sent, neither in a message nor as a tensor")
         message = next(self._next, None)
         if message is None or tensor.nbytes != message.nbytes:
             raise TransportError(f"no room was reserved for a tensor of {tensor.nbytes} bytes")
@@ -113,8 +111,8 @@ class TensorIpcSender:
         self._held: dict[int, _Message] = {}
 
     def probe(self, placement: TransportName, timeout: float, slots: StagingSlots | None = None) -> None:
-        """Connect to every rank and prove `placement` by a checksum, and the `slots` if they are given, which are this
-        sender's from now on. Blocks; for the start only. After an error nothing is connected, and another can be tried.
+        """Connect to every rank and prove `placement` by a checksum, and the `slots` if they are given, which this
+        sender owns from now on. Blocks; for the start only. After an error nothing is connected.
 
         Raises:
             TransportError: with the reason, and which rank.
@@ -144,9 +142,9 @@ class TensorIpcSender:
             self.give_back([message])
 
     def watch_end(self, on_end: Callable[[str], None]) -> None:
-        """The event loop runs now. `on_end` is called, with a reason for the log, when the stream to a rank ends."""
+        """The event loop runs now. It calls `on_end`, with a text for the log, when the stream to a rank ends."""
         for address, stream in zip(self._addresses, self._streams, strict=True):
-            prefix = f"the tensor stream to rank {address.rank} has ended: "
+            prefix = f"tensor stream to rank {address.rank} ended: "
             stream.watch_end(lambda why, prefix=prefix: on_end(prefix + why))  # type: ignore[misc]
 
     async def reserve(self, tensors: Sequence[torch.Tensor]) -> Outgoing:
@@ -156,7 +154,7 @@ class TensorIpcSender:
         return self._hold([_Message(next(self._numbers), nbytes, extents) for nbytes, extents in taken])
 
     def reserve_slots(self, tensors: Sequence[torch.Tensor]) -> Outgoing | None:
-        """Slots for the CUDA tensors of a request; None: there are none, too few are idle, or a tensor is too large."""
+        """Slots for the CUDA tensors of a request; None: no slots, too few idle ones, or a tensor is too large."""
         sizes = [tensor.nbytes for tensor in tensors]
         slots = None if self._slots is None else self._slots.take(sizes)
         if slots is None:
@@ -165,7 +163,7 @@ class TensorIpcSender:
         return self._hold([_Message(next(self._numbers), nbytes, slot=slot) for nbytes, slot in taken])
 
     def place(self, message: _Message, tensor: torch.Tensor) -> TensorMessage:
-        """Copy `tensor` to where `message` has room; returns the head of its frame. See `Outgoing.__call__`."""
+        """Copy `tensor` to the room of `message`; returns the head of its frame. See `Outgoing.__call__`."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         tensor_bytes(tensor.shape, dtype)
         place = self._slots.staging.device_type if self._slots is not None and message.slot else "cpu"
@@ -183,7 +181,7 @@ class TensorIpcSender:
         return message.head
 
     def send_tensors(self, outgoing: Outgoing) -> int:
-        """Queue the frames of all tensors to every rank, without waiting, for good. Returns how many frames."""
+        """Queue the frames of all tensors to every rank. Does not wait, cannot be undone. Returns how many frames."""
         for message in outgoing.messages:
             assert message.head is not None, "room was reserved for more tensors than came"
             self._arena.written(message.head.extents)
@@ -194,11 +192,11 @@ class TensorIpcSender:
         return len(outgoing.messages) * len(self._streams)
 
     def consumed(self, messages: Iterable[MessageId]) -> None:
-        """No rank will read these again: their memory and their credit are back."""
+        """No rank will read these again: free their memory."""
         self.give_back(self._held[message.number] for message in messages if message.number in self._held)
 
     def give_back(self, messages: Iterable[_Message]) -> None:
-        """Nothing reads or writes the memory of these: it is free. Without effect for what `close_streams` has lost."""
+        """Free the memory of these, which nothing reads or writes. Without effect for what `close_streams` has lost."""
         for message in messages:
             if message.number and self._held.pop(message.number, None) is None:
                 continue
@@ -218,7 +216,7 @@ class TensorIpcSender:
         return len(self._held)
 
     def close_streams(self) -> None:
-        """Close all streams. Pages that were sent are lost to the arena: a rank that lives on may still read them."""
+        """Close all streams. Pages that were sent are lost to the arena: a rank may still read them."""
         self._disconnect()
         for message in [message for message in self._held.values() if message.sent]:
             del self._held[message.number]
@@ -243,9 +241,9 @@ class TensorIpcSender:
 
     @staticmethod
     def _check_answer(head: bytes, content: torch.Tensor) -> None:
-        answer = _decode(head).body
+        answer = decode(head).body
         if not isinstance(answer, ProbeResult) or answer.error or answer.checksum != checksum(content):
-            raise TransportError(getattr(answer, "error", None) or "the probe arrived with other bytes than were sent")
+            raise TransportError(getattr(answer, "error", None) or "wrong checksum of the probe")
 
     def _disconnect(self) -> None:
         for stream in self._streams:
@@ -258,8 +256,8 @@ class TensorIpcSender:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Received:
-    """A tensor message that came whole. Its bytes lie in extents of the sender's `arena`, or in `content` (uint8, one
-    dimension): memory of this process, which a device may still be filling, see `copied`."""
+    """A tensor message. Its bytes lie in extents of the sender's `arena`, or in `content` (uint8, one dimension), which
+    is memory of this process; a device may still be filling it, see `copied`."""
 
     message: MessageId
     shape: tuple[int, ...]
@@ -270,7 +268,7 @@ class Received:
     copied: CudaCopy | None = None
 
     def rows(self, first: int, stop: int) -> torch.Tensor:
-        """Rows `first .. stop` of the tensor. Only to be read: a write may end the process. A view, unless they lie in
+        """Rows `first .. stop` of the tensor, read-only: a write may end the process. A view, unless they lie in
         several extents. On a device it is for the current stream."""
         if self.arena is not None:
             return self.arena.rows(self.extents, self.shape, self.dtype, first, stop)
@@ -284,14 +282,14 @@ class Received:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failed:
-    """A tensor message that came and cannot be used."""
+    """A tensor message that cannot be read."""
 
     message: MessageId
     why: str
 
 
 class _Connection:
-    """One sender's stream, its arena and its slots in this rank. What was received outlives it."""
+    """One sender's stream, its arena and its slots in this rank. Received tensors outlive it."""
 
     def __init__(self, me: Encoder, stream: socket.socket, pin: Pin | None, map_slots: MapSlots | None):
         self._me = me
@@ -300,16 +298,14 @@ class _Connection:
         self._map_slots = map_slots
         self._arena: ReadableMemory | None = None
         self._slots: CudaMapped | None = None
-        self._refusal = "the arena's descriptor has not come"
-        self._slots_refusal = "no staging slots were exported"
+        self._exported: DeviceSlots | None = None
 
     def receive(self) -> Iterator[Received | Failed]:
-        """See `TensorIpcReceiver.receive`. Raises TransportError when the stream is of no more use."""
+        """See `TensorIpcReceiver.receive`. Raises TransportError: see `FrameReceiver.read_frames`."""
         for frame in self._stream.read_frames():
-            self._map_arena(frame)
-            envelope = _decode(frame.head)
+            envelope = decode(frame.head)
             if isinstance(envelope.body, DeviceSlots):
-                self._map(envelope.body)
+                self._exported = envelope.body
             elif isinstance(envelope.body, TensorMessage):
                 arrival = self._take(envelope.incarnation, envelope.body, frame)
                 if envelope.body.number:
@@ -318,59 +314,43 @@ class _Connection:
                     self._stream.send_answer(self._me.encode(self._probe_result(envelope.body, arrival)))
 
     def close(self) -> None:
-        """Close the stream; mappings end when nothing views them."""
+        """Close the stream; a mapping ends with the last view of it."""
         self._stream.close_stream()
         self._arena = None
         if self._slots is not None:
             self._slots.close()
 
-    def _map_arena(self, frame: Frame) -> None:
-        if frame.lost_descriptor:
-            self._refusal = "the arena's descriptor was lost: too many open files"
-        if frame.descriptor is None:
-            return
+    def _map_arena(self, descriptor: int) -> None:
         try:
-            self._arena = ReadableMemory(frame.descriptor, self._pin)
+            self._arena = ReadableMemory(descriptor, self._pin)
         except OSError as error:
-            self._refusal = f"the arena cannot be mapped: {error}"
+            raise TransportError(f"cannot map the arena: {error}") from error
         finally:
-            os.close(frame.descriptor)
-
-    def _map(self, slots: DeviceSlots) -> None:
-        try:
-            if self._map_slots is None:
-                raise TransportError("this rank has no CUDA device")
-            self._slots = self._map_slots(slots)
-        except TransportError as error:
-            self._slots_refusal = str(error)
+            os.close(descriptor)
 
     def _take(self, incarnation: int, head: TensorMessage, frame: Frame) -> Received | Failed:
         message = MessageId(incarnation, head.number)
         try:
-            nbytes = tensor_bytes(head.shape, head.dtype)
+            if frame.lost_descriptor:
+                raise TransportError("descriptor of the arena lost: out of file descriptors")
+            if frame.descriptor is not None:
+                self._map_arena(frame.descriptor)
             if head.slot:
-                if self._slots is None:
-                    raise TransportError(self._slots_refusal)
-                copied = self._slots.fetch(head.slot, nbytes)
+                if self._map_slots is None:
+                    raise TransportError("this rank has no CUDA device")
+                if self._slots is None:  # the first message is a probe
+                    assert self._exported is not None
+                    self._slots = self._map_slots(self._exported)
+                copied = self._slots.fetch(head.slot, tensor_bytes(head.shape, head.dtype))
                 return Received(message, head.shape, head.dtype, content=copied.memory, copied=copied)
             if head.extents:
-                return Received(message, head.shape, head.dtype, self._pages(head.extents, nbytes), head.extents)
-            content = torch.empty(0, dtype=torch.uint8) if frame.payload is None else torch.from_numpy(frame.payload)
-            if content.numel() != nbytes:
-                raise TransportError(f"{content.numel()} bytes came for a tensor of {nbytes}")
-            return Received(message, head.shape, head.dtype, content=content)
+                assert self._arena is not None, "the probe failed"
+                end = max(first + count for first, count in head.extents)
+                self._arena.register(-(-end // MARK_PAGES) * MARK_PAGES * PAGE_BYTES)
+                return Received(message, head.shape, head.dtype, self._arena, head.extents)
+            return Received(message, head.shape, head.dtype, content=torch.from_numpy(frame.payload))
         except TransportError as error:
             return Failed(message, str(error))
-
-    def _pages(self, extents: Sequence[Extent], nbytes: int) -> ReadableMemory:
-        if self._arena is None:
-            raise TransportError(self._refusal)
-        end = max(first + count for first, count in extents)
-        within = min(first for first, _ in extents) >= 0 and end * PAGE_BYTES <= self._arena.nbytes
-        if not within or nbytes > sum(count for _, count in extents) * PAGE_BYTES:
-            raise TransportError(f"{nbytes} bytes do not lie in extents {list(extents)} of the arena")
-        self._arena.register(min(-(-end // MARK_PAGES) * MARK_PAGES * PAGE_BYTES, self._arena.nbytes))
-        return self._arena
 
     def _probe_result(self, head: TensorMessage, arrival: Received | Failed) -> ProbeResult:
         if isinstance(arrival, Failed):
@@ -380,7 +360,7 @@ class _Connection:
                 arrival.copied.synchronize()
             content = bytes_of(arrival.rows(0, head.shape[0])).cpu()
         except (RuntimeError, TransportError) as error:  # of the device
-            return ProbeResult(checksum=0, error=f"the probe cannot be read back: {error}")
+            return ProbeResult(checksum=0, error=f"cannot read the probe: {error}")
         return ProbeResult(checksum=checksum(content))
 
 
@@ -388,20 +368,13 @@ class TensorIpcReceiver:
     """A rank's end of the queue, for all API servers. Used from one thread at a time, which polls `descriptors()`."""
 
     def __init__(self, me: Encoder, address: RankAddress, pin: Pin | None = None, map_slots: MapSlots | None = None):
-        """Bind. Raises OSError when the path is taken or too long.
-
-        `pin`: see `ReadableMemory`, for the arenas, as far as they are used. `map_slots`: maps an API server's staging
-        slots; None: this rank has no CUDA device, and refuses them.
-        """
+        """`pin`: see `ReadableMemory`; for the used part of each arena. `map_slots`: maps an API server's staging
+        slots; None: this rank has no CUDA device, and refuses them."""
         self._me = me
         self._pin = pin
         self._map_slots = map_slots
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-        try:
-            self._listener.bind(address.tensor_ipc)
-        except OSError:
-            self._listener.close()
-            raise
+        self._listener.bind(address.tensor_ipc)
         self._path = BoundPath(address.tensor_ipc)
         self._listener.listen(64)
         self._connections: dict[int, _Connection] = {}
@@ -413,7 +386,7 @@ class TensorIpcReceiver:
     def receive(self, fd: int) -> Iterator[Received | Failed]:
         """Serve one readable descriptor without blocking. Exhaust the iterator before the next call.
 
-        A stream that cannot be understood, or has ended, is closed. What it brought stays valid.
+        Closes a stream that has ended. Tensors from it stay valid.
         """
         if fd == self._listener.fileno():
             self._accept()
@@ -421,11 +394,11 @@ class TensorIpcReceiver:
         try:
             yield from self._connections[fd].receive()
         except TransportError as error:
-            log.debug("A tensor stream is closed: %s", error)
+            log.debug("tensor stream ended: %s", error)
             self._connections.pop(fd).close()
 
     def close_streams(self) -> None:
-        """Close everything and unlink the socket, unless its path is another's by now. Views stay valid."""
+        """Close all streams and the socket, and unlink its path if it is still this socket's. Views stay valid."""
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
@@ -437,14 +410,7 @@ class TensorIpcReceiver:
         try:
             stream, _ = self._listener.accept()
         except OSError as error:
-            log.warning("Cannot accept a tensor stream: %s", error)
+            log.warning("cannot accept a tensor stream: %s", error)
             time.sleep(ACCEPT_PAUSE_SECONDS)
             return
         self._connections[stream.fileno()] = _Connection(self._me, stream, self._pin, self._map_slots)
-
-
-def _decode(head: bytes) -> Envelope:
-    try:
-        return decode(head)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise TransportError(f"not an envelope: {error}") from error

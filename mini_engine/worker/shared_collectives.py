@@ -51,7 +51,8 @@ class SharedMemoryCollectives:
         for link in self._links.values():
             link.settimeout(None)
             link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
-        mapping = memory.map_for_writing(fd, shared_bytes(len(links)))
+        mapping = memory.map_sparse(fd)
+        memory.populate_for_writing(mapping, 0, len(mapping))
         os.close(fd)
         self._memory = torch.frombuffer(mapping, dtype=torch.uint8).view(_SETS, len(links), SLOT_BYTES)
         self._sets: dict[torch.dtype, tuple[Tensor, ...]] = {}  # views of it

@@ -127,7 +127,9 @@ class MemoryOutgoing:
 
     def __call__(self, tensor: Any) -> TensorHandle:
         self.transport.fail("copy")
-        return TensorHandle(next(self._next), tuple(tensor.shape), "uint8")
+        message = next(self._next)
+        self.transport.held[message] = tensor
+        return TensorHandle(message, tuple(tensor.shape), "uint8")
 
     def discard(self) -> None:
         self.transport.consumed(self.ids)

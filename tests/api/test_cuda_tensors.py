@@ -86,7 +86,7 @@ def test_a_slot_that_cannot_be_filled_is_given_back(monkeypatch, caplog) -> None
     monkeypatch.setattr(sending.queue, "fail", fail)
     asyncio.run(sending.submit(request(OnDevice(3))))
     assert [tensor.tolist() for tensor in sending.carried] == [[[3] * 4]]
-    assert by_the_host() - before == 1 and "go by way of the host: CUDA: broken" in caplog.text
+    assert by_the_host() - before == 1 and "tensors copied to the host: CUDA: broken" in caplog.text
 
 
 def test_tensors_of_two_kinds_go_by_the_host() -> None:

@@ -125,7 +125,7 @@ def test_a_request_waits_for_credit_in_order_and_leaves_nothing_when_it_is_cance
     run(scenario)
 
 
-def test_a_request_larger_than_the_arena_is_the_clients_to_change(world: World) -> None:
+def test_a_request_larger_than_the_arena_is_a_400(world: World) -> None:
     async def scenario() -> None:
         with pytest.raises(MediaTooLarge, match=f"{ARENA_BYTES + 1} bytes .*--mm-ipc-memory-bytes") as caught:
             await world.submit("huge", *WHOLE, 1)
@@ -148,7 +148,7 @@ def test_without_memory_a_request_is_a_503(world: World) -> None:
     run(scenario)
 
 
-def test_an_engine_that_dies_ends_those_that_wait_for_room(world: World) -> None:
+def test_a_dead_engine_ends_requests_that_wait_for_memory(world: World) -> None:
     async def scenario() -> None:
         await world.submit("first", *WHOLE)
         waiting = world.submit("waits", *WHOLE)
@@ -196,7 +196,7 @@ asyncio.run(sender.submit(NewRequest("r7", [5], SamplingParams(8, 1), [item])))
 """
 
 
-def test_a_process_whose_tensors_left_without_their_request_ends() -> None:
+def test_an_error_between_tensors_and_request_ends_the_process() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=PATIENCE)
-    assert ended.returncode == 1 and "r7: its tensors were sent, and it cannot be; exiting" in ended.stderr
+    assert ended.returncode == 1 and "r7: tensors sent, request not sent; exiting" in ended.stderr
     assert "made to fail" in ended.stderr

@@ -245,7 +245,7 @@ def test_another_request_goes_on_with_a_video_whose_encoding_was_aborted():
     world.assert_at_rest()
 
 
-def test_a_half_encoded_video_that_nobody_wants_is_evicted():
+def test_a_half_encoded_video_without_requests_is_evicted():
     world = World(max_tokens=64, max_num_encoder_input_tokens=4)
     world.request("r1", media=[item(message(1), 3, 12, grids=6)], prompt=20)
     world.media_ready(message(1))

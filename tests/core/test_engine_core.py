@@ -1,4 +1,4 @@
-"""The engine core against simulated ranks that check every step they are given."""
+"""The engine core against simulated ranks, which check every step."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -85,12 +84,8 @@ class Written:
     listed: bool = True
 
     @property
-    def nbytes(self) -> int:
-        return ROWS[self.value[0]] * ROW
-
-    @property
     def num_pages(self) -> int:
-        return pages_for(self.nbytes)
+        return pages_for(ROWS[self.value[0]] * ROW)
 
 
 class StoreAgainstModel(RuleBasedStateMachine):
@@ -263,8 +258,8 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def accounts_agree(self):
         store, read = self.store, [one for one in self.written if one.readers]
         assert store.num_references == sum(len(one.readers) for one in read)
-        assert store.num_bytes_pinned == sum(one.nbytes for one in read)
-        assert store.num_bytes == sum(one.nbytes for one in self.written)
+        assert store.num_bytes_pinned == sum(one.num_pages for one in read) * PAGE_BYTES
+        assert store.num_bytes == sum(one.num_pages for one in self.written) * PAGE_BYTES
         assert store.num_reservations == len(self.writing)
         assert [entry.media.media_hash for entry in store.idle] == [one.value for one in self.lru]
 
@@ -288,9 +283,9 @@ class StoreAgainstModel(RuleBasedStateMachine):
             self.store.release(references)
             self.unrefer(owner, items)
         assert self.store.num_references == self.store.num_bytes_pinned == self.store.num_reservations == 0
-        assert self.store.pages.num_used == sum(pages_for(entry.nbytes) for entry in self.store.idle)
+        assert self.store.pages.num_used == sum(entry.nbytes for entry in self.store.idle) // PAGE_BYTES
         self.store.reset()
-        assert self.store.pages.num_used == self.store.num_bytes == self.store.idle.size == 0
+        assert self.store.pages.num_used == self.store.num_bytes == self.store.num_bytes_idle == 0
 
 
 StoreAgainstModel.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
@@ -306,7 +301,6 @@ class CopiesAgainstModel(RuleBasedStateMachine):
         self.at_ranks: set[bytes] = set()
         self.steps: list[list[bytes]] = []  # dispatched: what each keeps
         self.held: dict[Owner, set[bytes]] = {}
-        self.uses: list[bytes] = []  # of all that was used, the latest use last
 
     @rule(value=st.integers(0, 7).map(value_of))
     def arrive(self, value):
@@ -358,9 +352,9 @@ class CopiesAgainstModel(RuleBasedStateMachine):
         pinned = set().union(*self.held.values())
         assert copies.num_bytes <= copies.capacity
         assert copies.num_references == sum(map(len, self.held.values()))
-        assert copies.num_bytes_pinned == copies.num_bytes - copies.idle.size - sum(
-            ROWS[value[0]] % 20 + 1 for value in [*itertools.chain(*self.steps), *(k.media_hash for k in copies.keep)]
-        )
+        copied = {*itertools.chain(*self.steps), *(keep.media_hash for keep in copies.keep)}
+        assert copies.num_bytes_pinned == sum(ROWS[value[0]] % 20 + 1 for value in pinned | copied)
+        assert copies.num_bytes_idle == sum(entry.nbytes for entry in copies.idle)
         dropped = set(copies.drop)
         assert pinned <= self.at_ranks - dropped
         assert pinned | {entry.media.media_hash for entry in copies.idle} <= self.at_ranks - dropped
@@ -368,29 +362,6 @@ class CopiesAgainstModel(RuleBasedStateMachine):
 
 CopiesAgainstModel.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestCopiesAgainstModel = CopiesAgainstModel.TestCase
-
-
-def test_the_longest_unused_goes_whoever_wrote_or_used_it():
-    store = store_of(4)
-    for number in range(4):
-        put(store, number, 2, (API if number % 2 else OTHER, "r"))
-    assert idle(store) == [0, 1, 2, 3]
-    for incarnation, number in ((API, 0), (OTHER, 1)):
-        store.look_up((incarnation, "again"), [value_of(number)])
-        store.release(store.claim((incarnation, "again")))
-    assert idle(store) == [2, 3, 0, 1]
-    put(store, 4, 4)
-    assert idle(store) == [0, 1, 4] and store.num_evictions == 2
-
-
-def test_nothing_is_evicted_where_that_would_not_suffice():
-    store = store_of(4)
-    put(store, 0, 2)
-    put(store, 1, 2, readers=[(API, "runs")])
-    assert store.reserve((API, "r"), facts(value_of(2), 8)).outcome == "full"
-    assert idle(store) == [0] and store.num_evictions == 0
-    put(store, 2, 6)  # all but the one that is referred to
-    assert idle(store) == [2]
 
 
 def test_free_pages_anywhere_are_enough():
@@ -403,73 +374,7 @@ def test_free_pages_anywhere_are_enough():
     assert idle(store) == [8]
 
 
-def test_one_item_may_take_the_whole_store():
-    store = store_of(64)
-    for number in range(64):
-        put(store, number, 1)
-    assert put(store, 99, 128).extents == [(0, 64)]
-    assert idle(store) == [99] and store.pages.num_used == 64
-
-
-def test_a_store_smaller_than_a_request_takes_what_it_can():
-    store, request = store_of(3), (API, "r")
-    outcomes = []
-    for number in range(3):
-        reserved = store.reserve(request, facts(value_of(number), 4))
-        outcomes.append(reserved.outcome)
-        if reserved.outcome == "reserved":
-            store.written(reserved.number, [request])
-    assert outcomes == ["reserved", "full", "full"]  # what it has already placed is not evicted for the rest of it
-    store.release(store.claim(request))
-    assert idle(store) == [0]
-
-
-@pytest.mark.parametrize("ended", ["written", "abandoned", "gone"])
-def test_two_api_servers_race_for_one_item(ended):
-    store, item = store_of(8), facts(value_of(1), 4)
-    first, second = (API, "first"), (OTHER, "second")
-    number = store.reserve(first, item).number
-    assert store.reserve(second, item).outcome == "busy"
-    if ended == "written":
-        store.written(number, [first])
-        assert store.reserve(second, item).outcome == "present"
-        assert store.num_references == 2
-    else:
-        store.abandoned(number) if ended == "abandoned" else store.on_api_server_gone(API)
-        assert store.reserve(second, item).outcome == "reserved"
-        assert store.pages.num_used == 2
-
-
-def test_a_dead_api_server_takes_its_reservations_only():
-    store = store_of(8)
-    put(store, 1, 2, readers=[(API, "coming"), (OTHER, "coming")])
-    store.look_up((API, "runs"), [value_of(1)])
-    running = store.claim((API, "runs"))
-    store.reserve((API, "r"), facts(value_of(2), 4))
-    store.on_api_server_gone(API)
-    assert store.num_reservations == 0 and store.pages.num_used == 1 and store.num_references == 2
-    store.release(running)
-    store.release_request((OTHER, "coming"))
-    assert idle(store) == [1]
-
-
-def test_after_a_reset_what_was_being_written_is_for_its_waiters_only():
-    store, item = store_of(8), facts(value_of(1), 4)
-    number = store.reserve((API, "old"), item).number
-    store.reset()
-    assert store.pages.num_used == 2  # a thread may be writing
-    later = store.reserve((OTHER, "new"), item)
-    assert later.outcome == "reserved"
-    store.written(number, [(API, "old")])
-    assert store.look_up((OTHER, "asks"), [value_of(1)]) == []
-    store.written(later.number, [])
-    references = store.claim((API, "old"))
-    assert references[value_of(1)].extents != later.extents
-    store.release(references)
-    assert store.pages.num_used == 2 and idle(store) == [1]
-
-
-def test_short_memory_is_full_and_what_is_idle_makes_room():
+def test_short_memory_is_full_unless_idle_items_can_be_evicted():
     available = MARK_PAGES * PAGE_BYTES
     store = MediaStore(4 * available, ROW, lambda: available)
     put(store, 1, 2 * MARK_PAGES)
@@ -479,7 +384,7 @@ def test_short_memory_is_full_and_what_is_idle_makes_room():
     assert store.reserve((API, "r"), facts(value_of(3), 1)).outcome == "full"
 
 
-def test_where_ranks_register_the_memory_they_are_told_of_the_mark():
+def test_a_risen_mark_is_reported_where_ranks_register_the_memory():
     store = MediaStore(4 * MARK_PAGES * PAGE_BYTES, ROW, lambda: PLENTY, is_registered=True)
     assert store.mark is None
     put(store, 1, 1)

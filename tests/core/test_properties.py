@@ -121,7 +121,7 @@ def assert_invariants(world: World) -> None:
     assert len(world.core.steps.in_flight) <= world.core.max_in_flight
 
 
-def play(requests: list[Asked], settings: dict[str, object], timing: int) -> None:
+def play(requests: list[Asked], settings: dict[str, object], timing: int) -> World:
     chance = random.Random(timing)
     world = World(block_size=4, **settings)
     last_arrival = max(one.arrival for one in requests)
@@ -166,6 +166,7 @@ def play(requests: list[Asked], settings: dict[str, object], timing: int) -> Non
                 assert world.tokens[name] == expected
     assert set(world.consumed) == sent and len(world.consumed) == len(sent)
     world.assert_at_rest()
+    return world
 
 
 @settings(max_examples=250, deadline=None)

@@ -1,4 +1,4 @@
-"""What the core tells of a request's time: moments in order, with the first and the last tokens only."""
+"""Times of a request in its outputs: in order, with the first and the last tokens only."""
 
 from __future__ import annotations
 

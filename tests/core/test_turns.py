@@ -1,4 +1,4 @@
-"""Who waits for whom: short requests beside long ones, and priorities."""
+"""The order of requests: short ones beside long ones, priorities, and room in the encoder cache."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_long_prompt_leaves_room_for_short_ones():
     finish(world, "long", "short")
 
 
-def test_a_long_prompt_under_way_does_not_give_way_to_what_came_later():
+def test_a_running_prefill_is_not_preempted_by_later_requests():
     world = World(blocks=80, block_size=4, max_tokens=16, enable_prefix_caching=False)
     world.request("long", prompt=300, first_token=20)
     for number in range(60):
@@ -98,7 +98,7 @@ def test_a_request_that_waits_for_encoder_room_is_not_overtaken_by_later_media(s
     world.assert_at_rest()
 
 
-def test_videos_in_line_keep_no_room_from_one_that_goes_before_them():
+def test_queued_videos_keep_no_encoder_room_from_a_more_urgent_one():
     world = World(blocks=400, max_tokens=256, encoder_cache_tokens=16)
     world.request("heavy", prompt=600)
     world.turn()

@@ -6,11 +6,13 @@ import dataclasses
 
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.core.engine_core import EngineCore
-from mini_engine.core.limits import budgets, engine_limits
+from mini_engine.core.limits import engine_limits
 from mini_engine.core.media_store import MediaStore, RankCopies
+from mini_engine.core.scheduler import Budgets
 from mini_engine.messages import (
     Accepted,
     AskFigures,
+    CachedMedia,
     Consumed,
     EngineTimes,
     Envelope,
@@ -24,8 +26,11 @@ from mini_engine.messages import (
     MessageId,
     NewRequest,
     Outputs,
+    Reserve,
+    Reserved,
     SamplingParams,
     TensorHandle,
+    Written,
 )
 from mini_engine.model.config import ModelConfig
 from mini_engine.transport.pages import PAGE_BYTES
@@ -51,7 +56,7 @@ class World:
         self.links = SimulatedLinks(ranks, block_size, max_tokens, max_seqs, config.encoder_cache_tokens)
         self.links.identities[API[1]] = b"api 0:7"
         self.core = EngineCore(
-            config, model, engine_limits(config, model, blocks, "cpu"), budgets(config, "cpu"), media, self.links
+            config, model, engine_limits(config, model, blocks, "cpu"), Budgets.of(config, "cpu"), media, self.links
         )  # fmt: skip
         self.pool = self.core.blocks
         self.tokens: dict[str, list[int]] = {}
@@ -155,12 +160,12 @@ class World:
         assert self.core.media.num_references == 0 == self.core.media.num_bytes_pinned
         if isinstance(self.core.media, MediaStore):
             assert self.core.media.num_reservations == 0
-            assert self.core.media.idle.size == self.core.media.pages.num_used * PAGE_BYTES
+            assert self.core.media.num_bytes_idle == self.core.media.pages.num_used * PAGE_BYTES
         else:
-            assert self.core.media.idle.size == self.core.media.num_bytes
+            assert self.core.media.num_bytes_idle == self.core.media.num_bytes
             assert set(self.idle) == self.links.kept
         assert self.core.encoder.num_tokens == sum(self.links.encoded.values())
-        assert self.core.encoder.num_tokens == self.core.encoder.idle.size
+        assert self.core.encoder.num_tokens == self.core.encoder.num_idle_tokens
         assert len(self.core.arrivals) == 0
 
 
@@ -180,3 +185,55 @@ def message(number):
 def finish(world, *names):
     world.run()
     assert all(world.ends[name] == ["length"] for name in names), world.ends
+
+
+# --- cached media ----------------------------------------------------------------------------------------------------
+
+BYTES = 4 * MODEL.vision.patch_dim  # of one token
+OTHER = ("api 1", 9)
+
+
+def named(offset, media_hash, num_tokens=2):
+    """An item without a tensor."""
+    return item(None, offset, num_tokens, media_hash=media_hash)
+
+
+def brought(number, offset, media_hash, num_tokens=2, index=0):
+    return item(message(number), offset, num_tokens, index, media_hash)
+
+
+def copies_world(num_items, **more):
+    """Cache type `lru`, with room for so many items of two tokens."""
+    return World(media=RankCopies(num_items * 2 * BYTES), encoder_cache_tokens=4, enable_prefix_caching=False, **more)
+
+
+def store_world(pages=16, **more):
+    """Cache type `shm`: the ranks read the content of the pages, which is the hash of what was written there."""
+    media = MediaStore(pages * PAGE_BYTES, MODEL.vision.patch_dim, lambda: 1 << 50)
+    world = World(media=media, encoder_cache_tokens=4, enable_prefix_caching=False, **more)
+    world.links.identities[OTHER[1]] = b"api 1:9"
+    world.memory = {}
+    world.links.read = lambda handle: world.memory[handle.extents[0][0]]
+    return world
+
+
+def reserve(world, request_id, media_hash, num_tokens=2, sender=API) -> Reserved:
+    """What the core answers to a `Reserve`."""
+    facts = CachedMedia.of(named(0, media_hash, num_tokens))
+    world.receive(Reserve(request_id, facts), sender)
+    world.turn()
+    return next(body for body in reversed(world.told) if isinstance(body, Reserved))
+
+
+def write(world, reserved, *request_ids, sender=API):
+    for first, count in reserved.extents:
+        world.memory |= dict.fromkeys(range(first, first + count), reserved.media_hash)
+    world.receive(Written(reserved.number, list(request_ids)), sender)
+
+
+def stored(world, media_hash, *request_ids, sender=API):
+    """Write an item, which these requests refer to then."""
+    reserved = reserve(world, "writer", media_hash, sender=sender)
+    assert reserved.outcome == "reserved"
+    write(world, reserved, *request_ids, sender=sender)
+    world.turn()

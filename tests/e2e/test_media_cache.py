@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from openai import OpenAI
 
+from mini_engine.transport.pages import PAGE_BYTES, pages_for
 from tests.e2e.asked import Asked, ask_small, ask_two, ask_video
 from tests.e2e.barriers import Inside, eventually
 from tests.e2e.held import assert_nothing_held, samples
@@ -19,7 +20,7 @@ from tests.e2e.test_topologies import assert_at_rest
 
 CLIENTS = 48
 OTHER, CORE = "mini-engine: api 1", "mini-engine: core 0"
-SMALL_BYTES = 64 * 1176  # patches of a small video, and bytes of each
+SMALL_BYTES = pages_for(64 * 1176) * PAGE_BYTES  # of a small video's patches: 64, of 1176 bytes each
 AT_ONCE = 4  # of which one engine has never so many more than another that it is passed over
 
 

@@ -58,7 +58,7 @@ def test_memory_is_registered_once_and_as_far_as_it_is_used(held: Held) -> None:
     assert pinned == [PAGE_BYTES, 2 * PAGE_BYTES] and not unpinned
     del reader
     memory.os.close(fd)
-    assert held.is_baseline() and unpinned == pinned
+    assert held.is_baseline() and sorted(unpinned) == pinned
 
 
 def test_memory_that_could_shrink_is_refused() -> None:
@@ -124,7 +124,7 @@ def test_a_request_larger_than_the_arena_is_refused_at_once() -> None:
     async def scenario() -> None:
         arena = Arena(4 * PAGE_BYTES, unlimited)
         (taken,) = await arena.take([4 * PAGE_BYTES])
-        with pytest.raises(RequestTooLarge, match="5 pages of 64 KB are needed, and there are 4"):
+        with pytest.raises(RequestTooLarge, match="5 pages of 64 KB are needed; the arena has 4"):
             await arena.take([4 * PAGE_BYTES, 1])
         arena.give_back(taken)
 
@@ -173,6 +173,6 @@ def test_an_arena_has_memory_from_the_first_write_on(held: Held) -> None:
     extents = arena.take_now(8)
     assert arena.descriptor is None
     arena.write(extents, torch.ones(8, dtype=torch.uint8))
-    assert memory.size_of(arena.descriptor) == 4 * PAGE_BYTES
+    assert memory.os.fstat(arena.descriptor).st_size == 4 * PAGE_BYTES
     arena.close_memory()
     assert held.is_baseline()

@@ -38,7 +38,7 @@ def test_tensors_become_handles_in_order() -> None:
 
 
 def test_without_a_consumer_a_tensor_is_refused() -> None:
-    with pytest.raises(TypeError, match="consumer"):
+    with pytest.raises(TypeError, match="Tensor is unsupported"):
         Encoder("api 0", 3).encode(request(torch.zeros(1)))
 
 

@@ -84,7 +84,6 @@ def test_staging_memory_is_a_view() -> None:
     assert torch.cuda.mem_get_info(DEVICE)[0] <= before - (1 << 29)
     content = torch.arange(1 << 20, dtype=torch.int32, device=DEVICE).view(torch.uint8)
     staging.fill(2, memory[1 << 28 :][: content.nbytes], content)
-    staging.settle(2)
     assert torch.equal(memory[1 << 28 :][: content.nbytes], content)
     export = staging.export(1 << 28)
     assert [len(handle) for handle in (export.memory, *export.filled)] == [64, 64, 64]
@@ -115,7 +114,6 @@ step = Launched(StepResult(0), None, device)
 
 def work():
     staging.fill(1, memory[:8], torch.zeros(8, dtype=torch.uint8, device=device))
-    staging.settle(1)
     fetch_beside(stream, torch.zeros(8))
     wait_for_device(step)
     host = torch.zeros(1 << 20)

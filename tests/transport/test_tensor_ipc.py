@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import resource
 import socket
 from collections.abc import Callable, Coroutine
@@ -19,7 +18,7 @@ from mini_engine.transport.codec import TransportError
 from mini_engine.transport.cuda_memory import StagingSlots
 from mini_engine.transport.frames import pack_frame
 from mini_engine.transport.pages import PAGE_BYTES
-from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver, TensorIpcSender
+from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcSender
 from tests.transport.conftest import API, ME, MIB, PATIENCE, Held, Rank, address_of, eventually, unlimited
 
 PLACEMENTS = ["torch_shm", "direct_rpc"]
@@ -56,7 +55,7 @@ def test_tensors_arrive_at_every_rank_as_they_were_sent(placement: str, ranks: A
         sender = connect(placement, both)
         sender.watch_end(broken)
         tensors = [torch.randint(0, 2, (300, 7)).to(dtype) for dtype in DTYPES.values()]
-        tensors += [torch.zeros(0, 5), torch.rand(3, 100, 1000), torch.arange(10).view(2, 5).t()]
+        tensors += [torch.rand(3, 100, 1000), torch.arange(10).view(2, 5).t()]
         for tensor in tensors:
             (message,) = await send(sender, tensor)
             for rank in both:
@@ -116,7 +115,7 @@ def test_extents_that_are_scattered_give_equal_tensors(ranks: Any, connect: Any)
     run(scenario())
 
 
-def test_what_was_not_sent_comes_back(ranks: Any, connect: Any, arena: Arena) -> None:
+def test_discarded_messages_free_their_pages(ranks: Any, connect: Any, arena: Arena) -> None:
     async def scenario() -> None:
         sender = connect("torch_shm", ranks(1))
         outgoing = await sender.reserve([torch.zeros(100_000), torch.zeros(5)])
@@ -133,7 +132,7 @@ def test_what_was_not_sent_comes_back(ranks: Any, connect: Any, arena: Arena) ->
 
 
 @pytest.mark.parametrize("tensor", [torch.tensor(5), torch.zeros(2, dtype=torch.complex64)])
-def test_tensors_that_cannot_travel_are_refused(tensor: torch.Tensor, ranks: Any, connect: Any) -> None:
+def test_unknown_dtypes_and_scalars_are_refused(tensor: torch.Tensor, ranks: Any, connect: Any) -> None:
     async def scenario() -> None:
         sender = connect("torch_shm", ranks(1))
         outgoing = await sender.reserve([torch.zeros(tensor.numel(), dtype=tensor.dtype)])
@@ -160,7 +159,7 @@ def test_the_end_of_a_stream_is_reported_once_and_frames_after_it_are_dropped(
         assert await asyncio.to_thread(eventually, lambda: bool(ended))
         messages += await send(sender, torch.ones(3))
         assert [(await arrival(first)).message for _ in messages] == messages
-        assert len(ended) == 1 and ended[0].startswith("the tensor stream to rank 1 has ended: ")
+        assert len(ended) == 1 and ended[0].startswith("tensor stream to rank 1 ended: ")
         used = arena.num_used
         outgoing = await sender.reserve([torch.ones(3)])
         sender.close_streams()
@@ -232,51 +231,21 @@ def test_a_probe_that_arrives_with_other_bytes_fails(runtime: Path, arena: Arena
 
     rank = Wrong()
     sender = TensorIpcSender(ME, [address_of(runtime)], arena)
-    with pytest.raises(TransportError, match="other bytes than were sent"):
+    with pytest.raises(TransportError, match="wrong checksum of the probe"):
         sender.probe("torch_shm", PATIENCE)
     rank.thread.join()
 
 
-# --- bad peers -------------------------------------------------------------------------------------------------------
-
-
-BAD_HEADS = {
-    "bytes do not lie": TensorMessage(7, (1 << 20,), "uint8", extents=[(0, 1)]),
-    "descriptor has not come": TensorMessage(7, (3,), "uint8", extents=[(0, 1)]),
-    "3 bytes came for a tensor of 12": TensorMessage(7, (3,), "float32"),
-    "shape (-3,)": TensorMessage(7, (-3,), "uint8"),
-    "dtype text": TensorMessage(7, (3,), "text"),
-    "no staging slots were exported": TensorMessage(7, (3,), "uint8", slot=1),
-}
-
-
-@pytest.mark.parametrize("why", BAD_HEADS)
-def test_a_message_that_cannot_be_used_fails_alone(why: str, runtime: Path, ranks: Any, connect: Any) -> None:
-    (rank,) = ranks(1)
-    head = BAD_HEADS[why]
-    if head.extents and "lie" in why:
-        sender = connect("torch_shm", [rank])
-        sender._streams[0].enqueue_frame(ME.encode(head))
-    else:
-        with socket.socket(socket.AF_UNIX) as peer:
-            peer.connect(rank.address.tensor_ipc)
-            inline = b"" if head.extents or head.slot else b"abc"
-            peer.sendall(pack_frame(ME.encode(head), len(inline)) + inline)
-    failed = rank.next()
-    assert isinstance(failed, Failed) and failed.message == MessageId(API, 7) and why in failed.why
-    connect("torch_shm", [rank])  # the next one is served
-
-
-@pytest.mark.parametrize("noise", [b"\xff" * 100, pack_frame(b"no envelope"), pack_frame(b"")])
-def test_a_stream_that_cannot_be_understood_is_closed(noise: bytes, ranks: Any, connect: Any) -> None:
+def test_a_lost_descriptor_fails_messages_and_the_next_stream_is_served(ranks: Any, connect: Any) -> None:
     (rank,) = ranks(1)
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(rank.address.tensor_ipc)
-        peer.sendall(noise)
-        peer.settimeout(PATIENCE)
-        with contextlib.suppress(ConnectionResetError):  # it had bytes left to read
-            assert peer.recv(1) == b""
-    connect("direct_rpc", [rank])
+        head = ME.encode(TensorMessage(7, (3,), "uint8", extents=[(0, 1)]))
+        peer.sendall(pack_frame(head, descriptors=1))
+        failed = rank.next()
+    assert isinstance(failed, Failed) and failed.message == MessageId(API, 7)
+    assert failed.why == "descriptor of the arena lost: out of file descriptors"
+    connect("torch_shm", [rank])
 
 
 # --- what is held ----------------------------------------------------------------------------------------------------
@@ -323,12 +292,6 @@ def test_an_arena_is_mapped_as_long_as_something_of_it_is_viewed(runtime: Path, 
     assert held.is_baseline()
 
 
-def test_a_path_that_is_taken_is_an_error(runtime: Path, ranks: Any) -> None:
-    ranks(1)
-    with pytest.raises(OSError):
-        TensorIpcReceiver(ME, address_of(runtime))
-
-
 # --- staging slots, in host memory -----------------------------------------------------------------------------------
 
 
@@ -337,7 +300,6 @@ class HostStaging:
 
     device_type = "cpu"
     memory = torch.empty(0, dtype=torch.uint8)
-    filled: list[int] = []
 
     def allocate(self, slots: int, nbytes: int) -> torch.Tensor:
         HostStaging.memory = torch.zeros(slots * nbytes, dtype=torch.uint8)
@@ -351,10 +313,6 @@ class HostStaging:
 
     def fill(self, slot: int, memory: torch.Tensor, content: torch.Tensor) -> None:
         memory.copy_(content)
-        self.filled.append(slot)
-
-    def settle(self, slot: int) -> None:
-        assert self.filled[-1] == slot
 
 
 class HostMapped:

@@ -153,7 +153,7 @@ def of_core(core: Any) -> Figures:
         "awaiting media": len(core.awaiting_media) + len(core.awaiting_media._by_message),
         "messages in the directory": len(core.arrivals),
         "KV blocks": core.blocks.num_used,
-        "encoder tokens in use": core.encoder.num_tokens - core.encoder.idle.size,
+        "encoder tokens in use": core.encoder.num_tokens - core.encoder.num_idle_tokens,
         "media references": core.media.num_references,
         "media bytes in use": core.media.num_bytes_pinned,
         "requests that refer to media": len(core.media._held),
