@@ -136,7 +136,6 @@ class Engine:
             request = await self.media.place(generation.request)
             for again in (False, True):
                 await self._sender.submit(request)
-                self.media.hand_over(request.request_id)
                 accepted = generation.sent_to(self)
                 if not request.media or await accepted:
                     at_engine = request.request_id, self.number, len(request.media)
@@ -266,14 +265,12 @@ class Engine:
                 sample.generation.answer(accepted=True)
 
     def _on_turned_down(self, request_id: str, late: bool) -> None:
-        """The core knows nothing of the request any more, but what it refers to."""
-        self.media.turned_down(request_id)
+        """The core has forgotten the request, but not its references."""
         generation = self.requests[request_id].generation
         if late:  # its tensors are on their way still
             generation.fail(MediaNotSent())
         if late or generation.over:  # aborted meanwhile
             self._forget(generation)
-            self.media.release(request_id)
         generation.answer(accepted=False)
 
     def _on_output(self, output: RequestOutput) -> None:

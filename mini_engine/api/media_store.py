@@ -52,8 +52,8 @@ class _Write:
 
 
 class MediaStoreClient:
-    """Towards one engine. A request refers to what `look_up` found and `place` stored until the engine has it; a
-    request that ends before is released by `holding`.
+    """Towards one engine. `look_up` and `place` give a request references, which the engine claims with the request.
+    Both are called inside of `holding`, which releases them otherwise.
 
     Args:
         engine: its number.
@@ -80,38 +80,26 @@ class MediaStoreClient:
         self._max_object_bytes = max_object_bytes
         self._lookups: dict[str, asyncio.Future[Found]] = {}
         self._writes: dict[bytes, _Write] = {}
-        self._held: set[str] = set()  # requests with references that are not at the engine
+        self._looked_up: set[str] = set()  # requests that may have references
         self._queries = metrics.mm_cache_queries_total.labels(str(engine))
         self._hits = metrics.mm_cache_hits_total.labels(str(engine))
 
     @contextlib.contextmanager
     def holding(self, request_id: str) -> Iterator[None]:
-        """Releases the request's references at the end of the block, unless it is at the engine by then."""
+        """Releases, at the end of the block, those of the request's references that the engine has not claimed."""
         try:
             yield
         finally:
-            self.release(request_id)
-
-    def release(self, request_id: str) -> None:
-        """The request will not be sent (again)."""
-        if request_id in self._held:
-            self._held.discard(request_id)
-            with contextlib.suppress(EngineError):
-                self._send(Unreserve(request_id))
-
-    def hand_over(self, request_id: str) -> None:
-        """The request was sent: the engine owns its references."""
-        self._held.discard(request_id)
-
-    def turned_down(self, request_id: str) -> None:
-        """The engine turned the request down: it must be sent again, or released."""
-        self._held.add(request_id)
+            if request_id in self._looked_up:
+                self._looked_up.discard(request_id)
+                with contextlib.suppress(EngineError):
+                    self._send(Unreserve(request_id))
 
     async def look_up(self, request_id: str, hashes: Collection[bytes]) -> dict[bytes, CachedMedia]:
         """The cached ones of `hashes`, by hash. Raises EngineError: the engine is gone."""
         if not hashes or not self._is_cached:
             return {}
-        self._held.add(request_id)
+        self._looked_up.add(request_id)
         self._send(Lookup(request_id, list(hashes)))
         answer = self._lookups[request_id] = asyncio.get_running_loop().create_future()
         try:
@@ -146,7 +134,6 @@ class MediaStoreClient:
 
     def close(self, error: EngineError) -> None:
         """The engine is gone: waiting calls raise `error`."""
-        self._held.clear()
         answers: list[asyncio.Future[Any]] = [*self._lookups.values(), *(one.answer for one in self._writes.values())]
         for answer in answers:
             if not answer.done():
@@ -175,7 +162,6 @@ class MediaStoreClient:
         return False
 
     def _start_write(self, request_id: str, item: MediaItem) -> _Write:
-        self._held.add(request_id)
         self._send(Reserve(request_id, CachedMedia.of(item)))
         write = self._writes[item.media_hash] = _Write(request_id, item)
         write.task = asyncio.create_task(self._write(write))
@@ -192,7 +178,6 @@ class MediaStoreClient:
                 self._send(Abandoned(reserved.number))
             elif reserved.outcome == "reserved":
                 write.readers = set(write.waiting)
-                self._held |= write.waiting
                 self._send(Written(reserved.number, list(write.waiting)))
         finally:  # later requests start a write of their own
             del self._writes[write.item.media_hash]

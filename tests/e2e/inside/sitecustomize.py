@@ -204,7 +204,7 @@ FIGURES: dict[str, dict[str, Callable[[Any], Figures]]] = {
             {
                 "look-ups": len(client._lookups),
                 "being written": len(client._writes),
-                "requests that refer to media": len(client._held),
+                "requests that refer to media": len(client._looked_up),
             },
             {},
         ),
