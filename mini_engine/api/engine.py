@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import zmq
 import zmq.asyncio
@@ -19,25 +21,19 @@ from mini_engine import metrics
 from mini_engine.api.errors import EngineError, MediaNotSent
 from mini_engine.api.generation import Generation, Sample
 from mini_engine.api.media_store import MediaStoreClient
-from mini_engine.api.pulse import Pulse
 from mini_engine.api.sending import RequestSender
 from mini_engine.log import about
 from mini_engine.messages import (
-    Accepted,
     AnyMessage,
-    AskFigures,
-    CachesReset,
-    Consumed,
-    Figures,
+    ControlReply,
+    ControlRequest,
     Finish,
     FinishReason,
     Found,
     MediaMiss,
     Outputs,
-    Pong,
     RequestOutput,
     Reserved,
-    ResetCaches,
 )
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.tensor_ipc import TensorIpcSender
@@ -47,6 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+OVERDUE_SECONDS = 0.5
 ENGINE_DIED = "The engine that served this request has stopped; send it again later."
 ENGINE_STOPPED = "The engine has stopped; send this request again later."
 
@@ -88,9 +85,11 @@ class Engine:
         self._on_stop = surroundings.on_stop
         self._on_lost = surroundings.on_lost
         self._figures = metrics.EngineFigures(number, surroundings.media_capacity)
-        self._resets: dict[int, asyncio.Future[None]] = {}
-        self._asked: asyncio.Future[None] | None = None  # for its figures
-        self._pulse = Pulse(lambda ping: self._send(self._encoder.encode(ping)))
+        self._numbers = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[ControlReply | None]] = {}  # to control requests, by number
+        self._figures_reply: asyncio.Future[ControlReply | None] | None = None
+        self._ping_reply: asyncio.Future[ControlReply | None] | None = None
+        self._pinged_at = 0.0
         self._sender = RequestSender(self._encoder, queue, self._send, surroundings.on_memory)
         self.media = MediaStoreClient(
             number,
@@ -167,27 +166,35 @@ class Engine:
 
     async def refresh_figures(self) -> None:
         """Bring the engine's metrics up to date; without effect when it is gone. Cancelling it stops the wait only."""
-        if self.stopped is not None:
-            return
-        if self._asked is None or self._asked.done():
-            self._asked = asyncio.get_running_loop().create_future()
-            self.tell(AskFigures())
-        await asyncio.wait([self._asked])
+        if self.stopped is None:
+            if self._figures_reply is None or self._figures_reply.done():
+                self._figures_reply = self._control("figures")
+            await asyncio.wait([self._figures_reply])
 
-    def reset_caches(self, number: int) -> asyncio.Future[None]:
-        """Ask the core to forget what its caches hold; `number` has not been used before. Done when it has answered.
+    async def reset_caches(self) -> None:
+        """Have the core drop all that its caches hold and no running request uses. Cancelling it stops the wait only.
 
         Raises:
-            EngineError: the engine is gone; so does the future.
+            EngineError: the engine is gone.
         """
-        self._send(self._encoder.encode(ResetCaches(number)))
-        done = self._resets[number] = asyncio.get_running_loop().create_future()
-        done.add_done_callback(lambda _: self._resets.pop(number, None))
-        return done
+        self.check()
+        if await asyncio.shield(self._control("reset_caches")) is None:
+            self.check()
 
-    async def answers(self, within: float) -> bool:
-        """Whether the core and all its ranks answer a ping within so many seconds."""
-        return self.stopped is None and await self._pulse.check(within)
+    async def answers_ping(self, within: float) -> bool:
+        """Whether the core and all its ranks answer a ping within so many seconds of it.
+
+        At most one is sent at a time, which all callers await. An unanswered ping is never given up: the engine hangs.
+        """
+        if self.stopped is not None:
+            return False
+        if self._ping_reply is None or self._ping_reply.done():
+            self._ping_reply, self._pinged_at = self._control("ping"), time.monotonic()
+        reply = self._ping_reply
+        # An overdue reply gets a little time: perhaps this process was the one that hung.
+        left = max(self._pinged_at + within - time.monotonic(), min(within, OVERDUE_SECONDS))
+        await asyncio.wait([reply], timeout=left)
+        return reply.done() and reply.result() is not None
 
     def stop(self, why: EngineError, begun: EngineError | None = None) -> None:
         """End all requests with `why` and refuse new ones: the engine is gone, or this server is going.
@@ -202,12 +209,9 @@ class Engine:
         requests, self.requests = self.requests, {}
         for sample in requests.values():
             sample.generation.fail(begun or why)
-        if self._asked is not None:
-            self._asked.cancel()
-        for reset in list(self._resets.values()):
-            if not reset.done():
-                reset.set_exception(why)
-        self._pulse.stop()
+        for reply in self._replies.values():
+            reply.set_result(None)
+        self._replies.clear()
         self._sender.close(why)
         self._on_stop()
 
@@ -231,38 +235,32 @@ class Engine:
 
     def _handle(self, body: AnyMessage) -> None:
         match body:
-            case Outputs(outputs=outputs):
-                for output in outputs:
+            case Outputs():
+                for request_id in body.accepted:
+                    if (sample := self.requests.get(request_id)) is not None:
+                        sample.generation.answer(accepted=True)
+                for output in body.outputs:
                     self._on_output(output)
-            case Accepted(request_ids=request_ids):
-                self._on_accepted(request_ids)
+                if body.consumed:
+                    self._sender.consumed(body.consumed)
             case MediaMiss(request_id=request_id, late=late):
                 self._on_turned_down(request_id, late)
-            case Figures(stats=stats, counters=counters):
-                self._figures.update(stats, counters)
-                if self._asked is not None and not self._asked.done():
-                    self._asked.set_result(None)
-            case _:
-                self._handle_media(body)
-
-    def _handle_media(self, body: AnyMessage) -> None:
-        match body:
-            case Consumed(messages=messages):
-                self._sender.consumed(messages)
             case Found():
                 self.media.on_found(body)
             case Reserved():
                 self.media.on_reserved(body)
-            case Pong(number=number):
-                self._pulse.pong(number)
-            case CachesReset(number=number):
-                if (reset := self._resets.get(number)) is not None and not reset.done():
-                    reset.set_result(None)
+            case ControlReply(number=number, figures=figures):
+                if figures is not None:
+                    self._figures.update(figures.stats, figures.counters)
+                if (reply := self._replies.pop(number, None)) is not None:
+                    reply.set_result(body)
 
-    def _on_accepted(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            if (sample := self.requests.get(request_id)) is not None:
-                sample.generation.answer(accepted=True)
+    def _control(self, action: Literal["ping", "figures", "reset_caches"]) -> asyncio.Future[ControlReply | None]:
+        """Send a control request. The future is None when the engine is gone; nothing cancels it."""
+        number = next(self._numbers)
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        self.tell(ControlRequest(number, action))
+        return reply
 
     def _on_turned_down(self, request_id: str, late: bool) -> None:
         """The core has forgotten the request, but not its references."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -51,7 +50,6 @@ class EngineClient:
         max_object_bytes: int = 0,
     ):
         name = sockets.identity(encoder.sender, encoder.incarnation)
-        self._numbers = itertools.count(1)
         self._blocks: set[asyncio.Timeout] = set()  # that last no longer than the engines
         self._gone: set[int] = set()  # engines whose death was reported
         self._unreachable = asyncio.Event()
@@ -97,7 +95,7 @@ class EngineClient:
 
     async def healthy(self, within: float) -> bool:
         """Whether every engine serves, and answers a ping through all of its ranks within so many seconds."""
-        return all(await asyncio.gather(*(engine.answers(within) for engine in self.engines)))
+        return all(await asyncio.gather(*(engine.answers_ping(within) for engine in self.engines)))
 
     async def run(self) -> None:
         """Take what the cores send, until cancelled.
@@ -147,14 +145,7 @@ class EngineClient:
         Raises:
             EngineError: an engine is gone.
         """
-        resets: list[asyncio.Future[None]] = []
-        try:
-            for engine in self.engines:
-                resets.append(engine.reset_caches(next(self._numbers)))
-            await asyncio.gather(*resets)
-        finally:
-            for reset in resets:
-                reset.cancel()
+        await asyncio.gather(*(engine.reset_caches() for engine in self.engines))
 
     def peer_gone(self, sender: str) -> None:
         """A process has died: with a core or one of its workers, the engine and all of its requests end."""

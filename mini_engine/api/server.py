@@ -37,7 +37,7 @@ from mini_engine.decode_limits import DecodeLimits
 from mini_engine.malloc import keep_freed_memory
 from mini_engine.media.decoder_pool import DecoderPool
 from mini_engine.media.policy import MediaPolicy
-from mini_engine.messages import Drain, EngineLimits, Init, PeerGone, Ping, Pong, Serving, Start
+from mini_engine.messages import ControlReply, ControlRequest, Drain, EngineLimits, Init, PeerGone, Serving, Start
 from mini_engine.model.config import ModelConfig
 from mini_engine.transport.codec import decode
 
@@ -332,8 +332,8 @@ class SupervisorLink:
                     self._engines.draining = True
                 case PeerGone(sender=sender):
                     self._engines.peer_gone(sender)
-                case Ping(number=number):
-                    send_now(self.socket, self._encoder.encode(Pong(number)))
+                case ControlRequest(number=number):
+                    send_now(self.socket, self._encoder.encode(ControlReply(number)))
 
     def say_serving(self) -> None:
         """Tell the supervisor that connections are accepted."""

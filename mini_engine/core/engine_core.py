@@ -26,8 +26,8 @@ from mini_engine.log import about
 from mini_engine.messages import (
     Abandoned,
     AnyMessage,
-    AskFigures,
-    CachesReset,
+    ControlReply,
+    ControlRequest,
     EngineCounters,
     EngineLimits,
     EngineStats,
@@ -43,10 +43,8 @@ from mini_engine.messages import (
     MessageId,
     NewRequest,
     PeerGone,
-    Ping,
     RequestOutput,
     Reserve,
-    ResetCaches,
     SampledToken,
     StepResult,
     TensorHandle,
@@ -156,15 +154,15 @@ class EngineCore:
     def _handle_other(self, body: AnyMessage, peer: bytes) -> None:
         """Control messages of API servers, and the supervisor's ping."""
         match body:
-            case AskFigures():
-                self.links.send(peer, self._figures())
-            case Ping(number=number):
+            case ControlRequest(number=number, action="ping"):
                 self.steps.pings.append((peer, number))
-            case ResetCaches(number=number):
+            case ControlRequest(number=number, action="figures"):
+                self.links.send(peer, ControlReply(number, self._figures()))
+            case ControlRequest(number=number, action="reset_caches"):
                 self.blocks.forget_prefixes()
                 self.encoder.forget_unused()
                 self.media.reset()
-                self.links.send(peer, CachesReset(number))
+                self.links.send(peer, ControlReply(number))
 
     # --- accept ------------------------------------------------------------------------------------------------------
 

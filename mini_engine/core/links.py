@@ -8,9 +8,7 @@ import zmq
 
 from mini_engine.child import Child
 from mini_engine.messages import (
-    Accepted,
     AnyMessage,
-    Consumed,
     Envelope,
     MessageId,
     Outputs,
@@ -110,39 +108,35 @@ class Links:
 
 
 class Outbox:
-    """Messages of one turn of the core's loop, sent at its end: to each API server one of each kind."""
+    """What one turn of the core's loop has for API servers: one message to each, sent at its end."""
 
     def __init__(self, links: Links):
         self._links = links
-        self._outputs: dict[bytes, list[RequestOutput]] = {}
-        self._consumed: dict[bytes, list[MessageId]] = {}
-        self._accepted: dict[bytes, list[str]] = {}
+        self._pending: dict[bytes, Outputs] = {}
 
     def output(self, peer: bytes, output: RequestOutput) -> None:
         """Tokens, or the end, of a request."""
-        self._outputs.setdefault(peer, []).append(output)
+        self._to(peer).outputs.append(output)
+
+    def accepted(self, peer: bytes, request_id: str) -> None:
+        """All ranks have the request's media."""
+        self._to(peer).accepted.append(request_id)
 
     def consumed(self, message: MessageId) -> None:
         """No rank will read it again. Dropped if its sender is dead."""
         peer = self._links.identities.get(message.incarnation)
         if peer is not None:
-            self._consumed.setdefault(peer, []).append(message)
-
-    def accepted(self, peer: bytes, request_id: str) -> None:
-        """All ranks have the request's media."""
-        self._accepted.setdefault(peer, []).append(request_id)
+            self._to(peer).consumed.append(message)
 
     def forget(self, peer: bytes) -> None:
-        """A peer is dead: drop its messages."""
-        for queued in (self._outputs, self._consumed, self._accepted):
-            queued.pop(peer, None)
+        """A peer is dead: drop its message."""
+        self._pending.pop(peer, None)
 
     def send_all(self) -> None:
         """Send and empty everything."""
-        for peer, request_ids in self._accepted.items():
-            self._links.send(peer, Accepted(request_ids))
-        for peer, outputs in self._outputs.items():
-            self._links.send(peer, Outputs(outputs))
-        for peer, messages in self._consumed.items():
-            self._links.send(peer, Consumed(messages))
-        self._accepted, self._outputs, self._consumed = {}, {}, {}
+        for peer, outputs in self._pending.items():
+            self._links.send(peer, outputs)
+        self._pending = {}
+
+    def _to(self, peer: bytes) -> Outputs:
+        return self._pending.setdefault(peer, Outputs())

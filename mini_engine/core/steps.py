@@ -14,7 +14,7 @@ from mini_engine.core.encoder_cache import EncoderCache
 from mini_engine.core.links import Links
 from mini_engine.core.media_store import MediaDirectory, References
 from mini_engine.core.scheduler import Plan, Work
-from mini_engine.messages import MessageId, Pong, SampledToken, Step, StepResult
+from mini_engine.messages import ControlReply, MessageId, SampledToken, Step, StepResult
 
 
 @dataclasses.dataclass
@@ -92,5 +92,5 @@ class Steps:
         while self.in_flight and self.in_flight[0].reported == self._num_ranks:
             pings, self.pings = self.pings, []
             for peer, number in pings:
-                self._links.send(peer, Pong(number))
+                self._links.send(peer, ControlReply(number))
             yield self.in_flight.popleft()

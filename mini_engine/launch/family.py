@@ -22,7 +22,7 @@ from mini_engine.child import ChildSpec
 from mini_engine.child_process import ChildProcess
 from mini_engine.config import ConfigError
 from mini_engine.log import LogSettings
-from mini_engine.messages import AnyMessage, PeerGone, Pong, Role
+from mini_engine.messages import AnyMessage, ControlReply, PeerGone, Role
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 
@@ -214,7 +214,7 @@ class Family:
                 if child.incarnation != envelope.incarnation:
                     continue
                 child.peer = peer
-                if isinstance(envelope.body, Pong):
+                if isinstance(envelope.body, ControlReply):
                     child.turns = 0
                 else:
                     said.append(Said(child, envelope.body))

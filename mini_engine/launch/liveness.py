@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
 from mini_engine.launch.family import Family
-from mini_engine.messages import Ping
+from mini_engine.messages import ControlRequest
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Liveness:
                     why = f"it gave no sign of life for {self._silence:g} s (--collective-timeout)"
                     self._end(child, why, self._family.engine_of(child) or [child])
                 else:
-                    self._family.send(child, Ping(child.turns))
+                    self._family.send(child, ControlRequest(child.turns))
         # Most of those who are not ready only wait for another of them, asleep: who is not is to be blamed.
         for child in [child for child in late if child.state != "S"] or late:
             self._end(child, f"it was not ready after {self._startup:g} s (--startup-timeout)", late)

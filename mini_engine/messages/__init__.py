@@ -3,7 +3,7 @@
 A request in messages:
 
     API server --NewRequest--> engine core --Step--> workers --StepResult--> engine core --Outputs--> API server
-    API server ===tensors=====================> workers --MediaReady--> engine core --Consumed--> API server
+    API server ===tensors=====================> workers --MediaReady--> engine core
 
 It knows neither sockets nor torch: a `TensorHandle` stands for a tensor, whose bytes travel beside the message. All
 structs are immutable; the receiver owns what it gets.
@@ -18,9 +18,9 @@ from mini_engine.messages.handshake import (
     Role, Serving, Start, TransportChoice,
 )  # fmt: skip
 from mini_engine.messages.requests import (
-    Abandoned, Accepted, AskFigures, CachedMedia, CachesReset, Consumed, EngineCounters, EngineStats,
-    EngineTimes, Figures, Finish, FinishReason, Found, Lookup, MediaMiss, NewRequest, Outputs, Ping, Pong,
-    RequestOutput, Reserve, Reserved, ResetCaches, SamplingParams, Sibling, TokenLogprob, Unreserve, Written,
+    Abandoned, CachedMedia, ControlReply, ControlRequest, EngineCounters, EngineStats, EngineTimes, Figures, Finish,
+    FinishReason, Found, Lookup, MediaMiss, NewRequest, Outputs, RequestOutput, Reserve, Reserved, SamplingParams,
+    Sibling, TokenLogprob, Unreserve, Written,
 )  # fmt: skip
 from mini_engine.messages.steps import (
     Chunk, EncodeItem, KeepMedia, MediaFailed, MediaReady, NewSequence, SampledToken, Step, StepResult,
@@ -42,8 +42,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 AnyMessage = (
     Hello | Init | Ready | Refused | Start | Serving | Drain | PeerGone
-    | NewRequest | Finish | ResetCaches | Outputs | Consumed | CachesReset | Ping | Pong
-    | Accepted | MediaMiss | AskFigures | Figures
+    | NewRequest | Finish | Outputs | MediaMiss | ControlRequest | ControlReply
     | Lookup | Found | Reserve | Reserved | Written | Abandoned | Unreserve
     | Step | StepResult | WorkerReady | MediaReady | MediaFailed
     | TensorMessage | ProbeResult | DeviceSlots

@@ -1,4 +1,4 @@
-"""Between an API server and an engine core; `Ping` and `Pong` also between the supervisor and both."""
+"""Between an API server and an engine core; `ControlRequest` also from the supervisor to both."""
 
 from __future__ import annotations
 
@@ -115,12 +115,6 @@ class Unreserve(Message, frozen=True):
     request_id: str
 
 
-class Accepted(Message, frozen=True):
-    """Core -> API server: all ranks have the media of these requests, which need not be sent again."""
-
-    request_ids: list[str]
-
-
 class MediaMiss(Message, frozen=True):
     """Core -> API server: request turned down, since a rank cannot read its tensors; send it again. Its references to
     cached media stay."""
@@ -136,16 +130,12 @@ class Finish(Message, frozen=True):
     reason: FinishReason
 
 
-class ResetCaches(Message, frozen=True):
-    """API server -> core: drop every prefix, encoded item and cached item that no running request uses."""
+class ControlRequest(Message, frozen=True):
+    """API server -> core; "ping" also supervisor -> core and supervisor -> API server."""
 
-    number: int  # comes back in `CachesReset`
-
-
-class Ping(Message, frozen=True):
-    """API server or supervisor -> core, or supervisor -> API server: health check, see `Pong`."""
-
-    number: int  # comes back in `Pong`
+    number: int  # comes back in `ControlReply`
+    # ping: health check; figures: the metrics of the engine; reset_caches: drop all that no running request uses
+    action: Literal["ping", "figures", "reset_caches"] = "ping"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -193,7 +183,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineCounters(msgspec.Struct, frozen=True, array_like=True):
-    """Events in an engine core since its last `Figures`, to whichever API server."""
+    """Events in an engine core since the last `Figures`, to whichever API server."""
 
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # prompt tokens found
@@ -203,36 +193,23 @@ class EngineCounters(msgspec.Struct, frozen=True, array_like=True):
     media_evictions: int = 0  # cached media dropped to make room
 
 
-class Outputs(Message, frozen=True):
-    """Core -> API server: the outputs of one turn of the core's loop."""
-
-    outputs: list[RequestOutput]
-
-
-class AskFigures(Message, frozen=True):
-    """API server -> core: send `Figures`, for `/metrics`."""
-
-
-class Figures(Message, frozen=True):
-    """Core -> API server: answer to `AskFigures`, at once."""
+class Figures(msgspec.Struct, frozen=True, array_like=True):
+    """Metrics of one engine core."""
 
     stats: EngineStats
     counters: EngineCounters
 
 
-class CachesReset(Message, frozen=True):
-    """Core -> API server: `ResetCaches(number)` is done."""
+class Outputs(Message, frozen=True):
+    """Core -> API server: what one turn of the core's loop has for it. Fields are handled in this order."""
+
+    accepted: list[str] = []  # requests whose media all ranks have
+    outputs: list[RequestOutput] = []
+    consumed: list[MessageId] = []  # tensor messages that no rank reads again; the sender may reuse their memory
+
+
+class ControlReply(Message, frozen=True):
+    """Answer to `ControlRequest(number)`. A core answers a ping when all ranks have reported a step since then."""
 
     number: int
-
-
-class Pong(Message, frozen=True):
-    """Answer to `Ping(number)`. A core's: all ranks have reported a step since then."""
-
-    number: int
-
-
-class Consumed(Message, frozen=True):
-    """Core -> API server: no rank will read these tensor messages again; the sender may reuse their memory."""
-
-    messages: list[MessageId]
+    figures: Figures | None = None

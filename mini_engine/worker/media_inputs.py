@@ -33,7 +33,7 @@ class MediaInputs:
     """Receives, keeps and hands out the tensors of one rank. All methods may be called from any thread.
 
     Tensors on the CPU are views of memory that the sender will use again, and read-only: a write ends the process. They
-    may be read until the message is released; the core says `Consumed` to the sender only after that.
+    may be read until the message is released; only after that the core reports it to the sender as consumed.
     """
 
     def __init__(

@@ -15,12 +15,10 @@ import msgspec
 import zmq.asyncio
 
 from mini_engine.messages import (
-    Accepted,
     AnyMessage,
-    AskFigures,
     CachedMedia,
-    CachesReset,
-    Consumed,
+    ControlReply,
+    ControlRequest,
     EngineCounters,
     EngineStats,
     EngineTimes,
@@ -32,10 +30,7 @@ from mini_engine.messages import (
     MessageId,
     NewRequest,
     Outputs,
-    Ping,
-    Pong,
     RequestOutput,
-    ResetCaches,
     TensorHandle,
     TokenLogprob,
     TransportName,
@@ -136,7 +131,7 @@ class MemoryOutgoing:
 
 
 class ScriptedCore:
-    """An engine core that keeps the contract: one final output for each request, and `Consumed` for its tensors.
+    """An engine core that keeps the contract: one final output for each request; it reports consumed tensors.
 
     `script` gives the token lists that a request is answered with; then it ends with "length", unless `hold` is set:
     then it runs until its `Finish`. Siblings are answered too, in turns; `script` sees each as a request of its own.
@@ -157,11 +152,8 @@ class ScriptedCore:
         self.answers_look_ups = True
         self.unreserved: list[str] = []
         self.callers: dict[bytes, None] = {}
-        self.answers_resets = True
-        self.answers_figures = True
-        self.resets: list[int] = []
-        self.answers_pings = True
-        self.pings: list[int] = []
+        self.replies_to = {"ping", "figures", "reset_caches"}
+        self.controls: dict[str, list[int]] = {action: [] for action in self.replies_to}  # numbers of requests
         self.requests: list[NewRequest] = []
         self.finishes: list[Finish] = []
         self.running: dict[str, NewRequest] = {}
@@ -186,16 +178,11 @@ class ScriptedCore:
                     self.finishes.append(finish)
                     if request_id in self.running:
                         await self.end(self.running[request_id], reason)
-                case AskFigures() if self.answers_figures:
-                    await self._socket.send_multipart([peer, self._encoder.encode(Figures(STATS, self.counters))])
-                case Ping(number=number):
-                    self.pings.append(number)
-                    if self.answers_pings:
-                        await self._socket.send_multipart([peer, self._encoder.encode(Pong(number))])
-                case ResetCaches(number=number):
-                    self.resets.append(number)
-                    if self.answers_resets:
-                        await self._socket.send_multipart([peer, self._encoder.encode(CachesReset(number))])
+                case ControlRequest(number=number, action=action):
+                    self.controls[action].append(number)
+                    if action in self.replies_to:
+                        figures = Figures(STATS, self.counters) if action == "figures" else None
+                        await self._socket.send_multipart([peer, self._encoder.encode(ControlReply(number, figures))])
             self.changed.set()
 
     async def _on_media(self, body: Lookup | Unreserve, peer: bytes) -> None:
@@ -225,7 +212,7 @@ class ScriptedCore:
         """Take a request, and answer it by the script."""
         samples = [request, *as_requests(request)]
         self.times[request.request_id] = EngineTimes(*[time.monotonic()] * 2, 0, 0, 0)
-        await self._send(request, Accepted([request.request_id]))
+        await self._send(request, Outputs(accepted=[request.request_id]))
         if self.keeps:
             self.kept |= {item.media_hash: CachedMedia.of(item) for item in request.media if item.patches is not None}
         for turn in itertools.zip_longest(*map(self.script, samples)):
@@ -282,10 +269,10 @@ class ScriptedCore:
     async def _consumed(self, request: NewRequest) -> None:
         messages = list({item.patches.message: None for item in request.media if item.patches is not None})
         if messages:
-            await self._send(request, Consumed(messages))
+            await self._send(request, Outputs(consumed=messages))
 
     async def _outputs(self, request: NewRequest, output: RequestOutput) -> None:
-        await self._send(request, Outputs([output]))
+        await self._send(request, Outputs(outputs=[output]))
 
     async def _send(self, request: NewRequest, body: AnyMessage) -> None:
         await self._socket.send_multipart([self._peers[request.request_id], self._encoder.encode(body)])

@@ -132,7 +132,7 @@ def test_an_image_goes_past_the_core(processor: MediaProcessor, tmp_path: Path) 
             nbytes = sum(item.patches.shape[0] * item.patches.shape[1] for item in request.media)
             assert metric("ipc_bytes_total", transport="torch_shm") - moved == 2 * nbytes
             assert metric("media_decodes_total") - decodes == 2
-            await eventually(lambda: not served.transports[0].held)  # Consumed
+            await eventually(lambda: not served.transports[0].held)
             assert metric("ipc_buffered_bytes") == 0
 
     asyncio.run(scenario())

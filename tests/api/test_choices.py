@@ -10,7 +10,7 @@ import pytest
 from mini_engine.api import engine_client, operations
 from mini_engine.api.errors import ServerStopping
 from mini_engine.media.processor import MediaProcessor
-from mini_engine.messages import EngineCounters, Figures, NewRequest, SamplingParams
+from mini_engine.messages import ControlReply, EngineCounters, Figures, NewRequest, SamplingParams
 from tests.api.patience import PATIENCE
 from tests.api.peers import STATS, Calls, eventually, logprobs_of
 from tests.api.serving import LIMITS, Served, hang_up, image, serve, words
@@ -181,8 +181,8 @@ def test_resetting_the_caches(processor: MediaProcessor, tmp_path: Path, monkeyp
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor, "a red")) as served:
             assert (await served.http.post("/reset_caches")).status_code == 200
-            assert len(served.core.resets) == 1
-            served.core.answers_resets = False
+            assert len(served.core.controls["reset_caches"]) == 1
+            served.core.replies_to.discard("reset_caches")
             monkeypatch.setattr(operations, "RESET_SECONDS", 0.05)
             response = await served.http.post("/reset_caches")
             assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
@@ -202,14 +202,15 @@ def test_the_engines_figures_are_asked_for_when_the_metrics_are_read(
         async with serve(processor, tmp_path, words(processor, "a red")) as served:
             hits = metric("prefix_cache_hits_total", engine="0")
             served.core.counters = EngineCounters(10, 4, 0, 0, 0)
-            served.core.answers_figures = False
+            served.core.replies_to.discard("figures")
             calls = Calls(served.context.engines, "refresh_figures")
             both = [asyncio.create_task(served.http.get("/metrics")) for _ in range(2)]
-            await eventually(lambda: calls.begun == 2 and bool(served.core.callers))
-            await served.core.tell(Figures(STATS, served.core.counters))  # asked once for both
+            await eventually(lambda: calls.begun == 2 and bool(served.core.controls["figures"]))
+            (number,) = served.core.controls["figures"]  # one for both
+            await served.core.tell(ControlReply(number, Figures(STATS, served.core.counters)))
             for answer in await asyncio.gather(*both):
                 assert f'mini_engine:prefix_cache_hits_total{{engine="0"}} {hits + 4}' in answer.text
-            served.core.answers_figures = True
+            served.core.replies_to.add("figures")
             assert (await served.http.get("/metrics")).status_code == 200
             assert metric("prefix_cache_hits_total", engine="0") == hits + 2 * 4
 
@@ -223,7 +224,7 @@ def test_the_metrics_can_be_read_though_an_engine_is_silent_or_gone(
 
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor, "a red")) as served:
-            served.core.answers_figures = False
+            served.core.replies_to.discard("figures")
             assert "mini_engine:num_requests_running" in (await served.http.get("/metrics")).text
             served.context.engines.stop(ServerStopping())
             assert "mini_engine:num_requests_running" in (await served.http.get("/metrics")).text

@@ -347,14 +347,13 @@ def test_caches_are_reset_once_all_engines_have_answered(runtime: Path) -> None:
     async def scenario() -> None:
         async with connected(runtime, [MemoryTransport(), MemoryTransport()]) as (client, cores):
             await client.reset_caches()
-            assert [len(core.resets) for core in cores] == [1, 1]
-            cores[1].answers_resets = False
+            assert [len(core.controls["reset_caches"]) for core in cores] == [1, 1]
+            cores[1].replies_to.discard("reset_caches")
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.05):
                     await client.reset_caches()
-            assert all(not engine._resets for engine in client.engines)
             resetting = asyncio.create_task(client.reset_caches())
-            await cores[1].until(lambda: len(cores[1].resets) == 3)
+            await cores[1].until(lambda: len(cores[1].controls["reset_caches"]) == 3)
             client.peer_gone("worker 1.0")
             with pytest.raises(EngineError) as caught:
                 await resetting

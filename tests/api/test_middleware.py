@@ -75,7 +75,7 @@ def test_api_keys(processor: MediaProcessor, tmp_path: Path) -> None:
             assert (await served.http.post("/reset_caches", headers=headers)).status_code == 401
         with pytest.raises(openai.AuthenticationError, match="API key"):
             await served.ask()
-        assert not served.core.requests and not served.core.resets
+        assert not served.core.requests and not served.core.controls["reset_caches"]
         served.openai.api_key = "first-key"
         assert (await served.ask()).choices[0].message.content == "a red"
 

@@ -15,7 +15,7 @@ from mini_engine.media import http_fetch
 from mini_engine.media.errors import DecoderUnavailable
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.media.processor import MediaProcessor
-from mini_engine.messages import Pong
+from mini_engine.messages import ControlReply
 from tests.api.patience import PATIENCE, run_patiently
 from tests.api.peers import Calls, eventually
 from tests.api.serving import Served, image, media_loader, serve, words
@@ -35,15 +35,15 @@ def test_health_is_a_ping_that_simultaneous_requests_share(processor: MediaProce
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor)) as served:
             assert await health(served) == (200, None)
-            assert served.core.pings == [1]
-            served.core.answers_pings = False
+            assert served.core.controls["ping"] == [1]
+            served.core.replies_to.discard("ping")
             calls = Calls(served.context.engines, "healthy")
             asking = [asyncio.create_task(health(served)) for _ in range(5)]
-            await served.core.until(lambda: len(served.core.pings) == 2)
+            await served.core.until(lambda: len(served.core.controls["ping"]) == 2)
             await eventually(lambda: calls.begun == 5)
-            await served.core.tell(Pong(2))
+            await served.core.tell(ControlReply(2))
             assert await asyncio.gather(*asking) == [(200, None)] * 5
-            assert served.core.pings == [1, 2]
+            assert served.core.controls["ping"] == [1, 2]
 
     run_patiently(scenario())
 
@@ -51,21 +51,21 @@ def test_health_is_a_ping_that_simultaneous_requests_share(processor: MediaProce
 def test_health_of_an_engine_that_hangs(processor: MediaProcessor, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor), settings={"health_timeout": WITHIN}) as served:
-            served.core.answers_pings = False
+            served.core.replies_to.discard("ping")
             begun = asyncio.get_running_loop().time()
             assert await health(served) == (503, "timeout")
             assert WITHIN <= asyncio.get_running_loop().time() - begun < WITHIN + 1
             assert await health(served) == (503, "timeout")
             head = await served.http.head("/health")
             assert (head.status_code, head.content) == (503, b"")
-            assert served.core.pings == [1], "a second ping while the first is unanswered"
+            assert served.core.controls["ping"] == [1], "a second ping while the first is unanswered"
             assert (await served.http.get("/live")).status_code == 200
 
-            served.core.answers_pings = True
-            await served.core.tell(Pong(1))
+            served.core.replies_to.add("ping")
+            await served.core.tell(ControlReply(1))
             assert await health(served) == (200, None)
-            await served.core.tell(Pong(1))  # of an old ping: no answer to the next
-            served.core.answers_pings = False
+            await served.core.tell(ControlReply(1))  # of an old ping: no answer to the next
+            served.core.replies_to.discard("ping")
             assert await health(served) == (503, "timeout")
 
     run_patiently(scenario())
@@ -74,10 +74,10 @@ def test_health_of_an_engine_that_hangs(processor: MediaProcessor, tmp_path: Pat
 def test_health_of_an_engine_that_dies(processor: MediaProcessor, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor)) as served:
-            served.core.answers_pings = False
+            served.core.replies_to.discard("ping")
             begun = asyncio.get_running_loop().time()
             asking = asyncio.create_task(health(served))
-            await eventually(lambda: served.core.pings == [1])
+            await eventually(lambda: served.core.controls["ping"] == [1])
             served.context.engines.peer_gone("core 0")
             assert await asking == (503, "engine_unavailable") == await health(served)
             assert asyncio.get_running_loop().time() - begun < 1
@@ -89,14 +89,14 @@ def test_health_of_an_engine_that_dies(processor: MediaProcessor, tmp_path: Path
 def test_a_cancelled_probe_does_not_cancel_another(processor: MediaProcessor, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serve(processor, tmp_path, words(processor)) as served:
-            served.core.answers_pings = False
+            served.core.replies_to.discard("ping")
             engines = served.context.engines
             leaving, staying = (asyncio.create_task(engines.healthy(PATIENCE)) for _ in range(2))
-            await served.core.until(lambda: served.core.pings == [1])
+            await served.core.until(lambda: served.core.controls["ping"] == [1])
             leaving.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await leaving
-            await served.core.tell(Pong(1))
+            await served.core.tell(ControlReply(1))
             assert await staying
 
     run_patiently(scenario())

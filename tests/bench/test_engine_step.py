@@ -13,7 +13,7 @@ from mini_engine.messages import Outputs, RequestOutput
 
 def arrival(when: float, tokens: dict[str, int], finish: bool = False) -> Arrival:
     outputs = [RequestOutput(name, [7] * count, "length" if finish else None) for name, count in tokens.items()]
-    return Arrival(when, Outputs(outputs))
+    return Arrival(when, Outputs(outputs=outputs))
 
 
 def warm(*names: str) -> list[Arrival]:

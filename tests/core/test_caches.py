@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mini_engine.core.encoder_cache import EncoderCache
-from mini_engine.messages import CachesReset, Finish, ResetCaches, Sibling
+from mini_engine.messages import ControlReply, ControlRequest, Finish, Sibling
 from tests.core.simulated_ranks import token_of
 from tests.core.world import TIMED, World, finish, item, message
 
@@ -273,11 +273,11 @@ def test_reset_makes_the_next_request_cold():
         world.media_ready(message(number))
         finish(world, f"r{number}")
         if number == 2:
-            world.receive(ResetCaches(5))
+            world.receive(ControlRequest(5, "reset_caches"))
             world.run()
     assert world.cached == {"r1": 0, "r2": 12, "r3": 0}
     assert world.links.num_encoded == 2
-    assert CachesReset(5) in world.told
+    assert ControlReply(5) in world.told
     world.assert_at_rest()
 
 

@@ -8,12 +8,12 @@ import pytest
 from mini_engine.core.media_store import MediaStore, RankCopies
 from mini_engine.messages import (
     Abandoned,
-    CachesReset,
+    ControlReply,
+    ControlRequest,
     Finish,
     MediaFailed,
     MessageId,
     PeerGone,
-    ResetCaches,
     Sibling,
     StoreHandle,
     Unreserve,
@@ -78,9 +78,9 @@ def test_what_was_found_is_read_without_a_tensor(kind):
 def test_what_was_found_stays_through_a_reset_until_the_request_has_read_it(kind):
     world = a_world_with(kind, A)
     world.look_up("again", A)
-    world.receive(ResetCaches(1))
+    world.receive(ControlRequest(1, "reset_caches"))
     world.run()
-    assert CachesReset(1) in world.told
+    assert ControlReply(1) in world.told
     world.request("again", prompt=8, media=[named(1, A)])
     finish(world, "again")
     world.assert_at_rest()
@@ -142,7 +142,7 @@ def test_a_request_that_is_turned_down_refers_to_what_it_named_until_it_comes_ag
             world.receive(MediaFailed(0, message(number), "no descriptor"), ("worker 0.0 media", 100))
             world.run()
             assert world.turned_down == ["asks"] and world.core.media.num_references == 1
-            world.receive(ResetCaches(1))
+            world.receive(ControlRequest(1, "reset_caches"))
             world.run()
     world.media_ready(message(11))
     finish(world, "asks")

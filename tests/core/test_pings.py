@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from mini_engine.messages import Envelope, Ping, Pong, Step, StepResult
+from mini_engine.messages import ControlReply, ControlRequest, Envelope, Step, StepResult
 from tests.core.world import World
 
 
 def test_an_idle_engine_sends_an_empty_step_through_all_ranks():
     world = World(ranks=2)
-    world.receive(Ping(5))
+    world.receive(ControlRequest(5))
     world.turn()
     assert list(world.links.steps) == [Step(1)]
     world.links.inbox.append(Envelope("worker 0.0", 100, StepResult(1)))
@@ -17,7 +17,7 @@ def test_an_idle_engine_sends_an_empty_step_through_all_ranks():
     world.links.inbox.append(Envelope("worker 0.1", 101, StepResult(1)))
     world.links.steps.clear()
     world.turn()
-    assert world.told == [Pong(5)]
+    assert world.told == [ControlReply(5)]
     world.turn()
     assert not world.links.steps, "one ping is one step"
     world.assert_at_rest()
@@ -27,13 +27,13 @@ def test_a_busy_engine_answers_by_the_step_that_runs():
     world = World(async_scheduling=False)
     world.request("a", max_tokens=3)
     world.turn()
-    world.receive(Ping(1))
-    world.receive(Ping(2))
+    world.receive(ControlRequest(1))
+    world.receive(ControlRequest(2))
     world.turn()
     assert len(world.links.steps) == 1 and not world.told
     world.links.run_step()
     world.turn()
-    assert world.told == [Pong(1), Pong(2)]
+    assert world.told == [ControlReply(1), ControlReply(2)]
     world.run()
     assert world.links.num_computed == 5 + 2 and world.ends == {"a": ["length"]}
     world.assert_at_rest()
@@ -41,11 +41,11 @@ def test_a_busy_engine_answers_by_the_step_that_runs():
 
 def test_a_ping_during_an_empty_step_needs_no_other():
     world = World()
-    world.receive(Ping(1))
+    world.receive(ControlRequest(1))
     world.turn()
-    world.receive(Ping(2))
+    world.receive(ControlRequest(2))
     world.turn()
     assert len(world.links.steps) == 1
     world.links.run_step()
     world.turn()
-    assert world.told == [Pong(1), Pong(2)]
+    assert world.told == [ControlReply(1), ControlReply(2)]

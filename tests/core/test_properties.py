@@ -12,7 +12,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mini_engine.messages import Finish, MediaReady, MessageId, ResetCaches, Sibling
+from mini_engine.messages import ControlRequest, Finish, MediaReady, MessageId, Sibling
 from tests.core.simulated_ranks import token_of
 from tests.core.world import API, MODEL, TIMED, World, item
 
@@ -148,7 +148,7 @@ def play(requests: list[Asked], settings: dict[str, object], timing: int) -> Wor
             world.receive(body)
         pending = [(when, body) for when, body in pending if when > turn]
         if chance.random() < 0.03:
-            world.receive(ResetCaches(turn))
+            world.receive(ControlRequest(turn, "reset_caches"))
         world.turn()
         assert_invariants(world)
         if world.links.steps and chance.random() < 0.5:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_engine.core.media_store import MediaStore
-from mini_engine.messages import Abandoned, Finish, MessageId, PeerGone, Reserved, ResetCaches, Unreserve
+from mini_engine.messages import Abandoned, ControlRequest, Finish, MessageId, PeerGone, Reserved, Unreserve
 from tests.core.world import API, OTHER, World, copies_world, item, named, reserve, store_world, write
 
 
@@ -99,7 +99,7 @@ def play(kind: str, budget: int, timing: int, asynchronous: bool) -> World:
             name = chance.choice(list(clients.sent))
             world.receive(Finish(name, "abort"), clients.sent[name][1])
         if chance.random() < 0.1:
-            world.receive(ResetCaches(turn))
+            world.receive(ControlRequest(turn, "reset_caches"))
         if chance.random() < 0.05:
             clients.die()
         world.turn()

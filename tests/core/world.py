@@ -10,10 +10,9 @@ from mini_engine.core.limits import engine_limits
 from mini_engine.core.media_store import MediaStore, RankCopies
 from mini_engine.core.scheduler import Budgets
 from mini_engine.messages import (
-    Accepted,
-    AskFigures,
     CachedMedia,
-    Consumed,
+    ControlReply,
+    ControlRequest,
     EngineTimes,
     Envelope,
     Figures,
@@ -101,12 +100,10 @@ class World:
         self.core.turn()
         for _, body in self.links.sent:
             if isinstance(body, Outputs):
+                self.accepted += body.accepted
                 for output in body.outputs:
                     self._take(output)
-            elif isinstance(body, Consumed):
-                self.consumed += body.messages
-            elif isinstance(body, Accepted):
-                self.accepted += body.request_ids
+                self.consumed += body.consumed
             elif isinstance(body, Found):
                 self.found[body.request_id] = [media.media_hash for media in body.items]
             elif isinstance(body, MediaMiss):
@@ -127,9 +124,9 @@ class World:
 
     def figures(self) -> Figures:
         """What the engine says when it is asked; it counts anew from then on."""
-        self.receive(AskFigures())
+        self.receive(ControlRequest(0, "figures"))
         self.turn()
-        return next(body for body in reversed(self.told) if isinstance(body, Figures))
+        return next(body.figures for body in reversed(self.told) if isinstance(body, ControlReply) and body.figures)
 
     @property
     def idle(self):

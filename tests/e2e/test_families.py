@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mini_engine.api.vocabulary import Vocabulary
+from mini_engine.api.detokenizer import Vocabulary
 from mini_engine.demo import videos
 from mini_engine.media.sampling import VideoFacts, VideoSampling
 from tests import tiny_processor

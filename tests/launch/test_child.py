@@ -9,7 +9,7 @@ import pytest
 from mini_engine.child import Child, ChildSpec
 from mini_engine.config import EngineConfig
 from mini_engine.log import LogSettings
-from mini_engine.messages import Init, MediaCachePlan, PeerGone, Ping
+from mini_engine.messages import ControlRequest, Init, MediaCachePlan, PeerGone
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder
 
@@ -35,6 +35,6 @@ def test_a_death_before_the_child_is_told_who_it_is_does_not_concern_it(child):
 
 def test_anything_else_is_an_error(child):
     one, send = child
-    send(Ping(1))
+    send(ControlRequest(1))
     with pytest.raises(RuntimeError, match="expected Init"):
         one.init()
