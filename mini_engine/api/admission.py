@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 
 from mini_engine import metrics
 from mini_engine.api.errors import ApiError, bad_request
@@ -80,6 +81,15 @@ class BodyAdmission:
             yield count
         finally:
             self.received_bytes -= received
+
+
+@dataclass(frozen=True)
+class BodyLimits:
+    """Limits on request bodies."""
+
+    max_bytes: int  # --max-request-bytes
+    seconds: float  # --timeout-client: time for each LEAST_BYTES and LEAST_GROWTH more, or for the end
+    room: BodyAdmission  # shared by all bodies while they are received
 
 
 class Reservation:

@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
+from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
-from mini_engine.api import chat_completions, completions, operations, tokens
+from mini_engine.api import chat_completions, completions, operations
+from mini_engine.api.body import REF, described
 from mini_engine.api.context import AppContext
 from mini_engine.api.errors import ApiError
 from mini_engine.api.middleware import ActiveRequests, RequestMiddleware
-from mini_engine.api.openapi import DescribedApp
 from mini_engine.config import EngineConfig
 
-ROUTERS = (chat_completions.router, completions.router, tokens.router, operations.router)
+ROUTERS = (chat_completions.router, completions.router, operations.router)
+
+
+class DescribedApp(FastAPI):
+    """An application whose document has the schemas of all types that its routes refer to."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The document, made once."""
+        document = super().openapi()
+        if "components" not in document:
+            kinds = sorted(described, key=lambda kind: kind.__name__)
+            _, schemas = msgspec.json.schema_components(kinds, ref_template=REF)
+            document["components"] = {"schemas": schemas}
+        return document
 
 
 def create_app(context: AppContext, config: EngineConfig) -> FastAPI:

@@ -1,6 +1,6 @@
-"""Request bodies in general: JSON -> a typed and checked `Body`. `protocol.py` has the bodies of each endpoint.
+"""Bodies in general: JSON -> a typed and checked `Body`, and what `/openapi.json` says of the types of a route.
 
-The OpenAPI document is made from the same types. Knows nothing of what the fields mean.
+`protocol.py` has the request bodies of each endpoint, `responses.py` the others. Knows nothing of what the fields mean.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import asyncio
 import functools
 import re
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 from fastapi import Request
 from msgspec import Meta, Struct
 
-from mini_engine.api.errors import ApiError, bad_request
+from mini_engine.api.errors import ApiError, ErrorResponse, bad_request
 
 T = TypeVar("T")
 
@@ -121,3 +122,39 @@ async def read_body(request: Request, kind: type[BodyT], served_names: Sequence[
 async def run_sized(work: Callable[[], T], size: int, inline: int) -> T:
     """What `work` returns, run in a thread if the `size` of its input is more than `inline`."""
     return work() if size <= inline else await asyncio.to_thread(work)
+
+
+# --- the OpenAPI document ---------------------------------------------------------------------------------------------
+
+REF = "#/components/schemas/{name}"
+described: set[type[msgspec.Struct]] = set()  # types that routes refer to
+
+
+def takes(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """The `openapi_extra` of a route that takes a `kind` as JSON."""
+    return {"requestBody": {"required": True, "content": _content(kind)}}
+
+
+def in_path(name: str) -> dict[str, Any]:
+    """The `openapi_extra` of a route with a text in its path."""
+    return {"parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]}
+
+
+def answers(kind: type[msgspec.Struct]) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that answers with a `kind` as JSON."""
+    return {200: {"description": HTTPStatus.OK.phrase, "content": _content(kind)}}
+
+
+def refuses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that may answer with an error of these statuses."""
+    content = _content(ErrorResponse)
+    return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
+
+
+def _content(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    described.add(kind)
+    return {"application/json": {"schema": {"$ref": REF.format(name=kind.__name__)}}}
+
+
+GENERATION_ERRORS = refuses(400, 401, 404, 408, 413, 415, 429, 500, 503)
+GUARDED = refuses(401, 503)  # of a route that needs an API key, and is refused while the server drains

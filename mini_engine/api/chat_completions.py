@@ -12,17 +12,14 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mini_engine.api.body import INLINE_CHARACTERS, read_body, run_sized
-from mini_engine.api.chat import collect_media, text_length
+from mini_engine.api.body import GENERATION_ERRORS, INLINE_CHARACTERS, answers, read_body, run_sized, takes
+from mini_engine.api.chat import check_budget, collect_media, place, placeholders, prompt_items, text_length
 from mini_engine.api.context import AppContext, context_of
 from mini_engine.api.detokenizer import sample_texts
-from mini_engine.api.generation import Generation
+from mini_engine.api.generation import Generation, Responder
 from mini_engine.api.media_settings import video_tokens
-from mini_engine.api.openapi import GENERATION_ERRORS, answers, takes
-from mini_engine.api.prompt_media import check_budget, place, placeholders, prompt_items
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.api.responses import ChatCompletion, ChatWriter
-from mini_engine.api.streaming import Responder
 from mini_engine.api.timings import RequestClock
 from mini_engine.log import about
 

@@ -1,6 +1,7 @@
-"""POST /v1/completions: text that continues a prompt, without a chat template and without media.
+"""POST /v1/completions, /tokenize and /detokenize: text without a chat template, and token ids.
 
-The path is that of a chat request, without its media; each of several prompts is a request of its own to an engine.
+The path of a completion is that of a chat request without its media; each of several prompts is a request of its own to
+an engine. The others, in vLLM's form, ask no engine.
 """
 
 from __future__ import annotations
@@ -11,15 +12,14 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mini_engine.api.body import INLINE_CHARACTERS, read_body, run_sized
+from mini_engine.api.body import GENERATION_ERRORS, INLINE_CHARACTERS, answers, read_body, refuses, run_sized, takes
+from mini_engine.api.chat import collect_media, text_length
 from mini_engine.api.context import AppContext, context_of
 from mini_engine.api.detokenizer import sample_texts
 from mini_engine.api.errors import ChatError, bad_request
-from mini_engine.api.generation import Generation
-from mini_engine.api.openapi import GENERATION_ERRORS, answers, takes
-from mini_engine.api.protocol import CompletionRequest
-from mini_engine.api.responses import Completion, CompletionWriter
-from mini_engine.api.streaming import Responder
+from mini_engine.api.generation import Generation, Responder
+from mini_engine.api.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from mini_engine.api.responses import Completion, CompletionWriter, Text, Tokens, json_response
 from mini_engine.api.timings import RequestClock
 
 router = APIRouter()
@@ -89,3 +89,43 @@ def _check(context: AppContext, token_ids: list[int]) -> list[int]:
         text = f"Invalid 'prompt': token {min(media)} is a placeholder for media, which a completion cannot have."
         raise bad_request(text, "prompt")
     return token_ids
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+ERRORS = refuses(400, 401, 404, 408, 413, 415, 429, 503)
+
+
+@router.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=answers(Tokens) | ERRORS)
+async def tokenize(request: Request) -> Response:
+    """The token ids of a text, or of a conversation with one placeholder for each image and video."""
+    context = context_of(request)
+    asked = await read_body(request, TokenizeRequest, context.model_names)
+    size = len(asked.prompt or "") + text_length(asked.messages or [])
+    return json_response(await run_sized(partial(_tokens, context, asked), size, INLINE_CHARACTERS))
+
+
+@router.post("/detokenize", openapi_extra=takes(DetokenizeRequest), responses=answers(Text) | ERRORS)
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    context = context_of(request)
+    asked = await read_body(request, DetokenizeRequest, context.model_names)
+    context.sampling.check_tokens("tokens", asked.tokens)
+    decode = partial(context.tokenizer.backend_tokenizer.decode, asked.tokens, skip_special_tokens=False)
+    return json_response(Text(await run_sized(decode, len(asked.tokens), INLINE_CHARACTERS)))
+
+
+def _tokens(context: AppContext, asked: TokenizeRequest) -> Tokens:
+    try:
+        if asked.prompt is not None:
+            special = asked.add_special_tokens is not False
+            tokens = context.renderer.encode(asked.prompt, special, allow_placeholders=True)
+        else:
+            messages = asked.messages or []
+            collect_media(messages, context.item_limits)
+            tokens = context.renderer.render(messages)
+    except ChatError as error:
+        raise bad_request(str(error), "messages" if asked.prompt is None else "prompt") from None
+    names = context.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
+    return Tokens(len(tokens), context.sampling.max_model_len, tokens, names)

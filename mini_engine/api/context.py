@@ -8,13 +8,12 @@ from typing import Any
 
 from starlette.requests import Request
 
-from mini_engine.api.admission import MediaAdmission, RequestAdmission
+from mini_engine.api.admission import BodyLimits, MediaAdmission, RequestAdmission
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.detokenizer import Vocabulary
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
-from mini_engine.api.request_body import BodyLimits
 from mini_engine.api.sampling import SamplingResolver
 from mini_engine.messages import EngineLimits
 

@@ -1,17 +1,25 @@
-"""What a client is told when a request cannot be served, in OpenAI's error form.
+"""Errors of requests in OpenAI's form: what a client reads, and the line in the log.
 
-No text made here holds a path, an address or a segment's name, but for the names by which clients ask for the model:
-where `--served-model-name` gives none, that is MODEL as the command line has it. Knows nothing of the web framework.
+No text made here contains a path, an address or a segment name, except the names by which clients ask for the model:
+without `--served-model-name`, that is MODEL as the command line has it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
+from starlette.responses import Response
 
+from mini_engine import metrics
+from mini_engine.api.timings import RequestClock
+from mini_engine.log import about
 from mini_engine.media.errors import DecoderUnavailable, MediaError
+from mini_engine.shortage import Shortage, shortage_in
 
 SHUTTING_DOWN = "The server is shutting down and takes no new requests; send this one again later."
 RETRY_SECONDS = 5  # about what a successor needs to start; another server is there at once
@@ -22,29 +30,6 @@ Code = Literal[
     "missing_required_parameter", "model_not_found", "origin_not_allowed", "overloaded", "request_timeout",
     "request_too_large", "shutting_down", "timeout", "unknown_parameter", "unknown_url", "unsupported_parameter",
 ]  # fmt: skip
-STATUSES: dict[Code, tuple[int, ...]] = {
-    "context_length_exceeded": (400,),
-    "engine_unavailable": (500, 503),
-    "internal_error": (500,),
-    "invalid_api_key": (401,),
-    "invalid_http": (415,),
-    "invalid_json": (400,),
-    "invalid_media": (400,),
-    "invalid_value": (400,),
-    "media_too_large": (400,),
-    "method_not_allowed": (405,),
-    "missing_required_parameter": (400,),
-    "model_not_found": (404,),
-    "origin_not_allowed": (403,),
-    "overloaded": (429, 503),
-    "request_timeout": (408,),
-    "request_too_large": (413,),
-    "shutting_down": (503,),
-    "timeout": (503, 504),
-    "unknown_parameter": (400,),
-    "unknown_url": (404,),
-    "unsupported_parameter": (400,),
-}
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -75,7 +60,6 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ):
         super().__init__(message)
-        assert status in STATUSES[code], f"a {status} is no {code}"
         self.status = status
         self.headers = headers or {}  # of the response
         self.body = ErrorBody(message, error_type(status), param, code)
@@ -181,3 +165,95 @@ def as_api_error(error: Exception) -> ApiError | None:
         case EngineError():
             return ApiError(500, str(error), code="internal_error")
     return None
+
+
+# --- responses and log lines ------------------------------------------------------------------------------------------
+
+
+logger = logging.getLogger(__name__)
+
+LINES_A_SECOND = 10  # on refused requests: their clients could fill the disk
+REASON_CHARACTERS = 300
+QUIET_SECONDS = 60.0  # without a shortage after which the next one is logged again
+REMEDIES = {
+    "open files": "raise its limit: ulimit -n, LimitNOFILE=, --ulimit nofile=",
+    "threads": "raise the limit on processes: ulimit -u, TasksMax=, --pids-limit",
+    "memory": "docs/operations.md says what takes it",
+}
+
+_short_at: dict[str, float] = {}  # when, by what there was too little of
+
+
+class RefusalLog:
+    """A line in the log for each refused request, `LINES_A_SECOND` at most, and the number of those left out."""
+
+    def __init__(self) -> None:
+        self._until = 0.0  # the end of a second
+        self._refused = 0  # in that second
+        self._left_out = 0
+
+    def add(self, error: ApiError, request_id: str) -> None:
+        """Log one, with the error's own message in one line of printable characters. Runs in an event loop."""
+        now = time.monotonic()
+        if now >= self._until:
+            self._until, self._refused = now + 1, 0
+        self._refused += 1
+        if self._refused > LINES_A_SECOND:
+            self._left_out += 1
+            if self._refused == LINES_A_SECOND + 1:
+                asyncio.get_running_loop().call_later(1.0, self._log_left_out)
+            return
+        message = error.body.message
+        reason = "".join(one if one.isprintable() else " " for one in message[:REASON_CHARACTERS])
+        cut = "…" if len(message) > REASON_CHARACTERS else ""
+        what = "refused" if error.status < 500 or error.status == 503 else "failed"
+        text = f"{request_id} {what}: {error.status} {error.body.code}: {reason}{cut}"
+        logger.info("%s", text, extra=about(request_id))
+
+    def _log_left_out(self) -> None:
+        logger.info("%d more requests were refused, at most %d a second are listed", self._left_out, LINES_A_SECOND)
+        self._left_out = 0
+
+
+refusals = RefusalLog()
+
+
+def explain(error: Exception, request_id: str, clock: RequestClock | None) -> ApiError:
+    """The response to `error`, which is logged; with the `clock` of a request for text it is counted."""
+    shortage = shortage_in(error)
+    answer = as_api_error(error) if shortage is None else refuse_for(shortage)
+    if answer is None:
+        logger.error("%s failed", request_id, exc_info=error, extra=about(request_id))
+        answer = internal_error(request_id)
+    else:
+        refusals.add(answer, request_id)
+    if clock is not None:
+        clock.failed = True
+        if answer.status >= 500:
+            clock.end("error")
+    return answer
+
+
+def refuse_for(shortage: Shortage) -> ApiError:
+    """The response to a request for which the host has too little of something. It is counted."""
+    log_shortage(shortage)
+    metrics.requests_rejected_total.labels("host").inc()
+    return overloaded(str(shortage))
+
+
+def log_shortage(shortage: Shortage) -> None:
+    """One line when a shortage begins: a host that is short of something should write no more than it has to."""
+    what, now = shortage.what, time.monotonic()
+    before, _short_at[what] = _short_at.get(what), now
+    if before is None or now - before > QUIET_SECONDS:
+        logger.error("this process gets no more %s, and refuses requests for that: %s", what, REMEDIES[what])
+
+
+def error_response(error: ApiError) -> Response:
+    """`error` as a response."""
+    return Response(error.encode(), error.status, dict(error.headers), "application/json")
+
+
+def error_event(error: ApiError) -> bytes:
+    """The last event of a stream that fails after it has begun."""
+    return b"data: " + error.encode() + b"\n\n"

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from mini_engine.api.error_responses import log_shortage
+from mini_engine.api.errors import log_shortage
 from mini_engine.config import EngineConfig
 from mini_engine.shortage import shortage_in
 

@@ -8,9 +8,10 @@ slow in one stage does not hold up another. Knows nothing of prompts, requests o
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mini_engine import metrics
 from mini_engine.api.chat import MediaRef
 from mini_engine.api.media_settings import KeyedSettings
-from mini_engine.api.threads import start_thread_pool
 from mini_engine.api.timings import RequestClock
 from mini_engine.media.decoder import Job
 from mini_engine.media.decoder_pool import DecoderPool, Decoding
@@ -247,3 +247,24 @@ async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+START_SECONDS = 60.0
+
+
+def start_thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
+    """A pool of `threads` running threads. ThreadPoolExecutor alone starts them on demand; where it cannot, it raises
+    RuntimeError and keeps the work, which would run when its memory is used by others.
+
+    Raises:
+        RuntimeError: a thread cannot be started.
+    """
+    pool = ThreadPoolExecutor(threads, name)
+    barrier = threading.Barrier(threads)
+    try:
+        for started in [pool.submit(barrier.wait, START_SECONDS) for _ in range(threads)]:
+            started.result()
+    except RuntimeError:
+        barrier.abort()
+        raise
+    return pool

@@ -1,19 +1,24 @@
-"""The endpoints about the server itself: models, health, metrics, caches, version."""
+"""The endpoints about the server itself: models, health, metrics, caches, version; and the log's line of statistics."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import logging
+import time
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mini_engine import metrics
-from mini_engine.api.body import check_model
+from mini_engine.api.body import GUARDED, answers, check_model, in_path, refuses
 from mini_engine.api.context import context_of
 from mini_engine.api.errors import ApiError, EngineError, engine_unavailable
-from mini_engine.api.openapi import GUARDED, answers, in_path, refuses
 from mini_engine.api.responses import Model, ModelList, json_response
+
+if TYPE_CHECKING:
+    from mini_engine.api.engine_client import EngineClient
 
 ENGINE_GONE = "An engine has stopped."
 RESET_SECONDS = 30.0  # for the engines to answer; a step may run first
@@ -107,3 +112,59 @@ async def show_metrics(request: Request) -> Response:
 async def version() -> Response:
     """The version of this server."""
     return JSONResponse({"version": importlib.metadata.version("mini-engine")})
+
+
+# --- statistics in the log --------------------------------------------------------------------------------------------
+
+
+logger = logging.getLogger(__name__)
+
+STATS_SECONDS = 10.0
+
+
+class Stats:
+    """What has happened between one look at the figures and the next."""
+
+    def __init__(self) -> None:
+        self._before = metrics.samples()
+        self._looked_at = time.monotonic()
+
+    def line(self) -> str | None:
+        """Throughputs and hit rates since the last look, and how full the engines are; None when nothing ran."""
+        before, self._before = self._before, metrics.samples()
+        begun, self._looked_at = self._looked_at, time.monotonic()
+        seconds = self._looked_at - begun
+
+        def since(name: str) -> float:
+            return sum(self._before.get(name, ())) - sum(before.get(name, ()))
+
+        def rate(kind: str) -> str:
+            queries = since(f"{kind}_queries_total")
+            return f"{since(f'{kind}_hits_total') / queries:.0%}" if queries else "-"
+
+        prompt, generated = since("prompt_tokens_total"), since("generation_tokens_total")
+        running, waiting = (sum(self._before.get(f"num_requests_{state}", ())) for state in ("running", "waiting"))
+        if not (prompt or generated or running or waiting):
+            return None
+        usage = self._before.get("kv_cache_usage_perc") or [0.0]
+        return (
+            f"prompts {prompt / seconds:.1f} tokens/s, answers {generated / seconds:.1f} tokens/s, "
+            f"{running:.0f} running, {waiting:.0f} waiting, KV cache {sum(usage) / len(usage):.1%} in use; "
+            f"hits: prefix cache {rate('prefix_cache')}, media cache {rate('mm_cache')}, "
+            f"encoder cache {rate('encoder_cache')}"
+        )
+
+
+async def log_stats(engines: EngineClient) -> None:
+    """Log the lines until cancelled."""
+    stats: Stats | None = None
+    while True:
+        try:
+            if stats is None:
+                stats = Stats()  # at once: what runs from now on is in the first line
+            elif (line := await asyncio.to_thread(stats.line)) is not None:
+                logger.info("%s", line)
+        except OSError as error:  # no descriptor is free: the next line counts it all
+            logger.debug("the figures cannot be read now: %s", error)
+        await asyncio.sleep(STATS_SECONDS)
+        await engines.refresh_figures()

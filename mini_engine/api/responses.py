@@ -15,7 +15,6 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import Response
 
-from mini_engine.api.errors import ApiError
 from mini_engine.messages import Modality
 
 FinishedBy = Literal["stop", "length"]
@@ -116,11 +115,6 @@ class Writer(Protocol):
 
 
 _encoder = msgspec.json.Encoder()
-
-
-def error_event(error: ApiError) -> bytes:
-    """The last event of a stream that fails after it has begun."""
-    return b"data: " + error.encode() + b"\n\n"
 
 
 def event_of(body: Struct) -> bytes:

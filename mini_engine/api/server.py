@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from mini_engine import metrics
 from mini_engine.api import transports
-from mini_engine.api.admission import BodyAdmission, MediaAdmission, RequestAdmission
+from mini_engine.api.admission import BodyAdmission, BodyLimits, MediaAdmission, RequestAdmission
 from mini_engine.api.app import create_app
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.context import AppContext
@@ -25,13 +25,11 @@ from mini_engine.api.engine import send_now
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.errors import ServerStopping
 from mini_engine.api.http_server import HttpServer
-from mini_engine.api.media_loader import MediaLoader
+from mini_engine.api.media_loader import MediaLoader, start_thread_pool
 from mini_engine.api.media_settings import MediaSettingsResolver
-from mini_engine.api.processor_device import limit_memory, processor_device, staging_slots, watch_device
-from mini_engine.api.request_body import BodyLimits
+from mini_engine.api.operations import log_stats
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
-from mini_engine.api.stats_log import log_stats
-from mini_engine.api.threads import start_thread_pool
+from mini_engine.api.transports import limit_memory, processor_device, staging_slots, watch_device
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.decode_limits import DecodeLimits
 from mini_engine.malloc import keep_freed_memory

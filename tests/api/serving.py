@@ -28,8 +28,7 @@ from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.http_server import HttpServer
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
-from mini_engine.api.middleware import ActiveRequests
-from mini_engine.api.request_body import BodyLimits
+from mini_engine.api.middleware import ActiveRequests, BodyLimits
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.config import EngineConfig
 from mini_engine.decode_limits import DecodeLimits

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 
 from mini_engine.api.admission import BodyAdmission
 from mini_engine.api.errors import ApiError
-from mini_engine.api.request_body import LEAST_BYTES, BodyLimits, receive_body
+from mini_engine.api.middleware import LEAST_BYTES, BodyLimits, receive_body
 from mini_engine.media.processor import MediaProcessor
 from tests.api.patience import PATIENCE, PatientLoop, run_patiently
 from tests.api.peers import eventually

@@ -11,11 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from mini_engine import log, metrics
-from mini_engine.api import stats_log
-from mini_engine.api.error_responses import LINES_A_SECOND, REASON_CHARACTERS, RefusalLog
-from mini_engine.api.errors import bad_request, overloaded
+from mini_engine.api import operations
+from mini_engine.api.errors import LINES_A_SECOND, REASON_CHARACTERS, RefusalLog, bad_request, overloaded
 from mini_engine.api.middleware import logger
-from mini_engine.api.stats_log import Stats
+from mini_engine.api.operations import Stats
 from mini_engine.media.processor import MediaProcessor
 from tests.api.peers import eventually
 from tests.api.serving import chat_body, hang_up, image, serve, words
@@ -129,7 +128,7 @@ def test_no_line_without_the_flag(processor: MediaProcessor, tmp_path: Path, cap
 
 def test_the_figures_of_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([100.0, 110.0, 120.0, 130.0])
-    monkeypatch.setattr(stats_log, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    monkeypatch.setattr(operations, "time", SimpleNamespace(monotonic=lambda: next(moments)))
     gauges = (metrics.num_requests_running, metrics.num_requests_waiting, metrics.kv_cache_usage_perc)
     for gauge in gauges:
         gauge.clear()

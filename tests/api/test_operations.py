@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mini_engine.api.error_responses import explain
-from mini_engine.api.threads import start_thread_pool
+from mini_engine.api.errors import explain
+from mini_engine.api.media_loader import start_thread_pool
 from mini_engine.media import http_fetch
 from mini_engine.media.errors import DecoderUnavailable
 from mini_engine.media.policy import MediaPolicy

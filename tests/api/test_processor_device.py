@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from mini_engine.api.processor_device import DeviceLost, limit_memory, processor_device, staging_slots, watch_device
+from mini_engine.api.transports import DeviceLost, limit_memory, processor_device, staging_slots, watch_device
 from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig
 from mini_engine.free_memory import CUDA_CONTEXT_BYTES, processor_bytes, processor_memory
 from mini_engine.host import plan_media_cache
@@ -92,7 +92,7 @@ class Stream:
 def test_a_device_that_is_lost_ends_the_server_and_an_error_that_passes_does_not(monkeypatch):
     stream = Stream(True, False, True, True, False, False)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream)
-    monkeypatch.setattr("mini_engine.api.processor_device.CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("mini_engine.api.transports.CHECK_SECONDS", 0.0)
 
     async def serve() -> None:  # as `server.py` does
         watch = asyncio.create_task(watch_device("cuda:1"))
