@@ -258,7 +258,7 @@ class PromptItem:
         """The item as it was just processed, or as the engine keeps it."""
         patches, missing = (None, None) if isinstance(source, CachedMedia) else (source.patches, source.missing)
         if missing is not None:
-            # A hit is not decoded, so it could not say what is missing: nobody may find this one.
+            # A hit is not decoded, so it could not report what is missing: no request may find this item.
             media_hash = os.urandom(HASH_BYTES)
         return cls(
             source.modality,

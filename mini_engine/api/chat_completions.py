@@ -93,6 +93,6 @@ async def start(context: AppContext, chat: ChatRequest, request_id: str, clock: 
             )
         # Row 8: the tensors, then the request.
         clock.enter("transport")
-        await engine.submit(generation)
+        await engine.submit(generation, request)
         clock.enter("other")
     return generation

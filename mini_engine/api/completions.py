@@ -21,6 +21,7 @@ from mini_engine.api.generation import Generation, Responder
 from mini_engine.api.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from mini_engine.api.responses import Completion, CompletionWriter, Text, Tokens, json_response
 from mini_engine.api.timings import RequestClock
+from mini_engine.messages import NewRequest
 
 router = APIRouter()
 
@@ -55,19 +56,19 @@ async def start(
             own_id = f"{request_id}-prompt{number}" if number else request_id
             request = context.sampling.new_request(asked, own_id, token_ids, [])
             texts = sample_texts(context.vocabulary, asked, request.sampling, number * asked.num_choices)
-            generations.append(Generation(request, texts, RequestClock() if number else clock))
+            generations.append((Generation(request, texts, RequestClock() if number else clock), request))
         with contextlib.ExitStack() as submitted:
-            for generation in generations:
-                await _submit(context, generation)
+            for generation, request in generations:
+                await _submit(context, generation, request)
                 submitted.enter_context(generation)
             submitted.pop_all()
-    return generations
+    return [generation for generation, _ in generations]
 
 
-async def _submit(context: AppContext, generation: Generation) -> None:
+async def _submit(context: AppContext, generation: Generation, request: NewRequest) -> None:
     generation.clock.enter("transport")
     with context.engines.choose(samples=len(generation.samples)) as engine:
-        await engine.submit(generation)
+        await engine.submit(generation, request)
     generation.clock.enter("other")
 
 

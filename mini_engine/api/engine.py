@@ -31,6 +31,7 @@ from mini_engine.messages import (
     FinishReason,
     Found,
     MediaMiss,
+    NewRequest,
     Outputs,
     RequestOutput,
     Reserved,
@@ -120,8 +121,9 @@ class Engine:
         if self.stopped is not None:
             raise self.stopped.with_traceback(None)  # which would grow with each who meets it
 
-    async def submit(self, generation: Generation) -> None:
-        """Send the engine `generation.request`, whose patches are tensors, or None where `media` has found the item.
+    async def submit(self, generation: Generation, request: NewRequest) -> None:
+        """Send the engine the `request` of `generation`. Its patches are tensors, or None where `media` has found the
+        item.
 
         What finds room in the store is written there; for the rest this waits for room for its tensors, which leave
         before the request does, straight to the ranks; and, if there are media, until the engine has accepted the
@@ -132,7 +134,7 @@ class Engine:
         """
         self.requests |= {sample.request_id: sample for sample in generation.samples}
         try:
-            request = await self.media.place(generation.request)
+            request = await self.media.place(request)
             for again in (False, True):
                 await self._sender.submit(request)
                 accepted = generation.sent_to(self)
@@ -142,7 +144,7 @@ class Engine:
                     return
                 if not again:
                     logger.warning(
-                        "%s: engine %d cannot use its tensors; they are sent again", request.request_id, self.number,
+                        "%s: engine %d could not read its tensors; sending them again", request.request_id, self.number,
                         extra=about(request.request_id),
                     )  # fmt: skip
                     metrics.ipc_fallbacks_total.labels("lost").inc()

@@ -99,7 +99,8 @@ class Generation:
         warnings: Sequence[str] = (),
     ):
         ids = [request.request_id, *(sibling.request_id for sibling in request.siblings)]
-        self.request = request
+        # Not the request itself: its tensors would stay in memory until the last token.
+        self.request_id, self.num_prompt_tokens = request.request_id, len(request.prompt_token_ids)
         self.clock = clock
         self.samples = [Sample(self, request_id, text) for request_id, text in zip(ids, texts, strict=True)]
         self.engine: Engine | None = None  # that has the request
@@ -118,7 +119,7 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Tokens so far."""
-        prompt, first = len(self.request.prompt_token_ids), self.samples[0]
+        prompt, first = self.num_prompt_tokens, self.samples[0]
         completion = sum(sample.text.completion_tokens for sample in self.samples)
         cached = PromptTokensDetails(first.num_cached_tokens)  # the other samples find what the first has computed
         return Usage(prompt, completion, prompt + completion, cached, self._media or msgspec.UNSET)
@@ -150,7 +151,7 @@ class Generation:
         before = sample.text.completion_tokens
         piece = sample.take()
         delivered = sample.text.completion_tokens - before
-        self.clock.tokens(len(self.request.prompt_token_ids), delivered, piece.index)
+        self.clock.tokens(self.num_prompt_tokens, delivered, piece.index)
         if piece.finish_reason is not None:
             self._finish(sample, "stop")  # without effect unless a stop string ended it
             if self.over:
@@ -207,7 +208,7 @@ class Generation:
     def _end(self, reason: FinishReason) -> None:
         self.abort()
         self.clock.end(reason, None if reason in ("abort", "error") else self.samples[0].times)
-        request_id, tokens = self.request.request_id, self.usage.completion_tokens
+        request_id, tokens = self.request_id, self.usage.completion_tokens
         logger.debug("%s finished: %s, %d tokens", request_id, reason, tokens, extra=about(request_id))
 
     def _finish(self, sample: Sample, reason: FinishReason) -> None:
@@ -279,7 +280,7 @@ class Responder:
             except Exception as error:  # noqa: BLE001 - explain() logs what it does not know
                 if not started:
                     raise
-                yield error_event(explain(error, first.request.request_id, first.clock))
+                yield error_event(explain(error, first.request_id, first.clock))
 
 
 class EventStream(Response):

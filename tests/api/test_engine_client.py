@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,16 @@ async def submit(client: EngineClient, request: NewRequest) -> Generation:
     texts: Any = [TokensAsText(index) for index in range(1 + len(request.siblings))]
     generation = Generation(request, texts, RequestClock())
     with client.choose() as engine:
-        await engine.submit(generation)
+        await engine.submit(generation, request)
     return generation
+
+
+def test_a_generation_keeps_no_tensors() -> None:
+    asked = request("a", 100)
+    patches = weakref.ref(asked.media[0].patches)
+    generation = Generation(asked, [TokensAsText(0)], RequestClock())  # type: ignore[list-item]
+    del asked
+    assert patches() is None and generation.request_id == "a"
 
 
 def test_tokens_that_pile_up_come_together(runtime: Path) -> None:

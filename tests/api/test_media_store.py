@@ -1,4 +1,4 @@
-"""`MediaStoreClient` with a real store behind it: who joins whom, and that nothing is held for who has left."""
+"""`MediaStoreClient` with a real store: requests share writes, and one that leaves releases its references."""
 
 from __future__ import annotations
 
@@ -149,8 +149,7 @@ class World:
             assert all(isinstance(one, CachedMedia) for one in found.values())
             media = [one if one.media_hash not in found else named(one) for one in items]
             placed = await client.place(NewRequest(name, [1], SamplingParams(1, 1), media))
-            (incarnation,) = (number for number, one in self.core.clients.items() if one is client)
-            self.core.sender(incarnation)(only_named(placed))
+            self.core.sender(1 if client is self.client else 2)(only_named(placed))
         with contextlib.suppress(asyncio.CancelledError):  # too late: it is sent
             await asyncio.sleep(0)
         return placed
@@ -180,8 +179,7 @@ def named(one: MediaItem) -> MediaItem:
 
 
 def only_named(placed: NewRequest) -> NewRequest:
-    media = [one for one in placed.media if one.patches is None]
-    return NewRequest(placed.request_id, [1], placed.sampling, media)
+    return NewRequest(placed.request_id, [1], placed.sampling, [one for one in placed.media if one.patches is None])
 
 
 def play(scenario: Callable[[World], Any], **more: Any) -> None:
@@ -394,9 +392,9 @@ def test_a_request_that_is_turned_down_keeps_its_references_until_it_leaves() ->
         with world.client.holding("asks"):
             await world.client.look_up("asks", [A])
             placed = await world.client.place(NewRequest("asks", [1], SamplingParams(1, 1), [item(A)]))
-            references = world.store.claim((1, "asks"))
-            assert world.store.resolve(placed, references).media[0].patches is not None
-            world.store.hand_back((1, "asks"), references)
+            claimed = world.store.claim((1, "asks"))
+            assert world.store.resolve(placed, claimed).media[0].patches is not None
+            world.store.hand_back((1, "asks"), claimed)
             assert world.store.num_references == 1
         await eventually(lambda: world.core.count(Unreserve) == 1)
 
