@@ -130,8 +130,9 @@ REF = "#/components/schemas/{name}"
 described: set[type[msgspec.Struct]] = set()  # types that routes refer to
 
 
-def takes(kind: type[msgspec.Struct]) -> dict[str, Any]:
+def takes(kind: type[Body]) -> dict[str, Any]:
     """The `openapi_extra` of a route that takes a `kind` as JSON."""
+    _decoder(kind)  # now, while modules are imported: msgspec crashes if several threads make a type's first decoder
     return {"requestBody": {"required": True, "content": _content(kind)}}
 
 
