@@ -53,9 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--attention-backend", choices=get_args(AttentionBackendName), default="auto",
         help="What computes the decoder's attention; only triton's steps become CUDA graphs (default: auto).",
     )  # fmt: skip
-    parser.add_argument(
-        "--block-size", type=int, default=16, help="Tokens in a block of the KV cache; varlen takes 256 (default: 16)."
-    )
+    parser.add_argument("--block-size", type=int, default=16, help="Tokens in a block of the KV cache (default: 16).")
 
 
 def run(args: argparse.Namespace) -> Report:

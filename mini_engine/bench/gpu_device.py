@@ -27,11 +27,10 @@ from mini_engine.model.weights import fill_randomly
 from mini_engine.transport.arena import checksum
 from mini_engine.transport.cuda_memory import CudaStaging, StagingSlots
 from mini_engine.transport.tensor_ipc import PROBE_BYTES
-from mini_engine.worker.attention import choose_backend, leave_out_cudnn, make_backend
-from mini_engine.worker.kv_cache import KVCache
-from mini_engine.worker.launched import Launched
-from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.attention import KVCache
+from mini_engine.worker.model_runner import Launched, ModelRunner
 from mini_engine.worker.normalisation import Normalisation
+from mini_engine.worker.worker import choose_backend, leave_out_cudnn, make_backend
 
 COPY_BYTES = 4 << 30
 SIDE = 8192

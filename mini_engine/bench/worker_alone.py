@@ -25,11 +25,10 @@ from mini_engine.messages import (
 )
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.transport.arena import ReadableMemory
-from mini_engine.worker.attention import choose_backend
+from mini_engine.worker.memory import profile
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.profiling import profile
-from mini_engine.worker.worker import choose_device, choose_num_blocks, load, make_attention
+from mini_engine.worker.worker import choose_backend, choose_device, choose_num_blocks, load, make_attention
 
 MODEL_PARTS = ("embed", "forward", "logits")  # together they are "the model's forward"
 

@@ -13,7 +13,7 @@ BUNDLED_MODEL = str(Path(__file__).parent.parent / "demo" / "weights")
 
 Backend = Literal["auto", "gloo", "nccl", "shm"]
 Device = Literal["auto", "cpu", "cuda"]
-AttentionBackendName = Literal["auto", "triton", "varlen", "sdpa"]
+AttentionBackendName = Literal["auto", "triton", "sdpa"]
 Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 EncoderMode = Literal["weights", "data"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -55,9 +55,8 @@ class ModelOptions:
     )  # fmt: skip
     device: Device = option("auto", "Where the workers run; `auto` takes CUDA when there is a device.", "Model")
     attention_backend: AttentionBackendName = option(
-        "auto", "What computes the decoder's attention: `triton` (this project's kernels), `varlen` (torch's "
-        "varlen_attn, from torch 2.12 on, with --block-size 256), `sdpa` (torch's operators over gathered blocks), or "
-        "`auto`: triton on CUDA, sdpa on the CPU.", "Model",
+        "auto", "What computes the decoder's attention: `triton` (this project's kernels), `sdpa` (torch's operators "
+        "over gathered blocks), or `auto`: triton on CUDA, sdpa on the CPU.", "Model",
     )  # fmt: skip
     enforce_eager: bool = option(False, "Run decode steps without CUDA graphs.", "Model")
     seed: int = option(0, "Seed of the server's own randomness.", "Model")

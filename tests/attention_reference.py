@@ -1,4 +1,4 @@
-"""What paged attention must compute: a plain softmax in float64, one query at a time. For tests and comparisons."""
+"""What paged attention must compute: a plain softmax in float64, one query at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mini_engine.worker.paged_attention import Span
+from mini_engine.worker.attention import Span
 
 
 def reference_attention(q: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span]) -> Tensor:
