@@ -6,15 +6,15 @@ import torch
 
 from mini_engine.messages import RankAddress
 from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.tensor_ipc import TensorIpcSender
-from mini_engine.worker.kv_cache import KVCache
+from mini_engine.worker.attention import KVCache, SdpaBackend
 from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.paged_attention import SdpaBackend
 from tests.worker import tiny
 from tests.worker.receiving import API, MIB, Core, rank_address
 
@@ -32,16 +32,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_runner(checkpoint: Path) -> Callable[..., ModelRunner]:
-    model = load_model(checkpoint, TensorParallel(), None, torch.device("cpu"))
+def model(checkpoint: Path) -> VisionLanguageModel:
+    return load_model(checkpoint, TensorParallel(), None, torch.device("cpu"))
 
-    def make(media: tiny.MemoryMedia, block_size: int = 16, **more: object) -> ModelRunner:
-        cache = KVCache.allocate(model.attention_shape, NUM_BLOCKS, block_size, torch.float32, torch.device("cpu"))
+
+@pytest.fixture(scope="session")
+def make_runner(checkpoint: Path, model: VisionLanguageModel) -> Callable[..., ModelRunner]:
+    def make(media: tiny.MemoryMedia, block_size: int = 16, num_blocks: int = NUM_BLOCKS) -> ModelRunner:
+        shape, cpu = model.attention_shape, torch.device("cpu")
+        cache = KVCache.allocate(shape, num_blocks, block_size, torch.float32, cpu)
         # What an earlier owner may have left: nothing of it may reach a result.
         cache.storage.fill_(float("nan"))
-        return ModelRunner(
-            model, SdpaBackend(cache), media, Normalisation.from_dir(checkpoint), TensorParallel(), **more
-        )
+        return ModelRunner(model, SdpaBackend(cache), media, Normalisation.from_dir(checkpoint), TensorParallel())
 
     return make
 

@@ -1,6 +1,6 @@
 """One of two tensor-parallel ranks, run by `test_model_runner.py`: `rank checkpoint folder device backend`.
 
-Executes the same steps as the test; writes the tokens that it reported, and those that it keeps, to `rank<r>.pt`.
+Executes the same steps as the test; writes the tokens that it reported to `rank<r>.pt`.
 """
 
 import sys
@@ -11,11 +11,9 @@ import torch
 from mini_engine.config import EngineConfig
 from mini_engine.messages import Init, MediaCachePlan, NewSequence, SamplingParams
 from mini_engine.model.weights import load_model
-from mini_engine.worker.kv_cache import KVCache
+from mini_engine.worker.attention import KVCache, SdpaBackend
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.paged_attention import SdpaBackend
-from mini_engine.worker.token_counts import TokenCounts
 from mini_engine.worker.worker import choose_device, join_group
 from tests.worker import script, tiny
 
@@ -37,33 +35,21 @@ def main() -> None:
     torch.set_num_threads(1)
     config = EngineConfig(tensor_parallel_size=2, device=sys.argv[4], distributed_backend=sys.argv[5])
     device = choose_device(config, 0, rank)
-    tp = join_group(
-        Init(config, str(checkpoint), str(folder), [], [], [], MediaCachePlan("off", 0, "")),
-        0,
-        rank,
-        device,
-    )
+    init = Init(config, str(checkpoint), str(folder), [], [], [], MediaCachePlan("off", 0, ""))
+    tp = join_group(init, 0, rank, device)
     model = load_model(checkpoint, tp, None, device)
     cache = KVCache.allocate(model.attention_shape, NUM_BLOCKS, BLOCK_SIZE, torch.float32, device)
-    media = tiny.MemoryMedia()
-    runner = ModelRunner(model, SdpaBackend(cache), media, Normalisation.from_dir(checkpoint), tp)
+    media, normalise = tiny.MemoryMedia(), Normalisation.from_dir(checkpoint)
+    runner = ModelRunner(model, SdpaBackend(cache), media, normalise, tp)
     results: dict = {}
     for name, sampling in (("greedy", {}), ("sampled", {"temperature": 1.0, "seed": 5})):
         requests = tiny.mixed_requests(media, **sampling)
-        *steps, last = script.write_steps(requests, COUNT, 64, BLOCK_SIZE, NUM_BLOCKS)
-        results[name] = script.run(runner, steps)
-        runner._end_decode()
-        results["kept"] = [state.tokens.array.tolist() for state in runner._sequences.values()]
-        runner.execute(last)
+        results[name] = script.run(runner, script.write_steps(requests, COUNT, 64, BLOCK_SIZE, NUM_BLOCKS))
     whole = load_model(checkpoint, tp, None, device, spread_tower=True)
-    runner = ModelRunner(whole, SdpaBackend(cache), media, Normalisation.from_dir(checkpoint), tp)
     steps = script.write_steps(tiny.mixed_requests(media), COUNT, 64, BLOCK_SIZE, NUM_BLOCKS)
-    results["whole tower"] = script.run(runner, steps)
-    normalise, counts = Normalisation.from_dir(checkpoint), TokenCounts(device)
-    runner = ModelRunner(model, SdpaBackend(cache), media, normalise, tp, counts=counts)
+    results["whole tower"] = script.run(ModelRunner(whole, SdpaBackend(cache), media, normalise, tp), steps)
     first, second = requests_that_share(media)
     results["shared"] = script.run(runner, script.share_prefix(first, second, 1, COUNT, BLOCK_SIZE))
-    results["counted"] = counts.nbytes
     results["transformers"] = "transformers" in sys.modules
     torch.save(results, folder / f"rank{rank}.pt")
     if torch.distributed.is_initialized():

@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from mini_engine.messages import Chunk, EncodeItem, NewSequence, SampledToken, Step
-from mini_engine.worker.launched import Launched
-from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.model_runner import Launched, ModelRunner
 
 
 class _Running:

@@ -1,9 +1,5 @@
 """Every family through the runner: 64 tokens of a batch of mixed requests are those of transformers' `generate`."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +9,10 @@ from mini_engine.messages import NewSequence
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
-from mini_engine.worker.kv_cache import KVCache
+from mini_engine.worker.attention import KVCache, SdpaBackend
+from mini_engine.worker.batch import SequenceState
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.paged_attention import SdpaBackend
-from mini_engine.worker.sequences import SequenceState
 from tests.model.families import FAMILIES
 from tests.worker import script, tiny
 
@@ -46,13 +41,10 @@ def expected(folder) -> dict[str, list[int]]:
     return {new.request_id: tiny.generate(folder, media, new, COUNT) for new in requests}
 
 
-def run(
-    model: VisionLanguageModel, folder: Path, requests: list[NewSequence], media, budget: int, preempt_at=(),
-    tp: TensorParallel = ALONE,
-):  # fmt: skip
+def run(model: VisionLanguageModel, folder: Path, requests: list[NewSequence], media, budget: int, preempt_at=()):
     cache = KVCache.allocate(model.attention_shape, NUM_BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     cache.storage.fill_(float("nan"))
-    runner = ModelRunner(model, SdpaBackend(cache), media, Normalisation.from_dir(folder), tp)
+    runner = ModelRunner(model, SdpaBackend(cache), media, Normalisation.from_dir(folder), ALONE)
     return script.run(runner, script.write_steps(requests, COUNT, budget, BLOCK_SIZE, NUM_BLOCKS, preempt_at))
 
 
@@ -62,16 +54,6 @@ def test_tokens_are_those_of_transformers(budget, preempt_at, model, folder, exp
     media = tiny.MemoryMedia()
     requests = tiny.mixed_requests(media, family_of(folder))
     assert run(model, folder, requests, media, budget, preempt_at) == expected
-
-
-def test_tokens_of_two_ranks_are_those_of_transformers(folder, expected, tmp_path):
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.worker.family_program", str(folder), family_of(folder)]
-    ended = subprocess.run(
-        [*command, str(tmp_path / "tokens"), "40"], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads((tmp_path / "tokens").read_text()) == expected
 
 
 def test_the_requests_differ(expected):

@@ -13,8 +13,7 @@ import zmq
 
 from mini_engine.messages import Step, StepResult
 from mini_engine.transport.codec import Encoder, decode
-from mini_engine.worker.launched import Launched
-from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.model_runner import Launched, ModelRunner
 from mini_engine.worker.serving import AHEAD, Watch, serve, serve_ahead
 from tests.transport.conftest import eventually
 from tests.worker import script, tiny
@@ -48,7 +47,7 @@ class Core:
             core.connect("inproc://core")
             if not self._ahead:
                 serve(core, Encoder("worker 0.0", 1), self._runner)
-            with contextlib.closing(Watch(self._context, lambda _: self.gate.acquire())) as watch:
+            with contextlib.closing(Watch(lambda _: self.gate.acquire())) as watch:
                 serve_ahead(core, Encoder("worker 0.0", 1), self._runner, watch)
 
     def send(self, message: object) -> None:
@@ -121,7 +120,7 @@ def test_a_device_that_fails_ends_the_loop_with_its_own_words(make_runner):
         raised: list[BaseException] = []
 
         def work() -> None:
-            with contextlib.closing(Watch(context, wait)) as watch:
+            with contextlib.closing(Watch(wait)) as watch:
                 try:
                     serving(watch)
                 except RuntimeError as error:
