@@ -18,7 +18,7 @@ from tests.worker import script, tiny
 
 __all__ = ["device"]
 pytest.importorskip("triton")
-from mini_engine.worker.decode_graphs import DecodeGraphs, sizes  # noqa: E402
+from mini_engine.worker.decode_graphs import DecodeGraphs  # noqa: E402
 from mini_engine.worker.triton_attention import TritonBackend  # noqa: E402
 
 BLOCKS = 64
@@ -79,12 +79,6 @@ def test_padding_leaves_the_blocks_of_others_alone(world):
             world.graphs.run(ids, positions, slots, attend)
         assert all(storage[:, :, block, 3].any() for block in range(rows))
         assert not storage[:, :, rows:BLOCKS].any()
-
-
-def test_sizes():
-    assert sizes(1) == [1]
-    assert sizes(6) == [1, 2, 4, 6]
-    assert sizes(100) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100]
 
 
 @pytest.mark.gpu

@@ -2,33 +2,21 @@
 prefix. None of it changes a token."""
 
 import gc
+import os
 import weakref
 
 import msgspec
 import pytest
 import torch
 
-from mini_engine.messages import Chunk, EncodeItem, KeepMedia, MessageId, NewSequence, Step, TensorHandle
+from mini_engine.messages import Chunk, EncodeItem, KeepMedia, MessageId, NewSequence, Step, StoreHandle, TensorHandle
+from mini_engine.transport.arena import ReadableMemory, WritableMemory
+from mini_engine.transport.memory import create_sparse
 from mini_engine.transport.pages import PAGE_BYTES
-from mini_engine.worker.media import EncoderCache, MediaStore
+from mini_engine.worker.media import EncoderCache
 from tests.worker import script, tiny
 
 COUNT = 20
-
-
-def test_kept_patches_are_a_copy():
-    received = torch.arange(6, dtype=torch.uint8).view(2, 3)
-    store = MediaStore(lambda handle, first, stop: received[first:stop])
-    store.keep([KeepMedia(b"a", TensorHandle(MessageId(1, 1), (2, 3), "uint8"))])
-    received.fill_(0xFF)  # the buffer is its sender's again
-    (item,) = tiny.make_request(tiny.MemoryMedia(), "r", [(1, 4, 4)]).media
-    item = msgspec.structs.replace(item, patches=None, media_hash=b"a")
-    assert store.patches(item, 1, 2).tolist() == [[3, 4, 5]]
-    store.drop([b"a"])
-    assert len(store) == 0
-    for use in (lambda: store.drop([b"a"]), lambda: store.patches(item, 0, 1)):
-        with pytest.raises(KeyError):
-            use()
 
 
 def prefill(new: NewSequence, number: int, first_block: int, **fields) -> Step:
@@ -43,27 +31,31 @@ def test_a_request_that_names_kept_media_gets_the_same_token(make_runner):
     (item,) = new.media
     named = msgspec.structs.replace(new, request_id="names", media=[msgspec.structs.replace(item, patches=None)])
     keep, encode = [KeepMedia(item.media_hash, item.patches)], [EncodeItem("names", 0, 0, 3)]
-    steps = [
-        prefill(new, 1, 0, encode=[EncodeItem("brings", 0, 0, 3)], keep=keep, release=[item.patches.message]),
-        prefill(named, 2, 9, encode=encode, finished=["brings"], evict=[item.media_hash]),
-    ]
-    tokens = script.run(make_runner(media), steps)
-    assert tokens["names"] == tokens["brings"]
+    runner = make_runner(media)
+    (first,) = runner.execute(prefill(new, 1, 0, encode=[EncodeItem("brings", 0, 0, 3)], keep=keep)).tokens
+    media.tensor(item.patches).fill_(0xFF)  # the memory is the sender's again
+    second_step = prefill(named, 2, 9, encode=encode, finished=["brings"], evict=[item.media_hash])
+    (second,) = runner.execute(second_step).tokens
+    assert second.token_id == first.token_id
+    runner.execute(Step(3, finished=["names"], drop=[item.media_hash], evict=[item.media_hash]))
+    with pytest.raises(KeyError):
+        runner.execute(prefill(named, 4, 9, encode=encode))
 
 
 @pytest.mark.parametrize("extents", [[(3, 1)], [(5, 1), (1, 1), (2, 1)]])
 def test_a_request_whose_media_lie_in_the_store_gets_the_same_token(make_runner, extents):
     """Over two steps, so that parts of an item are read; in one extent, or in several that no row ends with."""
-    media, store = tiny.MemoryMedia(), tiny.StoreInMemory(9)
+    media, fd = tiny.MemoryMedia(), create_sparse(9 * PAGE_BYTES)
+    store, media.store = WritableMemory(fd), ReadableMemory(fd)
+    os.close(fd)
     grid = (len(extents) * PAGE_BYTES // tiny.PATCH_DIM // 16, 4, 4)
     new = tiny.make_request(media, "brings", [1, grid, 2, (1, 6, 4)])
-    places = zip(new.media, (extents, [(8, 1)]), strict=True)
-    stored = [
-        msgspec.structs.replace(
-            item, patches=store.put(place, media.tensor(item.patches)), media_hash=bytes([place[0][0]])
-        )
-        for item, place in places
-    ]
+    stored = []
+    for item, place in zip(new.media, (extents, [(8, 1)]), strict=True):
+        patches = media.tensor(item.patches)
+        store.write(place, patches.view(-1))
+        handle = StoreHandle(place, tuple(patches.shape))
+        stored.append(msgspec.structs.replace(item, patches=handle, media_hash=bytes([place[0][0]])))
     half = grid[0] // 2
 
     def steps(request: NewSequence, first_block: int) -> list[Step]:
@@ -76,7 +68,6 @@ def test_a_request_whose_media_lie_in_the_store_gets_the_same_token(make_runner,
             msgspec.structs.replace(last, started=[]),
         ]
 
-    media.store = store.readable
     again = msgspec.structs.replace(new, request_id="stored", media=stored)
     tokens = script.run(make_runner(media, num_blocks=1000), steps(new, 0) + steps(again, 500))
     assert tokens["stored"] == tokens["brings"]
@@ -132,22 +123,28 @@ def twins(media: tiny.MemoryMedia, name: str) -> tuple[NewSequence, NewSequence]
 
 
 @pytest.mark.parametrize("name", ["text", "image", "video", "two"])
-@pytest.mark.parametrize(("block_size", "shared"), [(4, 1), (4, 3), (16, 0), (16, 1)])
-def test_a_start_behind_the_blocks_of_another(name, block_size, shared, make_runner, expected):
+@pytest.mark.parametrize(("size", "shared"), [(4, 1), (4, 3), (16, 0), (16, 1)])
+def test_a_start_behind_the_blocks_of_another(name, size, shared, make_runner, expected):
+    """Items that lie in the shared blocks, or were encoded before, need no patches; and again after a preemption."""
     media = tiny.MemoryMedia()
     first, second = twins(media, name)
-    steps = script.share_prefix(first, second, shared, COUNT, block_size)
-    assert script.run(make_runner(media, block_size), steps) == {name: expected[name], "second": expected[name]}
-
-
-def test_items_that_lie_in_shared_blocks_need_not_be_encoded(make_runner, expected):
-    media = tiny.MemoryMedia()
-    first, second = twins(media, "image")
-    (item,) = first.media
-    shared = -(-(item.offset + item.num_tokens) // 2)
-    first_step, second_step, *rest = script.share_prefix(first, second, shared, COUNT, 2)
-    steps = [first_step, msgspec.structs.replace(second_step, evict=[item.media_hash]), *rest[:-1]]
-    assert script.run(make_runner(media, 2), steps)["second"] == expected["image"]
+    length, start = len(first.prompt_token_ids), shared * size
+    encode = [EncodeItem(name, index, 0, item.grid_thw[0]) for index, item in enumerate(first.media)]
+    ours = list(range(-(-length // size)))
+    more = (length + COUNT) // size + 1
+    tables = [[*ours[:shared], *range(free, free + more)] for free in (60, 120)]
+    steps = [
+        Step(1, started=[first], encode=encode, chunks=[Chunk(name, 0, length, ours, True)]),
+        Step(2, started=[second], chunks=[Chunk("second", start, length - start, tables[0], True)], finished=[name]),
+    ]
+    for i in range(COUNT - 1):
+        again = i == COUNT // 2
+        chunk = Chunk("second", length + i, 1, [], True)
+        if again:
+            chunk = Chunk("second", start, length + i + 1 - start, tables[1], True, restart=True)
+        steps.append(Step(3 + i, chunks=[chunk]))
+    tokens = script.run(make_runner(media, size), steps)
+    assert tokens == {name: expected[name][:1], "second": expected[name]}
 
 
 def test_an_item_is_encoded_once_and_again_after_it_was_evicted(make_runner, expected):

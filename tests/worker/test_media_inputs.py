@@ -2,19 +2,87 @@
 
 from __future__ import annotations
 
-import os
+import asyncio
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+import zmq
 
-from mini_engine.messages import MediaFailed, MediaReady, Step, TensorHandle
-from mini_engine.transport.codec import Encoder
-from mini_engine.transport.sockets import connect_dealer
+from mini_engine.messages import MediaFailed, MediaReady, MessageId, RankAddress, Step, TensorHandle
+from mini_engine.transport.arena import Arena
+from mini_engine.transport.codec import Encoder, decode
+from mini_engine.transport.sockets import bind_router
+from mini_engine.transport.tensor_ipc import TensorIpcSender
 from mini_engine.worker.media_inputs import MediaInputs
-from tests.worker.receiving import API, rank_address, ready, send
 
 PLACEMENTS = ["torch_shm", "direct_rpc"]
+API = 41  # incarnation of the sender
+
+
+def rank_address(runtime: Path, rank: int = 0) -> RankAddress:
+    return RankAddress(0, rank, str(runtime / f"t{rank}"))
+
+
+class Core:
+    """The engine core, as far as a rank's receiver knows it."""
+
+    def __init__(self, context: zmq.Context, runtime: Path):
+        self.endpoint = f"ipc://{runtime}/core"
+        self.socket = bind_router(context, self.endpoint)
+
+    def reports(self, count: int, seconds: float = 60) -> list[MediaReady | MediaFailed]:
+        """The next `count` reports, or what came of them in time."""
+        bodies = []
+        deadline = time.monotonic() + seconds
+        while len(bodies) < count and self.socket.poll(max(int((deadline - time.monotonic()) * 1000), 0)):
+            name, frame = self.socket.recv_multipart()
+            envelope = decode(frame)
+            assert name == f"{envelope.sender} media:{envelope.incarnation}".encode()
+            bodies.append(envelope.body)
+        return bodies
+
+
+def send(sender: TensorIpcSender, *tensors: torch.Tensor) -> list[TensorHandle]:
+    outgoing = asyncio.run(sender.reserve(tensors))
+    handles = [outgoing(tensor) for tensor in tensors]
+    sender.send_tensors(outgoing)
+    return handles
+
+
+def ready(number: int, incarnation: int = API) -> MediaReady:
+    return MediaReady(0, MessageId(incarnation, number))
+
+
+@pytest.fixture
+def core(context, runtime) -> Core:
+    return Core(context, runtime)
+
+
+@pytest.fixture
+def inputs(context, runtime, core) -> Iterator[MediaInputs]:
+    made = MediaInputs(rank_address(runtime), core.endpoint, Encoder("worker 0.0", 100), 0, context)
+    made.start()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., TensorIpcSender]]:
+    made: list[TensorIpcSender] = []
+    arena = Arena(16 << 20, lambda: 1 << 50)
+
+    def connect_to(placement: str, addresses: list[RankAddress], incarnation: int = API) -> TensorIpcSender:
+        made.append(TensorIpcSender(Encoder("api 0", incarnation), addresses, arena))
+        made[-1].probe(placement, timeout=60)
+        return made[-1]
+
+    yield connect_to
+    for sender in made:
+        sender.close_streams()
+    arena.close_memory()
 
 
 def is_here(inputs: MediaInputs, handle: TensorHandle) -> bool:
@@ -84,37 +152,6 @@ def test_a_tensor_that_cannot_be_brought_to_the_device_fails_alone(context, runt
     inputs.close()
 
 
-def test_arenas_are_pinned_as_far_as_they_are_used(context, runtime, core, connect) -> None:
-    pinned: list[int] = []
-    inputs = MediaInputs(
-        rank_address(runtime), core.endpoint, Encoder("worker 0.0", 100), 0, context,
-        pin=lambda address, nbytes: pinned.append(nbytes),
-    )  # fmt: skip
-    inputs.start()
-    send(connect("torch_shm", [rank_address(runtime)]), torch.ones(3), torch.ones(4))
-    assert core.reports(2) == [ready(1), ready(2)]
-    inputs.close()
-    assert pinned == [16 << 20], "the whole arena: it is smaller than a step of the mark"
-
-
-def test_close_gives_everything_back(context, runtime, core, connect) -> None:
-    connect_dealer(context, core.endpoint, b"warm").close()
-    files, descriptors = set(os.listdir(runtime)), len(os.listdir("/proc/self/fd"))
-    for incarnation in (100, 101):  # the second binds the same path
-        me = Encoder("worker 0.0", incarnation)
-        inputs = MediaInputs(rank_address(runtime), core.endpoint, me, 0, context)
-        inputs.start()
-        sender = connect("direct_rpc", [rank_address(runtime)], incarnation)
-        send(sender, torch.ones(3))
-        assert core.reports(1) == [ready(1, incarnation)]
-        sender.close_streams()
-        inputs.close()
-    deadline = time.monotonic() + 60
-    while set(os.listdir(runtime)) != files or len(os.listdir("/proc/self/fd")) > descriptors:
-        assert time.monotonic() < deadline  # ZMQ's own thread closes what was its
-        time.sleep(0.01)
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_crashed_thread_fails_the_next_step_even_an_empty_one(context, runtime, core, connect, make_runner) -> None:
     inputs = MediaInputs(
@@ -129,16 +166,3 @@ def test_a_crashed_thread_fails_the_next_step_even_an_empty_one(context, runtime
             time.sleep(0.01)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     inputs.close()
-
-
-def test_every_message_is_reported_once(inputs, core, runtime, connect) -> None:
-    queue, direct = connect("torch_shm", [rank_address(runtime)]), connect("direct_rpc", [rank_address(runtime)], 42)
-    for _ in range(50):
-        send(queue, torch.ones(3), torch.ones(30_000))
-        send(direct, torch.ones(30_000))
-    reports = core.reports(151, seconds=2)
-    assert len(reports) == 150 and all(isinstance(report, MediaReady) for report in reports)
-    for incarnation, count in ((API, 100), (42, 50)):
-        assert [each.message.number for each in reports if each.message.incarnation == incarnation] == list(
-            range(1, count + 1)
-        )

@@ -18,7 +18,6 @@ from mini_engine.worker.memory import (
     HUNGRY_SAMPLING,
     MemoryUse,
     count_blocks,
-    measure,
     media_bytes,
     profile,
     room_for,
@@ -178,21 +177,6 @@ def test_the_worst_step_runs_in_a_cache_of_one_block(make_runner, model):
     config = EngineConfig(max_num_batched_tokens=100, max_num_seqs=4)
     runner = make_runner(tiny.MemoryMedia(), num_blocks=1)
     run_worst(runner, model.config.vision, [(1, 8, 10), (1, 8, 10)], worst_step(config, 1000))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_memory_is_measured():
-    cuda = torch.device("cuda", 0)
-    weights = torch.empty(64 << 20, dtype=torch.uint8, device=cuda)
-
-    def run() -> None:
-        torch.empty(256 << 20, dtype=torch.uint8, device=cuda)
-
-    use = measure(cuda, 1, 5, run)
-    assert use.total == torch.cuda.mem_get_info(cuda)[1]
-    assert use.weights >= weights.nbytes and use.media == 5
-    assert 256 << 20 <= use.step < 300 << 20
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from torch import Tensor
 from mini_engine.messages import SamplingParams
 from mini_engine.worker.batch import IntBuffer
 from mini_engine.worker.penalties import Adjustments
-from mini_engine.worker.sampler import Recipe, Row, sample
+from mini_engine.worker.sampler import Recipe
 from tests.worker import script, tiny
 from tests.worker.conftest import NUM_BLOCKS
 
@@ -94,25 +94,6 @@ def test_all_rows_at_once_are_as_row_by_row(number):
         adjustments.count(torch.tensor(tokens))
         for history, token in zip(histories, tokens, strict=True):
             history.append(token)
-
-
-def test_a_greedy_row_takes_the_largest_of_what_is_left():
-    """The choice moves from token to token as each adjustment comes in."""
-    logits = torch.zeros(1, VOCABULARY)
-    logits[0, [2, 11, 30, 5]] = torch.tensor([9.0, 8.0, 7.0, 6.0])
-    given: dict[str, Any] = {}
-    for more, chosen in (
-        ({}, 2),
-        ({"min_tokens": 9, "stop_token_ids": [2]}, 11),
-        ({"frequency_penalty": 1.0}, 30),
-        ({"repetition_penalty": 1.5}, 5),
-        ({"logit_bias": {12: 6.5}}, 12),
-    ):
-        given |= more
-        one = sequence([4, 4, 9, 30], [9, 11, 11, 4, 11], **given)
-        adjustments = Adjustments([one], [9], VOCABULARY, CPU)
-        assert sample(logits.clone(), [Row(one.recipe, 5)], adjustments.apply).tokens.item() == chosen
-        assert one.recipe.adjusts == bool(given)
 
 
 def test_the_defaults_adjust_nothing():

@@ -15,7 +15,7 @@ from transformers import (
 
 from mini_engine.messages import SamplingParams
 from mini_engine.worker import sampler
-from mini_engine.worker.sampler import Recipe, Row, keep_min_p, keep_top_k, keep_top_p, noise, stream_of
+from mini_engine.worker.sampler import Recipe, Row, keep_top_k, keep_top_p, noise, stream_of
 
 VOCABULARY = 50
 
@@ -155,16 +155,6 @@ def test_a_plain_sample_is_what_the_rows_would_give(dtype):
         assert sample(logits.clone(), [row(i, **greedy) for i in range(9)]).tolist() == expected
 
 
-def test_ties_at_the_edge_of_top_p_go_to_the_smaller_ids():
-    assert frequencies(torch.zeros(8), 400, top_p=0.5).nonzero().flatten().tolist() == [0, 1, 2, 3]
-
-
-def test_bfloat16_logits():
-    logits = torch.randn(3, VOCABULARY).bfloat16()
-    rows = [row(i, **kind) for i, kind in enumerate([{"temperature": 0.0}, {}, {"top_p": 0.5}])]
-    assert torch.equal(sample(logits.clone(), rows), sample(logits.float(), rows))
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_logits_that_are_not_finite_give_some_token_and_leave_the_other_rows_alone(value):
     logits = torch.randn(2, 50)
@@ -205,11 +195,3 @@ def test_top_p_is_that_of_a_full_sort(widths, ties, top_k, monkeypatch):
         keep_top_p(ours, top_p, [top_k] * 24, look)
         for one, before, p in zip(ours, probabilities, top_p, strict=True):
             assert torch.equal(one, before if p == 1.0 else top_p_of_one(before, p))
-
-
-@pytest.mark.parametrize(("min_p", "kept"), [(0.0, 4), (0.25, 4), (0.26, 3), (0.5, 3), (0.51, 2), (1.0, 1)])
-def test_min_p_is_a_share_of_the_likeliest(min_p, kept):
-    # A little above the bounds: logarithms are rounded.
-    scores = torch.tensor([[1.0, 0.6, 0.5001, 0.2501]] * 2).log()
-    keep_min_p(scores, [min_p, 0.0])
-    assert (~scores.isinf()).sum(-1).tolist() == [kept, 4]
