@@ -191,7 +191,8 @@ def failures(outcomes: Sequence[Outcome]) -> list[str]:
 def describe(found: dict[str, Any], wanted: Wanted, title: str) -> str:
     """The table: vLLM's rows in its order, then answers, stages, and the client itself."""
     lines = [f" {title} ".center(WIDTH, "=")]
-    lines += [_row(label, found.get(key)) for key, label in COUNTS.items() if key not in OPTIONAL or found.get(key)]
+    shown = (key for key in COUNTS if key not in OPTIONAL or found.get(key) is not None)
+    lines += [_row(COUNTS[key], found.get(key)) for key in shown]
     names = {"mean": "Mean", "median": "Median"} | {f"p{share:g}": f"P{share:g}" for share in wanted.percentiles}
     for metric in wanted.metrics:
         lines.append(TITLES[metric].center(WIDTH, "-"))

@@ -230,7 +230,7 @@ def check(args: argparse.Namespace) -> None:
     takes long. Fills in what follows from other flags."""
     name = args.dataset_name
     for flag, names in USED_BY.items():
-        if getattr(args, flag) not in (None, False) and name not in names:
+        if name not in names and getattr(args, flag) is not None and getattr(args, flag) is not False:
             raise ConfigError(
                 f"--{flag.replace('_', '-')} has no effect on --dataset-name {name}; only on {', '.join(names)}"
             )
