@@ -6,8 +6,8 @@ The bundled model, or that of --launch, decodes one batch; one torch thread. The
               sequences decode together: the engine's own `generation` time by the tokens of an answer but the first.
               Meanwhile the API server is stopped (SIGSTOP): on a host with few cores its work on these tokens would
               take more from the worker than all that is measured here
-    execute   the worker's part of such a step (`ModelRunner`) in this process, without any message, while the server
-              is idle
+    execute   CPU time of the worker's part of such a step (`ModelRunner`), by one thread of this process, without any
+              message, while the server is idle
     forward   the model's part of that: embedding, layers, attention over the paged cache, logits
 The engine's share is step - forward. Execute - forward is the worker's part of it: the layout of the batch, sampling,
 tokens to Python. The rest is messages, scheduling and waking up, in the engine core and between it and the worker.
@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> Report:
             say(f"repeat {repeat + 1} of {args.repeats}")
             decoding = Decoding(runner, args.batch, PROMPT_TOKENS, cached=0)
             decoding.run(WARM_UP_STEPS)
-            stopwatch.seconds, begun = 0.0, time.perf_counter()
+            stopwatch.seconds, begun = 0.0, time.thread_time()
             decoding.run(args.steps)
-            seconds["execute"].append((time.perf_counter() - begun) / args.steps)
+            seconds["execute"].append((time.thread_time() - begun) / args.steps)
             seconds["forward"].append(stopwatch.seconds / args.steps)
             decoding.end()
             seconds["step"].append(_step_seconds(root, api_server, args))
@@ -112,7 +112,7 @@ def _step_seconds(root: str, api_server: int, args: argparse.Namespace) -> float
 
 
 class Stopwatch:
-    """Adds up the seconds spent in the functions that it has wrapped."""
+    """Adds up the CPU seconds that this thread spends in the functions that it has wrapped."""
 
     seconds = 0.0
 
@@ -120,9 +120,9 @@ class Stopwatch:
         """`function`, timed."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            begun = time.perf_counter()
+            begun = time.thread_time()
             result = function(*args, **kwargs)
-            self.seconds += time.perf_counter() - begun
+            self.seconds += time.thread_time() - begun
             return result
 
         return timed

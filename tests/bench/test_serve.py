@@ -121,7 +121,8 @@ def test_command_lines_for_vllm_are_taken_as_they_stand(name: str):
 def test_requests_are_sent_as_they_arrive(bench, root, tmp_path: Path):
     ran = bench("--base-url", root, "--dataset-name", "random", "--input-len", 8, "--output-len", 1, "--seed", 5,
                 "--num-prompts", 12, "--max-concurrency", 12, "--request-rate", 20, "--burstiness", 0.5,
-                "--save-result", "--save-detailed", "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
+                "--save-result", "--save-detailed", "--result-dir", tmp_path,
+                "--result-filename", "r.json")  # fmt: skip
     assert ran.status == 0, ran.err
     sent = np.array(json.loads((tmp_path / "r.json").read_text())["start_times"])
     late = sent - arrivals(12, 20, 0.5, draws(5, "arrivals"))
