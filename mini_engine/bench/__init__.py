@@ -1,1 +1,1 @@
-"""The regimes behind bench.py: what each measures, how, and what it should come to."""
+"""The commands behind bench.py: each measures one thing, prints a table, and a JSON object as the last line."""

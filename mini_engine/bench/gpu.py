@@ -1,17 +1,13 @@
-"""Regime `gpu`: a model of 7 B on one CUDA device, each part against what the device can do at most.
+"""A model on one CUDA device, each part against what the device can do at most. Not yet measured on a device.
 
-The regime. Qwen2.5-VL-7B's dimensions, random weights, bfloat16, T = 1. First the device itself: `copy`, the bytes a
-second of a large copy, read and written bytes counted; and `matrix`, the operations a second of a product of 8192 x
-8192 matrices. Then, by the worker's own `ModelRunner`, each with a step launched ahead as the worker does:
-    decode     one token for each of 1, 8, 32 and 64 sequences of 1,024 and 8,192 tokens: the share of `copy` at which
-               weights and cache are read. The aim: 70 %.
-    penalties  the same at the largest batch and the first context, with repetition_penalty 1.05.
-    mixed      the same again, each step with a new prompt of 50 tokens beside it, which keeps it from being replayed.
-    prefill    a prompt of 8,192 tokens in one step: the share of `matrix`. The aim: 50 %.
-    vision     a video of 16 frames of 640x360 through the tower, from uint8 patches on the device: the share of
-               `matrix`. The aim: 40 %.
-    grids      videos of about that size, each of a height and width that the tower has not seen before.
-    transfer   a tensor on the device, from this process to a worker's receiver in another (`cuda_slots.py`).
+The model is that of --launch, by default Qwen2.5-VL-7B with random weights. First the device itself: `copy`, the bytes
+a second of a large copy, read and written bytes counted; and `matrix`, the operations a second of a product of 8192 x
+8192 matrices. Then, by the worker's own `ModelRunner`:
+    decode   one token for each of some sequences: the share of `copy` at which weights and cache are read. Aim: 70 %.
+    prefill  a prompt of 8,192 tokens in one step: the share of `matrix`. Aim: 50 %.
+    vision   a video of 16 frames of 640x360 through the tower, from uint8 patches: the share of `matrix`. Aim: 40 %.
+A part's least work follows from its weights: bytes of them and of the cache, two operations for each and a row.
+
 What it should cost on an H200 (4.8 TB/s, 990 TFLOP/s by its data sheet): decode at batch 1 reads 14 GB, 3 ms; prefill
 is 1.2e14 operations, 0.25 s at half the rate; the video is 1.3e13, 30 ms.
 """
@@ -19,100 +15,102 @@ is 1.2e14 operations, 0.25 s at half the rate; the video is 1.3e13, 30 ms.
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, get_args
+from functools import partial
 
-from mini_engine.bench.parser import at_least
+import torch
+
+from mini_engine.bench.decoding import Decoding, make_runner
 from mini_engine.bench.report import Report, table
-from mini_engine.config import AttentionBackendName, ConfigError
-from mini_engine.stdout import tell
+from mini_engine.bench.serve import at_least
+from mini_engine.bench.server import server_flags
+from mini_engine.cli import parse
+from mini_engine.config import ConfigError
+from mini_engine.messages import Chunk, NewSequence, SamplingParams, Step
+from mini_engine.worker.model_runner import ModelRunner
 
-if TYPE_CHECKING:
-    import torch
-
-    from mini_engine.bench import gpu_device
-
-HELP = "decode, prefill, vision and transfer of a 7 B model on a CUDA device"
-AIMS = {"decode": 0.7, "prefill": 0.5, "vision": 0.4}
-PARTS = ("decode", "penalties", "mixed", "prefill", "vision", "grids", "transfer")
+MODEL = "Qwen/Qwen2.5-VL-7B-Instruct --load-format dummy --dtype bfloat16"
+COPY_BYTES = 4 << 30
+SIDE = 8192
+PREFILL_TOKENS = 8192
+VIDEO_GRID = (8, 26, 46)  # of 16 frames of 640x360, which the processor makes 644x364, in patches of 14 pixels
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
-    parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS, help="Run these parts only.")
-    parser.add_argument(
-        "--batches", type=at_least(1), nargs="+", default=[1, 8, 32, 64], help="Sequences (default: 1 8 32 64)."
-    )
-    parser.add_argument(
-        "--contexts", type=at_least(1), nargs="+", default=[1024, 8192], help="Tokens before (default: 1024 8192)."
-    )
-    parser.add_argument("--steps", type=at_least(1), default=50, help="Decode steps timed at a time (default: 50).")
-    parser.add_argument("--repeats", type=at_least(1), default=5, help="Times; medians count (default: 5).")
-    parser.add_argument("--enforce-eager", action="store_true", help="Without CUDA graphs.")
-    parser.add_argument(
-        "--attention-backend", choices=get_args(AttentionBackendName), default="auto",
-        help="What computes the decoder's attention; only triton's steps become CUDA graphs (default: auto).",
-    )  # fmt: skip
-    parser.add_argument("--block-size", type=int, default=16, help="Tokens in a block of the KV cache (default: 16).")
+    """The command's flags."""
+    count = at_least(1)
+    parser.add_argument("--launch", default=MODEL, metavar="FLAGS", help=f"Flags of serve.py (default: {MODEL}).")
+    parser.add_argument("--batches", type=count, nargs="+", default=[1, 8, 32, 64], help="Default: 1 8 32 64.")
+    parser.add_argument("--contexts", type=count, nargs="+", default=[1024, 8192], help="Default: 1024 8192.")
+    parser.add_argument("--steps", type=count, default=50, help="Decode steps timed at a time (default: 50).")
+    parser.add_argument("--repeats", type=count, default=5, help="Times; medians count (default: 5).")
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Measure; each part prints its table when it is done."""
-    import torch
-
+    """Measure all parts and print the table."""
     if not torch.cuda.is_available():
         raise ConfigError("gpu: torch finds no CUDA device here, so there is nothing to measure")
-    from mini_engine.bench import gpu_device
-
-    cuda = torch.device("cuda", 0)
-    device = gpu_device.Device(cuda)
-    report = Report({"device": device.describe()})
-    report.failures += tell(
-        f"{device.name}: copy {device.copy_rate / 1e12:.2f} TB/s, matrix {device.matrix_rate / 1e12:.0f} TFLOP/s\n"
-    )
-    rows: list[dict[str, Any]] = []
-    if set(args.part) - {"transfer"}:
-        rows = measure(args, device, cuda, report)
-    if "transfer" in args.part:
-        report.figures["transfer"] = gpu_device.transfers(args.repeats)
-    report.figures["rows"] = rows
-    report.failures += tell(describe(rows, report.figures.get("transfer", [])))
-    return report
-
-
-def measure(
-    args: argparse.Namespace, device: gpu_device.Device, cuda: torch.device, report: Report
-) -> list[dict[str, Any]]:
-    """The rows of all parts that run the model."""
-    from mini_engine.bench import gpu_device, gpu_work
-
-    longest = max(args.contexts) + args.steps * (args.repeats + 2)
-    model = gpu_device.Model(
-        gpu_work.QWEN2_5_VL_7B, cuda, max(args.batches), longest,
-        graphs=not args.enforce_eager, attention=args.attention_backend, block_size=args.block_size,
-    )  # fmt: skip
-    report.figures["attention"] = {"backend": model.attention, "block_size": args.block_size}
-    timed, most = (args.steps, args.repeats), (max(args.batches), args.contexts[0])
-    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "decode": lambda: [device.decode(model, b, c, *timed) for c in args.contexts for b in args.batches],
-        "penalties": lambda: [device.penalties(model, *most, *timed)],
-        "mixed": lambda: [device.mixed(model, *most, *timed)],
-        "prefill": lambda: [device.prefill(model, args.repeats)],
-        "vision": lambda: [device.vision(model, args.repeats)],
-        "grids": lambda: [device.grids(model, args.repeats)],
-    }
-    return [row for part, rows in parts.items() if part in args.part for row in rows()]
+    copy_rate, matrix_rate = _rates()
+    longest = max(*args.contexts, PREFILL_TOKENS) + args.steps * (args.repeats + 1)
+    runner, model = make_runner(parse(server_flags("--launch", args.launch)), max(args.batches), longest)
+    text, vision, cache = model.config.text, model.config.vision, model.attention_shape
+    weights = _weights(model.decoder) + _weights(model.head)
+    token_bytes = 2 * cache.layers * cache.kv_heads * cache.head_dim * runner.dtype.itemsize
+    rows: list[list[object]] = []
+    for context, batch in ((context, batch) for context in args.contexts for batch in args.batches):
+        decoding = Decoding(runner, batch, context, cached=context - 1)
+        seconds = _median(partial(decoding.run, args.steps), args.repeats) / args.steps
+        decoding.end()
+        mean_context = context + args.steps * (args.repeats + 2) // 2
+        moved = weights * runner.dtype.itemsize + batch * mean_context * token_bytes
+        rows.append(["decode", batch, context, 1000 * seconds, moved / seconds / copy_rate, 0.7])
+    seconds = _median(partial(_prefill, runner), args.repeats)
+    # Of attention, the half that is causal.
+    attention = 2 * text.num_layers * text.num_heads * text.head_dim * PREFILL_TOKENS**2
+    share = (2 * PREFILL_TOKENS * weights + attention) / seconds / matrix_rate
+    rows.append(["prefill", 1, PREFILL_TOKENS, 1000 * seconds, share, 0.5])
+    t, h, w = VIDEO_GRID
+    patches = torch.zeros(t * h * w, vision.patch_dim, dtype=torch.uint8, device=runner.device)
+    seconds = _median(lambda: runner.encode_patches([patches], [VIDEO_GRID]), args.repeats)
+    flops = 2 * t * h * w * _weights(model.visual)
+    rows.append(["vision", 1, None, 1000 * seconds, flops / seconds / matrix_rate, 0.4])
+    head = ["part", "batch", "context", "ms", "share", "aim"]
+    name = torch.cuda.get_device_name(runner.device)
+    print(f"{name}: copy {copy_rate / 1e12:.2f} TB/s, matrix {matrix_rate / 1e12:.0f} TFLOP/s")
+    print(table(head, rows))
+    figures = {"device": name, "copy_bytes_per_s": copy_rate, "matrix_flop_per_s": matrix_rate}
+    return Report(figures | {"rows": [dict(zip(head, row, strict=True)) for row in rows]})
 
 
-def describe(rows: list[dict[str, Any]], transfers: list[dict[str, Any]]) -> str:
-    """The tables for people."""
-    shown = [
-        [row["part"], row["batch"], row["context"], row["ms"], row["gigabytes"], row["teraflop"],
-         f"{100 * row['share']:.0f} %", f"{100 * AIMS[row['part']]:.0f} %" if row["part"] in AIMS else ""]
-        for row in rows
-    ]  # fmt: skip
-    head = ["part", "batch", "context", "ms", "GB", "TFLOP", "share", "aim"]
-    sent = [[f"{row['megabytes']:g} MB", row["ms"], row["gigabytes_per_second"]] for row in transfers]
-    return "\n\n".join(
-        [table(head, shown) if shown else "", table(["transfer", "ms", "GB/s"], sent) if sent else ""]
-    ).strip()
+def _weights(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _prefill(runner: ModelRunner) -> None:
+    new = NewSequence("prefill", [7] * PREFILL_TOKENS, SamplingParams(max_tokens=1, seed=0, temperature=0.0), [])
+    blocks = list(range(-(-PREFILL_TOKENS // runner.block_size)))
+    runner.execute(Step(0, started=[new], chunks=[Chunk("prefill", 0, PREFILL_TOKENS, blocks, True)]))
+    runner.execute(Step(0, finished=["prefill"]))
+
+
+def _rates() -> tuple[float, float]:
+    """Bytes a second of a copy, operations a second of a matrix product."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.zeros_like(source)
+    left, right = torch.randn(2, SIDE, SIDE, dtype=torch.bfloat16, device="cuda")
+    copied = _median(lambda: target.copy_(source), 10)
+    return 2 * COPY_BYTES / copied, 2 * SIDE**3 / _median(lambda: torch.mm(left, right), 10)
+
+
+def _median(work: Callable[[], object], repeats: int) -> float:
+    """Seconds until the device has done it; the first time does not count."""
+    samples = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        samples.append(time.perf_counter() - begun)
+    return statistics.median(samples[1:])

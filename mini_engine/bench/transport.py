@@ -1,49 +1,67 @@
-"""Regime `transport`: what it takes to bring a tensor from one process into T others, by each placement of the queue.
+"""What it takes to bring a tensor from one process into T others, by each placement of the tensor queue.
 
-The regime. A uint8 tensor lies in this process, which stands in for an API server and for the engine core; T further
-processes, each with the workers' own receiver, stand in for the ranks. A transfer begins with the tensor and ends when
-every rank's receiver has reported it and its main thread has touched every page of it; then the rank computes its
-CRC-32, which must be this payload's. Repeats, T and placements take turns, so that drift of the machine hits all alike:
+A uint8 tensor is in this process, which stands in for an API server and for the engine core; T further processes, each
+with the workers' own receiver, stand in for the ranks. A transfer begins with the tensor and ends when every rank's
+receiver has reported it and its main thread has touched every page of it; then the rank computes its CRC-32, which must
+be this payload's. Repeats, T and placements take turns, so that drift of the machine hits all alike:
     memcpy    the payload once, by one thread, between two buffers that have all their pages
-    reserve   room for the message
-    copy      the tensor into the arena (torch_shm); nothing is copied for direct_rpc
-    send      the message's head, and as many of the bytes as the socket takes at once, handed to each rank's stream
-    arrive    from there until the last rank's report is here
-    touch     one byte of every page, in the rank
-    total     reserve + copy + send + arrive + touch
-    checksum  shown apart: it is the proof, not the transfer
+    copy      room for the message, and the tensor into it (torch_shm; direct_rpc copies nothing here)
+    arrive    the message's frames to each rank's stream, until the last rank's report is here
+    touch     one byte of every page, in the slowest rank
+    total     copy + arrive + touch
 Memory: cold is the first message of a new arena, whose pages have no memory yet; reused is its second, in the same
-pages, as it is in a server that has been up for a while. With direct_rpc each message has fresh heap memory.
+pages, as in a server that has been up for a while. With direct_rpc each message has fresh heap memory.
 
 What it should cost. torch_shm, reused: one memcpy, whatever T is, plus two wake-ups (the rank's receiver, this process)
-of 0.1 ms or so each, which rule below 4 MB. Cold adds the kernel's work for each page of 4 kB: it is allocated, zeroed
-and entered into the page table here and in each rank, 0.5 us in all, and several times that in a virtual machine.
+of 0.1 ms or so each, which dominate below 4 MB. Cold adds the kernel's work for each page of 4 kB: it is allocated,
+zeroed and entered into the page table here and in each rank, 0.5 us in all, several times that in a virtual machine.
 direct_rpc: for each rank one copy into the socket, in portions with a system call each, and one out of it into memory
-whose pages are new: 2 T memcpys at the very least, and several times that with the page faults. shm_store, the media
-store: as torch_shm, without the wake-ups, since its handles travel with the request.
+whose pages are new: 2 T memcpys at the very least, and several times that with the page faults.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import asyncio
+import collections
+import contextlib
+import itertools
+import multiprocessing
 import statistics
-from typing import Any
+import time
+from collections.abc import AsyncIterator, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from mini_engine.bench.parser import at_least, real
-from mini_engine.bench.report import Report, say, table
-from mini_engine.stdout import tell
+import numpy as np
+import torch
+import zmq
 
-HELP = "tensors from one process into all ranks, by each placement of the tensor queue"
+from mini_engine.bench.report import BenchError, Report, say, table
+from mini_engine.bench.serve import at_least
+from mini_engine.host import runtime_directory
+from mini_engine.messages import MediaReady, MessageId, RankAddress, TensorHandle, TransportName
+from mini_engine.transport import sockets
+from mini_engine.transport.arena import Arena, bytes_of, checksum
+from mini_engine.transport.codec import Encoder, decode
+from mini_engine.transport.tensor_ipc import TensorIpcSender
+from mini_engine.worker.media_inputs import MediaInputs
+
 MB = 1 << 20
-MEMCPYS = {"torch_shm": 2.0, "shm_store": 1.3}  # goals of a transfer through memory that is reused, from 16 MB on
-PARTS = ("reserve", "copy", "send", "arrive", "touch", "total", "checksum")
+PAGE = 4096
+STALL_SECONDS = 60
+SETTLE_SECONDS = 0.05  # for both sides to free what a closed queue held, so that the next does not pay for it
+PLACEMENTS: dict[TransportName, list[str]] = {  # and the states of its memory: one transfer each, in order
+    "direct_rpc": ["fresh"],
+    "torch_shm": ["cold", "reused"],
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The regime's flags."""
+    """The command's flags."""
     parser.add_argument(
-        "--payloads", type=_positive, nargs="+", default=[1, 4, 16, 64, 256], metavar="MB",
+        "--payloads", type=at_least(1 / MB), nargs="+", default=[1, 4, 16, 64, 256], metavar="MB",
         help="Sizes in MB of 2**20 bytes, fractions too (default: 1 4 16 64 256).",
     )  # fmt: skip
     parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2], metavar="T", help="Default: 1 2.")
@@ -52,112 +70,164 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     """Measure everything and print the table."""
-    figures = measure(sorted(set(args.payloads)), sorted(set(args.ranks)), args.repeats)
-    return Report(figures, tell(describe(figures)))
-
-
-def measure(payloads: list[float], ranks: list[int], repeats: int) -> dict[str, Any]:
-    """The figures, in milliseconds.
-
-    Raises:
-        BenchError: a rank died, or a transfer failed or brought other bytes.
-    """
-    from mini_engine.bench.transport_transfer import WAYS, Payload, Ranks, Transfer
-
     rows: list[dict[str, Any]] = []
-    with Ranks(max(ranks)) as running:
-        for megabytes in payloads:
-            say(f"{megabytes:g} MB", "transport")
-            payload = Payload(max(int(megabytes * MB), 1))
-            payload.memcpy()
-            memcpy: list[float] = []
-            samples: dict[tuple[str, str, int], list[Transfer]] = {}
-            for _ in range(repeats):
-                for count in ranks:
-                    for way in WAYS:
-                        memcpy.append(payload.memcpy())
-                        for buffer, transfer in zip(way.buffers, running.transfers(way, count, payload), strict=True):
-                            samples.setdefault((way.name, buffer, count), []).append(transfer)
-            rows += [_row(megabytes, key, found, memcpy) for key, found in samples.items()]
-    return {"repeats": repeats, "rows": rows, "goals": [dataclasses.asdict(goal) for goal in goals(rows)]}
+    with ranks(max(args.ranks)) as running:
+        for megabytes in args.payloads:
+            say(f"{megabytes:g} MB")
+            rows += asyncio.run(_measure(running, args, megabytes))
+    print("Milliseconds, medians. copy: into shared memory; arrive: until the last rank's report; touch: every page")
+    print(table(list(rows[0]), [list(row.values()) for row in rows]))
+    return Report({"repeats": args.repeats, "rows": rows})
 
 
-def _row(megabytes: float, key: tuple[str, str, int], found: list[Any], copies: list[float]) -> dict[str, Any]:
+class Transfer(NamedTuple):
+    """Seconds of each part of a transfer."""
+
+    copy: float
+    arrive: float
+    touch: float
+
+
+class Ranks(NamedTuple):
+    """The running ranks."""
+
+    addresses: list[RankAddress]
+    pipes: list[Connection]  # to ask for the checksum of a tensor
+    reports: zmq.Socket[bytes]  # what arrived, as an engine core is told
+
+
+async def _measure(running: Ranks, args: argparse.Namespace, megabytes: float) -> list[dict[str, Any]]:
+    """A row for each placement, state of its memory, and T."""
+    payload = np.random.default_rng(1).integers(0, 256, max(int(megabytes * MB), 1), dtype=np.uint8)
+    target = np.ones_like(payload)  # with all its pages: zeros may all be one
+    copies: list[float] = []
+    samples: dict[tuple[TransportName, str, int], list[Transfer]] = collections.defaultdict(list)
+    for repeat, count, placement in itertools.product(range(args.repeats), args.ranks, PLACEMENTS):
+        begun = time.perf_counter()
+        target[:] = payload
+        copies.append(time.perf_counter() - begun)
+        async with _open_queue(running.addresses[:count], placement, payload.nbytes, 1000 + repeat) as sender:
+            for state in PLACEMENTS[placement]:
+                samples[placement, state, count].append(await _transfer(running, sender, payload))
+        await asyncio.sleep(SETTLE_SECONDS)
     memcpy = statistics.median(copies)
-    medians = {part: statistics.median(getattr(transfer, part) for transfer in found) for part in PARTS}
-    transport, buffer, count = key
-    return {
-        "payload_mb": megabytes,
-        "transport": transport,
-        "buffer": buffer,
-        "ranks": count,
-        "memcpy_ms": round(1000 * memcpy, 4),
-        **{f"{part}_ms": round(1000 * seconds, 4) for part, seconds in medians.items()},
-        "total_over_memcpy": round(medians["total"] / memcpy, 3),
-        "best_over_memcpy": round(min(transfer.total for transfer in found) / min(copies), 3),
-    }
+    rows = []
+    for (placement, state, count), found in samples.items():
+        parts = {name: statistics.median(getattr(one, name) for one in found) for name in Transfer._fields}
+        total = statistics.median(map(sum, found))
+        row = {"payload_mb": megabytes, "placement": placement, "memory": state, "ranks": count}
+        seconds = {"memcpy": memcpy, **parts, "total": total}
+        row |= {f"{name}_ms": round(1000 * value, 4) for name, value in seconds.items()}
+        rows.append(row | {"total/memcpy": round(total / memcpy, 3)})
+    return rows
 
 
-@dataclasses.dataclass(frozen=True)
-class Goal:
-    """Something this project promises, and what was found."""
-
-    what: str
-    limit: float
-    found: float
-    met: bool
-
-
-def goals(rows: list[dict[str, Any]]) -> list[Goal]:
-    """Those that the measured payloads and ranks can tell of."""
-    by_key = {(row["transport"], row["buffer"], row["payload_mb"], row["ranks"]): row for row in rows}
-    found: list[Goal] = []
-    for (transport, buffer, megabytes, count), row in by_key.items():
-        if buffer != "reused" or megabytes < 16:
-            continue
-        here = f"{transport}, reused, {megabytes:g} MB"
-        found.append(_at_most(f"{here}, T={count}: total / memcpy", MEMCPYS[transport], row["total_over_memcpy"]))
-        single, rpc = by_key.get((transport, buffer, megabytes, 1)), by_key.get(("direct_rpc", "fresh", megabytes, 2))
-        if count == 2 and single is not None:
-            found.append(_at_most(f"{here}: T=2 / T=1", 1.1, row["total_ms"] / single["total_ms"]))
-        if count == 2 and megabytes == 64 and rpc is not None:
-            faster = round(rpc["total_ms"] / row["total_ms"], 3)
-            found.append(Goal(f"{here}, T=2: direct_rpc / {transport}, at least", 3.0, faster, faster >= 3.0))
-    return found
+@contextlib.asynccontextmanager
+async def _open_queue(
+    addresses: list[RankAddress], placement: TransportName, nbytes: int, incarnation: int
+) -> AsyncIterator[TensorIpcSender]:
+    """A new queue, whose first message is cold; its arena is never short, since waiting is not what is measured."""
+    arena = Arena(2 * nbytes + 64 * MB, lambda: 1 << 60)
+    sender = TensorIpcSender(Encoder("api 0", incarnation), addresses, arena)
+    try:
+        sender.probe(placement, STALL_SECONDS)
+        sender.watch_end(say)
+        yield sender
+    finally:
+        sender.close_streams()
+        arena.close_memory()
 
 
-def _at_most(what: str, limit: float, value: float) -> Goal:
-    return Goal(f"{what}, at most", limit, round(value, 3), value <= limit)
+async def _transfer(running: Ranks, sender: TensorIpcSender, payload: np.ndarray) -> Transfer:
+    payload[::PAGE] += 1  # what an earlier transfer left cannot pass for this one
+    tensor = torch.from_numpy(payload)
+    begun = time.perf_counter()
+    outgoing = await sender.reserve([tensor])
+    handle = outgoing(tensor)
+    copied = time.perf_counter()
+    sender.send_tensors(outgoing)
+    # In a thread, since the loop writes what is queued.
+    await asyncio.to_thread(_await_reports, running.reports, handle.message, sender.num_ranks)
+    arrived = time.perf_counter()
+    for pipe in running.pipes[: sender.num_ranks]:
+        pipe.send(handle)
+    found = [_answer(pipe) for pipe in running.pipes[: sender.num_ranks]]
+    if any(received != checksum(tensor) for received, _ in found):
+        raise BenchError(f"{sender.placement}: a rank read other bytes than were sent")
+    sender.consumed([handle.message])
+    return Transfer(copied - begun, arrived - copied, max(touch for _, touch in found))
 
 
-def describe(figures: dict[str, Any]) -> str:
-    """The table for people."""
-    lines = [
-        [f"{row['payload_mb']:g} MB", row["transport"], row["buffer"], row["ranks"], row["memcpy_ms"],
-         *(row[f"{part}_ms"] for part in PARTS[:-1]), row["total_over_memcpy"], row["best_over_memcpy"],
-         row["checksum_ms"]]
-        for row in figures["rows"]
-    ]  # fmt: skip
-    head = ["payload", "transport", "buffers", "T", "memcpy", *PARTS[:-1], "total/memcpy", "best/memcpy", "checksum"]
-    wanted = [[g["what"], g["limit"], g["found"], "yes" if g["met"] else "no"] for g in figures["goals"]]
-    return "\n".join(
-        [
-            "",
-            "transport: a tensor in one process becomes a tensor in T others, whose checksum each has verified",
-            f"Milliseconds, medians of {figures['repeats']} transfers; of T ranks the slowest counts.",
-            "memcpy: the payload once between prefaulted buffers. arrive: from the send to the last rank's report.",
-            "total: reserve + copy + send + arrive + touch (a byte of every page); the checksum is not part of it.",
-            "best/memcpy: the fastest transfer to the fastest memcpy, for a machine that is busy with other things.",
-            "cold: first use of the arena's pages; reused: their second; fresh: heap memory, new for each message.",
-            "",
-            table(head, lines),
-            *(["", table(["goal", "limit", "found", "met"], wanted)] if wanted else []),
-        ]
-    )
+def _await_reports(reports: zmq.Socket[bytes], message: MessageId, count: int) -> None:
+    """What an engine core waits for before it schedules an item."""
+    missing = set(range(count))
+    while missing:
+        if not reports.poll(STALL_SECONDS * 1000):
+            raise BenchError(f"ranks {sorted(missing)} did not report a tensor for {STALL_SECONDS:.0f} s")
+        body = decode(reports.recv_multipart()[1]).body
+        if not isinstance(body, MediaReady):
+            raise BenchError(f"a rank could not use a tensor: {body}")
+        if body.message == message:
+            missing.discard(body.rank)
 
 
-def _positive(text: str) -> float:
-    value = real(text)
-    if not 0 < value <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text} is no size in MB")
-    return value
+# --- the ranks ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def ranks(count: int) -> Iterator[Ranks]:
+    """So many processes with the workers' receiver; they end with their pipes."""
+    spawn = multiprocessing.get_context("spawn")
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(runtime_directory())
+        context: zmq.Context = zmq.Context()
+        stack.callback(context.destroy, linger=0)
+        reports = sockets.bind_router(context, _core(directory))
+        running = Ranks([RankAddress(0, rank, f"{directory}/tensors-{rank}") for rank in range(count)], [], reports)
+        for address in running.addresses:
+            here, there = spawn.Pipe()
+            process = spawn.Process(target=_serve_rank, args=(there, directory, address), daemon=True)
+            process.start()
+            there.close()
+            stack.callback(process.join)
+            running.pipes.append(stack.enter_context(here))
+        for pipe in running.pipes:
+            _answer(pipe)  # it listens
+        yield running
+
+
+def _core(directory: Path) -> str:
+    return f"ipc://{directory}/core"
+
+
+def _answer(pipe: Connection) -> Any:
+    try:
+        if pipe.poll(STALL_SECONDS):
+            return pipe.recv()
+    except EOFError:
+        raise BenchError("a rank exited; its traceback is above") from None
+    raise BenchError(f"a rank did not answer for {STALL_SECONDS:.0f} s")
+
+
+def _serve_rank(pipe: Connection, directory: Path, address: RankAddress) -> None:
+    """A rank's process: for each handle that comes, the checksum of its tensor, and the seconds in which one byte of
+    each page was read."""
+    torch.set_num_threads(1)
+    context: zmq.Context = zmq.Context()
+    me = Encoder(f"worker 0.{address.rank}", 1 + address.rank)
+    media = MediaInputs(address, _core(directory), me, address.rank, context)
+    media.start()
+    pipe.send("ready")
+    with contextlib.suppress(EOFError):
+        while True:
+            handle: TensorHandle = pipe.recv()
+            content = bytes_of(media.rows(handle, 0, handle.shape[0]))
+            begun = time.perf_counter()
+            content.numpy()[::PAGE].max()
+            touched = time.perf_counter() - begun
+            found = checksum(content)
+            del content
+            media.release([handle.message])
+            pipe.send((found, touched))
+    media.close()
+    context.destroy(linger=0)

@@ -1,99 +1,74 @@
-"""Comparisons: the arithmetic of `ab` and `sweep` by hand, and both as a user runs them."""
+"""Comparisons: the arithmetic of `ab` by hand, and `ab` and `sweep` as a user runs them."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mini_engine.bench import ab, cli, sweep
-from mini_engine.bench.serving.client import Outcome
-from mini_engine.bench.serving.load import ClientLoad, Run
-from mini_engine.bench.serving.measure import Measured
-from mini_engine.bench.serving.settings import settings_of
+from mini_engine.bench import ab, plot
+from mini_engine.bench.cli import parse
+from mini_engine.bench.client import Outcome, Run
+from mini_engine.bench.serve import Measured
+from mini_engine.bench.server import Target
 
 
 def measured(figures: dict[str, Any], *texts: str | None) -> Measured:
     """A run; a text of None was not answered."""
     outcomes = [Outcome(i, text=text or "", error=None if text else "no") for i, text in enumerate(texts)]
-    return Measured(Run(outcomes, 0.0, 1.0, ClientLoad(0, 0, 0)), figures, "", [], "model")
+    return Measured(Run(outcomes, 0.0, 1.0), figures, "", [], Target("", "model", True, {}))
 
 
-def parsed(*argv: str) -> argparse.Namespace:
-    return cli.build_parser().parse_args(cli.as_typed(argv))
-
-
-def figures(throughput: float, ttft: float | None) -> dict[str, Any]:
+def figures(throughput: float, ttft: float | None, busy: bool = False) -> dict[str, Any]:
     stages = {"encode": {"mean": 2.0}, "fetch": {"mean": 0.0}}
-    return {"request_throughput": throughput, "median_ttft_ms": ttft, "stages_ms": stages}
+    throughputs = dict.fromkeys(ab.THROUGHPUTS, throughput)
+    client = {"host_busy": busy, "bottleneck": False}
+    return throughputs | {"median_ttft_ms": ttft, "std_ttft_ms": 1.0, "stages_ms": stages, "client": client}
 
 
 def test_ratios_by_hand():
-    args = parsed("ab", "--a", "--block-size 8", "--b", "", "--percentile-metrics", "ttft", "--unique-ratio", "0.5")
-    settings = settings_of(argparse.Namespace(**{**vars(args), "launch": ""}))
+    args = parse(["ab", "--a", "--block-size 8", "--b", "", "--launch", "", "--unique-ratio", "0.5"])
     a = [measured(figures(10.0, 4.0), "x", "y", "z", None), measured(figures(30.0, 4.0), "x", "y", "z", "v")]
-    b = [measured(figures(20.0, None), "x", "Y", "z", "w"), measured(figures(30.0, 1.0), "x", "y", "z", "w")]
-    found = ab.compare({"A": a, "B": b}, settings)
-    assert found["ratios"] == {
-        "request_throughput": {"a": 20.0, "b": 25.0, "ratio": 1.25, "least": 1.0, "greatest": 2.0},
-        "mean_encode_ms": {"a": 2.0, "b": 2.0, "ratio": 1.0, "least": 1.0, "greatest": 1.0},
-    }, "a figure that a run lacks has no ratio, nor has one that is 0 for A"
-    assert found["answers"] == {"prompts": 100, "differ": 2, "differ_in_a": 0, "differ_in_b": 1}
-    text = ab.describe(found, args, settings)
-    assert "both: defaults" in text and "Means of 2 rounds" in text and "greatest" in text
-    assert "| `--block-size 8` | `defaults` | 0.5 | 1.25 (1.00–2.00) | - | - |" in text.splitlines()
-    assert "Prompts not answered alike by all runs: 2 of 100; by the runs of A: 0, of B: 1" in text
-
-
-def test_rounds_that_were_disturbed_are_named():
-    args = parsed("ab", "--a", "", "--b", "")
-    settings = settings_of(argparse.Namespace(**{**vars(args), "launch": ""}))
-    late = figures(10.0, 4.0) | {"client": {"host_busy": True, "bottleneck": False}}
-    found = ab.compare({"A": [measured(late), measured(figures(1.0, 4.0))], "B": [measured(late)] * 2}, settings)
-    assert "\nIn A 1, B 1, B 2 the host was busy: " in ab.describe(found, args, settings)
-
-
-def test_no_key_of_a_server_is_told():
-    args = parsed("ab", "--a", "--api-key sesame", "--b", "--api-key=sesame", "--launch", "--api-key sesame -tp 2")
-    settings = settings_of(argparse.Namespace(**{**vars(args), "launch": ""}))
-    found = ab.compare({"A": [measured(figures(10.0, 4.0))], "B": [measured(figures(20.0, 4.0))]}, settings)
-    text = ab.describe(found, args, settings)
-    assert "sesame" not in text and "both: --api-key HIDDEN -tp 2" in text.splitlines()
-
-
-def test_one_round_has_no_spread():
-    args = parsed("ab", "--a", "", "--b", "", "--rounds", "1")
-    settings = settings_of(argparse.Namespace(**{**vars(args), "launch": ""}))
-    found = ab.compare({"A": [measured(figures(10.0, 4.0))], "B": [measured(figures(20.0, 4.0))]}, settings)
-    text = ab.describe(found, args, settings)
-    assert "One round;" in text and "greatest" not in text
-    assert "| `defaults` | `defaults` | 1 | 2.00 | 1.00 | - |" in text.splitlines()
-
-
-def test_a_sweep_varies_a_flag_of_the_client_or_of_the_server():
-    args = parsed("sweep", "--flag", "max_concurrency", "--values", "1,2")
-    client = sweep.settings_with(args, "--max-concurrency", "2")
-    assert client.max_concurrency == 2 and client.launch == []
-    server = sweep.settings_with(args, "--max-num-seqs", "4")
-    assert server.launch == ["--max-num-seqs=4"] and server.max_concurrency == 8
-    running = sweep.settings_with(parsed("sweep", "--flag", "x", "--values", "1", "--port", "9"), "--request-rate", "3")
-    assert running.launch is None and running.request_rate == 3 and math.isinf(args.request_rate)
+    b = [measured(figures(20.0, None), "x", "Y", "z", "w"), measured(figures(30.0, 1.0, True), "x", "y", "z", "w")]
+    found = ab.compare({"a": a, "b": b})
+    throughput = {"a": 20.0, "b": 25.0, "ratio": 1.25, "least": 1.0, "greatest": 2.0}
+    encode = {"a": 2.0, "b": 2.0, "ratio": 1.0, "least": 1.0, "greatest": 1.0}
+    wanted = dict.fromkeys(ab.THROUGHPUTS, throughput) | {"mean_encode_ms": encode}
+    assert found["ratios"] == wanted, "a metric that a run lacks has no ratio, nor has one that is 0 for A"
+    assert found["answers"] == {"prompts": 4, "differ": 2, "differ_in_a": 0, "differ_in_b": 1}
+    lines = ab.describe(found, args).splitlines()
+    assert "both: defaults" in lines
+    assert "| `--block-size 8` | `defaults` | 0.5 | 1.25 (1.00–2.00) | - | - |" in lines
+    assert "Prompts not answered alike by all runs: 2 of 4; by the runs of A: 0, of B: 1" in lines
+    assert any(line.startswith("In B2 the host was busy") for line in lines)
 
 
 def test_a_sweep_of_a_server_that_runs(bench, root, tmp_path: Path):
     ran = bench("sweep", "--flag", "--max_concurrency", "--values", "1,3", "--base-url", root, "--num-prompts", 6,
-                "--num-warmups", 0, "--dataset-name", "synthetic-image", "--plot", tmp_path / "sweep.png")  # fmt: skip
+                "--num-warmups", 0, "--dataset-name", "synthetic-image", "--plot", tmp_path / "sweep.png",
+                "--save-result", "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
     assert ran.status == 0, ran.err
-    assert ran.err.count("all but the first find its caches filled. Leave out --base-url") == 1
+    assert ran.err.count("all but the first find them filled") == 1
     assert [run["max_concurrent_requests"] for run in ran.figures["runs"]] == [1, 3]
     for value, run in zip("13", ran.figures["runs"], strict=True):
         row = next(line.split() for line in ran.out.splitlines() if line.split()[:3] == [value, "6", "0"])
         assert float(row[3]) == pytest.approx(run["request_throughput"], abs=1e-3)
+        assert json.loads((tmp_path / f"r-{value}.json").read_text())["max_concurrency"] == int(value)
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("values", [["1", "2", "inf"], ["lru", "shm"]])
+def test_a_sweep_of_names_is_drawn(values: list[str], tmp_path: Path):
+    runs = [{"request_throughput": 5.0 + i, "median_ttft_ms": 9.0 - i, "median_tpot_ms": None} for i in range(3)]
+    plot.draw_sweep({"flag": "--x", "values": values, "runs": runs[: len(values)]}, tmp_path / "x.svg")
+    assert "<svg" in (tmp_path / "x.svg").read_text()
+
+
+def test_a_run_without_answers_is_drawn(tmp_path: Path):
+    plot.draw_run(Run([Outcome(0, 1.0, 2.0, error="no")], 1.0, 1.0), None, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 1000
 
 
 @pytest.mark.slow
@@ -102,7 +77,6 @@ def test_a_sweep_starts_a_server_for_each_value(bench):
     assert ran.status == 0, ran.err
     assert ran.last["surroundings_of"] == "all" and ran.figures["flag"] == "--max-num-seqs"
     assert [run["completed"] for run in ran.figures["runs"]] == [4, 4]
-    assert [line.split()[:3] for line in ran.out.splitlines()[1:3]] == [["1", "4", "0"], ["4", "4", "0"]]
 
 
 @pytest.mark.slow

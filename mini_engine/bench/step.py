@@ -1,0 +1,128 @@
+"""The engine's own share of a decode step: what a step takes beyond the model's own time.
+
+The bundled model, or that of --launch, decodes one batch; one torch thread. The three take turns, and the fastest of
+--repeats counts, since whatever else the machine does only adds:
+    step      wall time of a step in a running server, which gets one chat request with `n` answers, so that all of its
+              sequences decode together: the engine's own `generation` time by the tokens of an answer but the first.
+              Meanwhile the API server is stopped (SIGSTOP): on a host with few cores its work on these tokens would
+              take more from the worker than all that is measured here
+    execute   CPU time of the worker's part of such a step (`ModelRunner`), by one thread of this process, without any
+              message, while the server is idle
+    forward   the model's part of that: embedding, layers, attention over the paged cache, logits
+The engine's share is step - forward. Execute - forward is the worker's part of it: the layout of the batch, sampling,
+tokens to Python. The rest is messages, scheduling and waking up, in the engine core and between it and the worker.
+
+What it should cost. The bundled model reads 0.9 M weights a step (4 MB) and does 1.8 MFLOP a token; at batch 32 that
+and attention are 1.5 to 2 ms. The worker's own part is a few arrays and one argmax, 0.1 ms. With
+--no-async-scheduling a step adds two messages with a wake-up each and the scheduler, 0.3 to 0.5 ms; one step ahead, the
+running step hides both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import signal
+import statistics
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mini_engine.bench.decoding import Decoding, make_runner
+from mini_engine.bench.report import Report, say, table
+from mini_engine.bench.serve import at_least
+from mini_engine.bench.server import launched, server_flags
+from mini_engine.cli import parse
+
+MODEL_PARTS = ("embed", "forward", "logits")
+PROMPT_TOKENS = 32  # about those of the server's prompt
+WARM_UP_STEPS = 10
+SUBMIT_SECONDS = 0.03  # after which the engine has the request
+LONGEST_STEP_SECONDS = 0.01
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    parser.add_argument("--launch", default="", metavar="FLAGS", help="Flags of serve.py for the server.")
+    parser.add_argument("--batch", type=at_least(1), default=32, help="Sequences (default: 32).")
+    parser.add_argument("--steps", type=at_least(1), default=100, help="Steps timed at a time (default: 100).")
+    parser.add_argument("--repeats", type=at_least(1), default=10, help="Times; the fastest counts (default: 10).")
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Start the server, measure in turn, print the table."""
+    flags = server_flags("--launch", args.launch)
+    runner, model = make_runner(parse(flags), args.batch, PROMPT_TOKENS + WARM_UP_STEPS + args.steps)
+    stopwatch = Stopwatch()
+    for part in MODEL_PARTS:
+        setattr(model, part, stopwatch.wrap(getattr(model, part)))
+    seconds: dict[str, list[float]] = {"forward": [], "execute": [], "step": []}
+    with launched([*flags, "--max-num-seqs", str(args.batch)]) as (root, pid):
+        api_server = _api_server(pid)
+        for repeat in range(args.repeats):
+            say(f"repeat {repeat + 1} of {args.repeats}")
+            decoding = Decoding(runner, args.batch, PROMPT_TOKENS, cached=0)
+            decoding.run(WARM_UP_STEPS)
+            stopwatch.seconds, begun = 0.0, time.thread_time()
+            decoding.run(args.steps)
+            seconds["execute"].append((time.thread_time() - begun) / args.steps)
+            seconds["forward"].append(stopwatch.seconds / args.steps)
+            decoding.end()
+            seconds["step"].append(_step_seconds(root, api_server, args))
+    least = {name: 1000 * min(values) for name, values in seconds.items()}
+    share = 1 - least["forward"] / least["step"]
+    rows = [
+        [name, least[name], 1000 * statistics.median(values), least[name] / least["forward"]]
+        for name, values in seconds.items()
+    ]
+    print(f"A decode step of {args.batch} sequences, ms; {args.repeats} times {args.steps} steps")
+    print(table(["", "fastest", "median", "/ forward"], rows))
+    print(f"The engine's own share of a step: {share:.1%}")
+    figures: dict[str, Any] = {f"{name}_ms": round(value, 4) for name, value in least.items()}
+    return Report(figures | {"batch": args.batch, "engine_share": round(share, 4)})
+
+
+def _api_server(supervisor: int) -> int:
+    """The process id of the only API server."""
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    return next(int(pid) for pid in children if b"api 0" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def _step_seconds(root: str, api_server: int, args: argparse.Namespace) -> float:
+    """Of a step in the server at `root`."""
+    body = {
+        "messages": [{"role": "user", "content": "Say a word."}], "n": args.batch, "max_tokens": args.steps + 1,
+        "ignore_eos": True, "seed": 0, "temperature": 0, "return_timings": True,
+    }  # fmt: skip
+    headers = {"Content-Type": "application/json"}
+    asked = urllib.request.Request(f"{root}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        response = pool.submit(urllib.request.urlopen, asked)
+        time.sleep(SUBMIT_SECONDS)
+        os.kill(api_server, signal.SIGSTOP)
+        try:
+            time.sleep(args.steps * LONGEST_STEP_SECONDS)
+        finally:
+            os.kill(api_server, signal.SIGCONT)
+        return float(json.load(response.result())["metrics"]["generation"]) / args.steps
+
+
+class Stopwatch:
+    """Adds up the CPU seconds that this thread spends in the functions that it has wrapped."""
+
+    seconds = 0.0
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, timed."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun = time.thread_time()
+            result = function(*args, **kwargs)
+            self.seconds += time.thread_time() - begun
+            return result
+
+        return timed

@@ -1,0 +1,105 @@
+"""What the client sends and when, and that each failure is counted as what it is."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mini_engine.bench.client import arrivals
+
+COUNT = 4000
+
+
+def gaps(rate: float, burstiness: float, seed: int = 1) -> np.ndarray:
+    return np.diff(arrivals(COUNT, rate, burstiness, random.Random(seed)), prepend=0.0)
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_burstiness_is_the_shape_of_a_gamma_distribution(burstiness: float):
+    rate = 5.0
+    found = gaps(rate, burstiness)
+    wanted = np.random.default_rng(2).gamma(burstiness, 1 / (rate * burstiness), COUNT)
+    both = np.sort(np.concatenate([found, wanted]))
+    shares = [np.searchsorted(np.sort(values), both, side="right") / COUNT for values in (found, wanted)]
+    assert np.max(np.abs(shares[0] - shares[1])) < 1.63 * math.sqrt(2 / COUNT), "Kolmogorov-Smirnov at 1 %"
+    spread = 1 / (rate * math.sqrt(burstiness))
+    assert abs(found.mean() - 1 / rate) < 5 * spread / math.sqrt(COUNT)
+    assert found.std() == pytest.approx(spread, rel=0.15)
+
+
+def test_an_infinite_rate_is_all_at_once_and_a_seed_fixes_the_rest():
+    assert arrivals(3, math.inf, 1.0, random.Random(0)) == [0.0, 0.0, 0.0]
+    assert (gaps(2.0, 1.0, seed=3) == gaps(2.0, 1.0, seed=3)).all()
+    assert (gaps(2.0, 1.0, seed=3) != gaps(2.0, 1.0, seed=4)).all()
+
+
+def test_each_failure_is_counted_and_shown(bench, broken, prompts, tmp_path: Path):
+    behaviours = ["ok", "refuse", "error", "cut", "garbage", "strange", "bare", "hang up", "ok", "refuse: again"]
+    ran = bench(*prompts(*behaviours), "--base-url", broken.url, "--save-result", "--save-detailed",
+                "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
+    assert ran.status == 1
+    figures = ran.figures
+    assert (figures["completed"], figures["failed"]) == (2, 8)
+    assert ran.row("Successful requests:") == 2 and ran.row("Failed requests:") == 8
+    assert figures["total_output_tokens"] == 12 and figures["total_input_tokens"] == 20  # of the two
+    assert "failed=8" in ran.err
+    result = json.loads((tmp_path / "r.json").read_text())
+    said = dict(zip(behaviours, result["errors"], strict=True))
+    assert said["ok"] == "" and said["refuse"] == "status 500: out of order"
+    assert "the engine is gone" in said["error"] and "without usage" in said["bare"]
+    assert said["cut"] == "the stream ended without [DONE] after 3 chunks"
+    assert said["garbage"].startswith("DecodeError: ") and said["strange"].startswith("TypeError: ")
+    assert "ClientPayloadError" in said["hang up"]
+    # the most frequent first, five of the seven, and how many more
+    failures = ran.last["failures"]
+    assert failures[0] == "2 of 10 requests: status 500: out of order" and len(failures) == 6
+    assert failures[-1] == "2 requests: 2 other errors"
+    assert f"failed: {failures[0]}" in ran.out
+
+
+def test_failed_warm_ups_are_reported_apart(bench, broken, prompts):
+    flags = [*prompts("ok", "refuse"), "--num-prompts", 1, "--num-warmups", 1]
+    ran = bench(*flags, "--base-url", broken.url)
+    assert ran.status == 1 and ran.figures["failed"] == 0 and ran.figures["completed"] == 1
+    assert ran.last["failures"] == ["warm-up: 1 of 1 requests: status 500: out of order"]
+
+
+def test_no_more_than_the_given_number_at_once(bench, broken, prompts):
+    broken.wanted_at_once = 3
+    ran = bench(*prompts(*["ok"] * 12), "--base-url", broken.url, "--max-concurrency", 3)
+    assert ran.status == 0 and broken.most_at_once == 3 == ran.figures["max_concurrent_requests"]
+    assert ran.figures["max_concurrency"] == 3
+
+
+def test_what_is_sent(bench, broken, prompts, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    flags = ["--ignore-eos", "--top-k", 7, "--logprobs", 2, "--extra-body", '{"min_p": 0.1}', "--header", "X-Team=a"]
+    ran = bench(*prompts("ok"), "--base-url", broken.url, *flags)
+    assert ran.status == 0 and ran.figures["model"] == "some-model"
+    [(path, headers, body)] = broken.requests
+    assert body.pop("messages") == [{"role": "user", "content": "ok"}]
+    assert body == {
+        "model": "some-model", "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
+        "max_completion_tokens": 50, "ignore_eos": True, "top_k": 7, "logprobs": True, "top_logprobs": 2, "min_p": 0.1,
+    }  # fmt: skip
+    assert path == "/v1/chat/completions" and headers["X-Team"] == "a"
+    assert headers["Authorization"] == "Bearer sesame"
+
+
+def test_completions(bench, broken, prompts):
+    ran = bench(*prompts("ok"), "--base-url", broken.url, "--backend", "vllm", "--model", "mine", "--logprobs", 2)
+    assert ran.status == 0 and ran.figures["total_output_tokens"] == 6
+    [(path, _, body)] = broken.requests
+    assert path == "/v1/completions" and (body["prompt"], body["max_tokens"], body["logprobs"]) == ("ok", 50, 2)
+    assert body["model"] == "mine"
+
+
+def test_a_long_body_is_sent_whole(bench, broken, prompts):
+    text = "ok:" + "x" * 3_000_000
+    ran = bench(*prompts(text), "--base-url", broken.url)
+    assert ran.status == 0 and len(broken.requests[0][2]["messages"][0]["content"]) == len(text)

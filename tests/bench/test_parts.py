@@ -1,0 +1,79 @@
+"""`transport`, `step` and `gpu` as a user runs them, as small as can be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from tests.e2e.running_server import ROOT, alive, descendants
+
+
+def bench(*argv: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "bench.py", *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def figures(*argv: str) -> dict:
+    """Of a run that leaves no process behind."""
+    ran, family = bench(*argv), set()
+    while ran.poll() is None:
+        family.update(descendants(ran.pid))
+        time.sleep(0.1)
+    out, err = ran.communicate()
+    assert ran.returncode == 0, out + err
+    assert_gone(family)
+    return json.loads(out.splitlines()[-1])["figures"]
+
+
+def assert_gone(family: set[int]) -> None:
+    deadline = time.monotonic() + 60
+    while left := [pid for pid in family if alive(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def test_transport():
+    rows = figures("transport", "--payloads", "0.01", "2", "--repeats", "2")["rows"]
+    states = [("direct_rpc", "fresh"), ("torch_shm", "cold"), ("torch_shm", "reused")]
+    keys = [(row["payload_mb"], row["ranks"], row["placement"], row["memory"]) for row in rows]
+    assert keys == [(size, ranks, *state) for size in (0.01, 2) for ranks in (1, 2) for state in states]
+    for row in rows:
+        parts = [row[f"{part}_ms"] for part in ("copy", "arrive", "touch")]
+        assert min(parts) > 0 and row["total_ms"] == pytest.approx(sum(parts), abs=1e-3), "a median of two is the mean"
+
+
+def test_the_ranks_of_a_killed_benchmark_exit():
+    ran = bench("transport", "--payloads", "1", "--repeats", "100000")
+    while len(family := set(descendants(ran.pid))) < 3:
+        assert ran.poll() is None
+        time.sleep(0.05)
+    ran.kill()
+    ran.communicate()
+    assert_gone(family)
+
+
+def test_step():
+    found = figures("step", "--batch", "3", "--steps", "12", "--repeats", "1", "--launch", "--block-size 8")
+    assert found["batch"] == 3 and 0 < found["forward_ms"] < found["execute_ms"] and found["step_ms"] > 0
+    assert found["engine_share"] == pytest.approx(1 - found["forward_ms"] / found["step_ms"], abs=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_cuda_gpu_says_so_in_one_line():
+    ran = bench("gpu")
+    assert ran.communicate() == ("", "bench.py: gpu: torch finds no CUDA device here, so there is nothing to measure\n")
+    assert ran.returncode == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_device():
+    """With the bundled model, whose contexts are short."""
+    found = figures("gpu", "--launch", "--dtype bfloat16", "--batches", "1", "3", "--contexts", "256", "--steps", "5")
+    assert [row["part"] for row in found["rows"]] == ["decode", "decode", "prefill", "vision"]
