@@ -68,7 +68,6 @@ def run(child: Child) -> None:
     init = child.init()
     metrics.engine_restarts.set(init.restarts)
     try:
-        check_figures(init)
         front = load(init, int(child.index))
         # Half a million objects of torch and transformers that stay: no collection need look at them again.
         gc.collect()
@@ -82,19 +81,6 @@ def run(child: Child) -> None:
     # print what they leak below an error's one line.
     logging.shutdown()
     os._exit(status)
-
-
-def check_figures(init: Init) -> None:
-    """Log that the metrics of this process are not part of the sum over all API servers.
-
-    Raises:
-        ConfigError: they do not, and the server has not been running yet.
-    """
-    if metrics.obstacle is None:
-        return
-    if not init.late:
-        raise ConfigError(f"{metrics.obstacle}: make some, or set TMPDIR to where there is")
-    logger.error("/metrics is not the sum of all API servers, this one's figures stand alone: %s", metrics.obstacle)
 
 
 def load(init: Init, index: int) -> ModelFront:

@@ -219,10 +219,9 @@ class EngineAlone:
         )
 
     def _check_alive(self) -> None:
-        """Pass on what the children say. Raises EngineError when one of them is dead."""
+        """Raises EngineError when one of them is dead."""
         poller = zmq.Poller()
         for child in self.children.values():
-            child.forward_output()
             poller.register(child.pidfd, zmq.POLLIN)
         dead = dict(poller.poll(0))
         for name, child in self.children.items():

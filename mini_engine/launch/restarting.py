@@ -1,4 +1,4 @@
-"""How often engines may start anew, and after which pause. Knows nothing of processes."""
+"""How often engines may be restarted, and after which pause. Knows nothing of processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 FIRST_PAUSE_SECONDS = 1.0  # doubled each time
 LONGEST_PAUSE_SECONDS = 60.0
-HEALTHY_SECONDS = 600.0  # engines that have served for so long have made up for the deaths before
+HEALTHY_SECONDS = 600.0  # engines that have served for so long reset the count
 
 
 class Restarts:

@@ -48,7 +48,6 @@ class Init(Message, frozen=True):
     core_workers: list[str]  # ZMQ endpoint for workers, by engine
     ranks: list[RankAddress]  # of all engines
     media_cache: MediaCachePlan
-    late: bool = False  # the server runs already: this process replaces one that died
     restarts: int = 0  # of all engines, so far
 
 

@@ -1,4 +1,4 @@
-"""The children that run: start one, send to one, wait for what any of them does.
+"""The child processes: start one, send to one, wait for what any of them does.
 
 All are started from the main thread, since the kernel's parent-death signal follows the parent thread. Knows nothing of
 what is to be done about what happens.
@@ -23,16 +23,16 @@ from mini_engine.child_process import ChildProcess
 from mini_engine.config import ConfigError
 from mini_engine.log import LogSettings
 from mini_engine.messages import AnyMessage, ControlReply, PeerGone, Role
+from mini_engine.metrics_files import forget_gauges, make_files
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-USED_NOTHING = bytes(8)  # at the start of a file of prometheus_client's: how much of it is used, and padding
 DEATH_SECONDS = 30.0  # how long a process that was killed may take to die: it may have much memory to give back
 
 
 @dataclass(frozen=True)
-class Said:
+class Received:
     """A child has sent a message."""
 
     child: ChildProcess
@@ -40,36 +40,26 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Died:
-    """A child is dead and reaped; those that it worked with are told."""
+class Gone:
+    """A child is no child any more; the others of its generation were notified."""
 
     child: ChildProcess
     how: str  # in words, such as "died: killed by SIGKILL"
     by_signal: bool
+    reaped: bool = True  # False: it was killed and lives on, since a device or a disk blocks it in the kernel
 
 
 @dataclass(frozen=True)
-class Undying:
-    """A child was killed and lives on: the kernel holds it, for a device or a disk that does not answer.
-
-    It is no child any more; those that it worked with are told that it has gone.
-    """
-
-    child: ChildProcess
-    how: str  # in words
-
-
-@dataclass(frozen=True)
-class Asked:
-    """This process was sent signals that end the server."""
+class Interrupted:
+    """This process got signals that stop the server."""
 
     numbers: list[int]  # at least one
 
 
-Event = Said | Died | Undying | Asked
+Event = Received | Gone | Interrupted
 
 
-class Signals:
+class StopSignals:
     """SIGINT and SIGTERM, as a descriptor that a poller can wait for. From its making on they end nothing else."""
 
     def __init__(self) -> None:
@@ -81,19 +71,20 @@ class Signals:
     def take(self) -> list[Event]:
         """Those that have come, as one event; `fd` is readable."""
         numbers = [number for number in os.read(self.fd, 64) if number in STOP_SIGNALS]
-        return [Asked(numbers)] if numbers else []
+        return [Interrupted(numbers)] if numbers else []
 
 
-class Family:
+class ProcessGroup:
     """All children, of the engines that serve and of those before them, on one ROUTER in `runtime_dir`.
 
     Raises:
         ConfigError: there is no room in it.
     """
 
-    def __init__(self, runtime_dir: Path, log: LogSettings, signals: Signals):
+    def __init__(self, runtime_dir: Path, log: LogSettings, signals: StopSignals):
         self.children: list[ChildProcess] = []
-        self._runtime_dir = runtime_dir
+        self._metrics_dir = runtime_dir / "metrics"
+        self._tmpdir = runtime_dir / "tmp"
         self._log = log
         self._signals = signals
         self._incarnations = itertools.count(1)
@@ -101,8 +92,8 @@ class Family:
         self._endpoint = f"ipc://{runtime_dir}/supervisor"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            for name in ("metrics", "tmp"):
-                (runtime_dir / name).mkdir()
+            self._metrics_dir.mkdir()
+            self._tmpdir.mkdir()
             self._router = sockets.bind_router(self._context, self._endpoint)
         except (OSError, zmq.ZMQError) as error:
             self._context.destroy(linger=0)
@@ -116,9 +107,13 @@ class Family:
     ) -> ChildProcess:  # fmt: skip
         """Start a child that belongs to the engines of this `generation` and inherits these descriptors.
 
-        Raises OSError: the host gives no process.
+        Raises OSError: the host gives no process, or no room for the metrics files of an API server.
         """
-        ledger = self._free_ledger()
+        number = None
+        if role == "api":
+            taken = {child.metrics_number for child in self.api_servers()}
+            number = next(number for number in itertools.count() if number not in taken)
+            make_files(self._metrics_dir, number)
         spec = ChildSpec(
             role,
             index,
@@ -128,23 +123,13 @@ class Family:
             self._log,
             None if listener is None else listener.fileno(),
             list(media_stores),
+            str(self._metrics_dir),
+            number,
         )
-        child = ChildProcess.start(
-            spec,
-            {
-                "PROMETHEUS_MULTIPROC_DIR": str(self._runtime_dir / "metrics"),
-                "MINI_ENGINE_LEDGER": str(ledger),
-                "TMPDIR": str(self._runtime_dir / "tmp"),  # what libraries leave there goes with the directory
-            },
-        )
-        child.generation, child.ledger = generation, ledger
+        child = ChildProcess.start(spec, {"TMPDIR": str(self._tmpdir)})  # what libraries leave there goes in the end
+        child.generation = generation
         self.children.append(child)
         return child
-
-    def _free_ledger(self) -> int:
-        """The files that a new API server counts into: a dead one's, which have their room, where there are such."""
-        taken = {child.ledger for child in self.api_servers()}
-        return next(number for number in itertools.count() if number not in taken)
 
     def api_servers(self) -> list[ChildProcess]:
         """Those of all generations."""
@@ -160,19 +145,16 @@ class Family:
             other for other in self.engines() if (other.generation, other.engine) == (child.generation, child.engine)
         ]
 
-    def send(self, child: ChildProcess, body: AnyMessage) -> bool:
-        """Whether it was taken. If not, the child is dying or hangs: its death or a time-out has the last word."""
-        try:
+    def send(self, child: ChildProcess, body: AnyMessage) -> None:
+        """A child that does not take it is dying or hangs: its death or a time-out has the last word."""
+        with contextlib.suppress(zmq.ZMQError):
             self._router.send_multipart([child.peer, self._encoder.encode(body)], zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        return True
 
     def wait(self, seconds: float | None) -> list[Event]:
-        """What has happened, in this order: messages, signals, deaths, and who should be dead.
+        """What has happened, in this order: messages, signals, deaths, and processes that were killed and do not die.
 
-        Of deaths that are found at once, those by a signal come first: who ends by himself has often lost another.
-        Waits for the first for so long at most. What children have written is passed on.
+        Of deaths that are found at once, those by a signal come first: a process that exits by itself has often lost
+        another. Waits for the first event for so long at most.
         """
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
@@ -180,22 +162,16 @@ class Family:
         children = list(self.children)
         for child in children:
             poller.register(child.pidfd, zmq.POLLIN)
-            if not child.output_ended:
-                poller.register(child.output, zmq.POLLIN)
         waits = [DEATH_SECONDS - age for child in children if (age := _since_kill(child)) is not None]
         waits += [] if seconds is None else [seconds]
         ready = dict(poller.poll(max(0, int(min(waits) * 1000) + 1) if waits else None))
         events: list[Event] = self._receive() if self._router in ready else []
         if self._signals.fd in ready:
             events += self._signals.take()
-        for child in children:
-            if child.output.fileno() in ready:
-                child.forward_output()
-        deaths = [self._bury(child) for child in children if child.pidfd in ready]
+        deaths = [self._reap(child) for child in children if child.pidfd in ready]
         deaths.sort(key=lambda death: not death.by_signal)
-        events += deaths
         overdue = [child for child in self.children if (_since_kill(child) or 0.0) > DEATH_SECONDS]
-        return events + [self._give_up(child) for child in overdue]
+        return [*events, *deaths, *(self._give_up(child) for child in overdue)]
 
     def close(self) -> None:
         """Without children."""
@@ -203,12 +179,12 @@ class Family:
         self._context.destroy(linger=0)
 
     def _receive(self) -> list[Event]:
-        said: list[Event] = []
+        received: list[Event] = []
         while True:
             try:
                 peer, frame = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return said
+                return received
             envelope = decode(frame)
             for child in self.children:
                 if child.incarnation != envelope.incarnation:
@@ -217,33 +193,28 @@ class Family:
                 if isinstance(envelope.body, ControlReply):
                     child.turns = 0
                 else:
-                    said.append(Said(child, envelope.body))
+                    received.append(Received(child, envelope.body))
 
-    def _bury(self, child: ChildProcess) -> Died:
+    def _reap(self, child: ChildProcess) -> Gone:
         status = child.reap()
         self._remove(child)
-        how = f"died: {status}" if child.verdict is None else f"was killed: {child.verdict}"
-        return Died(child, how, by_signal=status.startswith("killed"))
+        how = f"died: {status}" if child.kill_reason is None else f"was killed: {child.kill_reason}"
+        return Gone(child, how, by_signal=status.startswith("killed"))
 
-    def _give_up(self, child: ChildProcess) -> Undying:
+    def _give_up(self, child: ChildProcess) -> Gone:
         self._remove(child)
         child.close()
-        return Undying(child, f"does not die {DEATH_SECONDS:g} s after it was killed (state in proc(5): {child.state})")
+        how = f"does not die {DEATH_SECONDS:g} s after it was killed (state in proc(5): {child.state})"
+        return Gone(child, how, by_signal=False, reaped=False)
 
     def _remove(self, child: ChildProcess) -> None:
         self.children.remove(child)
-        if child.role == "api":
-            self._forget_gauges(child)
+        if child.metrics_number is not None:
+            with contextlib.suppress(OSError):  # out of descriptors: its last values stay until its successor serves
+                forget_gauges(self._metrics_dir, child.metrics_number)
         for other in self.children:
             if other.generation == child.generation:
                 self.send(other, PeerGone(child.name, child.incarnation))
-
-    def _forget_gauges(self, child: ChildProcess) -> None:
-        """Those of a dead API server; its counters stay in the totals. The files stay too, for the next one."""
-        with contextlib.suppress(OSError):
-            for path in (self._runtime_dir / "metrics").glob(f"gauge_live*_{child.ledger}.db"):
-                with path.open("r+b") as file:
-                    file.write(USED_NOTHING)
 
 
 def _since_kill(child: ChildProcess) -> float | None:
