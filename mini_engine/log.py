@@ -93,19 +93,19 @@ class LineWriter(QueueListener):
         super().__init__(lines.lines)
         self._source = lines
         self._fd = fd
-        self._failed = 0  # lines that could not be written
+        self.failed = 0  # lines that could not be written
         self._reported = 0  # of all lines that are missing
 
     def handle(self, record: Any) -> None:
         """See `QueueListener.handle`."""
-        missing = self._source.dropped + self._failed
+        missing = self._source.dropped + self.failed
         try:
             if missing > self._reported:
                 self._write(b"(%d lines of the log could not be written here)\n" % (missing - self._reported))
                 self._reported = missing
             self._write(record)
         except OSError:
-            self._failed += 1
+            self.failed += 1
 
     def _write(self, line: bytes) -> None:
         while line:
