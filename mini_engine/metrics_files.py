@@ -36,9 +36,10 @@ def make_files(directory: Path, number: int) -> None:
         try:
             with partial.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
-        except OSError:
+        except OSError as error:
             partial.unlink(missing_ok=True)
-            raise
+            what = f"no room in TMPDIR for the metrics of an API server ({error.strerror})"
+            raise OSError(error.errno, f"{what}; set TMPDIR to where there is") from None
         partial.rename(path)
 
 

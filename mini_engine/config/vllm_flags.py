@@ -77,13 +77,13 @@ NO_EFFECT: dict[str, tuple[str | None, str]] = {
 
 
 def no_effect_line(flag: str, value: Any) -> str:
-    """The line of the log on a flag of `NO_EFFECT` with its value as typed or in a file; None or True: without one.
+    """The line of the log on a flag of `NO_EFFECT` with its value as typed or in a file; True: without one.
 
     Raises:
         ConfigError: the value asks for more than there is.
     """
     accepted, why = NO_EFFECT[flag]
-    given = flag if value is None else f"{flag} {value}"
-    if not re.fullmatch(accepted or "None|True", str(value)):
+    given = flag if value is True else f"{flag} {value}"
+    if not re.fullmatch(accepted or "True", str(value)):
         raise ConfigError(f"{given}: not supported: {why}")
     return f"{given}: accepted, has no effect: {why}"

@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from mini_engine.child_process import ChildProcess
@@ -36,10 +36,8 @@ from mini_engine.launch.generation import Generation, Ground
 from mini_engine.launch.listeners import bind_listeners, url_of
 from mini_engine.launch.liveness import Liveness, states
 from mini_engine.launch.process_group import Event, Gone, Interrupted, ProcessGroup, Received, StopSignals
-from mini_engine.launch.restarting import Restarts
-from mini_engine.launch.stopping import Stopping
 from mini_engine.log import LogSettings
-from mini_engine.messages import PROTOCOL_VERSION, Hello, Refused
+from mini_engine.messages import PROTOCOL_VERSION, Drain, Hello, Refused
 from mini_engine.transport import sockets
 
 logger = logging.getLogger(__name__)
@@ -47,6 +45,10 @@ logger = logging.getLogger(__name__)
 ENGINE_DEATH_GRACE_SECONDS = 1.0  # how long API servers may take to answer every client of a dead engine
 API_RESTARTS_IN_A_ROW = 5  # an API server that dies this often before it serves will not get better
 FILL_PAUSE_SECONDS = 1.0  # before a process that the host did not give is asked for again
+API_STOP_SECONDS = 5.0  # how long API servers may take to end their responses once they were asked to exit
+FIRST_PAUSE_SECONDS = 1.0  # before a restart of the engines; doubled each time
+LONGEST_PAUSE_SECONDS = 60.0
+HEALTHY_SECONDS = 600.0  # engines that have served for so long reset the count of restarts
 
 
 class Stop(Exception):
@@ -57,10 +59,35 @@ class Stop(Exception):
         self.last_line = last_line  # of the log, unless it is there already
         self.drain_seconds = drain_seconds  # for running requests
         self.interrupts = interrupts  # signals that have come after the one that stops it
+        self.undying: list[Gone] = []  # processes that were killed and have not died
 
 
 class GenerationOver(Exception):
     """An engine is dead, or what should have replaced it did not get so far. The text names the process and cause."""
+
+
+class Restarts:
+    """How often engines are restarted, at most `most` times in a row, and after which pause."""
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic):
+        self.most = most
+        self.in_a_row = 0
+        self._clock = clock
+        self._serving_since: float | None = None
+
+    def serving(self) -> None:
+        """The engines serve from now on."""
+        self._serving_since = self._clock()
+
+    def next_pause(self) -> float | None:
+        """They have died, or did not get so far: seconds to wait before the next start; None: there is to be none."""
+        since, self._serving_since = self._serving_since, None
+        if since is not None and self._clock() - since >= HEALTHY_SECONDS:
+            self.in_a_row = 0
+        if self.in_a_row >= self.most:
+            return None
+        self.in_a_row += 1
+        return min(FIRST_PAUSE_SECONDS * 2 ** (self.in_a_row - 1), LONGEST_PAUSE_SECONDS)
 
 
 class Supervisor:
@@ -119,10 +146,10 @@ class Supervisor:
         finally:
             for listener in self.listeners:  # so that the end of an API server ends its part of the port, too
                 listener.close()
-            undying = Stopping(self.processes, self.liveness, stop.interrupts).run(stop.drain_seconds)
+            self._stop_processes(stop)
             self.processes.close()
-        if undying and not stop.status:
-            stop = Stop(1, f"ended with status 1: {undying[0].child.title} {undying[0].how}")
+        if stop.undying and not stop.status:
+            stop = Stop(1, f"ended with status 1: {stop.undying[0].child.title} {stop.undying[0].how}")
         if stop.last_line:
             logger.log(logging.ERROR if stop.status else logging.INFO, "%s", stop.last_line)
         return stop.status
@@ -298,3 +325,47 @@ class Supervisor:
         if pause is None:
             remedy = "" if self.restarts.most else "; --restart-engine would restart its engines"
             raise Stop(1, f"ended with status 1: {why}{remedy}")
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _stop_processes(self, stop: Stop) -> None:
+        """API servers may finish their requests, and then what they are sending; the rest holds nothing that outlives
+        it. Another signal leaves no time for that. Returns when no child is left."""
+        if stop.drain_seconds:
+            for child in self.processes.api_servers():
+                if child.serving:
+                    self.processes.send(child, Drain())
+                else:  # it has no requests
+                    child.terminate()
+            self._wait_for_api_servers(stop, stop.drain_seconds, serving=True)
+        for child in self.processes.api_servers():
+            child.terminate()
+        self._wait_for_api_servers(stop, API_STOP_SECONDS)
+        for child in self.processes.children:
+            if child.role == "api" and not stop.interrupts:
+                logger.warning("%s is killed: it has not exited within %g s", child.title, API_STOP_SECONDS)
+            child.dismissed = True
+            child.kill()
+        while self.processes.children:
+            self._wait_while_stopping(stop, None)
+
+    def _wait_for_api_servers(self, stop: Stop, seconds: float, serving: bool = False) -> None:
+        """Until all have exited, or all that are `serving`, the time is up, or another signal comes."""
+        deadline = time.monotonic() + seconds
+        while any(child.serving or not serving for child in self.processes.api_servers()):
+            left = deadline - time.monotonic()
+            if stop.interrupts or left <= 0:
+                return
+            self._wait_while_stopping(stop, min(left, self.liveness.seconds_left()))
+            self.liveness.turn()
+
+    def _wait_while_stopping(self, stop: Stop, seconds: float | None) -> None:
+        for event in self.processes.wait(seconds):
+            match event:
+                case Interrupted(numbers=numbers):
+                    stop.interrupts += len(numbers)
+                case Gone(child=child, how=how, reaped=False):
+                    logger.error("%s %s", child.title, how)
+                    stop.undying.append(event)
+                case Gone(child=child, how=how) if child.role != "api" and not child.dismissed:
+                    logger.error("%s %s while requests were to end", child.title, how)

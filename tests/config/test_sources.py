@@ -86,7 +86,7 @@ def test_a_file_as_users_write_one(tmp_path):
         limit_mm_per_prompt={"video": 1}, media_io_kwargs={"video": {"num_frames": 10}},
         allowed_media_domains=["a.example", "b.example:80"], served_model_name=["one"], enable_prefix_caching=False,
     )  # fmt: skip
-    assert [note.partition(":")[0] for note in settings.notes] == ["--swap-space 4", "--enable-chunked-prefill True"]
+    assert [note.partition(":")[0] for note in settings.notes] == ["--swap-space 4", "--enable-chunked-prefill"]
     path.write_text("")
     assert parse(["--config", str(path)], {}) == EngineConfig()
 
