@@ -103,8 +103,9 @@ class MemoryTransport:
         return len(self.held)
 
     def close_streams(self) -> None:
-        self.closed = True
+        self.closed, self.room = True, None
         self.held.clear()
+        self._freed.set()
 
     def fail(self, stage: str) -> None:
         if self.fail_at == stage:

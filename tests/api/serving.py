@@ -19,7 +19,7 @@ import openai
 import zmq.asyncio
 from PIL import Image
 
-from mini_engine.api.admission import BodyAdmission, MediaAdmission, RequestAdmission
+from mini_engine.api.admission import ByteBudget, MediaAdmission, RequestAdmission
 from mini_engine.api.app import create_app
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.context import AppContext
@@ -28,7 +28,7 @@ from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.http_server import HttpServer
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
-from mini_engine.api.middleware import ActiveRequests, BodyLimits
+from mini_engine.api.middleware import ActiveRequests
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.config import EngineConfig
 from mini_engine.decode_limits import DecodeLimits
@@ -131,7 +131,8 @@ async def serve(
     media: MediaLoader | None = None,
 ) -> AsyncIterator[Served]:
     """Everything up, a request may be sent; everything down again at the end."""
-    config = EngineConfig(**{"timeout_keep_alive": 3600, **(settings or {})})
+    own = {"served_model_name": ["tiny", "alias"], "limit_mm_per_prompt": limits or {}, "timeout_keep_alive": 3600}
+    config = EngineConfig(**{**own, "max_request_bytes": MAX_REQUEST_BYTES, **(settings or {})})
     zmq_context = zmq.asyncio.Context()
     sockets = tempfile.TemporaryDirectory(prefix="mini-")  # whose path, unlike `directory`'s, leaves room for a name
     endpoint = f"ipc://{sockets.name}/core"
@@ -140,24 +141,22 @@ async def serve(
     engines = EngineClient(
         zmq_context, Encoder("api 0", 7), [endpoint], transports, media_capacity=media_cache and 1 << 30, stores=[None]
     )
-    allowed = directory / "allowed"
-    allowed.mkdir(exist_ok=True)
+    (allowed := directory / "allowed").mkdir(exist_ok=True)
     admission = MediaAdmission(4, MAX_INFLIGHT_BYTES)
     media = media or media_loader(processor, MediaPolicy(allowed, MAX_MEDIA_BYTES, ["127.0.0.1"]))
     media.decoders.count_decoded = admission.count
     context = AppContext(
-        model_names=["tiny", "alias"],
-        item_limits=limits or {},
+        config=config,
         renderer=ChatRenderer(processor.hf_processor),
         tokenizer=processor.hf_processor.tokenizer,
         vocabulary=Vocabulary(processor.hf_processor.tokenizer),
-        body_limits=BodyLimits(MAX_REQUEST_BYTES, config.timeout_client, BodyAdmission(MAX_REQUEST_BYTES)),
+        bodies=ByteBudget(MAX_REQUEST_BYTES, "inflight_bodies"),
         requests=RequestAdmission(MAX_REQUESTS),
         admission=admission,
         media_settings=media_settings(processor),
         media=media,
         sampling=SamplingResolver(
-            SamplingDefaults(eos_token_ids=(3,)), MAX_MODEL_LEN, len(processor.hf_processor.tokenizer), 0, 7
+            SamplingDefaults(eos_token_id=[3]), MAX_MODEL_LEN, len(processor.hf_processor.tokenizer), 0, 7
         ),
         engines=engines,
         limits=LIMITS,
@@ -166,7 +165,7 @@ async def serve(
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     started = asyncio.Event()
-    app = create_app(context, config)
+    app = create_app(context)
     server = HttpServer(app, config, started.set)
     tasks = [asyncio.create_task(work) for work in (core.run(), engines.run())]
     serving = asyncio.create_task(server.serve(sockets=[listener]))

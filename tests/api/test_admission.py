@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from mini_engine.api.admission import BodyAdmission, MediaAdmission, RequestAdmission
+from mini_engine.api.admission import ByteBudget, MediaAdmission, RequestAdmission
 from mini_engine.api.errors import ApiError
 from mini_engine.metrics import REGISTRY
 
@@ -78,9 +78,9 @@ def test_bytes_are_reserved_counted_as_they_arrive_and_released() -> None:
         with admission.reserve(400), admission.reserve(0):
             assert admission.inflight_bytes == gauge() == 1000
             for attempt in (lambda: first.receive(1), admission.reserve(1).__enter__):
-                with pytest.raises(ApiError, match="1000 of the 1000 of --max-inflight-media-gb are taken") as caught:
+                with pytest.raises(ApiError, match="1000 of the 1000 of --max-inflight-media-gb are in use") as caught:
                     attempt()
-                assert (caught.value.status, caught.value.headers["Retry-After"]) == (429, "1")
+                assert (caught.value.status, caught.value.headers["retry-after"]) == (429, "1")
             assert rejected("inflight_media") == before + 2
             first.correct(510)
             with admission.reserve(90):
@@ -105,16 +105,16 @@ def test_unfinished_requests() -> None:
     with requests.admit():
         with pytest.raises(ApiError, match="1 unfinished requests") as caught, requests.admit():
             pass
-        assert (caught.value.status, caught.value.headers["Retry-After"]) == (429, "1")
+        assert (caught.value.status, caught.value.headers["retry-after"]) == (429, "1")
         assert rejected("queued_requests") == before + 1
     assert requests.unfinished == 0
 
 
 def test_bodies_share_their_room() -> None:
-    bodies = BodyAdmission(100)
-    with bodies.receive() as one, bodies.receive() as another:
-        one(60)
-        with pytest.raises(ApiError, match="100 bytes that --max-inflight-media-gb allows"):
-            another(41)
-        another(40)
-    assert bodies.received_bytes == 0
+    bodies = ByteBudget(100, "inflight_bodies")
+    with bodies.reserve() as one, bodies.reserve() as another:
+        one.receive(60)
+        with pytest.raises(ApiError, match="60 of the 100 of --max-inflight-media-gb are in use"):
+            another.receive(41)
+        another.receive(40)
+    assert bodies.inflight_bytes == 0

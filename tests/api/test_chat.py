@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from transformers import AutoProcessor
 
-from mini_engine.api.chat import ChatRenderer, MediaRef, PlacedItem, Placeholder, collect_media
+from mini_engine.api.chat import ChatRenderer, MediaRef, collect_media
 from mini_engine.api.errors import ChatError
 from mini_engine.api.protocol import ChatMessage
+from mini_engine.messages import CachedMedia, MediaItem
 from tests import tiny_processor
 
 
@@ -75,9 +76,9 @@ def test_ids_equal_those_of_the_processors_full_call(hf: Any, renderer: ChatRend
         else:
             media["video"].append(pixels.integers(0, 256, (4 + 2 * index, *shape), dtype=np.uint8))
             grid = hf.video_processor(media["video"][-1:], return_tensors="pt")["video_grid_thw"]
-        lengths.append(Placeholder(ref.modality, int(grid.prod()) // 4))
+        lengths.append(source(ref.modality, int(grid.prod()) // 4))
 
-    ours = renderer.expand(render(renderer, messages), lengths)
+    ours, placed = renderer.expand(render(renderer, messages), lengths)
 
     template_messages = [
         {
@@ -95,13 +96,13 @@ def test_ids_equal_those_of_the_processors_full_call(hf: Any, renderer: ChatRend
     theirs = hf(text=[prompt], images=media["image"] or None, videos=media["video"] or None, do_sample_frames=False)[
         "input_ids"
     ][0]
-    assert ours.token_ids == list(theirs)
+    assert ours == list(theirs)
     token_of = {"image": hf.image_token_id, "video": hf.video_token_id}
-    for item, wanted in zip(ours.items, lengths, strict=True):
-        stretch = ours.token_ids[item.offset : item.offset + item.length]
+    for item, (_, wanted) in zip(placed, lengths, strict=True):
+        stretch = ours[item.offset : item.offset + item.num_tokens]
         assert stretch == [token_of[wanted.modality]] * wanted.num_tokens
-        assert ours.token_ids[item.offset - 1] != token_of[wanted.modality]
-    assert sum(item.length for item in ours.items) == sum(id in token_of.values() for id in ours.token_ids)
+        assert ours[item.offset - 1] != token_of[wanted.modality]
+    assert sum(item.num_tokens for item in placed) == sum(token in token_of.values() for token in ours)
 
 
 def test_collect_in_order_and_named() -> None:
@@ -159,30 +160,38 @@ def test_other_templates(hf: Any) -> None:
     )
     with pytest.raises(ChatError, match="the chat template refuses these messages: one message only"):
         render(strict, user("a") + user("b"))
-    with pytest.raises(ValueError, match="chat template"):
+    with pytest.raises(ChatError, match="chat template"):
         ChatRenderer(hf, "{% for %}")
+
+
+def source(modality: Any, num_tokens: int, text: str | None = None) -> tuple[bytes, CachedMedia]:
+    return b"hash", CachedMedia(b"hash", modality, num_tokens, (1, 2, 2), None, text)
+
+
+def places(media: list[MediaItem]) -> list[tuple[int, int, list[int]]]:
+    return [(item.offset, item.num_tokens, item.more_offsets) for item in media]
 
 
 def test_expand(hf: Any, renderer: ChatRenderer) -> None:
     picture, clip = hf.image_token_id, hf.video_token_id
-    wanted = [Placeholder("video", 3), Placeholder("video", 1), Placeholder("image", 2)]
-    expanded = renderer.expand([1, clip, clip, 2, picture], wanted)
-    assert expanded.token_ids == [1, clip, clip, clip, clip, 2, picture, picture]
-    assert expanded.items == [PlacedItem(1, 3), PlacedItem(4, 1), PlacedItem(6, 2)]
+    wanted = [source("video", 3), source("video", 1), source("image", 2)]
+    token_ids, media = renderer.expand([1, clip, clip, 2, picture], wanted)
+    assert token_ids == [1, clip, clip, clip, clip, 2, picture, picture]
+    assert places(media) == [(1, 3, []), (4, 1, []), (6, 2, [])]
     for items in ([], [("image", 3)], [("video", 0)], [("video", 1), ("video", 1)]):
         with pytest.raises(ValueError, match="item"):
-            renderer.expand([1, clip], [Placeholder(*item) for item in items])
+            renderer.expand([1, clip], [source(*item) for item in items])
 
 
 def test_text_between_the_runs_of_an_item(hf: Any, renderer: ChatRenderer) -> None:
     clip = hf.video_token_id
     times = [hf.tokenizer.encode(f"<{time} seconds>") for time in ("0.5", "12.5")]
     text = "<0.5 seconds><|video_pad|><12.5 seconds><|video_pad|>"
-    expanded = renderer.expand([1, clip, clip, 2], [Placeholder("video", 6, text), Placeholder("video", 2)])
+    token_ids, media = renderer.expand([1, clip, clip, 2], [source("video", 6, text), source("video", 2)])
     first = 1 + len(times[0])
     second = first + 3 + len(times[1])
-    assert expanded.token_ids == [1, *times[0], *[clip] * 3, *times[1], *[clip] * 3, *[clip] * 2, 2]
-    assert expanded.items == [PlacedItem(first, 6, [second]), PlacedItem(second + 3, 2)]
+    assert token_ids == [1, *times[0], *[clip] * 3, *times[1], *[clip] * 3, *[clip] * 2, 2]
+    assert places(media) == [(first, 6, [second]), (second + 3, 2, [])]
 
 
 def test_threads_at_once(renderer: ChatRenderer) -> None:

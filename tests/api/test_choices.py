@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from mini_engine.api import engine_client, operations
-from mini_engine.api.errors import ServerStopping
+from mini_engine.api.errors import shutting_down
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import ControlReply, EngineCounters, Figures, NewRequest, SamplingParams
 from tests.api.patience import PATIENCE
@@ -206,8 +206,10 @@ def test_the_engines_figures_are_asked_for_when_the_metrics_are_read(
             calls = Calls(served.context.engines, "refresh_figures")
             both = [asyncio.create_task(served.http.get("/metrics")) for _ in range(2)]
             await eventually(lambda: calls.begun == 2 and bool(served.core.controls["figures"]))
-            (number,) = served.core.controls["figures"]  # one for both
-            await served.core.tell(ControlReply(number, Figures(STATS, served.core.counters)))
+            await eventually(lambda: len(served.core.controls["figures"]) == 2)
+            first, second = served.core.controls["figures"]
+            await served.core.tell(ControlReply(first, Figures(STATS, served.core.counters)))
+            await served.core.tell(ControlReply(second, Figures(STATS, EngineCounters())))
             for answer in await asyncio.gather(*both):
                 assert f'mini_engine:prefix_cache_hits_total{{engine="0"}} {hits + 4}' in answer.text
             served.core.replies_to.add("figures")
@@ -226,7 +228,7 @@ def test_the_metrics_can_be_read_though_an_engine_is_silent_or_gone(
         async with serve(processor, tmp_path, words(processor, "a red")) as served:
             served.core.replies_to.discard("figures")
             assert "mini_engine:num_requests_running" in (await served.http.get("/metrics")).text
-            served.context.engines.stop(ServerStopping())
+            served.context.engines.stop(shutting_down())
             assert "mini_engine:num_requests_running" in (await served.http.get("/metrics")).text
 
     asyncio.run(scenario())

@@ -40,19 +40,13 @@ def vocabulary(tokenizer: Any) -> Vocabulary:
     return Vocabulary(tokenizer)
 
 
-def in_chunks(detokenizer: Detokenizer, ids: list[int], sizes: list[int]) -> tuple[str, int]:
-    """Pushes `ids` in chunks of `sizes`, the last size repeated. Returns the whole text and the tokens used."""
-    texts, used, place = [], 0, 0
-    while place < len(ids):
-        size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
-        delta = detokenizer.push(ids[place : place + size])
-        texts.append(delta.text)
-        used += delta.tokens_used
-        place += size
-        assert delta.stopped_by == detokenizer.stopped_by
-        if delta.stopped_by is None:
-            assert delta.tokens_used == len(ids[place - size : place])
-    return "".join(texts) + detokenizer.finish(), used
+def read_all(detokenizer: Detokenizer, ids: list[int]) -> tuple[str, int]:
+    """The whole text, and the number of tokens up to the one that completed a stop string."""
+    texts: list[str] = []
+    for token in ids:
+        if detokenizer.stopped_by is None:
+            texts.append(detokenizer.push(token))
+    return "".join(texts) + detokenizer.finish(), len(texts)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -60,24 +54,22 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 @settings(deadline=None)
-@given(pieces=st.lists(st.sampled_from(PIECES), max_size=12), sizes=st.lists(st.integers(1, 7), min_size=1))
-def test_text_comes_back_however_it_is_cut(
-    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], sizes: list[int]
-) -> None:
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=12))
+def test_text_comes_back(tokenizer: Any, vocabulary: Vocabulary, pieces: list[str]) -> None:
     ids = encode(tokenizer, "".join(pieces))
-    text, used = in_chunks(Detokenizer(vocabulary), ids, sizes)
+    text, used = read_all(Detokenizer(vocabulary), ids)
     assert text == "".join(pieces).replace("<|im_end|>", "")
     assert used == len(ids)
 
 
 @settings(deadline=None)
-@given(data=st.data(), sizes=st.lists(st.integers(1, 7), min_size=1), skip=st.booleans())
+@given(data=st.data(), skip=st.booleans())
 def test_any_token_ids_give_what_decoding_them_at_once_gives(
-    tokenizer: Any, vocabulary: Vocabulary, data: Any, sizes: list[int], skip: bool
+    tokenizer: Any, vocabulary: Vocabulary, data: Any, skip: bool
 ) -> None:
     """Random tokens: bytes that form no character, cut-off characters, ids that the tokenizer does not have."""
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 3), max_size=20))
-    text, _ = in_chunks(Detokenizer(vocabulary, skip_special_tokens=skip), ids, sizes)
+    text, _ = read_all(Detokenizer(vocabulary, skip_special_tokens=skip), ids)
     assert text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip)
 
 
@@ -89,7 +81,7 @@ def test_added_tokens_give_what_decoding_them_at_once_gives(tmp_path: Path, skip
     tokenizer.add_special_tokens({"additional_special_tokens": ["<mine>"]})
     ids = encode(tokenizer, "a<plain>世two words <mine> b世caféĠx<|im_end|>\n")
     assert len({"<plain>", "two words ", "<mine>"} & {tokenizer.convert_ids_to_tokens(one) for one in ids}) == 3
-    text, _ = in_chunks(Detokenizer(Vocabulary(tokenizer), skip_special_tokens=skip), ids, [1])
+    text, _ = read_all(Detokenizer(Vocabulary(tokenizer), skip_special_tokens=skip), ids)
     assert text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip)
     assert ("<mine>" in text) != skip
 
@@ -112,7 +104,7 @@ def test_no_token_is_decoded_twice(tokenizer: Any, what: str, skip: bool) -> Non
     detokenizer = Detokenizer(vocabulary, skip_special_tokens=skip)
     token = encode(tokenizer, what)[0]
     for _ in range(3000):
-        detokenizer.push([token])
+        detokenizer.push(token)
     detokenizer.finish()
     assert vocabulary.looked_up == (0 if what == "<|im_end|>" and skip else 3000)
 
@@ -122,7 +114,7 @@ def test_bytes_that_form_no_character_do_not_wait(tokenizer: Any, vocabulary: Vo
     first, *_ = encode(tokenizer, "Ж")
     assert len(vocabulary.bytes_of(first)) == 1
     detokenizer = Detokenizer(vocabulary)
-    assert [detokenizer.push([first]).text for _ in range(3)] == ["", "�", "�"]
+    assert [detokenizer.push(first) for _ in range(3)] == ["", "�", "�"]
     assert detokenizer.finish() == "�"
 
 
@@ -131,17 +123,16 @@ def test_bytes_that_form_no_character_do_not_wait(tokenizer: Any, vocabulary: Vo
     pieces=st.lists(st.sampled_from(PIECES), max_size=12),
     stop=st.lists(st.sampled_from(STOPS), min_size=1, max_size=3),
     include=st.booleans(),
-    sizes=st.lists(st.integers(1, 7), min_size=1),
 )
 def test_stop_strings(
-    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], stop: list[str], include: bool, sizes: list[int]
+    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], stop: list[str], include: bool
 ) -> None:
     """Held to a plain reading of the whole text, character by character."""
     ids = encode(tokenizer, "".join(pieces))
     whole = "".join(pieces).replace("<|im_end|>", "")
     ends = [end for end in range(len(whole) + 1) if any(whole[:end].endswith(word) for word in stop)]
     detokenizer = Detokenizer(vocabulary, stop, include)
-    text, used = in_chunks(detokenizer, ids, sizes)
+    text, used = read_all(detokenizer, ids)
     if not ends:
         assert (text, used, detokenizer.stopped_by) == (whole, len(ids), None)
         return
@@ -155,29 +146,28 @@ def test_stop_strings(
 
 def test_text_is_held_back_only_while_it_may_be_a_stop_string(tokenizer: Any, vocabulary: Vocabulary) -> None:
     detokenizer = Detokenizer(vocabulary, ["STOP"])
-    deltas = [detokenizer.push([token]).text for token in encode(tokenizer, "xSTSTx")]
+    deltas = [detokenizer.push(token) for token in encode(tokenizer, "xSTSTx")]
     assert deltas == ["x", "", "", "ST", "", "STx"]
 
 
 def test_after_a_stop_nothing_more_comes(tokenizer: Any, vocabulary: Vocabulary) -> None:
     detokenizer = Detokenizer(vocabulary, ["STOP"])
-    delta = detokenizer.push(encode(tokenizer, "xSTOPxyz"))
-    assert (delta.text, delta.stopped_by, delta.tokens_used) == ("x", "STOP", 5)
-    assert detokenizer.push(encode(tokenizer, "more")).tokens_used == 0
+    assert read_all(detokenizer, encode(tokenizer, "xSTOPxyz")) == ("x", 5)
+    assert detokenizer.stopped_by == "STOP"
     assert detokenizer.finish() == ""
 
 
 def test_an_unfinished_character_ends_as_a_replacement_character(tokenizer: Any, vocabulary: Vocabulary) -> None:
     detokenizer = Detokenizer(vocabulary)
     ids = encode(tokenizer, "a🎈")
-    assert detokenizer.push(ids[:-1]).text == "a"
+    assert "".join(map(detokenizer.push, ids[:-1])) == "a"
     assert detokenizer.finish().strip("�") == ""
     assert detokenizer.finish() == ""
 
 
 def test_special_tokens_on_request(tokenizer: Any, vocabulary: Vocabulary) -> None:
     ids = encode(tokenizer, "a<|im_end|>")
-    assert Detokenizer(vocabulary, skip_special_tokens=False).push(ids).text == "a<|im_end|>"
+    assert read_all(Detokenizer(vocabulary, skip_special_tokens=False), ids) == ("a<|im_end|>", 2)
 
 
 def test_an_empty_stop_string_is_refused(tokenizer: Any, vocabulary: Vocabulary) -> None:
@@ -190,16 +180,16 @@ def test_an_empty_stop_string_is_refused(tokenizer: Any, vocabulary: Vocabulary)
     pieces=st.lists(st.sampled_from(PIECES), max_size=8),
     stop=st.sampled_from(STOPS),
     least=st.integers(0, 8),
-    size=st.integers(1, 4),
 )
 def test_a_stop_string_counts_from_the_least_tokens_on(
-    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], stop: str, least: int, size: int
+    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], stop: str, least: int
 ) -> None:
     """Held to a reading of the text character by character, from where the first `least` tokens' text ends."""
     ids = encode(tokenizer, "".join(pieces))
     whole = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
     exempt = Detokenizer(vocabulary)
-    exempt.push(ids[:least])
+    for token in ids[:least]:
+        exempt.push(token)
     ends = [end for end in range(exempt.decoded_length + 1, len(whole) + 1) if whole[:end].endswith(stop)]
-    text, _ = in_chunks(Detokenizer(vocabulary, [stop], min_tokens=least), ids, [size])
+    text, _ = read_all(Detokenizer(vocabulary, [stop], min_tokens=least), ids)
     assert text == (whole[: ends[0] - len(stop)] if ends else whole)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from mini_engine.api.admission import BodyAdmission
+from mini_engine.api.admission import ByteBudget
 from mini_engine.api.errors import ApiError
-from mini_engine.api.middleware import LEAST_BYTES, BodyLimits, receive_body
+from mini_engine.api.middleware import LEAST_BYTES, receive_body
 from mini_engine.media.processor import MediaProcessor
 from tests.api.patience import PATIENCE, PatientLoop, run_patiently
 from tests.api.peers import eventually
@@ -99,7 +99,7 @@ def test_a_body_must_grow_by_a_share_of_what_has_arrived(nbytes: int, status: in
     """20 s for each block of a body of 1 MiB and nine blocks; the time-out is 30 s."""
 
     async def scenario() -> None:
-        loop, room = asyncio.get_running_loop(), BodyAdmission(1 << 30)
+        loop, room = asyncio.get_running_loop(), ByteBudget(1 << 30, "inflight_bodies")
         assert isinstance(loop, PatientLoop)
         blocks = [bytes(1 << 20), *[bytes(nbytes)] * 9]
 
@@ -108,14 +108,14 @@ def test_a_body_must_grow_by_a_share_of_what_has_arrived(nbytes: int, status: in
             await asyncio.sleep(0.01)  # for what is due by now
             return {"type": "http.request", "body": blocks.pop(0), "more_body": bool(blocks)}
 
-        limits, headers = BodyLimits(1 << 30, 30.0, room), Headers({"content-type": "application/json"})
+        headers = Headers({"content-type": "application/json"})
         if status is None:
-            assert len(await receive_body(headers, receive, limits)) == (1 << 20) + 9 * nbytes
+            assert len(await receive_body(headers, receive, room, 1 << 30, 30.0)) == (1 << 20) + 9 * nbytes
         else:
             with pytest.raises(ApiError, match="nor grown to 1187840 bytes within the 30 s") as refusal:
-                await receive_body(headers, receive, limits)
+                await receive_body(headers, receive, room, 1 << 30, 30.0)
             assert refusal.value.status == status
-        assert room.received_bytes == 0
+        assert room.inflight_bytes == 0
 
     run_patiently(scenario())
 
@@ -159,10 +159,10 @@ def test_clients_that_leave_at_any_stage(processor: MediaProcessor, tmp_path: Pa
     """With a body on its way, before the first token of a whole answer and of a stream, and in the stream."""
 
     async def scenario(served: Served) -> None:
-        room = served.context.body_limits.room
+        room = served.context.bodies
         _, uploading = await asyncio.open_connection("127.0.0.1", served.port)
         uploading.write(HALF)
-        await eventually(lambda: room.received_bytes == 1)
+        await eventually(lambda: room.inflight_bytes == 1)
         served.core.hold = True
         reader, streaming = await served.connect(stream=True)
         await reader.readuntil(b"\n\n\r\n")
@@ -174,7 +174,7 @@ def test_clients_that_leave_at_any_stage(processor: MediaProcessor, tmp_path: Pa
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.close()
         await served.core.until(lambda: [one.reason for one in served.core.finishes] == ["abort"] * 3)
-        await eventually(lambda: not room.received_bytes and not served.context.requests.unfinished)
+        await eventually(lambda: not room.inflight_bytes and not served.context.requests.unfinished)
         served.core.hold, served.core.script = False, words(processor, "a red")
 
     with_server(processor, tmp_path, scenario)

@@ -42,7 +42,7 @@ from tests.api.test_app import metric
 PAGES = 256
 LARGE = INLINE_COPY_BYTES // PAGE_BYTES + 2  # pages of an item that is copied in a thread
 A, B, C = (bytes([number]) * 16 for number in (1, 2, 3))
-GONE = EngineError("gone", engine_gone=True)
+GONE = EngineError("gone")
 
 
 def item(value: bytes, pages: int = 1, **more: Any) -> MediaItem:

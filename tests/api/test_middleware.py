@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from mini_engine.api.errors import ServerStopping
+from mini_engine.api.errors import shutting_down
 from mini_engine.media.processor import MediaProcessor
 from tests.api.patience import PATIENCE
 from tests.api.peers import eventually
@@ -181,20 +181,20 @@ def test_bodies_that_are_received_at_once_share_their_room(processor: MediaProce
 
     async def scenario(served: Served) -> None:
         before = metric("requests_rejected_total", reason="inflight_bodies")
-        room = served.context.body_limits.room
+        room = served.context.bodies
         start = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         head, part = start + b"content-length: %d\r\n\r\n" % MAX_REQUEST_BYTES, b" " * (MAX_REQUEST_BYTES * 2 // 5)
         clients = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(3)]
         for _, writer in clients[:2]:
             writer.write(head + part)
-        await eventually(lambda: room.received_bytes == 2 * len(part))
+        await eventually(lambda: room.inflight_bytes == 2 * len(part))
         clients[2][1].write(head + part)
         assert b" 429 " in await asyncio.wait_for(clients[2][0].readline(), PATIENCE)
         assert metric("requests_rejected_total", reason="inflight_bodies") == before + 1
         assert (await served.post()).status_code == 200  # a small one finds room
         for _, writer in clients:
             await hang_up(writer)
-        await eventually(lambda: room.received_bytes == 0)
+        await eventually(lambda: room.inflight_bytes == 0)
 
     with_server(processor, tmp_path, scenario)
 
@@ -214,7 +214,7 @@ def test_a_drain_finishes_what_runs_and_refuses_the_rest(
         half.write(
             b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
         )
-        await eventually(lambda: served.context.body_limits.room.received_bytes == 1)
+        await eventually(lambda: served.context.bodies.inflight_bytes == 1)
         draining = asyncio.create_task(served.requests.drain())
         assert b" 503 " in await asyncio.wait_for(reader.readline(), PATIENCE), "half a body delays the drain"
         await hang_up(half)
@@ -241,8 +241,8 @@ def test_a_stop_ends_what_runs_with_the_reason(processor: MediaProcessor, tmp_pa
         stream = await served.ask(stream=True)
         whole = asyncio.create_task(served.post())
         await served.core.until(lambda: len(served.core.requests) == 2)
-        served.context.engines.stop(ServerStopping())
-        with pytest.raises(openai.APIError, match="stopping") as cut:
+        served.context.engines.stop(shutting_down())
+        with pytest.raises(openai.APIError, match="shutting down") as cut:
             [chunk async for chunk in stream]
         assert cut.value.code == "shutting_down"
         for response in (await whole, await served.post()):

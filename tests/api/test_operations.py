@@ -116,14 +116,14 @@ def test_without_descriptors_a_request_that_needs_one_is_a_503(
                 for answer in (await served.post(content=content), await served.http.get("/version")):
                     assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
                     assert answer.json()["error"]["code"] == "overloaded"
-                    assert "open files" in answer.text and "Errno" not in answer.text
+                    assert "file descriptors" in answer.text and "Errno" not in answer.text
                 assert (await served.post()).status_code == 200
             assert metric("requests_rejected_total", reason="host") == before + 2
             assert (await served.post(content=content)).status_code == 200
             assert served.context.admission.inflight_bytes == served.context.admission.num_admitted == 0
 
     asyncio.run(scenario())
-    assert sum("gets no more open files" in record.getMessage() for record in caplog.records) <= 1
+    assert sum("out of file descriptors" in record.getMessage() for record in caplog.records) <= 1
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import types
 
 import pytest
 import torch
 
-from mini_engine.api.transports import DeviceLost, limit_memory, processor_device, staging_slots, watch_device
+from mini_engine.api.transports import limit_memory, processor_device, staging_slots
 from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig
 from mini_engine.free_memory import CUDA_CONTEXT_BYTES, processor_bytes, processor_memory
 from mini_engine.host import plan_media_cache
-from tests.api.patience import PATIENCE
 
 GIB = 1 << 30
 CUDA = {"mm_processor_device": "cuda"}
@@ -75,33 +73,6 @@ def test_api_servers_take_turns_with_the_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [processor_device(EngineConfig(**CUDA), index) for index in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
-
-
-class Stream:
-    """Answers each query as it is told; then all is well."""
-
-    def __init__(self, *answers: bool):
-        self.answers = list(answers)
-
-    def query(self) -> bool:
-        if self.answers and not self.answers.pop(0):
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return True
-
-
-def test_a_device_that_is_lost_ends_the_server_and_an_error_that_passes_does_not(monkeypatch):
-    stream = Stream(True, False, True, True, False, False)
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream)
-    monkeypatch.setattr("mini_engine.api.transports.CHECK_SECONDS", 0.0)
-
-    async def serve() -> None:  # as `server.py` does
-        watch = asyncio.create_task(watch_device("cuda:1"))
-        (ended,), _ = await asyncio.wait([watch], timeout=PATIENCE)
-        ended.result()
-
-    with pytest.raises(DeviceLost, match="cuda:1 cannot be used by this process any more: CUDA error: an illegal"):
-        asyncio.run(serve())
-    assert not stream.answers
 
 
 def test_patches_on_a_device_are_kept_there():

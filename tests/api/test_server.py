@@ -63,22 +63,6 @@ def test_settings_reach_the_media_road(model_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"patch_size": 8}, "patch_size (14, not 8)"),
-        ({"temporal_patch_size": 4}, "temporal_patch_size (2, not 4)"),
-        ({"spatial_merge_size": 1}, "merge_size (2, not 1)"),
-        ({"image_token_id": 5}, "image_token_id (311, not 5)"),
-    ],
-)
-def test_a_processor_of_another_model(change: dict[str, int], says: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(write_model(tmp_path, **change))
-    text = f"the model's processor and its config.json differ in {says}; take all files from one model"
-    assert str(caught.value) == text
-
-
-@pytest.mark.parametrize(
     ("name", "text"),
     [
         ("tokenizer.json", '{"added_tokens": 3}'),

@@ -20,7 +20,7 @@ from mini_engine.metrics import REGISTRY, stage_seconds
 from tests.api import peers
 from tests.api.peers import eventually
 from tests.api.serving import Served, image, serve, words
-from tests.api.test_media_loader import Gated, fetch, image_ref, loader, waiters
+from tests.api.test_media_loader import fetch, image_ref, loader
 
 PAUSE = 100.0  # of the test's clock
 ANSWER = ("a red", " circle")
@@ -131,20 +131,6 @@ def test_a_request_without_an_answer_is_in_no_histogram() -> None:
     assert counts() == before
 
 
-@pytest.mark.parametrize(
-    ("spans", "seconds"),
-    [
-        ([], 0),
-        ([(1, 3), (2, 5)], 4),  # they overlap
-        ([(1, 9), (2, 5), (3, 4)], 8),  # one in another
-        ([(6, 7), (1, 2)], 2),
-        ([(-5, -1), (-2, 1), (4, 5)], 2),  # what others had begun before
-    ],
-)
-def test_overlapping_spans_count_once(spans: list[tuple[float, float]], seconds: float) -> None:
-    assert media_loader._covered(spans, since=0) == seconds
-
-
 class SlowDecoders:
     """A loader's decoders, with a pause before each `together` items, which are decoded at once."""
 
@@ -182,25 +168,6 @@ def test_decoding_and_processing_share_the_wait(processor: MediaProcessor, clock
     assert 0 < process
     assert decode + process <= clock.monotonic() - started
     one.close()
-
-
-def test_shared_work_counts_from_when_it_is_waited_for(processor: MediaProcessor, clock: Clock) -> None:
-    async def scenario() -> None:
-        gated = Gated(processor)
-        one = loader(gated)
-        SlowDecoders(one, clock, together=1)
-        first = asyncio.create_task(loaded(one, 56))
-        await eventually(lambda: gated.inside == 1)  # it is decoded
-        second = asyncio.create_task(loaded(one, 56))
-        await eventually(lambda: waiters(one) == [2])
-        clock.pause()
-        gated.door.set()
-        (decode, process), (no_decode, also) = await asyncio.gather(first, second)
-        assert (decode, no_decode) == (about(1), about(0))
-        assert (process, also) == (about(1), about(1)) and process >= also
-        one.close()
-
-    asyncio.run(scenario())
 
 
 async def asked(served: Served, **more: Any) -> dict[str, float]:
