@@ -22,9 +22,9 @@ import zmq
 from mini_engine.bench import timed_child
 from mini_engine.bench.report import BenchError
 from mini_engine.child import ChildSpec
-from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
 from mini_engine.host import resolve_model, runtime_directory
+from mini_engine.launch.process_group import ChildProcess
 from mini_engine.log import LogSettings
 from mini_engine.messages import AnyMessage, Hello, Init, MediaCachePlan, NewRequest, Outputs, RankAddress, Ready, Role
 from mini_engine.transport import sockets

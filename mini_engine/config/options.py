@@ -37,12 +37,16 @@ class Option:
     secret: bool = False  # never printed
 
 
-def option(default: Any, help: str, group: str, **more: Any) -> Any:
-    """A dataclass field with an `Option` in its metadata."""
-    metadata = {"option": Option(help=help, group=group, **more)}
-    if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=lambda: default.copy(), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+def options_of(group: str) -> Callable[..., Any]:
+    """What makes the dataclass fields of a group's options: `(default, help, ...)`, the rest as fields of `Option`."""
+
+    def option(default: Any, help: str, **more: Any) -> Any:
+        metadata = {"option": Option(help=help, group=group, **more)}
+        if isinstance(default, (list, dict)):
+            return dataclasses.field(default_factory=lambda: default.copy(), metadata=metadata)
+        return dataclasses.field(default=default, metadata=metadata)
+
+    return option
 
 
 def parse_bytes(text: str) -> int:

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
-from mini_engine.launch.process_group import ProcessGroup, Received
+from mini_engine.launch.process_group import ChildProcess, ProcessGroup, Received
 from mini_engine.messages import (
     EngineLimits,
     Hello,

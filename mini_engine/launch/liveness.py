@@ -11,9 +11,8 @@ import logging
 import time
 from collections.abc import Sequence
 
-from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
-from mini_engine.launch.process_group import ProcessGroup
+from mini_engine.launch.process_group import ChildProcess, ProcessGroup
 from mini_engine.messages import ControlRequest
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
-from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
 from mini_engine.host import (
     check_model_files,
@@ -35,9 +34,9 @@ from mini_engine.host import (
 from mini_engine.launch.generation import Generation, Ground
 from mini_engine.launch.listeners import bind_listeners, url_of
 from mini_engine.launch.liveness import Liveness, states
-from mini_engine.launch.process_group import Event, Gone, Interrupted, ProcessGroup, Received, StopSignals
+from mini_engine.launch.process_group import ChildProcess, Event, Gone, Interrupted, ProcessGroup, Received, StopSignals
 from mini_engine.log import LogSettings
-from mini_engine.messages import PROTOCOL_VERSION, Drain, Hello, Refused
+from mini_engine.messages import Drain, Refused
 from mini_engine.transport import sockets
 
 logger = logging.getLogger(__name__)
@@ -215,9 +214,6 @@ class Supervisor:
                     signal.Signals(first).name, drain_seconds,
                 )  # fmt: skip
                 raise Stop(0, "stopped", drain_seconds=drain_seconds, interrupts=len(more))
-            case Received(child=child, body=Hello(protocol_version=version)) if version != PROTOCOL_VERSION:
-                logger.error("%s speaks protocol %d, this is %d", child.title, version, PROTOCOL_VERSION)
-                raise Stop(1)
             case Received(child=child, body=Refused(reason=reason)):
                 self._on_refusal(child, reason)
             case Received(child=child):

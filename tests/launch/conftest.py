@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mini_engine.child_process import ChildProcess
-from mini_engine.launch.process_group import ProcessGroup
+from mini_engine.launch.process_group import ChildProcess, ProcessGroup
 from mini_engine.log import LogSettings
 from tests.e2e.barriers import eventually
 

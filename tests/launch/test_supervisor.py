@@ -12,13 +12,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
 from mini_engine.launch import process_group, supervisor
 from mini_engine.launch.generation import Generation, Ground
 from mini_engine.launch.listeners import bind_listeners
 from mini_engine.launch.liveness import Liveness
-from mini_engine.launch.process_group import Gone, ProcessGroup, Received
+from mini_engine.launch.process_group import ChildProcess, Gone, ProcessGroup, Received
 from mini_engine.launch.supervisor import API_RESTARTS_IN_A_ROW, GenerationOver, Restarts, Stop, Supervisor
 from mini_engine.messages import MediaCachePlan, Serving
 from tests.launch.conftest import make_unkillable, wait_for_state
