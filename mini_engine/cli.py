@@ -30,7 +30,6 @@ from mini_engine.config.sources import (
     unknown_variables,
 )
 from mini_engine.config.vllm_flags import NO_EFFECT, NOT_SUPPORTED, no_effect_line
-from mini_engine.stdout import tell
 
 logger = logging.getLogger(__name__)
 INTERRUPTED = 128 + signal.SIGINT  # the exit status of a shell's command that Ctrl-C has ended
@@ -142,7 +141,8 @@ def serve(argv: Sequence[str] | None = None) -> int:
         if settings.print_config:
             for line in (*settings.warnings, *settings.notes):
                 print(f"serve.py: {line}", file=sys.stderr)
-            return 1 if tell(to_yaml(settings.config, settings.origins), end="") else 0
+            print(to_yaml(settings.config, settings.origins), end="")
+            return 0
         # Nothing runs yet, so there is nothing to wait for: a KeyboardInterrupt would, for the files of a download that
         # are on their way. A process 1, as in a container, would not get a SIGTERM at all.
         for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, INTERRUPTED)):

@@ -11,7 +11,6 @@ from mini_engine.config import ConfigError, Option, env_of, field_types, fields
 from mini_engine.config.options import choices_of, default_of, flag_of, flags_of, parse_bytes, plain_type
 from mini_engine.config.sources import CONFIG_ENV, IPC_SWITCH_ENV, suggestion
 from mini_engine.config.vllm_flags import NO_EFFECT
-from mini_engine.stdout import tell
 
 EXAMPLES = f"""examples:
   python serve.py                                       the bundled model on port 8000
@@ -47,7 +46,8 @@ class Help(argparse.Action):
         self, parser: argparse.ArgumentParser, _namespace: argparse.Namespace, values: Any, _flag: str | None = None
     ) -> None:
         """See `argparse.Action`."""
-        parser.exit(1 if tell(build_parser(values).format_help(), end="") else 0)
+        build_parser(values).print_help()
+        parser.exit()
 
 
 def build_parser(word: str | None = None) -> argparse.ArgumentParser:

@@ -40,6 +40,7 @@ REJECTION_REASONS = ("queued_requests", "inflight_bodies", "inflight_media", "ho
 # when its job was cancelled, or was one more than the pool keeps.
 DECODER_ENDINGS = ("crash", "timeout", "memory", "killed", "cancelled", "surplus")
 
+TRANSPORTS = (*get_args(TransportName), "shm_store")
 NOTHING_HAPPENED = EngineCounters()
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
@@ -50,8 +51,12 @@ _SIZES = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2
 _STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
 
-def _counter(name: str, help: str, labels: Iterable[str] = ()) -> Counter:
-    return Counter(f"mini_engine:{name}", help, labels, registry=REGISTRY)
+def _counter(name: str, help: str, label: str | None = None, values: Iterable[str] = ()) -> Counter:
+    """The `values` of its label are created at 0."""
+    counter = Counter(f"mini_engine:{name}", help, [label] if label else [], registry=REGISTRY)
+    for value in values:
+        counter.labels(value)
+    return counter
 
 
 def _gauge(
@@ -73,18 +78,20 @@ def _stage_histogram(name: str, what: str) -> Histogram:
     return _histogram(f"request_{name}_time_seconds", f"{what}, of each request that succeeded.", _STAGE_BUCKETS)
 
 
-ipc_messages_total = _counter("ipc_messages_total", "Media tensors sent to workers, each rank counted.", ["transport"])
-ipc_bytes_total = _counter("ipc_bytes_total", "Bytes of media tensors sent, each rank counted.", ["transport"])
+ipc_messages_total = _counter(
+    "ipc_messages_total", "Media tensors sent to workers, each rank counted.", "transport", TRANSPORTS
+)
+ipc_bytes_total = _counter(
+    "ipc_bytes_total", "Bytes of media tensors sent, each rank counted.", "transport", TRANSPORTS
+)
 ipc_fallbacks_total = _counter(
-    "ipc_fallbacks_total", "Requests, or items, that could not take the chosen transport.", ["reason"]
+    "ipc_fallbacks_total", "Requests, or items, that could not take the chosen transport.", "reason", FALLBACK_REASONS
 )
 ipc_buffered_bytes = _gauge(
     "ipc_buffered_bytes", "Bytes of media tensors reserved or sent and not yet consumed by all ranks.", "livesum"
 )
 ipc_buffered_tensors = _gauge(
-    "ipc_buffered_tensors",
-    "Media tensors copied for, or sent to, the ranks and not yet consumed by all of them.",
-    "livesum",
+    "ipc_buffered_tensors", "Media tensors copied for, or sent to, the ranks and not yet consumed by all.", "livesum"
 )
 mm_tensor_ipc_info = _gauge(
     "mm_tensor_ipc_info", "1 for the transport in use towards an engine, and why it was chosen.",
@@ -103,23 +110,21 @@ encoder_cache_tokens = _engine_gauge(
     "encoder_cache_tokens", "Media tokens whose embeddings are kept, or have room reserved."
 )
 prefix_cache_queries_total = _counter(
-    "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", ["engine"]
+    "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", "engine"
 )
-prefix_cache_hits_total = _counter("prefix_cache_hits_total", "Prompt tokens that the prefix cache held.", ["engine"])
-encoder_cache_queries_total = _counter("encoder_cache_queries_total", "Media items needed.", ["engine"])
+prefix_cache_hits_total = _counter("prefix_cache_hits_total", "Prompt tokens that the prefix cache held.", "engine")
+encoder_cache_queries_total = _counter("encoder_cache_queries_total", "Media items needed.", "engine")
 encoder_cache_hits_total = _counter(
-    "encoder_cache_hits_total", "Media items found encoded, or on the way to be.", ["engine"]
+    "encoder_cache_hits_total", "Media items found encoded, or on the way to be.", "engine"
 )
-mm_cache_queries_total = _counter("mm_cache_queries_total", "Media items looked up among the cached ones.", ["engine"])
+mm_cache_queries_total = _counter("mm_cache_queries_total", "Media items looked up among the cached ones.", "engine")
 mm_cache_hits_total = _counter(
-    "mm_cache_hits_total",
-    "Media items named by their hash, without decoding, for the engine can read them.",
-    ["engine"],
+    "mm_cache_hits_total", "Media items named by their hash, without decoding, for the engine can read them.", "engine"
 )
 mm_store_fragmented_total = _counter(
     "mm_store_fragmented_total", "Items written to the media store in several extents, which readers have to gather."
 )
-mm_cache_evictions_total = _counter("mm_cache_evictions_total", "Cached media dropped to make room.", ["engine"])
+mm_cache_evictions_total = _counter("mm_cache_evictions_total", "Cached media dropped to make room.", "engine")
 mm_store_bytes = _engine_gauge(
     "mm_store_bytes",
     "Bytes of cached media that the engine can read: all (used), those that requests refer to (pinned), room (free).",
@@ -130,10 +135,11 @@ mm_cache_oldest_seconds = _engine_gauge(
     "mm_cache_oldest_seconds",
     "Since the cached item that is unused for longest was used, when the engine last reported.",
 )
-num_preemptions_total = _counter("num_preemptions_total", "Preempted requests.", ["engine"])
+num_preemptions_total = _counter("num_preemptions_total", "Preempted requests.", "engine")
 request_success_total = _counter(
-    "request_success_total", "Requests that ended, by how; error: by a 5xx or an error event.", ["finished_reason"]
-)
+    "request_success_total", "Requests that ended, by how; error: by a 5xx or an error event.", "finished_reason",
+    get_args(FinishReason),
+)  # fmt: skip
 prompt_tokens_total = _counter("prompt_tokens_total", "Prompt tokens of requests that brought a token.")
 generation_tokens_total = _counter("generation_tokens_total", "Tokens delivered.")
 time_to_first_token_seconds = _histogram(
@@ -168,10 +174,9 @@ stage_seconds = {
 }
 media_decodes_total = _counter("media_decodes_total", "Images and videos decoded and processed.")
 media_decoder_exits_total = _counter(
-    "media_decoder_exits_total",
-    "Media decoder processes that exited, or were killed, by reason.",
-    ["reason"],
-)
+    "media_decoder_exits_total", "Media decoder processes that exited, or were killed, by reason.", "reason",
+    DECODER_ENDINGS,
+)  # fmt: skip
 inflight_media_bytes = _gauge(
     "inflight_media_bytes",
     "Bytes of encoded images and videos reserved for requests until an engine has taken these over, and of decoded "
@@ -179,27 +184,9 @@ inflight_media_bytes = _gauge(
     "livesum",
 )
 requests_rejected_total = _counter(
-    "requests_rejected_total",
-    "Requests refused because of overload, or because the host is out of something.",
-    ["reason"],
-)
-
-
-def _create_labels() -> None:
-    for transport in (*get_args(TransportName), "shm_store"):
-        ipc_messages_total.labels(transport)
-        ipc_bytes_total.labels(transport)
-    for reason in FALLBACK_REASONS:
-        ipc_fallbacks_total.labels(reason)
-    for rejected in REJECTION_REASONS:
-        requests_rejected_total.labels(rejected)
-    for ending in DECODER_ENDINGS:
-        media_decoder_exits_total.labels(ending)
-    for finished in get_args(FinishReason):
-        request_success_total.labels(finished)
-
-
-_create_labels()
+    "requests_rejected_total", "Requests refused because of overload, or because the host is out of something.",
+    "reason", REJECTION_REASONS,
+)  # fmt: skip
 
 
 class EngineMetrics:
