@@ -55,7 +55,6 @@ def _bind_unix(config: EngineConfig, path: str) -> list[socket.socket]:
         listener.bind(path)
         listener.listen()  # at once: the name of one that does not listen looks like a dead server's
     except OSError as error:
-        listener.close()
         raise ConfigError(f"--uds: cannot listen on {path}: {error.strerror or error}") from None
     return [listener] * config.api_server_count
 
@@ -64,16 +63,12 @@ def _bind_one(family: int, address: Any) -> socket.socket:
     """Bound without SO_REUSEADDR, where that can be: the kernel lets sockets that have it share a port as long as none
     listens, and so would take another start's plain one. An API server sets it when it listens."""
     listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        try:
-            listener.bind(address)
-        except OSError:  # connections of another program are closing there
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-    except OSError:
-        listener.close()
-        raise
+        listener.bind(address)
+    except OSError:  # connections of another program are closing there
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
     return listener
 
 
