@@ -32,7 +32,6 @@ from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.transports import limit_memory, processor_device, staging_slots
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.decode_limits import DecodeLimits
-from mini_engine.malloc import keep_freed_memory
 from mini_engine.media.decoder_pool import DecoderPool
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.messages import ControlReply, ControlRequest, Drain, EngineLimits, Init, PeerGone, Serving, Start
@@ -64,7 +63,6 @@ class ModelFront:
 
 def run(child: Child) -> None:
     """Main function of an API server's process. Does not return: it ends the process."""
-    keep_freed_memory()
     init = child.init()
     metrics.engine_restarts.set(init.restarts)
     try:
