@@ -15,7 +15,7 @@ from mini_engine import config
 from mini_engine.cli import parse, settle
 from mini_engine.cli_help import EXAMPLES, build_parser
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.config.options import default_of, parse_bytes
+from mini_engine.config.options import default_of, parse_bytes, parse_count
 from mini_engine.config.vllm_flags import NO_EFFECT, NOT_SUPPORTED
 
 ROOT = Path(__file__).parent.parent
@@ -28,16 +28,6 @@ def test_no_argument_serves_the_bundled_model():
     assert settings.model == config.BUNDLED_MODEL
     assert settings.served_names == ["mini-engine-demo"]
     assert EngineConfig(model="/a/model").served_names == ["/a/model"], "as it was given: clients may read it"
-
-
-def test_flags_as_users_of_other_engines_type_them():
-    assert parse(
-        ["M", "-tp", "2", "--max_model_len", "4096", "--max-num-seqs=8", "--served-model-name", "a", "b",
-         "--limit-mm-per-prompt", '{"video": 1}', "--kv-cache-memory-bytes", "512M", "--no-async-scheduling"], {},
-    ) == EngineConfig(
-        model="M", tensor_parallel_size=2, max_model_len=4096, max_num_seqs=8, served_model_name=["a", "b"],
-        limit_mm_per_prompt={"video": 1}, kv_cache_memory_bytes=512 << 20, async_scheduling=False,
-    )  # fmt: skip
 
 
 def test_a_list_may_come_in_parts_or_as_json():
@@ -151,6 +141,9 @@ COMMANDS = [
      {"media_io_kwargs": {"video": {"num_frames": -1}}}),
     ("--model M --served-model-name Qwen2-VL-7B-Instruct --allowed-local-media-path / --max-model-len 128000",
      {"served_model_name": ["Qwen2-VL-7B-Instruct"], "allowed_local_media_path": "/"}),
+    ("M --max_model_len=4096 --served-model-name a b --kv-cache-memory-bytes 512M --no-async-scheduling",
+     {"max_model_len": 4096, "served_model_name": ["a", "b"], "kv_cache_memory_bytes": 512 << 20,
+      "async_scheduling": False}),
     ("M --max-model-len auto", {"max_model_len": None}),
     ("M --max-model-len -1 --api-server-count 2", {"max_model_len": None, "api_server_count": 2}),
     ("""--limit-mm-per-prompt '{"image": {"count": 4, "width": 512}, "video": {"width": 512}, "audio": 0}'""",
@@ -174,19 +167,11 @@ def test_a_value_that_asks_for_nothing_that_is_missing_is_accepted_with_a_line()
     assert notes[7] == "--swap-space 4: accepted, has no effect: a preempted request is computed again"
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("1000", 1000), ("512M", 512 << 20), ("1.5G", 3 << 29), ("2KiB", 2048), ("4gb", 4 << 30)]
-)
-def test_sizes(text, value):
-    assert parse_bytes(text) == value
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("16384", 16384), ("16k", 16000), ("16K", 16384), ("25.6k", 25600), ("1.5M", 3 << 19)]
-)
-def test_counts(text, value):
-    settings = parse(["--max-model-len", text, "--max-num-batched-tokens", text], {})
-    assert settings.max_model_len == settings.max_num_batched_tokens == value
+def test_sizes_and_counts():
+    sizes = {"1000": 1000, "512M": 512 << 20, "1.5G": 3 << 29, "2KiB": 2048, "4gb": 4 << 30}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+    counts = {"16384": 16384, "16k": 16000, "16K": 16384, "25.6k": 25600, "1.5M": 3 << 19}
+    assert {text: parse_count(text) for text in counts} == counts
 
 
 def test_the_last_of_a_flags_uses_counts():
