@@ -1,4 +1,4 @@
-"""The command line of `serve.py`: settings from flags, variables and a file, made one; then the server.
+"""The command line of `serve.py`: settings from flags, variables and a file, merged; then the server.
 
 A value is taken from the flag, else from `MINI_ENGINE_<FIELD>`, else from the file of `--config`, else from the field's
 default. What `--help` looks like is in `cli_help.py`.

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from mini_engine.config.options import (
     ConfigError,
-    check_files,
     options_of,
     parse_bytes,
     parse_count,
@@ -327,7 +326,8 @@ class EngineConfig:
         self._check_cuda()
 
     def _check_model(self) -> None:
-        check_files({"--chat-template": self.chat_template})
+        if self.chat_template is not None and not os.path.isfile(self.chat_template):
+            raise ConfigError(f"--chat-template: {self.chat_template} is not a file")
         if not all(self.served_model_name):
             raise ConfigError("--served-model-name: a name must not be empty; leave the flag out for the default")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import types
 from collections.abc import Callable, Mapping
 from decimal import Decimal
@@ -171,13 +170,6 @@ def size_text(nbytes: int) -> str:
         if nbytes and nbytes % (1 << shift) == 0:
             return f"{nbytes >> shift}{unit}"
     return str(nbytes)
-
-
-def check_files(paths: Mapping[str, str | None]) -> None:
-    """Raises ConfigError for the first flag whose path is no file; None is no path."""
-    for flag, path in paths.items():
-        if path is not None and not os.path.isfile(path):
-            raise ConfigError(f"{flag}: {path} is not a file")
 
 
 def parse_options(owner: str, given: Mapping[str, Any], kind: type[Options]) -> Options:
