@@ -59,11 +59,11 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         SystemExit: for `--help` and `--version`.
     """
     args = parse_flags(argv)
-    path = args.pop("config", environ.get(CONFIG_ENV))
+    path = args.pop("config", environ.get(CONFIG_ENV) or None)
     print_config = args.pop("print_config", False)
     notes = [no_effect_line(flag, args.pop(flag)) for flag in NO_EFFECT if flag in args]
     given = {
-        **(from_file(path, notes) if path else {}),
+        **(from_file(path, notes) if path is not None else {}),
         **from_environment(environ),
         **{name: Given(_from_flags(name, value), flag_of(name)) for name, value in args.items()},
     }

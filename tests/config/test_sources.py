@@ -121,6 +121,8 @@ def test_what_cannot_be_used_is_named_with_its_file(tmp_path, text, named):
 def test_a_file_that_is_not_there():
     with pytest.raises(ConfigError, match="--config: /not/there.yaml cannot be read: No such file"):
         parse(["--config", "/not/there.yaml"], {})
+    with pytest.raises(ConfigError, match="--config:  cannot be read"):
+        parse(["--config", ""], {})  # as of a shell variable that is not set
 
 
 def test_flag_before_variable_before_file(tmp_path):
