@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -38,28 +39,32 @@ from mini_engine.messages import (
 )
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, TransportError, decode
-from tests.api.patience import PATIENCE
+from tests.api.patience import PATIENCE, eventually
 
 STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=8)
 
 
 class MemoryTransport:
-    """Stands where a `TensorIpcSender` stands, and keeps what it is given. Set `fail_at` to "reserve" or "copy" to have
-    it fail. Of CUDA tensors it takes as many as there are `slots`."""
+    """Stands where a `TensorIpcSender` stands, and keeps what it is given. It has room for so many messages at once, and
+    `slots` for CUDA tensors. Copies wait for `go`.
+    """
 
-    def __init__(self, placement: TransportName = "torch_shm", ranks: int = 2, room: int | None = None, slots: int = 0):
-        self.placement = placement
-        self.num_ranks = ranks
-        self.room = room  # messages; None is no limit
+    def __init__(self, room: int | None = None, slots: int = 0):
+        self.placement: TransportName = "torch_shm"
+        self.num_ranks = 2
+        self.room = room
         self.slots = slots
-        self.fail_at: str | None = None
-        self.probe_errors: dict[str, str] = {}
+        self.fails: list[str] = []  # stages that fail, each once: "reserve", "copy"
+        self.probe_errors: dict[str, str] = {}  # by placement, or "slots"
         self.held: dict[MessageId, Any] = {}
         self.sent: list[MessageId] = []
+        self.copiers: list[threading.Thread] = []
+        self.go = threading.Event()
+        self.go.set()
         self.closed = False
         self.on_end: Callable[[str], None] | None = None
-        self._numbers = itertools.count(1)
-        self._freed = asyncio.Event()
+        self.numbers = itertools.count(1)
+        self.freed = asyncio.Event()
 
     def probe(self, placement: TransportName, timeout: float, slots: Any = None) -> None:
         self.placement = placement
@@ -72,16 +77,16 @@ class MemoryTransport:
 
     async def reserve(self, tensors: list[Any]) -> MemoryOutgoing:
         while self.room is not None and len(self.held) >= self.room:
-            self._freed.clear()
-            await self._freed.wait()
-        self.fail("reserve")
+            self.freed.clear()
+            await self.freed.wait()
+        self.reach("reserve")
         return self.outgoing(tensors)
 
     def reserve_slots(self, tensors: list[Any]) -> MemoryOutgoing | None:
         return self.outgoing(tensors) if len(tensors) <= self.slots else None
 
     def outgoing(self, tensors: list[Any]) -> MemoryOutgoing:
-        messages = [MessageId(7, next(self._numbers)) for _ in tensors]
+        messages = [MessageId(7, next(self.numbers)) for _ in tensors]
         self.held |= dict(zip(messages, tensors, strict=True))
         return MemoryOutgoing(self, messages)
 
@@ -92,7 +97,7 @@ class MemoryTransport:
     def consumed(self, messages: Iterable[MessageId]) -> None:
         for message in messages:
             self.held.pop(message, None)
-        self._freed.set()
+        self.freed.set()
 
     @property
     def buffered_bytes(self) -> int:
@@ -106,8 +111,9 @@ class MemoryTransport:
         self.closed = True
         self.held.clear()
 
-    def fail(self, stage: str) -> None:
-        if self.fail_at == stage:
+    def reach(self, stage: str) -> None:
+        if stage in self.fails:
+            self.fails.remove(stage)
             raise TransportError(f"made to fail at {stage}")
 
 
@@ -118,11 +124,13 @@ class MemoryOutgoing:
         self.transport = transport
         self.ids = messages
         self.messages = [transport.held[message] for message in messages]  # each has its `nbytes`
-        self._next = iter(messages)
+        self.rest = iter(messages)
 
     def __call__(self, tensor: Any) -> TensorHandle:
-        self.transport.fail("copy")
-        message = next(self._next)
+        self.transport.copiers.append(threading.current_thread())
+        assert self.transport.go.wait(PATIENCE)
+        self.transport.reach("copy")
+        message = next(self.rest)
         self.transport.held[message] = tensor
         return TensorHandle(message, tuple(tensor.shape), "uint8")
 
@@ -140,8 +148,8 @@ class ScriptedCore:
     calls `accept`, if it does not `turn_down`. With `keeps`, it keeps the tensors of what it accepts.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str, script: Callable[[NewRequest], list[list[int]]]):
-        self.script = script
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str):
+        self.script: Callable[[NewRequest], list[list[int]]] = lambda request: []
         self.hold = False
         self.cached = 0  # tokens that each prompt finds in the prefix cache
         self.counters = EngineCounters()  # told to who asks
@@ -158,7 +166,6 @@ class ScriptedCore:
         self.finishes: list[Finish] = []
         self.running: dict[str, NewRequest] = {}
         self.times: dict[str, EngineTimes] = {}  # as last told, of requests; not of their siblings
-        self.changed = asyncio.Event()
         self._encoder = Encoder("core 0", 2)
         self._socket = sockets.bind_router(context, endpoint)
         self._peers: dict[str, bytes] = {}
@@ -183,7 +190,6 @@ class ScriptedCore:
                     if action in self.replies_to:
                         figures = Figures(STATS, self.counters) if action == "figures" else None
                         await self._socket.send_multipart([peer, self._encoder.encode(ControlReply(number, figures))])
-            self.changed.set()
 
     async def _on_media(self, body: Lookup | Unreserve, peer: bytes) -> None:
         if isinstance(body, Unreserve):
@@ -256,12 +262,16 @@ class ScriptedCore:
         self.times[request.request_id] = EngineTimes(times.accepted, first, first, first, now)
         return self.times[request.request_id]
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until something that has come makes `condition` true."""
-        async with asyncio.timeout(PATIENCE):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
+    async def has_requests(self, count: int = 1) -> NewRequest:
+        """The last of so many requests in all, once they have come."""
+        await eventually(lambda: len(self.requests) == count)
+        return self.requests[-1]
+
+    async def has_aborted(self, *request_ids: str) -> None:
+        """Every sample of these requests was to be ended as aborted, and nothing else was."""
+        await eventually(lambda: len(self.finishes) >= len(request_ids))
+        assert sorted(one.request_id for one in self.finishes) == sorted(request_ids)
+        assert {one.reason for one in self.finishes} == {"abort"}
 
     def close(self) -> None:
         self._socket.close()
@@ -294,23 +304,3 @@ def as_requests(request: NewRequest) -> list[NewRequest]:
 def logprobs_of(token: int, likeliest: int) -> list[TokenLogprob]:
     """What the scripted core says of a token: itself, then tokens 65, 66, ..."""
     return [TokenLogprob(token, -0.25), *(TokenLogprob(65 + rank, -1.0 - rank) for rank in range(likeliest))]
-
-
-class Calls:
-    """How many calls of a method have begun from now on; each goes on as it would."""
-
-    def __init__(self, owner: Any, method: str):
-        self.begun = 0
-        self._method = getattr(owner, method)
-        setattr(owner, method, self)
-
-    def __call__(self, *args: Any, **more: Any) -> Any:
-        self.begun += 1
-        return self._method(*args, **more)
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Wait until `condition` holds."""
-    async with asyncio.timeout(PATIENCE):
-        while not condition():  # noqa: ASYNC110 - a test looks from outside: nothing tells it
-            await asyncio.sleep(0.005)
