@@ -1,21 +1,24 @@
-import threading
-from pathlib import Path
+"""Chat messages to token ids, with a place for each image and video; and what cannot become a prompt."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from transformers import AutoProcessor
 
 from mini_engine.api.chat import ChatRenderer, MediaRef, PlacedItem, Placeholder, collect_media
 from mini_engine.api.errors import ChatError
 from mini_engine.api.protocol import ChatMessage
+from mini_engine.media.processor import MediaProcessor
 from tests import tiny_processor
 
 
 @pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return AutoProcessor.from_pretrained(str(tiny_processor.build(tmp_path_factory.mktemp("model"))))
+def hf(processor: MediaProcessor) -> Any:
+    return processor.hf_processor
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +64,18 @@ CONVERSATIONS = [
 ]
 
 
+def as_template(messages: list[dict]) -> list[dict]:
+    """The messages as Hugging Face templates know them."""
+
+    def as_part(part: dict) -> dict:
+        return part if part["type"] == "text" else {"type": part["type"].removesuffix("_url")}
+
+    return [
+        message if isinstance(message["content"], str) else message | {"content": list(map(as_part, message["content"]))}
+        for message in messages
+    ]
+
+
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 def test_ids_equal_those_of_the_processors_full_call(hf: Any, renderer: ChatRenderer, messages: list[dict]) -> None:
     refs = collect(messages)
@@ -79,23 +94,10 @@ def test_ids_equal_those_of_the_processors_full_call(hf: Any, renderer: ChatRend
 
     ours = renderer.expand(render(renderer, messages), lengths)
 
-    template_messages = [
-        {
-            "role": message["role"],
-            "content": [
-                {"type": part["type"].removesuffix("_url")} | ({"text": part["text"]} if "text" in part else {})
-                for part in message["content"]
-            ]
-            if isinstance(message["content"], list)
-            else message["content"],
-        }
-        for message in messages
-    ]
-    prompt = hf.apply_chat_template(template_messages, tokenize=False, add_generation_prompt=True)
-    theirs = hf(text=[prompt], images=media["image"] or None, videos=media["video"] or None, do_sample_frames=False)[
-        "input_ids"
-    ][0]
-    assert ours.token_ids == list(theirs)
+    prompt = hf.apply_chat_template(as_template(messages), tokenize=False, add_generation_prompt=True)
+    images, videos = (media[kind] or None for kind in ("image", "video"))
+    theirs = hf(text=[prompt], images=images, videos=videos, do_sample_frames=False)
+    assert ours.token_ids == list(theirs["input_ids"][0])
     token_of = {"image": hf.image_token_id, "video": hf.video_token_id}
     for item, wanted in zip(ours.items, lengths, strict=True):
         stretch = ours.token_ids[item.offset : item.offset + item.length]
@@ -141,7 +143,7 @@ def test_text_cannot_pass_for_media(renderer: ChatRenderer, messages: list[dict]
         render(renderer, messages)
 
 
-def test_developer_becomes_system_where_the_template_knows_none(hf: Any, renderer: ChatRenderer) -> None:
+def test_developer_role_becomes_system_where_the_template_knows_none(hf: Any, renderer: ChatRenderer) -> None:
     messages = [{"role": "developer", "content": "Be brief."}, *user("x")]
     assert "<|im_start|>system" in hf.tokenizer.decode(render(renderer, messages))
     knows = ChatRenderer(hf, tiny_processor.CHAT_TEMPLATE + "{# developer #}")
@@ -187,22 +189,5 @@ def test_text_between_the_runs_of_an_item(hf: Any, renderer: ChatRenderer) -> No
 
 def test_threads_at_once(renderer: ChatRenderer) -> None:
     expected = [render(renderer, messages) for messages in CONVERSATIONS]
-    wrong: list[int] = []
-
-    def work(index: int) -> None:
-        wrong.extend(index for _ in range(30) if render(renderer, CONVERSATIONS[index]) != expected[index])
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(CONVERSATIONS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
-def test_the_bundled_model() -> None:
-    weights = Path(__file__).parents[2] / "mini_engine" / "demo" / "weights"
-    processor = AutoProcessor.from_pretrained(str(weights))
-    bundled = ChatRenderer(processor)
-    token_ids = render(bundled, user(video(), text("Which way does it move?"), image()))
-    assert token_ids.index(processor.video_token_id) < token_ids.index(processor.image_token_id)
+    with ThreadPoolExecutor(len(CONVERSATIONS)) as pool:
+        assert list(pool.map(lambda one: render(renderer, one), CONVERSATIONS * 30)) == expected * 30
