@@ -7,8 +7,8 @@ import os
 
 _SHORT_OF = {
     errno.EAGAIN: "threads",
-    errno.EMFILE: "open files",
-    errno.ENFILE: "open files",
+    errno.EMFILE: "file descriptors",
+    errno.ENFILE: "file descriptors",
     errno.ENOMEM: "memory",
     errno.ENOBUFS: "memory",
 }
@@ -20,7 +20,7 @@ class Shortage(Exception):
     """The host, or a limit of this process, gives no more of `what` at present. The text is for the client."""
 
     def __init__(self, what: str):
-        super().__init__(f"This server is short of {what} at present; send this request again later.")
+        super().__init__(f"This server is out of {what}; retry later.")
         self.what = what
 
 

@@ -18,7 +18,7 @@ from tests.shortages import no_descriptors
 @pytest.mark.parametrize(
     ("error", "what"),
     [
-        (OSError(errno.EMFILE, "x"), "open files"),
+        (OSError(errno.EMFILE, "x"), "file descriptors"),
         (OSError(errno.ENOMEM, "x"), "memory"),
         (OSError(errno.EAGAIN, "x"), "threads"),
         (MemoryError(), "memory"),
@@ -42,14 +42,14 @@ def test_no_descriptors(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/clip.mp4"
 
     async def download(url: str) -> None:
-        with no_descriptors(), pytest.raises(Shortage, match="open files"):
+        with no_descriptors(), pytest.raises(Shortage, match="file descriptors"):
             await fetch_http(url, policy, "image 1", lambda _: None)
 
     for elsewhere in ("http://127.0.0.1:9", "http://unknown.test"):  # whose resolver reports an unknown name
         asyncio.run(download(elsewhere))
     with no_descriptors():
         for work in (check_descriptors, lambda: declared_size(url, policy), lambda: fetch(url, policy)):
-            with pytest.raises(Shortage, match="open files"):
+            with pytest.raises(Shortage, match="file descriptors"):
                 work()
     check_descriptors()
     assert fetch(url, policy) == b"clip"

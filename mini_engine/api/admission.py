@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
+from typing import Literal
 
 from mini_engine import metrics
-from mini_engine.api.errors import ApiError, bad_request
-
-RETRY_AFTER_SECONDS = 1  # many requests take no longer than that
+from mini_engine.api.errors import bad_request, too_much_work
 
 
 class RequestAdmission:
@@ -34,7 +32,7 @@ class RequestAdmission:
     def check(self) -> None:
         """Raises ApiError, a 429, if there are too many."""
         if self.unfinished >= self.limit:
-            raise _too_many_requests(
+            raise too_much_work(
                 "queued_requests",
                 f"This API server has {self.unfinished} unfinished requests, the limit of --max-num-queued-reqs",
             )
@@ -50,104 +48,17 @@ class RequestAdmission:
             self.unfinished -= 1
 
 
-class BodyAdmission:
-    """At most `max_bytes` bytes of bodies that are being received. A declared length counts nothing."""
+class ByteBudget:
+    """At most `max_bytes` bytes in flight: of request bodies that are being received, or of encoded media."""
 
-    def __init__(self, max_bytes: int):
-        self.max_bytes = max_bytes
-        self.received_bytes = 0
-
-    @contextlib.contextmanager
-    def receive(self) -> Iterator[Callable[[int], None]]:
-        """Yields a function that counts each block of one body by its size; all are released with the `with` block.
-
-        Raises:
-            ApiError: 429 from the function, if a block does not fit.
-        """
-        received = 0
-
-        def count(nbytes: int) -> None:
-            nonlocal received
-            if self.received_bytes + nbytes > self.max_bytes:
-                raise _too_many_requests(
-                    "inflight_bodies",
-                    f"The bodies that are being received take all of the {self.max_bytes} bytes that "
-                    "--max-inflight-media-gb allows",
-                )
-            received += nbytes
-            self.received_bytes += nbytes
-
-        try:
-            yield count
-        finally:
-            self.received_bytes -= received
-
-
-@dataclass(frozen=True)
-class BodyLimits:
-    """Limits on request bodies."""
-
-    max_bytes: int  # --max-request-bytes
-    seconds: float  # --timeout-client: time for each LEAST_BYTES and LEAST_GROWTH more, or for the end
-    room: BodyAdmission  # shared by all bodies while they are received
-
-
-class Reservation:
-    """The bytes of one request's encoded media."""
-
-    def __init__(self, admission: MediaAdmission):
-        self.nbytes = 0
-        self._admission = admission
-
-    def receive(self, nbytes: int) -> None:
-        """Count so many further bytes, before they are stored.
-
-        Raises:
-            ApiError: 400 if the request's media can never fit, 429 if they do not fit beside those of others.
-        """
-        self._admission.check(self.nbytes + nbytes, nbytes)
-        self._change(nbytes)
-
-    def correct(self, nbytes: int) -> None:
-        """The media are fetched and have so many bytes. Raises ApiError, a 400, if they can never fit."""
-        self._admission.check(nbytes, 0)
-        self._change(nbytes - self.nbytes)
-
-    def _change(self, nbytes: int) -> None:
-        self.nbytes += nbytes
-        self._admission.count(nbytes)
-
-
-class MediaAdmission:
-    """At most `limit` items in decoding, and `max_bytes` bytes of media in flight."""
-
-    def __init__(self, limit: int, max_bytes: int):
-        self.limit = limit
+    def __init__(self, max_bytes: int, reason: Literal["inflight_bodies", "inflight_media"]):
+        """`reason`: under which requests that do not fit are counted."""
         self.max_bytes = max_bytes
         self.inflight_bytes = 0
-        self.num_waiting = 0  # requests in the queue
-        self.num_admitted = 0  # items
-        self._places = asyncio.Semaphore(limit)
-        self._queue = asyncio.Lock()  # first come first served: a request with many items is not overtaken
-
-    @contextlib.asynccontextmanager
-    async def places(self, num_items: int) -> AsyncIterator[None]:
-        """Wait for so many places, and hold them while the block runs. More items than the limit run alone."""
-        async with contextlib.AsyncExitStack() as held:
-            self.num_waiting += 1
-            try:
-                if num_items:
-                    async with self._queue:
-                        for _ in range(min(num_items, self.limit)):
-                            await self._places.acquire()
-                            self.num_admitted += 1
-                            held.callback(self._release)
-            finally:
-                self.num_waiting -= 1
-            yield
+        self._reason = reason
 
     @contextlib.contextmanager
-    def reserve(self, nbytes: int) -> Iterator[Reservation]:
+    def reserve(self, nbytes: int = 0) -> Iterator[Reservation]:
         """Count the `nbytes` that are known, and what `Reservation.receive` adds, while the block runs.
 
         Raises:
@@ -174,24 +85,76 @@ class MediaAdmission:
                 "media_too_large",
             )
         if further and self.inflight_bytes + further > self.max_bytes:
-            raise _too_many_requests(
-                "inflight_media",
-                f"There is no room for the {nbytes} bytes of this prompt's images and videos: {self.inflight_bytes} of "
-                f"the {self.max_bytes} of --max-inflight-media-gb are taken",
+            raise too_much_work(
+                self._reason,
+                f"There is no room for {nbytes} bytes of this request: {self.inflight_bytes} of the {self.max_bytes} "
+                "of --max-inflight-media-gb are in use",
             )
 
     def count(self, nbytes: int) -> None:
-        """So many bytes more, or less, are in flight. Decoded frames are only counted, against later requests: what is
-        admitted is decoded in any case, by a bounded number of decoders."""
+        """So many bytes more, or less, are in flight."""
         self.inflight_bytes += nbytes
+
+
+class Reservation:
+    """The bytes of one request."""
+
+    def __init__(self, budget: ByteBudget):
+        self.nbytes = 0
+        self._budget = budget
+
+    def receive(self, nbytes: int) -> None:
+        """Count so many further bytes, before they are stored.
+
+        Raises:
+            ApiError: 400 if the request can never fit, 429 if it does not fit beside others.
+        """
+        self._budget.check(self.nbytes + nbytes, nbytes)
+        self._change(nbytes)
+
+    def correct(self, nbytes: int) -> None:
+        """The request has so many bytes in all. Raises ApiError, a 400, if they can never fit."""
+        self._budget.check(nbytes, 0)
+        self._change(nbytes - self.nbytes)
+
+    def _change(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._budget.count(nbytes)
+
+
+class MediaAdmission(ByteBudget):
+    """At most `limit` items in decoding, and `max_bytes` bytes of media in flight."""
+
+    def __init__(self, limit: int, max_bytes: int):
+        super().__init__(max_bytes, "inflight_media")
+        self.limit = limit
+        self.num_waiting = 0  # requests in the queue
+        self.num_admitted = 0  # items
+        self._places = asyncio.Semaphore(limit)
+        self._queue = asyncio.Lock()  # first come first served: a request with many items is not overtaken
+
+    @contextlib.asynccontextmanager
+    async def places(self, num_items: int) -> AsyncIterator[None]:
+        """Wait for so many places, and hold them while the block runs. More items than the limit run alone."""
+        async with contextlib.AsyncExitStack() as held:
+            self.num_waiting += 1
+            try:
+                if num_items:
+                    async with self._queue:
+                        for _ in range(min(num_items, self.limit)):
+                            await self._places.acquire()
+                            self.num_admitted += 1
+                            held.callback(self._release)
+            finally:
+                self.num_waiting -= 1
+            yield
+
+    def count(self, nbytes: int) -> None:
+        """See `ByteBudget`. Decoded frames are only counted, against later requests: what is admitted is decoded in any
+        case, by a bounded number of decoders."""
+        super().count(nbytes)
         metrics.inflight_media_bytes.set(self.inflight_bytes)
 
     def _release(self) -> None:
         self.num_admitted -= 1
         self._places.release()
-
-
-def _too_many_requests(reason: str, problem: str) -> ApiError:
-    metrics.requests_rejected_total.labels(reason).inc()
-    text = f"{problem}. Send this request again later."
-    return ApiError(429, text, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})

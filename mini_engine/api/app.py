@@ -11,14 +11,12 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.routing import Match, Route
 
 from mini_engine.api import chat_completions, completions, operations
 from mini_engine.api.body import REF, described
 from mini_engine.api.context import AppContext
-from mini_engine.api.errors import ApiError
+from mini_engine.api.errors import ApiError, Code
 from mini_engine.api.middleware import ActiveRequests, RequestMiddleware
-from mini_engine.config import EngineConfig
 
 ROUTERS = (chat_completions.router, completions.router, operations.router)
 
@@ -36,7 +34,7 @@ class DescribedApp(FastAPI):
         return document
 
 
-def create_app(context: AppContext, config: EngineConfig) -> FastAPI:
+def create_app(context: AppContext) -> FastAPI:
     """The ASGI application over `context`. `app.state.requests` are its `ActiveRequests`."""
     app = DescribedApp(
         title="mini-engine",
@@ -44,10 +42,10 @@ def create_app(context: AppContext, config: EngineConfig) -> FastAPI:
         redirect_slashes=False,  # to wherever the header `Host` says
     )
     app.state.context = context
-    app.state.config = config
     app.state.created = int(time.time())
     app.state.requests = ActiveRequests()
-    app.add_middleware(RequestMiddleware, context=context, config=config, requests=app.state.requests)
+    app.add_middleware(RequestMiddleware, context=context, requests=app.state.requests)
+    config = context.config
     if config.allowed_origins:  # the outer one: a browser's preflight has no key, and pages must read refusals
         app.add_middleware(
             CORSMiddleware,
@@ -66,15 +64,6 @@ def create_app(context: AppContext, config: EngineConfig) -> FastAPI:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own errors, an unknown path or method, for the middleware."""
     assert isinstance(error, HTTPException)
-    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, Route)]
-    if error.status_code == 404:
-        paths = ", ".join(sorted({route.path_format for route in routes}))
-        text = f"Invalid URL ({request.method} {request.url.path[:80]}); this server has {paths}."
-        raise ApiError(404, text, code="unknown_url")
-    # The error knows the methods of one route, and a path may have several.
-    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    methods = {method for route in matching for method in route.methods or ()}
-    methods = methods or set((error.headers or {}).get("Allow", "").split(", "))  # /docs is none of these routes
-    allowed = ", ".join(sorted(methods))
-    text = f"{error.detail}; this path takes {allowed}."
-    raise ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed})
+    text = f"{error.detail}: {request.method} {request.url.path[:80]}; /openapi.json lists the paths and their methods."
+    code: Code = "unknown_url" if error.status_code == 404 else "method_not_allowed"
+    raise ApiError(error.status_code, text, code=code, headers=error.headers)

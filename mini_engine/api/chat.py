@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,9 +22,9 @@ from mini_engine.media.hashing import HASH_BYTES
 from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality
 
 if TYPE_CHECKING:
-    import torch
-
     from mini_engine.media.processor import MediaProcessor, ProcessedItem
+
+Source = tuple[bytes, "ProcessedItem | CachedMedia"]  # an item under its hash
 
 # Besides the two placeholders themselves: the marks around them in the Qwen-VL vocabularies.
 _VISION_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
@@ -38,32 +38,6 @@ class MediaRef:
     url: str
     name: str  # what errors call it: "video 1" is the first video of the conversation
     settings: Mapping[str, Any] = field(default_factory=dict)  # of its part
-
-
-class Placeholder(NamedTuple):
-    """What is to stand for an item: `num_tokens` placeholders, in one run or as they stand in `text`, one for each of
-    several runs."""
-
-    modality: Modality
-    num_tokens: int
-    text: str | None = None
-
-
-@dataclass(frozen=True)
-class PlacedItem:
-    """Where an item's placeholders lie among a prompt's tokens."""
-
-    offset: int
-    length: int
-    more_offsets: list[int] = field(default_factory=list)  # of further runs of them, all equally long
-
-
-@dataclass(frozen=True)
-class ExpandedPrompt:
-    """What the engine gets: all token ids, and the places of each item's placeholders in order."""
-
-    token_ids: list[int]
-    items: list[PlacedItem]
 
 
 class ChatRenderer:
@@ -124,37 +98,40 @@ class ChatRenderer:
         unless they are allowed.
         """
         if not allow_placeholders:
-            self._check_text(text)
-        self._check_length(text, "the prompt")
+            self._check_text(text, "prompt")
+        self._check_length(text, "prompt")
         return self._encoder.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def _check_length(self, text: str, what: str = "the conversation") -> None:
-        """Refuse what no tokenisation could make short enough, since tokenising it would hold up everybody else."""
+    def _check_length(self, text: str, param: str = "messages") -> None:
+        """Refuse what no tokenisation could make short enough, since tokenising it would delay all other requests."""
         least = len(text) // self._longest_token
         if self.max_tokens is not None and least > self.max_tokens:
             raise ChatError(
-                f"{what} has {len(text)} characters, which is at least {least} tokens; this server takes "
-                f"{self.max_tokens} tokens for prompt and answer together"
+                f"the prompt has {len(text)} characters, which is at least {least} tokens; this server takes "
+                f"{self.max_tokens} tokens for prompt and answer together",
+                param,
             )
 
-    def expand(self, token_ids: Sequence[int], items: Sequence[Placeholder]) -> ExpandedPrompt:
-        """Makes each placeholder as long as its item, with the text that belongs to it. `items` are in order.
+    def expand(self, token_ids: Sequence[int], sources: Sequence[Source]) -> tuple[list[int], list[MediaItem]]:
+        """The prompt with each placeholder as long as its item, with the text that belongs to it, and the items with
+        their places. `sources` are in order.
 
         Raises ValueError when the items are not those of the placeholders: a mistake of the caller, not of the client.
         """
         expanded: list[int] = []
-        placed: list[PlacedItem] = []
-        remaining = iter(items)
+        placed: list[MediaItem] = []
+        remaining = iter(sources)
         for token in token_ids:
             modality = self._modality_of.get(token)
             if modality is None:
                 expanded.append(token)
                 continue
-            item = next(remaining, None)
+            media_hash, item = next(remaining, (b"", None))
             if item is None or item.modality != modality or item.num_tokens < 1:
                 raise ValueError(f"placeholder {len(placed)} is for a {modality}, the item is {item}")
             # By itself: in a model's own template a special token stands on either side, which no token reaches across.
-            written = [token] if item.text is None else self._encoder.encode(item.text, add_special_tokens=False).ids
+            text = item.placeholder
+            written = [token] if text is None else self._encoder.encode(text, add_special_tokens=False).ids
             runs = written.count(token)
             offsets: list[int] = []
             for each in written:
@@ -163,10 +140,10 @@ class ChatRenderer:
                     expanded.extend([token] * (item.num_tokens // runs))
                 else:
                     expanded.append(each)
-            placed.append(PlacedItem(offsets[0], item.num_tokens, offsets[1:]))
-        if len(placed) != len(items):
-            raise ValueError(f"{len(items)} items for {len(placed)} placeholders")
-        return ExpandedPrompt(expanded, placed)
+            placed.append(_placed(media_hash, item, offsets))
+        if len(placed) != len(sources):
+            raise ValueError(f"{len(sources)} items for {len(placed)} placeholders")
+        return expanded, placed
 
     def _for_template(self, message: ChatMessage) -> dict[str, Any]:
         """The message as Hugging Face templates know it: role and content, media as bare {"type": "image"}."""
@@ -182,10 +159,10 @@ class ChatRenderer:
         ]
         return {"role": role, "content": parts}
 
-    def _check_text(self, text: str) -> None:
+    def _check_text(self, text: str, param: str = "messages") -> None:
         for token in self._reserved:
             if token in text:
-                raise ChatError(f"the text holds {token}, which stands for media in this model; remove it")
+                raise ChatError(f"the text holds {token}, which stands for media in this model; remove it", param)
 
     def _apply_template(self, messages: list[dict[str, Any]]) -> str:
         import jinja2
@@ -237,65 +214,50 @@ def text_length(messages: Sequence[ChatMessage]) -> int:
 # --- the prompt's media, for the engine -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class PromptItem:
-    """One item of a prompt; see `MediaItem`. `patches` is None where the engine's ranks keep them under the hash.
+def prompt_sources(
+    hashes: Sequence[bytes], processed: Mapping[bytes, ProcessedItem], found: Mapping[bytes, CachedMedia]
+) -> list[Source]:
+    """The items with these hashes, in order; each is in `processed`, or else in `found`.
 
-    `missing` is set where not all of the item could be read; its hash is then like no other.
+    An item of which a part could not be read gets a hash like no other: a hit is not decoded, so it could not report
+    what is missing.
     """
-
-    modality: Modality
-    media_hash: bytes
-    num_tokens: int
-    grid_thw: tuple[int, int, int]
-    second_per_grid: float | None
-    patches: torch.Tensor | None
-    missing: str | None
-    placeholder: str | None
-
-    @classmethod
-    def of(cls, media_hash: bytes, source: ProcessedItem | CachedMedia) -> PromptItem:
-        """The item as it was just processed, or as the engine keeps it."""
-        patches, missing = (None, None) if isinstance(source, CachedMedia) else (source.patches, source.missing)
-        if missing is not None:
-            # A hit is not decoded, so it could not report what is missing: no request may find this item.
-            media_hash = os.urandom(HASH_BYTES)
-        return cls(
-            source.modality,
-            media_hash,
-            source.num_tokens,
-            source.grid_thw,
-            source.second_per_grid,
-            patches,
-            missing,
-            source.placeholder,
-        )
-
-    def usage(self, processor: MediaProcessor) -> MediaUsage:
-        """What the response says of it."""
-        steps, height, width = self.grid_thw
-        used = MediaUsage(self.modality, width * processor.patch_size, height * processor.patch_size, self.num_tokens)
-        if self.second_per_grid is None:
-            return used
-        seconds = round(self.second_per_grid / processor.step, 4)
-        return msgspec.structs.replace(used, frames=steps * processor.step, seconds_per_frame=seconds)
+    private = {digest: os.urandom(HASH_BYTES) for digest, item in processed.items() if item.missing}
+    return [(private.get(digest, digest), processed.get(digest) or found[digest]) for digest in hashes]
 
 
-def prompt_items(
-    hashes: Sequence[bytes], processed: Mapping[bytes, ProcessedItem], kept: Mapping[bytes, CachedMedia]
-) -> list[PromptItem]:
-    """The items with these hashes in order, equal ones the same; each is in `processed`, or else in `kept`."""
-    items = {digest: PromptItem.of(digest, processed.get(digest) or kept[digest]) for digest in set(hashes)}
-    return [items[digest] for digest in hashes]
+def _placed(media_hash: bytes, item: ProcessedItem | CachedMedia, offsets: list[int]) -> MediaItem:
+    return MediaItem(
+        item.modality,
+        offsets[0],
+        item.num_tokens,
+        item.grid_thw,
+        item.second_per_grid,
+        None if isinstance(item, CachedMedia) else item.patches,
+        media_hash,
+        more_offsets=offsets[1:],
+        placeholder=item.placeholder,
+        cacheable=isinstance(item, CachedMedia) or item.missing is None,
+    )
 
 
-def check_budget(items: Sequence[PromptItem], limits: EngineLimits) -> None:
+def media_usage(item: MediaItem, processor: MediaProcessor) -> MediaUsage:
+    """What the response says of an item."""
+    steps, height, width = item.grid_thw
+    used = MediaUsage(item.modality, width * processor.patch_size, height * processor.patch_size, item.num_tokens)
+    if item.second_per_grid is None:
+        return used
+    seconds = round(item.second_per_grid / processor.step, 4)
+    return msgspec.structs.replace(used, frames=steps * processor.step, seconds_per_frame=seconds)
+
+
+def check_budget(media: Sequence[MediaItem], limits: EngineLimits) -> None:
     """Refuse what no encoder cache could hold. An item that comes twice counts once.
 
     Raises:
         ApiError: 400 that says how much would be needed, and which flag raises the limit.
     """
-    needed = sum({item.media_hash: item.num_tokens for item in items}.values())
+    needed = sum({item.media_hash: item.num_tokens for item in media}.values())
     if needed > limits.max_prompt_media_tokens:
         raise bad_request(
             f"The images and videos of this prompt have {needed} tokens together; this server takes at most "
@@ -304,27 +266,3 @@ def check_budget(items: Sequence[PromptItem], limits: EngineLimits) -> None:
             "messages",
             "media_too_large",
         )
-
-
-def placeholders(items: Sequence[PromptItem]) -> list[Placeholder]:
-    """What is to stand for the items in the prompt."""
-    return [Placeholder(item.modality, item.num_tokens, item.placeholder) for item in items]
-
-
-def place(prompt: ExpandedPrompt, items: Sequence[PromptItem]) -> list[MediaItem]:
-    """The items with their places in the prompt."""
-    return [
-        MediaItem(
-            item.modality,
-            placed.offset,
-            placed.length,
-            item.grid_thw,
-            item.second_per_grid,
-            item.patches,
-            item.media_hash,
-            more_offsets=placed.more_offsets,
-            placeholder=item.placeholder,
-            cacheable=item.missing is None,
-        )
-        for placed, item in zip(prompt.items, items, strict=True)
-    ]

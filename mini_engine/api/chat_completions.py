@@ -13,10 +13,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mini_engine.api.body import GENERATION_ERRORS, INLINE_CHARACTERS, answers, read_body, run_sized, takes
-from mini_engine.api.chat import check_budget, collect_media, place, placeholders, prompt_items, text_length
+from mini_engine.api.chat import check_budget, collect_media, media_usage, prompt_sources, text_length
 from mini_engine.api.context import AppContext, context_of
 from mini_engine.api.detokenizer import sample_texts
 from mini_engine.api.generation import Generation, Responder
+from mini_engine.api.media_loader import missing_parts
 from mini_engine.api.media_settings import video_tokens
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.api.responses import ChatCompletion, ChatWriter
@@ -34,8 +35,8 @@ router = APIRouter()
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
     context, request_id = context_of(request), request.state.request_id
-    chat = await read_body(request, ChatRequest, context.model_names)
-    responder = Responder(chat, ChatWriter(request_id, context.model_names[0], chat.include_usage))
+    chat = await read_body(request, ChatRequest, context.config.served_names)
+    responder = Responder(chat, ChatWriter(request_id, context.config.served_names[0], chat.include_usage))
     generation = await start(context, chat, request_id, request.state.clock)
     del chat  # its media are as large as text as they are themselves
     return await responder.respond([generation])
@@ -45,15 +46,14 @@ async def start(context: AppContext, chat: ChatRequest, request_id: str, clock: 
     """Rows 2 to 8 of docs/request-path.md. When this returns the engine has the request.
 
     The prompt is rendered before any media are loaded: a conversation that cannot be rendered costs no decoding.
-    All of it ends when the engines do.
 
     Raises:
-        ApiError, ChatError, MediaError, EngineError: see `errors.as_api_error`.
+        ApiError, MediaError, DecoderUnavailable, Shortage: see `errors.explain`.
     """
-    async with context.engines.while_running(), contextlib.AsyncExitStack() as held:
+    async with contextlib.AsyncExitStack() as held:
         # Row 2: the media references, the prompt with a placeholder for each, the settings of each.
         context.sampling.check(chat)
-        refs = collect_media(chat.messages, context.item_limits)
+        refs = collect_media(chat.messages, context.config.item_limits)
         render = partial(context.renderer.render, chat.messages)
         token_ids = await run_sized(render, text_length(chat.messages), INLINE_CHARACTERS)
         budget = video_tokens(context.limits, len(token_ids), chat.token_limit or 1, len(refs))
@@ -79,18 +79,15 @@ async def start(context: AppContext, chat: ChatRequest, request_id: str, clock: 
             found = await engine.media.look_up(request_id, hashes)
             # Row 6: decode and process what is not cached.
             lacking = [item for item in fetched if item.media_hash not in found]
-            items = prompt_items(
-                [item.media_hash for item in fetched], await context.media.process(lacking, clock, request_id), found
-            )
+            processed = await context.media.process(lacking, clock, request_id)
             # Row 7: the placeholders at their length, and the sampling parameters.
-            check_budget(items, context.limits)
-            prompt = context.renderer.expand(token_ids, placeholders(items))
-            request = context.sampling.new_request(chat, request_id, prompt.token_ids, place(prompt, items))
-            missing = [f"{ref.name}: {item.missing}" for ref, item in zip(refs, items, strict=True) if item.missing]
-            used = [item.usage(context.media.processor) for item in items]
-            generation = Generation(
-                request, sample_texts(context.vocabulary, chat, request.sampling), clock, used, missing
-            )
+            sources = prompt_sources([item.media_hash for item in fetched], processed, found)
+            prompt, media = context.renderer.expand(token_ids, sources)
+            check_budget(media, context.limits)
+            request = context.sampling.new_request(chat, request_id, prompt, media)
+            texts = sample_texts(context.vocabulary, chat, request.sampling)
+            used = [media_usage(item, context.media.processor) for item in media]
+            generation = Generation(request, texts, clock, used, missing_parts(fetched, processed))
         # Row 8: the tensors, then the request.
         clock.enter("transport")
         await engine.submit(generation, request)

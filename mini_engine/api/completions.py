@@ -16,7 +16,7 @@ from mini_engine.api.body import GENERATION_ERRORS, INLINE_CHARACTERS, answers, 
 from mini_engine.api.chat import collect_media, text_length
 from mini_engine.api.context import AppContext, context_of
 from mini_engine.api.detokenizer import sample_texts
-from mini_engine.api.errors import ChatError, bad_request
+from mini_engine.api.errors import bad_request
 from mini_engine.api.generation import Generation, Responder
 from mini_engine.api.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from mini_engine.api.responses import Completion, CompletionWriter, Text, Tokens, json_response
@@ -32,8 +32,8 @@ router = APIRouter()
 async def completions(request: Request) -> Response:
     """Continue one or several texts, as OpenAI's legacy completions."""
     context, request_id = context_of(request), request.state.request_id
-    asked = await read_body(request, CompletionRequest, context.model_names)
-    responder = Responder(asked, CompletionWriter(request_id, context.model_names[0], asked.include_usage))
+    asked = await read_body(request, CompletionRequest, context.config.served_names)
+    responder = Responder(asked, CompletionWriter(request_id, context.config.served_names[0], asked.include_usage))
     return await responder.respond(await start(context, asked, request_id, request.state.clock))
 
 
@@ -48,20 +48,19 @@ async def start(
         ApiError: 400 for a prompt; see `SamplingResolver`.
         EngineError: an engine is gone.
     """
-    async with context.engines.while_running():
-        context.sampling.check(asked)
-        generations = []
-        for number, prompt in enumerate(asked.prompts):
-            token_ids = await _encode(context, asked, prompt) if isinstance(prompt, str) else _check(context, prompt)
-            own_id = f"{request_id}-prompt{number}" if number else request_id
-            request = context.sampling.new_request(asked, own_id, token_ids, [])
-            texts = sample_texts(context.vocabulary, asked, request.sampling, number * asked.num_choices)
-            generations.append((Generation(request, texts, RequestClock() if number else clock), request))
-        with contextlib.ExitStack() as submitted:
-            for generation, request in generations:
-                await _submit(context, generation, request)
-                submitted.enter_context(generation)
-            submitted.pop_all()
+    context.sampling.check(asked)
+    generations = []
+    for number, prompt in enumerate(asked.prompts):
+        token_ids = await _encode(context, asked, prompt) if isinstance(prompt, str) else _check(context, prompt)
+        own_id = f"{request_id}-prompt{number}" if number else request_id
+        request = context.sampling.new_request(asked, own_id, token_ids, [])
+        texts = sample_texts(context.vocabulary, asked, request.sampling, number * asked.num_choices)
+        generations.append((Generation(request, texts, RequestClock() if number else clock), request))
+    with contextlib.ExitStack() as submitted:
+        for generation, request in generations:
+            await _submit(context, generation, request)
+            submitted.enter_context(generation)
+        submitted.pop_all()
     return [generation for generation, _ in generations]
 
 
@@ -74,10 +73,7 @@ async def _submit(context: AppContext, generation: Generation, request: NewReque
 
 async def _encode(context: AppContext, asked: CompletionRequest, prompt: str) -> list[int]:
     encode = partial(context.renderer.encode, prompt, asked.add_special_tokens is not False)
-    try:
-        token_ids = await run_sized(encode, len(prompt), INLINE_CHARACTERS)
-    except ChatError as error:
-        raise bad_request(str(error), "prompt") from None
+    token_ids = await run_sized(encode, len(prompt), INLINE_CHARACTERS)
     if not token_ids:
         raise bad_request("The prompt is empty: it needs at least one token.", "prompt")
     return token_ids
@@ -102,7 +98,7 @@ ERRORS = refuses(400, 401, 404, 408, 413, 415, 429, 503)
 async def tokenize(request: Request) -> Response:
     """The token ids of a text, or of a conversation with one placeholder for each image and video."""
     context = context_of(request)
-    asked = await read_body(request, TokenizeRequest, context.model_names)
+    asked = await read_body(request, TokenizeRequest, context.config.served_names)
     size = len(asked.prompt or "") + text_length(asked.messages or [])
     return json_response(await run_sized(partial(_tokens, context, asked), size, INLINE_CHARACTERS))
 
@@ -111,22 +107,18 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     context = context_of(request)
-    asked = await read_body(request, DetokenizeRequest, context.model_names)
+    asked = await read_body(request, DetokenizeRequest, context.config.served_names)
     context.sampling.check_tokens("tokens", asked.tokens)
     decode = partial(context.tokenizer.backend_tokenizer.decode, asked.tokens, skip_special_tokens=False)
     return json_response(Text(await run_sized(decode, len(asked.tokens), INLINE_CHARACTERS)))
 
 
 def _tokens(context: AppContext, asked: TokenizeRequest) -> Tokens:
-    try:
-        if asked.prompt is not None:
-            special = asked.add_special_tokens is not False
-            tokens = context.renderer.encode(asked.prompt, special, allow_placeholders=True)
-        else:
-            messages = asked.messages or []
-            collect_media(messages, context.item_limits)
-            tokens = context.renderer.render(messages)
-    except ChatError as error:
-        raise bad_request(str(error), "messages" if asked.prompt is None else "prompt") from None
+    if asked.prompt is not None:
+        tokens = context.renderer.encode(asked.prompt, asked.add_special_tokens is not False, allow_placeholders=True)
+    else:
+        messages = asked.messages or []
+        collect_media(messages, context.config.item_limits)
+        tokens = context.renderer.render(messages)
     names = context.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
     return Tokens(len(tokens), context.sampling.max_model_len, tokens, names)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 
-from mini_engine.api.admission import BodyLimits, MediaAdmission, RequestAdmission
+from mini_engine.api.admission import ByteBudget, MediaAdmission, RequestAdmission
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.detokenizer import Vocabulary
 from mini_engine.api.engine_client import EngineClient
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.sampling import SamplingResolver
+from mini_engine.config import EngineConfig
 from mini_engine.messages import EngineLimits
 
 
@@ -22,12 +22,11 @@ from mini_engine.messages import EngineLimits
 class AppContext:
     """The parts of an API server that the routes use."""
 
-    model_names: list[str]  # the first is the one in responses
-    item_limits: Mapping[str, int]  # --limit-mm-per-prompt
+    config: EngineConfig
     renderer: ChatRenderer
     tokenizer: Any  # Hugging Face's
     vocabulary: Vocabulary
-    body_limits: BodyLimits
+    bodies: ByteBudget  # of all requests, while they are received
     requests: RequestAdmission
     admission: MediaAdmission
     media_settings: MediaSettingsResolver

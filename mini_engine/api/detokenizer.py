@@ -10,7 +10,6 @@ from __future__ import annotations
 import codecs
 import collections
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import decoders
@@ -60,18 +59,8 @@ def _byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-@dataclass(frozen=True)
-class Delta:
-    """What some more tokens added."""
-
-    text: str  # to be sent now
-    stopped_by: str | None  # the stop string that ended the answer, from this delta on
-    tokens_used: int  # of those pushed; fewer than that only where a stop string ended the answer
-
-
 class Detokenizer:
-    """Detokenises one answer. However the tokens are cut into pushes, the texts add up to what the tokenizer makes of
-    all tokens at once."""
+    """Detokenises one answer. The texts add up to what the tokenizer makes of all tokens at once."""
 
     def __init__(
         self,
@@ -99,20 +88,12 @@ class Detokenizer:
         self._held = ""  # decoded, but perhaps the start of a stop string
         self._exempt = 0  # of the held characters, those of the first `min_tokens` tokens
 
-    def push(self, token_ids: Sequence[int]) -> Delta:
-        """Takes the next tokens, one at a time: after the one that completes a stop string, the rest is not used."""
-        texts = []
-        used = 0
-        for token in token_ids:
-            if self.stopped_by is not None:
-                break
-            used += 1
-            self._tokens_used += 1
-            text = self._decoder.decode(self._vocabulary.bytes_shown(token, self._skip_special_tokens))
-            if text:
-                self.decoded_length += len(text)
-                texts.append(self._release(text))
-        return Delta("".join(texts), self.stopped_by, used)
+    def push(self, token_id: int) -> str:
+        """Takes the next token, unless a stop string was complete before it, and returns the text to be sent now."""
+        self._tokens_used += 1
+        text = self._decoder.decode(self._vocabulary.bytes_shown(token_id, self._skip_special_tokens))
+        self.decoded_length += len(text)
+        return self._release(text) if text else ""
 
     def finish(self) -> str:
         """Returns the rest when no more tokens come: what was held back, and U+FFFD for an unfinished character."""
@@ -220,9 +201,14 @@ class SampleText:
         `logprobs`, where they are asked for: for each token those of the token itself, then of the likeliest.
         """
         hidden = reason == "stop" and bool(token_ids) and token_ids[-1] in self._hidden_ends
-        if hidden:
-            token_ids = token_ids[:-1]
-        text = self._push(token_ids, logprobs)
+        text = ""
+        for position, token_id in enumerate(token_ids[:-1] if hidden else token_ids):
+            if self._detokenizer.stopped_by is not None:
+                break
+            if self._logprobs is not None:
+                self._logprobs.add(self._detokenizer.decoded_length, logprobs[position])
+            text += self._detokenizer.push(token_id)
+            self.completion_tokens += 1
         finished: FinishedBy | None = None
         if reason is not None:
             text += self._detokenizer.finish()
@@ -232,21 +218,6 @@ class SampleText:
         elif hidden:
             self.completion_tokens += 1
         return Piece(self.index, text, finished, None if self._logprobs is None else self._logprobs.send(text))
-
-    def _push(self, token_ids: Sequence[int], logprobs: Sequence[Sequence[TokenLogprob]]) -> str:
-        if self._logprobs is None:
-            delta = self._detokenizer.push(token_ids)
-            self.completion_tokens += delta.tokens_used
-            return delta.text
-        text = ""
-        for token_id, likely in zip(token_ids, logprobs[: len(token_ids)], strict=True):
-            start = self._detokenizer.decoded_length
-            delta = self._detokenizer.push([token_id])
-            if delta.tokens_used:
-                self._logprobs.add(start, likely)
-                self.completion_tokens += 1
-            text += delta.text
-        return text
 
 
 def sample_texts(

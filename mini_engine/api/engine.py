@@ -57,7 +57,6 @@ class Surroundings:
     media_capacity: int  # most bytes of cached media that an engine can read; 0: none are cached
     max_object_bytes: int  # of an item in the media store
     on_memory: Callable[[], None]  # the memory of tensors on their way has changed
-    on_stop: Callable[[], None]  # an engine serves no more
     on_lost: Callable[[int], None]  # the engine of this number cannot be reached, and nothing has said that it died
 
 
@@ -78,17 +77,16 @@ class Engine:
     ):
         """`store`: the memory of its media store, if it has one."""
         self.number = number
+        self.queue = queue
         self.requests: dict[str, Sample] = {}
         self.preparing = 0  # samples of requests that chose this engine and are not in `requests` yet
         self.stopped: EngineError | None = None  # what requests end with once it serves no more
         self._socket = socket
         self._encoder = surroundings.encoder
-        self._on_stop = surroundings.on_stop
         self._on_lost = surroundings.on_lost
         self._figures = metrics.EngineFigures(number, surroundings.media_capacity)
         self._numbers = itertools.count(1)
         self._replies: dict[int, asyncio.Future[ControlReply | None]] = {}  # to control requests, by number
-        self._figures_reply: asyncio.Future[ControlReply | None] | None = None
         self._ping_reply: asyncio.Future[ControlReply | None] | None = None
         self._pinged_at = 0.0
         self._sender = RequestSender(self._encoder, queue, self._send, surroundings.on_memory)
@@ -100,16 +98,6 @@ class Engine:
             store,
             surroundings.max_object_bytes,
         )
-
-    @property
-    def buffered_bytes(self) -> int:
-        """Bytes of tensors reserved or sent and not yet consumed by all ranks."""
-        return self._sender.queue.buffered_bytes
-
-    @property
-    def buffered_tensors(self) -> int:
-        """Tensors copied or sent and not yet consumed by all ranks."""
-        return self._sender.queue.buffered_tensors
 
     @property
     def load(self) -> int:
@@ -169,9 +157,7 @@ class Engine:
     async def refresh_figures(self) -> None:
         """Bring the engine's metrics up to date; without effect when it is gone. Cancelling it stops the wait only."""
         if self.stopped is None:
-            if self._figures_reply is None or self._figures_reply.done():
-                self._figures_reply = self._control("figures")
-            await asyncio.wait([self._figures_reply])
+            await asyncio.wait([self._control("figures")])
 
     async def reset_caches(self) -> None:
         """Have the core drop all that its caches hold and no running request uses. Cancelling it stops the wait only.
@@ -198,11 +184,9 @@ class Engine:
         await asyncio.wait([reply], timeout=left)
         return reply.done() and reply.result() is not None
 
-    def stop(self, why: EngineError, begun: EngineError | None = None) -> None:
-        """End all requests with `why` and refuse new ones: the engine is gone, or this server is going.
-
-        Those that the engine had end with `begun`, if it is given.
-        """
+    def stop(self, why: EngineError, begun: EngineError) -> None:
+        """Refuse new requests with `why`, and end those that the engine has with `begun`: the engine is gone, or this
+        server is going."""
         if self.stopped is not None:
             return
         self.stopped = why
@@ -210,26 +194,24 @@ class Engine:
         self.media.close(why)
         requests, self.requests = self.requests, {}
         for sample in requests.values():
-            sample.generation.fail(begun or why)
+            sample.generation.fail(begun)
         for reply in self._replies.values():
             reply.set_result(None)
         self._replies.clear()
         self._sender.close(why)
-        self._on_stop()
 
     def die(self) -> None:
         """The engine is dead."""
-        gone = EngineError(ENGINE_STOPPED, engine_gone=True)
-        self.stop(gone, EngineError(ENGINE_DIED, engine_gone=True, begun=True))
+        self.stop(EngineError(ENGINE_STOPPED), EngineError(ENGINE_DIED, 500))
 
     def close(self) -> None:
         """Stop, and close the socket."""
-        self.stop(EngineError(ENGINE_STOPPED, engine_gone=True))
+        self.die()
         self._socket.close()
 
     async def receive(self) -> None:
         """Take what the core sends, until cancelled; and see whether a rank can no longer be reached."""
-        self._sender.queue.watch_end(self._lose)
+        self.queue.watch_end(self._lose)
         while True:
             body = decode(await self._socket.recv()).body
             if self.stopped is None:

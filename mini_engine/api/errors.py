@@ -6,7 +6,6 @@ without `--served-model-name`, that is MODEL as the command line has it.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -21,8 +20,18 @@ from mini_engine.log import about
 from mini_engine.media.errors import DecoderUnavailable, MediaError
 from mini_engine.shortage import Shortage, shortage_in
 
-SHUTTING_DOWN = "The server is shutting down and takes no new requests; send this one again later."
-RETRY_SECONDS = 5  # about what a successor needs to start; another server is there at once
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER = {
+    429: "1",  # seconds; many requests take no longer
+    503: "5",  # about what a replacement needs to start
+}
+QUIET_SECONDS = 60.0  # without a shortage, after which the next one is logged again
+REMEDIES = {
+    "file descriptors": "raise its limit: ulimit -n, LimitNOFILE=, --ulimit nofile=",
+    "threads": "raise the limit on processes: ulimit -u, TasksMax=, --pids-limit",
+    "memory": "docs/operations.md says what takes it",
+}
 
 Code = Literal[
     "context_length_exceeded", "engine_unavailable", "internal_error", "invalid_api_key", "invalid_http",
@@ -59,30 +68,32 @@ class ApiError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
+        """`headers` are the response's; a 429 or 503 has `Retry-After` too."""
         super().__init__(message)
         self.status = status
-        self.headers = headers or {}  # of the response
-        self.body = ErrorBody(message, error_type(status), param, code)
+        self.headers = dict(headers or {})
+        if status in RETRY_AFTER:
+            self.headers["retry-after"] = RETRY_AFTER[status]
+        kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+        self.body = ErrorBody(message, kind, param, code)
 
     def encode(self) -> bytes:
         """The error response's body as JSON."""
         return msgspec.json.encode(ErrorResponse(self.body))
 
 
-class ChatError(ValueError):
-    """Messages, or a text, that cannot become a prompt. The text is for the client."""
+class ChatError(ApiError):
+    """Messages, or a text, that cannot become a prompt."""
+
+    def __init__(self, message: str, param: str = "messages"):
+        super().__init__(400, message, param=param, code="invalid_value")
 
 
-class EngineError(Exception):
-    """An engine could not serve a request. The text is for the client.
+class EngineError(ApiError):
+    """An engine failed at a request, or cannot take it."""
 
-    `engine_gone`: not this request was at fault, its engine has stopped. `begun`: while it had the request.
-    """
-
-    def __init__(self, message: str, *, engine_gone: bool = False, begun: bool = False):
-        super().__init__(message)
-        self.engine_gone = engine_gone
-        self.begun = begun
+    def __init__(self, message: str, status: int = 503, code: Code = "engine_unavailable", param: str | None = None):
+        super().__init__(status, message, code=code, param=param)
 
 
 class MediaNotSent(EngineError):
@@ -92,141 +103,43 @@ class MediaNotSent(EngineError):
         super().__init__("The media of this request could not be handed to the engine; send the request again.")
 
 
-class MediaTooLarge(EngineError):
-    """The media of a request are larger than all memory for tensors on their way."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(
-            f"The media of this request take {nbytes} bytes as tensors, more than --mm-ipc-memory-bytes; send fewer, "
-            "shorter or smaller media."
-        )
-
-
-class ServerStopping(EngineError):
-    """This server ends, and requests that it has not answered with it."""
-
-    def __init__(self) -> None:
-        super().__init__("The server is stopping; send this request again later.", engine_gone=True)
-
-
-def error_type(status: int) -> str:
-    """OpenAI's `type` for an HTTP status."""
-    if status >= 500:
-        return "server_error"
-    return "rate_limit_error" if status == 429 else "invalid_request_error"
-
-
 def bad_request(message: str, param: str | None = None, code: Code = "invalid_value") -> ApiError:
-    """A 400: the client can mend it."""
+    """A 400: the client can correct the request."""
     return ApiError(400, message, param=param, code=code)
 
 
-def internal_error(request_id: str) -> ApiError:
-    """A 500 that tells the client no more than under which id the log has the rest."""
-    return ApiError(
-        500, f"The server failed at this request; its log says more under {request_id}.", code="internal_error"
-    )
+def too_much_work(reason: str, problem: str) -> ApiError:
+    """A 429, which is counted by its `reason`."""
+    metrics.requests_rejected_total.labels(reason).inc()
+    return ApiError(429, f"{problem}. Send this request again later.", code="overloaded")
 
 
-def engine_unavailable(message: str) -> ApiError:
-    """A 503: there is no engine, or no way to it, but there may be one soon."""
-    return ApiError(503, message, code="engine_unavailable", headers={"retry-after": str(RETRY_SECONDS)})
-
-
-def shutting_down(message: str = SHUTTING_DOWN) -> ApiError:
+def shutting_down() -> EngineError:
     """A 503: this server ends, and there may be another."""
-    return ApiError(503, message, code="shutting_down", headers={"retry-after": str(RETRY_SECONDS)})
-
-
-def overloaded(message: str) -> ApiError:
-    """A 503: the server or its host has run short of something, and may have some again soon."""
-    return ApiError(503, message, code="overloaded", headers={"retry-after": str(RETRY_SECONDS)})
-
-
-def as_api_error(error: Exception) -> ApiError | None:
-    """The response to an error that the request path is known to raise; None for any other."""
-    match error:
-        case ApiError():
-            return error
-        case ChatError():
-            return bad_request(str(error), "messages")
-        case MediaError():
-            return bad_request(str(error), "messages", "invalid_media")
-        case DecoderUnavailable():
-            return overloaded(str(error))
-        case ServerStopping():
-            return shutting_down(str(error))
-        case EngineError(engine_gone=True, begun=True):
-            return ApiError(500, str(error), code="engine_unavailable")
-        case EngineError(engine_gone=True) | MediaNotSent():
-            return engine_unavailable(str(error))
-        case MediaTooLarge():
-            return bad_request(str(error), "messages", "media_too_large")
-        case EngineError():
-            return ApiError(500, str(error), code="internal_error")
-    return None
-
-
-# --- responses and log lines ------------------------------------------------------------------------------------------
-
-
-logger = logging.getLogger(__name__)
-
-LINES_A_SECOND = 10  # on refused requests: their clients could fill the disk
-REASON_CHARACTERS = 300
-QUIET_SECONDS = 60.0  # without a shortage after which the next one is logged again
-REMEDIES = {
-    "open files": "raise its limit: ulimit -n, LimitNOFILE=, --ulimit nofile=",
-    "threads": "raise the limit on processes: ulimit -u, TasksMax=, --pids-limit",
-    "memory": "docs/operations.md says what takes it",
-}
-
-_short_at: dict[str, float] = {}  # when, by what there was too little of
-
-
-class RefusalLog:
-    """A line in the log for each refused request, `LINES_A_SECOND` at most, and the number of those left out."""
-
-    def __init__(self) -> None:
-        self._until = 0.0  # the end of a second
-        self._refused = 0  # in that second
-        self._left_out = 0
-
-    def add(self, error: ApiError, request_id: str) -> None:
-        """Log one, with the error's own message in one line of printable characters. Runs in an event loop."""
-        now = time.monotonic()
-        if now >= self._until:
-            self._until, self._refused = now + 1, 0
-        self._refused += 1
-        if self._refused > LINES_A_SECOND:
-            self._left_out += 1
-            if self._refused == LINES_A_SECOND + 1:
-                asyncio.get_running_loop().call_later(1.0, self._log_left_out)
-            return
-        message = error.body.message
-        reason = "".join(one if one.isprintable() else " " for one in message[:REASON_CHARACTERS])
-        cut = "…" if len(message) > REASON_CHARACTERS else ""
-        what = "refused" if error.status < 500 or error.status == 503 else "failed"
-        text = f"{request_id} {what}: {error.status} {error.body.code}: {reason}{cut}"
-        logger.info("%s", text, extra=about(request_id))
-
-    def _log_left_out(self) -> None:
-        logger.info("%d more requests were refused, at most %d a second are listed", self._left_out, LINES_A_SECOND)
-        self._left_out = 0
-
-
-refusals = RefusalLog()
+    return EngineError(
+        "The server is shutting down and takes no new requests; send this one again later.", code="shutting_down"
+    )
 
 
 def explain(error: Exception, request_id: str, clock: RequestClock | None) -> ApiError:
     """The response to `error`, which is logged; with the `clock` of a request for text it is counted."""
-    shortage = shortage_in(error)
-    answer = as_api_error(error) if shortage is None else refuse_for(shortage)
-    if answer is None:
-        logger.error("%s failed", request_id, exc_info=error, extra=about(request_id))
-        answer = internal_error(request_id)
-    else:
-        refusals.add(answer, request_id)
+    match error:
+        case ApiError():
+            answer = error
+        case MediaError():
+            answer = bad_request(str(error), "messages", "invalid_media")
+        case DecoderUnavailable():
+            answer = ApiError(503, str(error), code="overloaded")
+        case _ if shortage := shortage_in(error):
+            log_shortage(shortage)
+            metrics.requests_rejected_total.labels("host").inc()
+            answer = ApiError(503, str(shortage), code="overloaded")
+        case _:
+            logger.error("%s failed", request_id, exc_info=error, extra=about(request_id))
+            text = f"The server failed at this request; its log says more under {request_id}."
+            answer = ApiError(500, text, code="internal_error")
+    reason = "".join(one if one.isprintable() else " " for one in answer.body.message)  # it may quote the request
+    logger.info("%s: %d %s: %s", request_id, answer.status, answer.body.code, reason, extra=about(request_id))
     if clock is not None:
         clock.failed = True
         if answer.status >= 500:
@@ -234,11 +147,7 @@ def explain(error: Exception, request_id: str, clock: RequestClock | None) -> Ap
     return answer
 
 
-def refuse_for(shortage: Shortage) -> ApiError:
-    """The response to a request for which the host has too little of something. It is counted."""
-    log_shortage(shortage)
-    metrics.requests_rejected_total.labels("host").inc()
-    return overloaded(str(shortage))
+_short_at: dict[str, float] = {}  # when a shortage was last seen, by what there was too little of
 
 
 def log_shortage(shortage: Shortage) -> None:
@@ -246,12 +155,12 @@ def log_shortage(shortage: Shortage) -> None:
     what, now = shortage.what, time.monotonic()
     before, _short_at[what] = _short_at.get(what), now
     if before is None or now - before > QUIET_SECONDS:
-        logger.error("this process gets no more %s, and refuses requests for that: %s", what, REMEDIES[what])
+        logger.error("out of %s: requests are refused; %s", what, REMEDIES[what])
 
 
 def error_response(error: ApiError) -> Response:
     """`error` as a response."""
-    return Response(error.encode(), error.status, dict(error.headers), "application/json")
+    return Response(error.encode(), error.status, error.headers, "application/json")
 
 
 def error_event(error: ApiError) -> bytes:

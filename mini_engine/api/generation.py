@@ -188,7 +188,7 @@ class Generation:
         if sample.over:
             return
         if output.finish_reason in ("error", "abort"):
-            self.fail(EngineError(output.error or "The engine has aborted this request."))
+            self.fail(EngineError(output.error or "The engine has aborted this request.", 500, "internal_error"))
             return
         if not sample.is_waiting:
             self._waiting.append(sample)

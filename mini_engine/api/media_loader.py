@@ -8,6 +8,8 @@ slow in one stage does not hold up another. Knows nothing of prompts, requests o
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -32,6 +34,8 @@ from mini_engine.messages import Modality
 if TYPE_CHECKING:
     from mini_engine.media.processor import MediaProcessor, MediaSettings, ProcessedItem
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 MAX_DOWNLOADS = 32  # connections of one API server at once
@@ -50,12 +54,11 @@ class FetchedItem:
 
 @dataclass(frozen=True, eq=False)
 class _Worked:
-    """A processed item and the times of its stages, in seconds of `time.monotonic()`."""
+    """A processed item, and the seconds that its stages took."""
 
     item: ProcessedItem
-    began: float  # to decode
-    decoded: float
-    processed: float
+    decoding: float  # a wait for a free decoder too
+    processing: float
 
 
 @dataclass(eq=False)
@@ -140,8 +143,8 @@ class MediaLoader:
         """The processed items by hash. A hash that is already at work for another request is shared with it. `owner` is
         the request; decoders are shared fairly between requests.
 
-        On `clock` the wait counts as `process` while items are processed and none is decoded, the rest of it as
-        `media_decode`, a wait for a free decoder too. Work that another request began counts from when it is shared.
+        On `clock` the wait counts as `media_decode`, a wait for a free decoder too, and as `process`, in the proportion
+        of the times that the items took.
 
         Cancelling it, or the failure of one item, stops the work on those that no other request waits for. What is
         returned may be shared with other requests: it must not be changed.
@@ -157,7 +160,9 @@ class MediaLoader:
         before = clock.enter("media_decode")
         worked = await _all(self._process(item, owner) for item in distinct.values())
         clock.enter(before)
-        clock.move(_seconds_of_processing(worked, began), "media_decode", "process")
+        decoding, processing = sum(one.decoding for one in worked), sum(one.processing for one in worked)
+        share = processing / (decoding + processing)
+        clock.move(share * (time.monotonic() - began), "media_decode", "process")
         return {media_hash: one.item for media_hash, one in zip(distinct, worked, strict=True)}
 
     def close(self) -> None:
@@ -210,33 +215,29 @@ class MediaLoader:
         processing.add_done_callback(lambda _: decoding.release())
         processed = await asyncio.wrap_future(processing)
         metrics.media_decodes_total.inc()
-        return _Worked(processed, began, decoded, time.monotonic())
+        return _Worked(processed, decoded - began, time.monotonic() - decoded)
 
     def _process_frames(self, item: FetchedItem, decoding: Decoding) -> ProcessedItem:
-        if decoding.video is None:
-            return self.processor.process_image(decoding.frames[0], item.settings)
-        return self.processor.process_video(decoding.frames, decoding.video, item.settings)
+        import torch
+
+        try:
+            if decoding.video is None:
+                return self.processor.process_image(decoding.frames[0], item.settings)
+            return self.processor.process_video(decoding.frames, decoding.video, item.settings)
+        except torch.AcceleratorError:  # such as an illegal access: from then on all CUDA calls of a process fail
+            logger.critical("the device cannot be used by this process any more; exiting", exc_info=True)
+            logging.shutdown()
+            os._exit(1)
+
+
+def missing_parts(items: Iterable[FetchedItem], processed: Mapping[bytes, ProcessedItem]) -> list[str]:
+    """A sentence for each item of which a part could not be read."""
+    parts = [(item.name, processed[item.media_hash].missing) for item in items if item.media_hash in processed]
+    return [f"{name}: {missing}" for name, missing in parts if missing]
 
 
 async def _in_thread(pool: Executor, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(pool, work)
-
-
-def _seconds_of_processing(worked: Sequence[_Worked], since: float) -> float:
-    """For how long after `since` items were processed and none was decoded."""
-    decoding = [(one.began, one.decoded) for one in worked]
-    processing = [(one.decoded, one.processed) for one in worked]
-    return _covered(decoding + processing, since) - _covered(decoding, since)
-
-
-def _covered(spans: Iterable[tuple[float, float]], since: float) -> float:
-    """How much time after `since` lies in at least one of the spans."""
-    seconds, until = 0.0, since
-    for start, end in sorted(spans):
-        if end > until:
-            seconds += end - max(start, until)
-            until = end
-    return seconds
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -20,11 +20,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mini_engine.api.admission import BodyLimits
+from mini_engine.api.admission import ByteBudget
 from mini_engine.api.context import AppContext
 from mini_engine.api.errors import ApiError, error_response, explain, shutting_down
 from mini_engine.api.timings import RequestClock
-from mini_engine.config import EngineConfig
 from mini_engine.log import about
 
 logger = logging.getLogger(__name__)
@@ -70,23 +69,21 @@ class RequestMiddleware:
     in one message, after that nothing but `http.disconnect`.
     """
 
-    def __init__(self, app: ASGIApp, context: AppContext, config: EngineConfig, requests: ActiveRequests):
+    def __init__(self, app: ASGIApp, context: AppContext, requests: ActiveRequests):
         self._app = app
         self._context = context
-        self._key_digests = [_digest(key.encode()) for key in config.api_key]
-        self._root_path = config.root_path
-        self._log_requests = config.enable_log_requests
+        self._key_digests = [_digest(key.encode()) for key in context.config.api_key]
         self._requests = requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["root_path"] = self._root_path
+        scope["root_path"] = self._context.config.root_path
         exchange = Exchange(scope, receive, send, self._context)
         begun = time.monotonic()
         with scope["state"]["connection"].request_in_progress():
             try:
                 await exchange.run(self._answer)
             finally:
-                if self._log_requests and exchange.path not in OPEN_PATHS:
+                if self._context.config.enable_log_requests and exchange.path not in OPEN_PATHS:
                     exchange.log(time.monotonic() - begun)
 
     async def _answer(self, exchange: Exchange) -> None:
@@ -162,9 +159,11 @@ class Exchange:
         if self.path in GENERATION_PATHS:
             self._context.engines.check()
             self._context.requests.check()
-        self.receiving = True
+        self.receiving, config = True, self._context.config
         try:
-            body = await receive_body(self.headers, self._receive, self._context.body_limits)
+            body = await receive_body(
+                self.headers, self._receive, self._context.bodies, config.max_request_bytes, config.timeout_client
+            )
         finally:
             self.receiving = False
         if self.path in GENERATION_PATHS:
@@ -233,37 +232,38 @@ def _digest(key: bytes) -> bytes:
 
 JSON = "application/json"
 LEAST_BYTES = 8 << 10  # of a body in each --timeout-client, and
-LEAST_GROWTH = 1 / 8  # of what has arrived: with a constant rate large bodies could hold `BodyLimits.room` for hours
+LEAST_GROWTH = 1 / 8  # of what has arrived: with a constant rate large bodies could hold the budget for hours
 
 
-async def receive_body(headers: Headers, receive: Receive, limits: BodyLimits) -> bytes:
-    """The whole body. Of one that is too long no more than the limit is held; uvicorn drops the rest.
+async def receive_body(headers: Headers, receive: Receive, budget: ByteBudget, max_bytes: int, seconds: float) -> bytes:
+    """The whole body, of at most `max_bytes`; uvicorn drops the rest of one that is longer. It has so many `seconds`
+    for each `LEAST_BYTES` and `LEAST_GROWTH` more, or for its end.
 
     Raises:
         ApiError: 413, 415, 408, or 429 if there is no room for it beside others.
         ClientDisconnect: the client has closed the connection.
     """
-    check_headers(headers, limits.max_bytes)
+    check_headers(headers, max_bytes)
     body = io.BytesIO()  # hands over its buffer without a copy
     clock, enough = asyncio.get_running_loop().time, LEAST_BYTES
     try:
-        async with asyncio.timeout(limits.seconds) as deadline:
-            with limits.room.receive() as further:
+        async with asyncio.timeout(seconds) as deadline:
+            with budget.reserve() as reservation:
                 more = True
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientDisconnect
                     block, more = message.get("body", b""), message.get("more_body", False)
-                    if body.tell() + len(block) > limits.max_bytes:
-                        raise _too_large(limits.max_bytes)
-                    further(len(block))
+                    if body.tell() + len(block) > max_bytes:
+                        raise _too_large(max_bytes)
+                    reservation.receive(len(block))
                     body.write(block)
                     if body.tell() >= enough:
                         enough = body.tell() + LEAST_BYTES + int(body.tell() * LEAST_GROWTH)
-                        deadline.reschedule(clock() + limits.seconds)
+                        deadline.reschedule(clock() + seconds)
     except TimeoutError:
-        raise _too_slow(enough, limits.seconds) from None
+        raise _too_slow(enough, seconds) from None
     return body.getvalue()
 
 

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from mini_engine import metrics
 from mini_engine.api.body import GUARDED, answers, check_model, in_path, refuses
 from mini_engine.api.context import context_of
-from mini_engine.api.errors import ApiError, EngineError, engine_unavailable
+from mini_engine.api.errors import ApiError, EngineError
 from mini_engine.api.responses import Model, ModelList, json_response
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ async def models(request: Request) -> Response:
     """The names of the model that is served."""
     context = context_of(request)
     created, limit = request.app.state.created, context.sampling.max_model_len
-    return json_response(ModelList([Model(name, created, limit) for name in context.model_names]))
+    return json_response(ModelList([Model(name, created, limit) for name in context.config.served_names]))
 
 
 @router.get("/v1/models/{name:path}", openapi_extra=in_path("name"), responses=answers(Model) | GUARDED | refuses(404))
 async def model(request: Request) -> Response:
     """One of these names."""
     context, name = context_of(request), request.path_params["name"]
-    check_model(name, context.model_names)
+    check_model(name, context.config.served_names)
     return json_response(Model(name, request.app.state.created, context.sampling.max_model_len))
 
 
@@ -49,11 +49,11 @@ async def health(request: Request) -> Response:
 
     503 when not, and when the server is shutting down.
     """
-    engines, seconds = context_of(request).engines, request.app.state.config.health_timeout
+    engines, seconds = context_of(request).engines, context_of(request).config.health_timeout
     if await engines.healthy(seconds):
         return Response()
     if not engines.alive:
-        raise engine_unavailable(ENGINE_GONE)
+        raise EngineError(ENGINE_GONE)
     text = f"An engine has not answered within the {seconds:g} s of --health-timeout."
     raise ApiError(503, text, code="timeout")
 
@@ -76,8 +76,6 @@ async def reset_caches(request: Request) -> Response:
     try:
         async with asyncio.timeout(RESET_SECONDS):
             await context_of(request).engines.reset_caches()
-    except EngineError:
-        raise engine_unavailable(ENGINE_GONE) from None
     except TimeoutError:
         text = f"An engine has not answered within {RESET_SECONDS:g} s; its caches may be reset later, or not at all."
         raise ApiError(504, text, code="timeout") from None
@@ -90,7 +88,7 @@ def _check_origin(request: Request) -> None:
     Raises:
         ApiError: 403; it is neither this server's own nor one of `--allowed-origins`.
     """
-    origin, allowed = request.headers.get("origin"), request.app.state.config.allowed_origins
+    origin, allowed = request.headers.get("origin"), context_of(request).config.allowed_origins
     if origin is None or "*" in allowed or origin in allowed:
         return
     if origin.partition("://")[2] != request.headers.get("host"):

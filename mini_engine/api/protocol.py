@@ -182,20 +182,6 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
     response_format: Annotated[Any, only({"type": "text"})] = None
     echo: Annotated[Any, only(False)] = None
     best_of: Annotated[Any, only(1)] = None
-    length_penalty: Annotated[Any, only(1)] = None
-    use_beam_search: Annotated[Any, only(False)] = None
-    bad_words: Annotated[Any, only([])] = None
-    prompt_logprobs: Annotated[Any, only()] = None
-    truncate_prompt_tokens: Annotated[Any, only()] = None
-    spaces_between_special_tokens: Annotated[Any, only(True)] = None
-    guided_json: Annotated[Any, only()] = None
-    guided_regex: Annotated[Any, only()] = None
-    guided_choice: Annotated[Any, only()] = None
-    guided_grammar: Annotated[Any, only()] = None
-    structured_outputs: Annotated[Any, only()] = None
-    request_id: Annotated[Any, only()] = None
-    return_token_ids: Annotated[Any, only(False)] = None
-    return_tokens_as_token_ids: Annotated[Any, only(False)] = None
 
     @property
     def token_limit(self) -> int | None:
@@ -256,22 +242,9 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     prompt_cache_retention: Ignored = None
     tool_choice: Annotated[Any, only("none", "auto")] = None
     parallel_tool_calls: Annotated[Any, only(True, False)] = None
-    functions: Annotated[Any, only([])] = None
-    function_call: Annotated[Any, only("none", "auto")] = None
     modalities: Annotated[Any, only(["text"])] = None
-    audio: Annotated[Any, only()] = None
-    prediction: Annotated[Any, only()] = None
-    moderation: Annotated[Any, only()] = None
-    reasoning_effort: Annotated[Any, only()] = None
-    verbosity: Annotated[Any, only()] = None
-    web_search_options: Annotated[Any, only()] = None
-    add_special_tokens: Annotated[Any, only(False)] = None
-    documents: Annotated[Any, only([])] = None
     tools: Annotated[Any, only([])] = None
     add_generation_prompt: Annotated[Any, only(True)] = None
-    continue_final_message: Annotated[Any, only(False)] = None
-    chat_template: Annotated[Any, only()] = None
-    chat_template_kwargs: Annotated[Any, only({})] = None
 
     @property
     def token_limit(self) -> int | None:
@@ -306,8 +279,6 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
     add_special_tokens: bool | None = None  # those that the model's tokenizer puts around a text
 
     suffix: Annotated[Any, only("")] = None
-    prompt_embeds: Annotated[Any, only()] = None
-    allowed_token_ids: Annotated[Any, only()] = None
     return_timings: Annotated[Any, only(False)] = None
 
     @property
@@ -342,10 +313,6 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
 
     tools: Annotated[Any, only([])] = None
     add_generation_prompt: Annotated[Any, only(True)] = None
-    continue_final_message: Annotated[Any, only(False)] = None
-    chat_template: Annotated[Any, only()] = None
-    chat_template_kwargs: Annotated[Any, only({})] = None
-    mm_processor_kwargs: Annotated[Any, only({})] = None
 
     def check(self) -> None:
         """See `Body.check`."""

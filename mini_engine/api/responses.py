@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import codecs
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -101,15 +102,22 @@ class Remarks:
 NO_REMARKS = Remarks()
 
 
-class Writer(Protocol):
+class Writer(ABC):
     """Writes the response to one request, whole or as the events of a stream."""
 
+    def __init__(self, request_id: str, model: str, include_usage: bool):
+        self._head = (request_id, int(time.time()), model)
+        self._usage = None if include_usage else UNSET  # in all events but the last
+
+    @abstractmethod
     def whole(self, choices: Sequence[Sequence[Piece]], used: Usage, remarks: Remarks) -> bytes:
         """The body of a response that is not streamed, of all pieces of each choice."""
 
+    @abstractmethod
     def event(self, piece: Piece, remarks: Remarks = NO_REMARKS) -> bytes:
         """The event of a piece; empty for a piece that brings nothing new."""
 
+    @abstractmethod
     def usage_event(self, used: Usage, remarks: Remarks) -> bytes:
         """The event that `include_usage` asks for."""
 
@@ -203,12 +211,11 @@ class ChatCompletionChunk(Struct, frozen=True):
     warnings: Sequence[str] | UnsetType = UNSET  # in the last event, if there are any
 
 
-class ChatWriter:
-    """See `Writer`. Remarks on the request are in the last event."""
+class ChatWriter(Writer):
+    """Remarks on the request are in the last event."""
 
     def __init__(self, request_id: str, model: str, include_usage: bool):
-        self._id, self._model, self._created = request_id, model, int(time.time())
-        self._usage = None if include_usage else UNSET
+        super().__init__(request_id, model, include_usage)
         self._begun: set[int] = set()
 
     def whole(self, choices: Sequence[Sequence[Piece]], used: Usage, remarks: Remarks) -> bytes:
@@ -220,8 +227,7 @@ class ChatWriter:
             listed = None if one.logprobs is None else ChoiceLogprobs(one.logprobs)
             written.append(ChatChoice(one.index, AnswerMessage(one.text), one.finish_reason, listed))
         timings, warnings = remarks.timings or UNSET, remarks.warnings or UNSET
-        body = ChatCompletion(self._id, self._created, self._model, written, used, metrics=timings, warnings=warnings)
-        return _encoder.encode(body)
+        return _encoder.encode(ChatCompletion(*self._head, written, used, metrics=timings, warnings=warnings))
 
     def event(self, piece: Piece, remarks: Remarks = NO_REMARKS) -> bytes:
         """See `Writer`."""
@@ -241,11 +247,7 @@ class ChatWriter:
 
     def _event(self, choices: list[ChunkChoice], used: Usage | None | UnsetType, remarks: Remarks) -> bytes:
         timings, warnings = remarks.timings or UNSET, remarks.warnings or UNSET
-        return event_of(
-            ChatCompletionChunk(
-                self._id, self._created, self._model, choices, usage=used, metrics=timings, warnings=warnings
-            )
-        )
+        return event_of(ChatCompletionChunk(*self._head, choices, usage=used, metrics=timings, warnings=warnings))
 
 
 # --- legacy completions ----------------------------------------------------------------------------------------------
@@ -280,12 +282,11 @@ class Completion(Struct, frozen=True):
     usage: Usage | None | UnsetType = UNSET
 
 
-class CompletionWriter:
-    """See `Writer`. Completions have no remarks."""
+class CompletionWriter(Writer):
+    """Completions have no remarks."""
 
     def __init__(self, request_id: str, model: str, include_usage: bool):
-        self._id, self._model, self._created = request_id, model, int(time.time())
-        self._usage = None if include_usage else UNSET
+        super().__init__(request_id, model, include_usage)
         self._logprobs: dict[int, _LogprobWriter] = {}  # by choice
 
     def whole(self, choices: Sequence[Sequence[Piece]], used: Usage, remarks: Remarks) -> bytes:  # noqa: ARG002
@@ -303,7 +304,7 @@ class CompletionWriter:
         return event_of(self._body([], used))
 
     def _body(self, choices: list[CompletionChoice], used: Usage | None | UnsetType) -> Completion:
-        return Completion(self._id, self._created, self._model, choices, usage=used)
+        return Completion(*self._head, choices, usage=used)
 
     def _choice(self, piece: Piece) -> CompletionChoice:
         writer = self._logprobs.setdefault(piece.index, _LogprobWriter())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,30 +24,16 @@ GREEDY_BELOW = 1e-5  # temperatures below it are greedy, as in vLLM: dividing lo
 GENERATION_CONFIG = "generation_config.json"
 
 
-class ModelFile(msgspec.Struct, frozen=True):
-    """What is used of a model's generation_config.json or config.json; null is as good as absent."""
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """What applies where a request says nothing. Fields are those of generation_config.json."""
 
-    temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
-    eos_token_id: int | list[int] | None = None
-    text_config: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class SamplingDefaults:
-    """What applies where a request says nothing."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    max_tokens: int | None = None  # None: as many as fit into the model's length
-    eos_token_ids: tuple[int, ...] = ()
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0  # -1 and 0 are off
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None  # None: as many as fit into the model's length
+    eos_token_id: list[int] = []
 
     @classmethod
     def load(cls, model_dir: str, source: str) -> SamplingDefaults:
@@ -57,28 +42,25 @@ class SamplingDefaults:
         The end-of-sequence tokens are the model's own whatever `source` says.
 
         Raises:
-            ConfigError: the directory holds no readable generation_config.json, or one with a value of no use.
+            ConfigError: the directory holds no readable generation_config.json, or one with an invalid value.
         """
-        own = _read(Path(model_dir) / GENERATION_CONFIG)
-        if source in ("auto", "vllm"):
-            chosen = own if source == "auto" else ModelFile()
-        else:
+        own, config = _read(Path(model_dir) / GENERATION_CONFIG), _read(Path(model_dir) / "config.json")
+        chosen = own
+        if source == "vllm":
+            chosen = {}
+        elif source != "auto":
             path = Path(source) / GENERATION_CONFIG
             if not path.is_file():
                 raise ConfigError(f"--generation-config: {source} is not auto, vllm or a directory with such a file")
             chosen = _read(path)
-        model = _read(Path(model_dir) / "config.json")
-        ends = [file.eos_token_id for file in (own, chosen, model)]
-        ends.append((model.text_config or {}).get("eos_token_id"))
-        return cls(
-            temperature=_first(chosen.temperature, cls.temperature),
-            top_p=_first(chosen.top_p, cls.top_p),
-            top_k=_top_k(_first(chosen.top_k, cls.top_k)),
-            min_p=_first(chosen.min_p, cls.min_p),
-            repetition_penalty=_first(chosen.repetition_penalty, cls.repetition_penalty),
-            max_tokens=chosen.max_new_tokens,
-            eos_token_ids=tuple(sorted({token for end in ends for token in _as_list(end)})),
-        )
+        ends: list[Any] = []
+        for file in (own, chosen, config, config.get("text_config", {})):
+            end = file.get("eos_token_id", [])
+            ends += end if isinstance(end, list) else [end]
+        try:
+            return msgspec.convert({**chosen, "eos_token_id": list(dict.fromkeys(ends))}, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{GENERATION_CONFIG}: {error}") from None
 
 
 class SamplingResolver:
@@ -91,7 +73,7 @@ class SamplingResolver:
         # The incarnation makes API servers, and a server's successor, draw different seeds.
         self._random = random.Random(f"{seed}/{incarnation}")
         # Others in the model's files are never sampled, and a worker has no logits for them to bar before `min_tokens`.
-        self._ends = tuple(token for token in defaults.eos_token_ids if 0 <= token < vocab_size)
+        self._ends = [token for token in defaults.eos_token_id if 0 <= token < vocab_size]
 
     def check(self, request: GenerationRequest) -> None:
         """What can be refused before the prompt is known.
@@ -125,13 +107,13 @@ class SamplingResolver:
             )
         temperature = _first(request.temperature, defaults.temperature)
         greedy = temperature < GREEDY_BELOW
-        ends = () if request.ignore_eos else self._ends
+        ends = [] if request.ignore_eos else self._ends
         return SamplingParams(
             max_tokens=max_tokens,
             seed=self._random.getrandbits(63) if request.seed is None else request.seed % 2**63,
             temperature=0.0 if greedy else temperature,
             top_p=1.0 if greedy else _first(request.top_p, defaults.top_p),
-            top_k=0 if greedy else _top_k(_first(request.top_k, defaults.top_k)),
+            top_k=0 if greedy else max(0, _first(request.top_k, defaults.top_k)),
             min_p=0.0 if greedy else _first(request.min_p, defaults.min_p),
             repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty),
             presence_penalty=_first(request.presence_penalty, 0.0),
@@ -173,7 +155,7 @@ class SamplingResolver:
             )
         asked = request.token_limit
         if asked is None:
-            return min(room, request.default_tokens or self.defaults.max_tokens or room)
+            return min(room, request.default_tokens or self.defaults.max_new_tokens or room)
         if asked > room:
             raise bad_request(
                 f"The prompt has {prompt_tokens} tokens, images and videos included; with {asked} tokens of answer "
@@ -196,22 +178,12 @@ def _first(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _top_k(value: int) -> int:
-    return max(0, value)  # vLLM's -1 is off too
-
-
-def _as_list(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
-
-
-def _read(path: Path) -> ModelFile:
+def _read(path: Path) -> dict[str, Any]:
+    """The object in a JSON file without its nulls; empty if there is no such file."""
     if not path.is_file():
-        return ModelFile()
+        return {}
     try:
-        return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), ModelFile)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path} cannot be used: {error}; mend it") from None
+        values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
+    return {name: value for name, value in values.items() if value is not None}

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from mini_engine import metrics
-from mini_engine.api.errors import EngineError, MediaNotSent, MediaTooLarge
+from mini_engine.api.errors import EngineError, MediaNotSent
 from mini_engine.log import about
 from mini_engine.messages import MessageId, NewRequest, TensorHandle
 from mini_engine.transport.arena import RequestTooLarge
@@ -50,8 +50,8 @@ class RequestSender:
         hash. Waits for memory for them; cancelling it leaves nothing behind.
 
         Raises:
-            EngineError: the engine is gone; memory for the tensors is short (MediaNotSent), or they are larger than
-                the limit (MediaTooLarge).
+            EngineError: the engine is gone; memory for the tensors is short (MediaNotSent); or they are larger than
+                the limit, a 400.
         """
         tensors: list[Any] = [item.patches for item in request.media if item.patches is not None]
         try:
@@ -98,7 +98,13 @@ class RequestSender:
             inline = on_host and nbytes <= INLINE_COPY_BYTES
             frame = await self._encode(request, outgoing, partial(_place_on_host, outgoing), inline)
         except RequestTooLarge:
-            raise MediaTooLarge(nbytes) from None
+            raise EngineError(
+                f"The media of this request take {nbytes} bytes as tensors, more than --mm-ipc-memory-bytes; send "
+                "fewer, shorter or smaller media.",
+                400,
+                "media_too_large",
+                "messages",
+            ) from None
         except TransportError as error:
             logger.warning("%s: cannot send tensors: %s", request.request_id, error, extra=about(request.request_id))
             raise self._closed or MediaNotSent() from error

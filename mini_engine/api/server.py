@@ -10,26 +10,26 @@ import signal
 import socket
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import zmq.asyncio
 
 from mini_engine import metrics
 from mini_engine.api import transports
-from mini_engine.api.admission import BodyAdmission, BodyLimits, MediaAdmission, RequestAdmission
+from mini_engine.api.admission import ByteBudget, MediaAdmission, RequestAdmission
 from mini_engine.api.app import create_app
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.context import AppContext
 from mini_engine.api.detokenizer import Vocabulary
 from mini_engine.api.engine import send_now
 from mini_engine.api.engine_client import EngineClient
-from mini_engine.api.errors import ServerStopping
+from mini_engine.api.errors import ApiError, shutting_down
 from mini_engine.api.http_server import HttpServer
 from mini_engine.api.media_loader import MediaLoader, start_thread_pool
 from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.operations import log_stats
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
-from mini_engine.api.transports import limit_memory, processor_device, staging_slots, watch_device
+from mini_engine.api.transports import limit_memory, processor_device, staging_slots
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.decode_limits import DecodeLimits
 from mini_engine.malloc import keep_freed_memory
@@ -123,10 +123,9 @@ def load(init: Init, index: int) -> ModelFront:
         renderer = ChatRenderer(processor.hf_processor, template)
         vocabulary = Vocabulary(processor.hf_processor.tokenizer)
         model_config = ModelConfig.from_dir(init.model_dir)
-        check_agreement(processor.hf_processor, model_config)
     except ConfigError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ApiError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     except Exception as error:  # of any kind: what the libraries meet in files that somebody has changed
         raise ConfigError(
@@ -144,27 +143,6 @@ def load(init: Init, index: int) -> ModelFront:
     )
 
 
-def check_agreement(hf_processor: Any, model: ModelConfig) -> None:
-    """Hold the processor's files to the model's config.json.
-
-    Raises:
-        ConfigError: they make other patches or placeholders than the model takes, so no media could be served.
-    """
-    image, vision = hf_processor.image_processor, model.vision
-    pairs = {
-        "patch_size": (image.patch_size, vision.patch_size),
-        "temporal_patch_size": (image.temporal_patch_size, vision.temporal_patch_size),
-        "merge_size": (image.merge_size, vision.spatial_merge_size),
-        "image_token_id": (hf_processor.image_token_id, model.image_token_id),
-        "video_token_id": (hf_processor.video_token_id, model.video_token_id),
-    }
-    differ = [f"{name} ({theirs}, not {ours})" for name, (theirs, ours) in pairs.items() if theirs != ours]
-    if differ:
-        raise ConfigError(
-            f"the model's processor and its config.json differ in {', '.join(differ)}; take all files from one model"
-        )
-
-
 def media_policy(config: EngineConfig) -> MediaPolicy:
     """What may be fetched. Raises ConfigError."""
     root = config.allowed_local_media_path
@@ -178,12 +156,6 @@ def media_policy(config: EngineConfig) -> MediaPolicy:
         )
     except ValueError as error:
         raise ConfigError(f"--allowed-media-domains: {error}") from None
-
-
-def body_limits(config: EngineConfig) -> BodyLimits:
-    """What a request's body may cost, and all that are received at once: as much as their media, and one at least."""
-    room = max(int(config.max_inflight_media_gb * 2**30), config.max_request_bytes)
-    return BodyLimits(config.max_request_bytes, config.timeout_client, BodyAdmission(room))
 
 
 def decode_limits(config: EngineConfig) -> DecodeLimits:
@@ -229,9 +201,6 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
     child.ready(transports=[one.choice for one in usable])
     link = SupervisorLink(child, engines)
     background = [asyncio.create_task(link.run()), asyncio.create_task(engines.run())]
-    device = processor_device(init.config, int(child.index))
-    if device is not None:
-        background.append(asyncio.create_task(watch_device(device)))
     if child.index == "0" and not init.config.disable_log_stats:
         background.append(asyncio.create_task(log_stats(engines)))
     serving = asyncio.create_task(_serve(child, init.config, front, engines, link))
@@ -269,15 +238,15 @@ async def _serve(
 ) -> None:
     limits = await link.started
     front.renderer.max_tokens = limits.max_model_len
-    admission = MediaAdmission(config.maximum_concurrent_videos, int(config.max_inflight_media_gb * 2**30))
+    media_bytes = int(config.max_inflight_media_gb * 2**30)
+    admission = MediaAdmission(config.maximum_concurrent_videos, media_bytes)
     front.media.decoders.count_decoded = admission.count
     context = AppContext(
-        model_names=config.served_names,
-        item_limits=config.item_limits,
+        config=config,
         renderer=front.renderer,
         tokenizer=front.processor.hf_processor.tokenizer,
         vocabulary=front.vocabulary,
-        body_limits=body_limits(config),
+        bodies=ByteBudget(max(media_bytes, config.max_request_bytes), "inflight_bodies"),
         requests=RequestAdmission(config.max_num_queued_reqs),
         admission=admission,
         media_settings=front.media_settings,
@@ -288,11 +257,11 @@ async def _serve(
         engines=engines,
         limits=limits,
     )
-    app = create_app(context, config)
+    app = create_app(context)
     server = HttpServer(app, config, link.say_serving)
 
     def stop() -> None:
-        engines.stop(ServerStopping())
+        engines.stop(shutting_down())
         server.should_exit = True
 
     async def drain() -> None:

@@ -6,8 +6,6 @@ Knows the placements' names and their order, not how they work.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -124,7 +122,6 @@ def _refusal(engine: int, mode: TensorIpc, failures: Mapping[TransportName, Tran
 
 
 SLOT_ROOM = 64 << 10  # what a slot takes beside its message, and more
-CHECK_SECONDS = 1.0
 
 
 def processor_device(config: EngineConfig, index: int) -> str | None:
@@ -170,34 +167,3 @@ def staging_slots(config: EngineConfig, index: int, engines: int) -> Callable[[]
 
     nbytes = processor_memory(config).slots // (engines * STAGING_SLOTS) - SLOT_ROOM
     return lambda: StagingSlots(CudaStaging(torch.device(device)), STAGING_SLOTS, nbytes)
-
-
-async def watch_device(device: str) -> None:
-    """Runs until nothing can be done on `device` in this process any more, however often it is tried.
-
-    An illegal access, or memory that fails, spoils what CUDA keeps for a process: all its calls fail from then on, and
-    only a new process can use the device. An error that passes, such as a lack of memory, ends nothing.
-
-    Raises:
-        DeviceLost: then.
-    """
-    while True:
-        await asyncio.sleep(CHECK_SECONDS)
-        await asyncio.get_running_loop().run_in_executor(None, _check, device)
-
-
-class DeviceLost(Exception):
-    """The device cannot be used by this process any more."""
-
-
-def _check(device: str) -> None:
-    import torch
-
-    stream = torch.cuda.default_stream(device)
-    with contextlib.suppress(RuntimeError):  # it may be of what was done before: CUDA tells such an error once
-        stream.query()
-        return
-    try:
-        stream.query()
-    except RuntimeError as error:
-        raise DeviceLost(f"{device} cannot be used by this process any more: {error}") from error

@@ -1,15 +1,13 @@
-"""The other ends of an API server, for its tests: an engine core that answers by script, and transports in memory.
+"""The other ends of an API server, for its tests: an engine core that answers by script, and no ranks.
 
 The core is a real ZMQ peer that speaks `messages.py`; it echoes no model, only what a test tells it to say.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -28,114 +26,25 @@ from mini_engine.messages import (
     Found,
     Lookup,
     MediaMiss,
-    MessageId,
     NewRequest,
     Outputs,
     RequestOutput,
-    TensorHandle,
     TokenLogprob,
-    TransportName,
     Unreserve,
 )
 from mini_engine.transport import sockets
-from mini_engine.transport.codec import Encoder, TransportError, decode
-from tests.api.patience import PATIENCE, eventually
+from mini_engine.transport.arena import Arena
+from mini_engine.transport.codec import Encoder, decode
+from mini_engine.transport.tensor_ipc import TensorIpcSender
+from tests.api.patience import eventually
+
+
+def make_queue(nbytes: int = 16 << 20) -> TensorIpcSender:
+    """A real tensor queue, with an arena of so many bytes, to an engine without ranks."""
+    return TensorIpcSender(Encoder("api 0", 7), [], Arena(nbytes, lambda: 1 << 40))
+
 
 STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=8)
-
-
-class MemoryTransport:
-    """Stands where a `TensorIpcSender` stands, and keeps what it is given. It has room for so many messages at once, and
-    `slots` for CUDA tensors. Copies wait for `go`.
-    """
-
-    def __init__(self, room: int | None = None, slots: int = 0):
-        self.placement: TransportName = "torch_shm"
-        self.num_ranks = 2
-        self.room = room
-        self.slots = slots
-        self.fails: list[str] = []  # stages that fail, each once: "reserve", "copy"
-        self.probe_errors: dict[str, str] = {}  # by placement, or "slots"
-        self.held: dict[MessageId, Any] = {}
-        self.sent: list[MessageId] = []
-        self.copiers: list[threading.Thread] = []
-        self.go = threading.Event()
-        self.go.set()
-        self.closed = False
-        self.on_end: Callable[[str], None] | None = None
-        self.numbers = itertools.count(1)
-        self.freed = asyncio.Event()
-
-    def probe(self, placement: TransportName, timeout: float, slots: Any = None) -> None:
-        self.placement = placement
-        failing = placement if slots is None else "slots"
-        if failing in self.probe_errors:
-            raise TransportError(self.probe_errors[failing])
-
-    def watch_end(self, on_end: Callable[[str], None]) -> None:
-        self.on_end = on_end
-
-    async def reserve(self, tensors: list[Any]) -> MemoryOutgoing:
-        while self.room is not None and len(self.held) >= self.room:
-            self.freed.clear()
-            await self.freed.wait()
-        self.reach("reserve")
-        return self.outgoing(tensors)
-
-    def reserve_slots(self, tensors: list[Any]) -> MemoryOutgoing | None:
-        return self.outgoing(tensors) if len(tensors) <= self.slots else None
-
-    def outgoing(self, tensors: list[Any]) -> MemoryOutgoing:
-        messages = [MessageId(7, next(self.numbers)) for _ in tensors]
-        self.held |= dict(zip(messages, tensors, strict=True))
-        return MemoryOutgoing(self, messages)
-
-    def send_tensors(self, outgoing: MemoryOutgoing) -> int:
-        self.sent += outgoing.ids
-        return len(outgoing.ids) * self.num_ranks
-
-    def consumed(self, messages: Iterable[MessageId]) -> None:
-        for message in messages:
-            self.held.pop(message, None)
-        self.freed.set()
-
-    @property
-    def buffered_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.held.values())
-
-    @property
-    def buffered_tensors(self) -> int:
-        return len(self.held)
-
-    def close_streams(self) -> None:
-        self.closed = True
-        self.held.clear()
-
-    def reach(self, stage: str) -> None:
-        if stage in self.fails:
-            self.fails.remove(stage)
-            raise TransportError(f"made to fail at {stage}")
-
-
-class MemoryOutgoing:
-    """The tensors of one request in a `MemoryTransport`."""
-
-    def __init__(self, transport: MemoryTransport, messages: list[MessageId]):
-        self.transport = transport
-        self.ids = messages
-        self.messages = [transport.held[message] for message in messages]  # each has its `nbytes`
-        self.rest = iter(messages)
-
-    def __call__(self, tensor: Any) -> TensorHandle:
-        self.transport.copiers.append(threading.current_thread())
-        assert self.transport.go.wait(PATIENCE)
-        self.transport.reach("copy")
-        message = next(self.rest)
-        self.transport.held[message] = tensor
-        return TensorHandle(message, tuple(tensor.shape), "uint8")
-
-    def discard(self) -> None:
-        self.transport.consumed(self.ids)
 
 
 class ScriptedCore:

@@ -20,7 +20,7 @@ import openai
 import zmq.asyncio
 from PIL import Image
 
-from mini_engine.api.admission import BodyAdmission, BodyLimits, MediaAdmission, RequestAdmission
+from mini_engine.api.admission import ByteBudget, MediaAdmission, RequestAdmission
 from mini_engine.api.app import create_app
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.context import AppContext
@@ -39,9 +39,10 @@ from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import EngineLimits
 from mini_engine.metrics import REGISTRY
 from mini_engine.transport.codec import Encoder
+from mini_engine.transport.tensor_ipc import TensorIpcSender
 from tests import clips
 from tests.api.patience import PATIENCE, eventually
-from tests.api.peers import MemoryTransport, ScriptedCore
+from tests.api.peers import ScriptedCore, make_queue
 from tests.web import WebServer, response
 
 MAX_MODEL_LEN = 600
@@ -60,7 +61,7 @@ Serve = Callable[..., contextlib.AbstractAsyncContextManager["Served"]]
 class Served:
     context: AppContext
     core: ScriptedCore
-    transports: list[MemoryTransport]
+    queue: TensorIpcSender
     openai: openai.AsyncOpenAI
     http: httpx.AsyncClient
     server: HttpServer
@@ -109,13 +110,13 @@ class Served:
         admission = self.context.admission
         return not (
             any(engine.requests or engine.preparing for engine in self.context.engines.engines)
-            or any(transport.held for transport in self.transports)
+            or self.queue.buffered_tensors
             or admission.num_admitted
             or admission.num_waiting
             or admission.inflight_bytes
             or metric("inflight_media_bytes")
             or self.context.requests.unfinished
-            or self.context.body_limits.room.received_bytes
+            or self.context.bodies.inflight_bytes
         )
 
 
@@ -292,8 +293,7 @@ async def serve(
     processor: MediaProcessor,
     directory: Path,
     *,
-    limits: dict[str, int] | None = None,
-    transports: list[MemoryTransport] | None = None,
+    queue: TensorIpcSender | None = None,
     media_cache: bool = True,
     media: MediaLoader | None = None,
     **settings: Any,
@@ -302,19 +302,20 @@ async def serve(
 
     `settings` are fields of `EngineConfig`.
     """
-    config = EngineConfig(**{"timeout_keep_alive": 3600, **settings})
+    own = {"served_model_name": ["tiny", "alias"], "timeout_keep_alive": 3600, "max_request_bytes": MAX_REQUEST_BYTES}
+    config = EngineConfig(**{**own, **settings})
     (allowed := directory / "allowed").mkdir(exist_ok=True)
-    transports = transports or [MemoryTransport()]
+    queue = queue or make_queue()
     media = media or media_loader(processor, MediaPolicy(allowed, MAX_MEDIA_BYTES, ["127.0.0.1"]))
-    with contextlib.closing(media), engines_and_core(transports, media_cache) as (engines, core):
-        context = make_context(processor, config, limits or {}, media, engines)
-        app = create_app(context, config)
+    with contextlib.closing(media), engines_and_core(queue, media_cache) as (engines, core):
+        context = make_context(processor, config, media, engines)
+        app = create_app(context)
         server = HttpServer(app, config, lambda: None)
         async with running(server, core.run(), engines.run()) as port:
             url = f"http://127.0.0.1:{port}"
             http = httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=httpx.Limits(keepalive_expiry=None))
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
-            served = Served(context, core, transports, client, http, server, port, app.state.requests, allowed)
+            served = Served(context, core, queue, client, http, server, port, app.state.requests, allowed)
             served.says(*ANSWER)
             async with http, client:
                 yield served
@@ -324,9 +325,7 @@ async def serve(
 
 
 @contextlib.contextmanager
-def engines_and_core(
-    transports: list[MemoryTransport], media_cache: bool
-) -> Iterator[tuple[EngineClient, ScriptedCore]]:
+def engines_and_core(queue: TensorIpcSender, media_cache: bool) -> Iterator[tuple[EngineClient, ScriptedCore]]:
     zmq_context = zmq.asyncio.Context()
     with tempfile.TemporaryDirectory(prefix="mini-") as sockets:  # whose path leaves room for a socket's name
         endpoint = f"ipc://{sockets}/core"
@@ -335,7 +334,7 @@ def engines_and_core(
             zmq_context,
             Encoder("api 0", 7),
             [endpoint],
-            transports,
+            [queue],
             media_capacity=media_cache and 1 << 30,
             stores=[None],
         )
@@ -348,23 +347,22 @@ def engines_and_core(
 
 
 def make_context(
-    processor: MediaProcessor, config: EngineConfig, limits: dict[str, int], media: MediaLoader, engines: EngineClient
+    processor: MediaProcessor, config: EngineConfig, media: MediaLoader, engines: EngineClient
 ) -> AppContext:
     tokenizer = processor.hf_processor.tokenizer
     admission = MediaAdmission(4, MAX_INFLIGHT_BYTES)
     media.decoders.count_decoded = admission.count
     return AppContext(
-        model_names=["tiny", "alias"],
-        item_limits=limits,
+        config=config,
         renderer=ChatRenderer(processor.hf_processor),
         tokenizer=tokenizer,
         vocabulary=Vocabulary(tokenizer),
-        body_limits=BodyLimits(MAX_REQUEST_BYTES, config.timeout_client, BodyAdmission(MAX_REQUEST_BYTES)),
+        bodies=ByteBudget(MAX_REQUEST_BYTES, "inflight_bodies"),
         requests=RequestAdmission(MAX_REQUESTS),
         admission=admission,
         media_settings=media_settings(processor),
         media=media,
-        sampling=SamplingResolver(SamplingDefaults(eos_token_ids=(3,)), MAX_MODEL_LEN, len(tokenizer), 0, 7),
+        sampling=SamplingResolver(SamplingDefaults(eos_token_id=[3]), MAX_MODEL_LEN, len(tokenizer), 0, 7),
         engines=engines,
         limits=LIMITS,
     )

@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
-from mini_engine.api.chat import ChatRenderer, MediaRef, PlacedItem, Placeholder, collect_media
+from mini_engine.api.chat import ChatRenderer, MediaRef, collect_media
 from mini_engine.api.errors import ChatError
 from mini_engine.api.protocol import ChatMessage
 from mini_engine.media.processor import MediaProcessor
+from mini_engine.messages import CachedMedia, MediaItem
 from tests import tiny_processor
 
 
@@ -48,62 +48,6 @@ def collect(messages: list[dict], limits: dict[str, int] | None = None) -> list[
 
 def user(*content: Any) -> list[dict]:
     return [{"role": "user", "content": content[0] if isinstance(content[0], str) else list(content)}]
-
-
-CONVERSATIONS = [
-    user("What is it? Grüße, 世界 🎈"),
-    user(text("What is it?"), text(" Tell me.")),
-    user(image(), text("What colour?")),
-    user(text("Compare"), video(), text("with"), image(), text("and"), video()),
-    [
-        {"role": "system", "content": "Be brief."},
-        *user(video(), text("Which way does it move?")),
-        {"role": "assistant", "content": "left"},
-        *user(image(), image(), text("And these?")),
-    ],
-]
-
-
-def as_template(messages: list[dict]) -> list[dict]:
-    """The messages as Hugging Face templates know them."""
-
-    def as_part(part: dict) -> dict:
-        return part if part["type"] == "text" else {"type": part["type"].removesuffix("_url")}
-
-    return [
-        message if isinstance(message["content"], str) else message | {"content": list(map(as_part, message["content"]))}
-        for message in messages
-    ]
-
-
-@pytest.mark.parametrize("messages", CONVERSATIONS)
-def test_ids_equal_those_of_the_processors_full_call(hf: Any, renderer: ChatRenderer, messages: list[dict]) -> None:
-    refs = collect(messages)
-    pixels = np.random.default_rng(0)
-    media: dict[str, list[np.ndarray]] = {"image": [], "video": []}
-    lengths = []
-    for index, ref in enumerate(refs):
-        shape = (60 + 40 * index, 90, 3)
-        if ref.modality == "image":
-            media["image"].append(pixels.integers(0, 256, shape, dtype=np.uint8))
-            grid = hf.image_processor(media["image"][-1:], return_tensors="pt")["image_grid_thw"]
-        else:
-            media["video"].append(pixels.integers(0, 256, (4 + 2 * index, *shape), dtype=np.uint8))
-            grid = hf.video_processor(media["video"][-1:], return_tensors="pt")["video_grid_thw"]
-        lengths.append(Placeholder(ref.modality, int(grid.prod()) // 4))
-
-    ours = renderer.expand(render(renderer, messages), lengths)
-
-    prompt = hf.apply_chat_template(as_template(messages), tokenize=False, add_generation_prompt=True)
-    images, videos = (media[kind] or None for kind in ("image", "video"))
-    theirs = hf(text=[prompt], images=images, videos=videos, do_sample_frames=False)
-    assert ours.token_ids == list(theirs["input_ids"][0])
-    token_of = {"image": hf.image_token_id, "video": hf.video_token_id}
-    for item, wanted in zip(ours.items, lengths, strict=True):
-        stretch = ours.token_ids[item.offset : item.offset + item.length]
-        assert stretch == [token_of[wanted.modality]] * wanted.num_tokens
-        assert ours.token_ids[item.offset - 1] != token_of[wanted.modality]
-    assert sum(item.length for item in ours.items) == sum(id in token_of.values() for id in ours.token_ids)
 
 
 def test_collect_in_order_and_named() -> None:
@@ -161,33 +105,42 @@ def test_other_templates(hf: Any) -> None:
     )
     with pytest.raises(ChatError, match="the chat template refuses these messages: one message only"):
         render(strict, user("a") + user("b"))
-    with pytest.raises(ValueError, match="chat template"):
+    with pytest.raises(ChatError, match="chat template"):
         ChatRenderer(hf, "{% for %}")
 
 
-def test_expand(hf: Any, renderer: ChatRenderer) -> None:
+def source(modality: Any, num_tokens: int, text: str | None = None) -> tuple[bytes, CachedMedia]:
+    return b"hash", CachedMedia(b"hash", modality, num_tokens, (1, 2, 2), None, text)
+
+
+def places(media: list[MediaItem]) -> list[tuple[int, int, list[int]]]:
+    return [(item.offset, item.num_tokens, item.more_offsets) for item in media]
+
+
+def test_placeholders_become_as_long_as_their_items(hf: Any, renderer: ChatRenderer) -> None:
     picture, clip = hf.image_token_id, hf.video_token_id
-    wanted = [Placeholder("video", 3), Placeholder("video", 1), Placeholder("image", 2)]
-    expanded = renderer.expand([1, clip, clip, 2, picture], wanted)
-    assert expanded.token_ids == [1, clip, clip, clip, clip, 2, picture, picture]
-    assert expanded.items == [PlacedItem(1, 3), PlacedItem(4, 1), PlacedItem(6, 2)]
+    wanted = [source("video", 3), source("video", 1), source("image", 2)]
+    token_ids, media = renderer.expand([1, clip, clip, 2, picture], wanted)
+    assert token_ids == [1, clip, clip, clip, clip, 2, picture, picture]
+    assert places(media) == [(1, 3, []), (4, 1, []), (6, 2, [])]
     for items in ([], [("image", 3)], [("video", 0)], [("video", 1), ("video", 1)]):
         with pytest.raises(ValueError, match="item"):
-            renderer.expand([1, clip], [Placeholder(*item) for item in items])
+            renderer.expand([1, clip], [source(*item) for item in items])
 
 
 def test_text_between_the_runs_of_an_item(hf: Any, renderer: ChatRenderer) -> None:
     clip = hf.video_token_id
     times = [hf.tokenizer.encode(f"<{time} seconds>") for time in ("0.5", "12.5")]
-    text = "<0.5 seconds><|video_pad|><12.5 seconds><|video_pad|>"
-    expanded = renderer.expand([1, clip, clip, 2], [Placeholder("video", 6, text), Placeholder("video", 2)])
+    written = "<0.5 seconds><|video_pad|><12.5 seconds><|video_pad|>"
+    token_ids, media = renderer.expand([1, clip, clip, 2], [source("video", 6, written), source("video", 2)])
     first = 1 + len(times[0])
     second = first + 3 + len(times[1])
-    assert expanded.token_ids == [1, *times[0], *[clip] * 3, *times[1], *[clip] * 3, *[clip] * 2, 2]
-    assert expanded.items == [PlacedItem(first, 6, [second]), PlacedItem(second + 3, 2)]
+    assert token_ids == [1, *times[0], *[clip] * 3, *times[1], *[clip] * 3, *[clip] * 2, 2]
+    assert places(media) == [(first, 6, [second]), (second + 3, 2, [])]
 
 
 def test_threads_at_once(renderer: ChatRenderer) -> None:
-    expected = [render(renderer, messages) for messages in CONVERSATIONS]
-    with ThreadPoolExecutor(len(CONVERSATIONS)) as pool:
-        assert list(pool.map(lambda one: render(renderer, one), CONVERSATIONS * 30)) == expected * 30
+    conversations = [user("What is it? Grüße, 世界 🎈"), user(text("Compare"), video(), text("with"), image())]
+    expected = [render(renderer, messages) for messages in conversations]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda one: render(renderer, one), conversations * 50)) == expected * 50

@@ -41,7 +41,10 @@ async def test_every_choice_is_of_its_prompt(served: Served, count: int, as_toke
     token_ids = [served.encode(text) for text in PROMPTS[:count]]
     asked = token_ids if as_tokens else PROMPTS[:count]
     served.core.cached = 3
-    served.core.script = lambda request: [*([one] for one in request.prompt_token_ids), served.encode(str(request.sampling.seed))]
+    served.core.script = lambda request: [
+        *([one] for one in request.prompt_token_ids),
+        served.encode(str(request.sampling.seed)),
+    ]
     options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
     fields = {"n": 2, "seed": 0, "stream": stream, "max_tokens": 50, **options}
     answer = await choices_of(await served.complete(asked[0] if count == 1 else asked, **fields), 2 * count)

@@ -1,4 +1,4 @@
-"""Text and listed tokens of an answer, however its tokens are cut into pushes; stop strings."""
+"""Text and listed tokens of an answer, and stop strings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from tests import tiny_processor
 PIECES = ["a red", " circle", " moving", "STOP", "ST", "S", "世", "界", "🎈", "ä", "\n", " ", "<|im_end|>", "xyz"]
 STOPS = ["STOP", "TO", "界🎈", "circle moving", " ", "\n\n", "p", "ä"]
 pieces_of_text = st.lists(st.sampled_from(PIECES), max_size=12)
-sizes_of_pushes = st.lists(st.integers(1, 7), min_size=1)
 
 
 @pytest.fixture(scope="module")
@@ -38,38 +37,32 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def in_chunks(detokenizer: Detokenizer, ids: list[int], sizes: list[int]) -> tuple[str, int]:
-    """Pushes `ids` in chunks of `sizes`, the last size repeated. Returns the whole text and the tokens used."""
-    texts, used, place = [], 0, 0
-    while place < len(ids):
-        size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
-        delta = detokenizer.push(ids[place : place + size])
-        texts.append(delta.text)
-        used += delta.tokens_used
-        place += size
-        assert delta.stopped_by == detokenizer.stopped_by
-    return "".join(texts) + detokenizer.finish(), used
+def read_all(detokenizer: Detokenizer, ids: list[int]) -> tuple[str, int]:
+    """The whole text, and the number of tokens up to the one that completed a stop string."""
+    texts: list[str] = []
+    for token in ids:
+        if detokenizer.stopped_by is None:
+            texts.append(detokenizer.push(token))
+    return "".join(texts) + detokenizer.finish(), len(texts)
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
-@given(pieces=pieces_of_text, sizes=sizes_of_pushes)
-def test_text_comes_back_however_it_is_cut(
-    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], sizes: list[int]
-) -> None:
+@given(pieces=pieces_of_text)
+def test_text_comes_back(tokenizer: Any, vocabulary: Vocabulary, pieces: list[str]) -> None:
     ids = encode(tokenizer, "".join(pieces))
     text = "".join(pieces).replace("<|im_end|>", "")
-    assert in_chunks(Detokenizer(vocabulary), ids, sizes) == (text, len(ids))
+    assert read_all(Detokenizer(vocabulary), ids) == (text, len(ids))
 
 
-@given(data=st.data(), sizes=sizes_of_pushes, skip=st.booleans())
+@given(data=st.data(), skip=st.booleans())
 def test_any_token_ids_give_what_decoding_them_at_once_gives(
-    tokenizer: Any, vocabulary: Vocabulary, data: Any, sizes: list[int], skip: bool
+    tokenizer: Any, vocabulary: Vocabulary, data: Any, skip: bool
 ) -> None:
     """Random tokens: bytes that form no character, cut-off characters, ids that the tokenizer does not have."""
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 3), max_size=20))
-    text, _ = in_chunks(Detokenizer(vocabulary, skip_special_tokens=skip), ids, sizes)
+    text, _ = read_all(Detokenizer(vocabulary, skip_special_tokens=skip), ids)
     assert text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip)
 
 
@@ -81,31 +74,9 @@ def test_added_tokens_give_what_decoding_them_at_once_gives(tmp_path: Path, skip
     tokenizer.add_special_tokens({"additional_special_tokens": ["<mine>"]})
     ids = encode(tokenizer, "a<plain>世two words <mine> b世caféĠx<|im_end|>\n")
     assert len({"<plain>", "two words ", "<mine>"} & {tokenizer.convert_ids_to_tokens(one) for one in ids}) == 3
-    text, _ = in_chunks(Detokenizer(Vocabulary(tokenizer), skip_special_tokens=skip), ids, [1])
+    text, _ = read_all(Detokenizer(Vocabulary(tokenizer), skip_special_tokens=skip), ids)
     assert text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip)
     assert ("<mine>" in text) != skip
-
-
-class CountingVocabulary(Vocabulary):
-    """Counts the tokens that are looked up: a detokenizer has nothing else to make text of."""
-
-    looked_up = 0
-
-    def bytes_of(self, token_id: int) -> bytes:
-        self.looked_up += 1
-        return super().bytes_of(token_id)
-
-
-@pytest.mark.parametrize("skip", [True, False])
-@pytest.mark.parametrize("what", ["a red", "<|im_end|>", "Ж"])
-def test_no_token_is_decoded_twice(tokenizer: Any, what: str, skip: bool) -> None:
-    """However long tokens go on that make no text: special ones that are skipped, a character's first byte for ever."""
-    vocabulary = CountingVocabulary(tokenizer)
-    detokenizer = Detokenizer(vocabulary, skip_special_tokens=skip)
-    token = encode(tokenizer, what)[0]
-    for _ in range(3000):
-        detokenizer.push([token])
-    assert vocabulary.looked_up == (0 if what == "<|im_end|>" and skip else 3000)
 
 
 def test_tokenizer_that_is_not_byte_level_is_refused() -> None:
@@ -120,17 +91,16 @@ def test_tokenizer_that_is_not_byte_level_is_refused() -> None:
     pieces=pieces_of_text,
     stop=st.lists(st.sampled_from(STOPS), min_size=1, max_size=3),
     include=st.booleans(),
-    sizes=sizes_of_pushes,
 )
 def test_stop_strings(
-    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], stop: list[str], include: bool, sizes: list[int]
+    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], stop: list[str], include: bool
 ) -> None:
     """Compared with a plain reading of the whole text, character by character."""
     ids = encode(tokenizer, "".join(pieces))
     whole = "".join(pieces).replace("<|im_end|>", "")
     ends = [end for end in range(len(whole) + 1) if any(whole[:end].endswith(word) for word in stop)]
     detokenizer = Detokenizer(vocabulary, stop, include)
-    text, used = in_chunks(detokenizer, ids, sizes)
+    text, used = read_all(detokenizer, ids)
     if not ends:
         assert (text, used, detokenizer.stopped_by) == (whole, len(ids), None)
         return
@@ -140,20 +110,20 @@ def test_stop_strings(
     # One token fewer would not have been enough.
     assert found in tokenizer.decode(ids[:used], skip_special_tokens=True)
     assert not any(word in tokenizer.decode(ids[: used - 1], skip_special_tokens=True) for word in stop)
-    assert (detokenizer.push(ids).tokens_used, detokenizer.finish()) == (0, ""), "nothing comes after a stop"
 
 
-@given(pieces=pieces_of_text, stop=st.sampled_from(STOPS), least=st.integers(0, 8), size=st.integers(1, 4))
+@given(pieces=pieces_of_text, stop=st.sampled_from(STOPS), least=st.integers(0, 8))
 def test_stop_string_counts_from_the_least_tokens_on(
-    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], stop: str, least: int, size: int
+    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], stop: str, least: int
 ) -> None:
     """Compared with a reading character by character, from where the first `least` tokens' text ends."""
     ids = encode(tokenizer, "".join(pieces))
     whole = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
     exempt = Detokenizer(vocabulary)
-    exempt.push(ids[:least])
+    for token in ids[:least]:
+        exempt.push(token)
     ends = [end for end in range(exempt.decoded_length + 1, len(whole) + 1) if whole[:end].endswith(stop)]
-    text, _ = in_chunks(Detokenizer(vocabulary, [stop], min_tokens=least), ids, [size])
+    text, _ = read_all(Detokenizer(vocabulary, [stop], min_tokens=least), ids)
     assert text == (whole[: ends[0] - len(stop)] if ends else whole)
 
 
@@ -161,10 +131,10 @@ def test_text_is_held_back_only_while_it_may_be_a_stop_string_or_become_a_charac
     tokenizer: Any, vocabulary: Vocabulary
 ) -> None:
     detokenizer = Detokenizer(vocabulary, ["STOP"])
-    assert [detokenizer.push([token]).text for token in encode(tokenizer, "xSTSTx")] == ["x", "", "", "ST", "", "STx"]
+    assert [detokenizer.push(token) for token in encode(tokenizer, "xSTSTx")] == ["x", "", "", "ST", "", "STx"]
     first, *_ = encode(tokenizer, "Ж")
     detokenizer = Detokenizer(vocabulary)
-    assert [detokenizer.push([first]).text for _ in range(3)] == ["", "�", "�"]
+    assert [detokenizer.push(first) for _ in range(3)] == ["", "�", "�"]
     assert (detokenizer.finish(), detokenizer.finish()) == ("�", "")
 
 
@@ -200,8 +170,7 @@ def test_listed_tokens_are_those_of_the_text(
         if piece.finish_reason is not None:
             break
     plain = Detokenizer(vocabulary, stop, include, skip)
-    delta = plain.push(ids)
-    assert (text, sample.completion_tokens) == (delta.text + plain.finish(), delta.tokens_used)
+    assert (text, sample.completion_tokens) == read_all(plain, ids)
     joined = b"".join(listed)
     if plain.stopped_by is None:
         assert joined == b"".join(vocabulary.bytes_shown(one, skip) for one in ids)

@@ -4,6 +4,7 @@ import re
 from functools import reduce
 from operator import getitem
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import msgspec
@@ -48,7 +49,7 @@ def test_every_endpoint_is_named() -> None:
 
 
 def test_the_openapi_document_is_whole() -> None:
-    document = app.create_app(None, EngineConfig()).openapi()
+    document = app.create_app(SimpleNamespace(config=EngineConfig())).openapi()
     references = set(re.findall(r'"\$ref":"#/([^"]+)"', msgspec.json.encode(document).decode()))
     kinds = ("ChatRequest", "CompletionRequest", "TokenizeRequest", "ChatCompletion", "Completion", "ErrorResponse")
     assert {f"components/schemas/{kind}" for kind in kinds} < references

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,12 @@ from mini_engine.api.generation import Generation
 from mini_engine.api.responses import Piece
 from mini_engine.api.timings import RequestClock
 from mini_engine.messages import MediaItem, NewRequest, SamplingParams, Sibling
+from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import Encoder
-from tests.api.patience import cancelled, eventually, settle, skip
-from tests.api.peers import MemoryTransport, ScriptedCore
+from mini_engine.transport.tensor_ipc import TensorIpcSender
+from tests.api.patience import eventually, settle, skip
+from tests.api.peers import ScriptedCore, make_queue
+from tests.transport.conftest import ME, PATIENCE, Rank, address_of
 
 HASHES = [bytes([number]) * 16 for number in range(64)]
 
@@ -29,13 +32,13 @@ HASHES = [bytes([number]) * 16 for number in range(64)]
 class World:
     """Some engines, and a client of them all; further clients can be made."""
 
-    def __init__(self, runtime: Path, count: int):
+    def __init__(self, runtime: Path, queues: Sequence[TensorIpcSender]):
         self.context = zmq.asyncio.Context()
-        self.endpoints = [f"ipc://{runtime}/core{number}" for number in range(count)]
+        self.endpoints = [f"ipc://{runtime}/core{number}" for number in range(len(queues))]
         self.cores = [ScriptedCore(self.context, endpoint) for endpoint in self.endpoints]
         for core in self.cores:
             core.hold = True
-        self.queues = [MemoryTransport() for _ in self.cores]
+        self.queues = queues
         self.clients: list[EngineClient] = []
         self.client = self.make_client(7)
         self.running = asyncio.create_task(self.client.run())
@@ -56,17 +59,25 @@ class World:
         return generation
 
 
+@contextlib.asynccontextmanager
+async def engines_of(runtime: Path, queues: Sequence[TensorIpcSender]) -> AsyncIterator[World]:
+    world = World(runtime, queues)
+    try:
+        yield world
+    finally:
+        for task in world.tasks:
+            task.cancel()
+        await asyncio.gather(*world.tasks, return_exceptions=True)
+        for one in (*world.clients, *world.cores):
+            one.close()
+        world.context.destroy(linger=0)
+
+
 @pytest.fixture
 async def world(runtime: Path, request: pytest.FixtureRequest) -> AsyncIterator[World]:
     """With one engine, or as many as the parameter says."""
-    made = World(runtime, getattr(request, "param", 1))
-    yield made
-    for task in made.tasks:
-        task.cancel()
-    await asyncio.gather(*made.tasks, return_exceptions=True)
-    for one in (*made.clients, *made.cores):
-        one.close()
-    made.context.destroy(linger=0)
+    async with engines_of(runtime, [make_queue() for _ in range(getattr(request, "param", 1))]) as made:
+        yield made
 
 
 class TokensAsText:
@@ -121,16 +132,6 @@ async def test_samples_are_taken_in_turns_and_aborted_together(world: World) -> 
     await eventually(lambda: not world.client.engines[0].requests)
 
 
-async def test_sample_that_fails_ends_the_request(world: World) -> None:
-    (core,) = world.cores
-    generation = await world.submit(request(siblings=1))
-    await eventually(lambda: len(core.running) == 2)
-    await core.end(core.running["a-1"], "error", "lost")
-    with pytest.raises(EngineError, match="lost"):
-        await anext(generation)
-    await core.has_aborted("a")
-
-
 # --- several engines -------------------------------------------------------------------------------------------------
 
 
@@ -173,58 +174,24 @@ async def test_clients_send_the_same_media_to_the_same_engine_while_its_load_all
     assert choices(client) == passed, "as when it is busy"
 
 
-@pytest.mark.parametrize("world", [2], indirect=True)
-async def test_work_for_an_engine_ends_with_the_last_of_them(world: World) -> None:
-    async def wait() -> None:
-        async with world.client.while_running():
-            await asyncio.get_running_loop().create_future()
-
-    waiting, leaving = asyncio.create_task(wait()), asyncio.create_task(wait())
-    await settle()
-    world.client.peer_gone("core 0")
-    await settle()
-    assert not waiting.done() and not leaving.done()
-    world.client.peer_gone("worker 1.0")
-    await cancelled(leaving)  # its client leaves in the same moment
-    assert leaving.cancelled()
-    for failing in (waiting, wait()):
-        with pytest.raises(EngineError) as caught:
-            await failing
-        assert caught.value.engine_gone and not caught.value.begun
-
-
-@pytest.mark.parametrize("world", [2], indirect=True)
-async def test_reset_of_the_caches_waits_for_all_engines(world: World) -> None:
-    first, second = world.cores
-    await world.client.reset_caches()
-    second.replies_to.discard("reset_caches")
-    resetting = asyncio.create_task(world.client.reset_caches())
-    await eventually(lambda: len(second.controls["reset_caches"]) == len(first.controls["reset_caches"]) == 2)
-    await settle()
-    assert not resetting.done()
-    world.client.peer_gone("worker 1.0")
-    with pytest.raises(EngineError) as caught:
-        await resetting
-    assert caught.value.engine_gone
-
-
 @pytest.mark.parametrize(("reported", "draining"), [(False, False), (True, False), (False, True)])
-async def test_engine_that_cannot_be_reached_counts_as_dead(world: World, reported: bool, draining: bool) -> None:
+async def test_engine_that_cannot_be_reached_counts_as_dead(runtime: Path, reported: bool, draining: bool) -> None:
     """Unless its death is reported, or this server drains, this server is to be replaced."""
-    (queue,) = world.queues
-    generation = await world.submit(request())
-    await eventually(lambda: queue.on_end is not None)
-    world.client.draining = draining
-    queue.on_end("the tensor stream to rank 1 has ended")
-    queue.on_end("the tensor stream to rank 0 has ended")
-    with pytest.raises(EngineError) as caught:
-        await anext(generation)
-    assert caught.value.engine_gone and not world.client.alive
-    if reported:
-        world.client.peer_gone("worker 0.1")
-    skip(LOST_SECONDS)
-    await settle()
-    assert world.running.done() == (not reported and not draining)
-    if world.running.done():
-        with pytest.raises(EngineLost):
-            await world.running
+    rank = Rank(address_of(runtime))
+    queue = TensorIpcSender(ME, [rank.address], Arena(1 << 20, lambda: 1 << 40))
+    queue.probe("torch_shm", PATIENCE)
+    async with engines_of(runtime, [queue]) as world:
+        generation = await world.submit(request())
+        world.client.draining = draining
+        await asyncio.to_thread(rank.close)
+        with pytest.raises(EngineError) as caught:
+            await anext(generation)
+        assert caught.value.status == 500 and not world.client.alive
+        if reported:
+            world.client.peer_gone("worker 0.1")
+        skip(LOST_SECONDS)
+        await settle()
+        assert world.running.done() == (not reported and not draining)
+        if world.running.done():
+            with pytest.raises(EngineLost):
+                await world.running

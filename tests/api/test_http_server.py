@@ -6,16 +6,15 @@ import asyncio
 import contextlib
 import json
 import socket
-import struct
 from typing import Any
 
 import pytest
 from starlette.datastructures import Headers
 
-from mini_engine.api.admission import BodyAdmission, BodyLimits
+from mini_engine.api.admission import ByteBudget
 from mini_engine.api.errors import ApiError
 from mini_engine.api.middleware import LEAST_BYTES, receive_body
-from tests.api.patience import PATIENCE, eventually, skip
+from tests.api.patience import PATIENCE, skip
 from tests.api.serving import CHAT_HEAD, Serve, Served, chat_body
 
 SHORT = {"timeout_client": 0.25, "timeout_keep_alive": 1}
@@ -76,7 +75,7 @@ async def test_slow_and_invalid_requests_are_closed(serve: Serve, caplog: pytest
 @pytest.mark.parametrize(("nbytes", "status"), [(2 << 20, None), (LEAST_BYTES, 408)])
 async def test_body_must_grow_by_a_share_of_what_has_arrived(nbytes: int, status: int | None) -> None:
     """20 s for each block of a body of 1 MiB and nine blocks; the time-out is 30 s."""
-    room = BodyAdmission(1 << 30)
+    budget = ByteBudget(1 << 30, "inflight_bodies")
     blocks = [bytes(1 << 20), *[bytes(nbytes)] * 9]
 
     async def receive() -> dict[str, Any]:
@@ -84,14 +83,14 @@ async def test_body_must_grow_by_a_share_of_what_has_arrived(nbytes: int, status
         await asyncio.sleep(0.01)  # for what is due by now
         return {"type": "http.request", "body": blocks.pop(0), "more_body": bool(blocks)}
 
-    limits, headers = BodyLimits(1 << 30, 30.0, room), Headers({"content-type": "application/json"})
+    receiving = receive_body(Headers({"content-type": "application/json"}), receive, budget, 1 << 30, 30.0)
     if status is None:
-        assert len(await receive_body(headers, receive, limits)) == (1 << 20) + 9 * nbytes
+        assert len(await receiving) == (1 << 20) + 9 * nbytes
     else:
         with pytest.raises(ApiError, match="nor grown to 1187840 bytes within the 30 s") as refusal:
-            await receive_body(headers, receive, limits)
+            await receiving
         assert refusal.value.status == status
-    assert room.received_bytes == 0
+    assert budget.inflight_bytes == 0
 
 
 async def test_long_answer_outlasts_every_time_out(serve: Serve) -> None:
@@ -118,25 +117,6 @@ async def test_client_that_does_not_read_aborts_its_request(serve: Serve) -> Non
                     await served.core.output(request, [65] * 3000)
                     await asyncio.sleep(0.01)
         await served.core.has_aborted(request.request_id)
-
-
-@pytest.mark.parametrize("reset", [False, True])
-async def test_clients_that_close_their_connections(served: Served, reset: bool) -> None:
-    """With half a body sent, before the first token of a whole answer and of a stream, and in the stream."""
-    _, uploading = await served.connect(HALF)
-    await eventually(lambda: served.context.body_limits.room.received_bytes == 1)
-    served.core.hold = True
-    reader, streaming = await served.connect_chat(stream=True)
-    await reader.readuntil(b"\n\n\r\n")
-    served.says()
-    pending = [(await served.connect_chat(stream=stream))[1] for stream in (False, True)]
-    await served.core.has_requests(3)
-    for writer in (uploading, streaming, *pending):
-        if reset:
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        writer.close()
-    await served.core.has_aborted(*(request.request_id for request in served.core.requests))
-    await eventually(served.at_rest)
 
 
 async def test_above_max_connections_requests_get_a_503(serve: Serve) -> None:

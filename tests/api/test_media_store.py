@@ -89,7 +89,7 @@ class World:
 
     def send(self, client: int, body: AnyMessage) -> None:
         if self.dead:
-            raise EngineError("gone", engine_gone=True)
+            raise EngineError("gone")
         self.seen.append(type(body))
         if self.held or isinstance(body, self.holds or ()):
             self.held.append((client, body))
@@ -229,20 +229,6 @@ async def test_pages_without_memory_end_the_reservation(world: World) -> None:
 # --- requests that leave, and an engine that dies --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_cached", [False, True])
-@pytest.mark.parametrize("held", [Lookup, Reserve])
-async def test_request_that_leaves_while_it_waits_for_an_answer(world: World, held: type, is_cached: bool) -> None:
-    if is_cached:
-        await world.read(await world.ask("before", item(B)))
-    world.holds = held
-    asking = world.asking("leaves", item(B), item(A))
-    await eventually(lambda: bool(world.held))
-    await cancelled(asking)
-    world.let_go()
-    await eventually(lambda: world.store.num_reservations == 0)
-    assert world.memory.begun == is_cached, "no request needs it: it is not written"
-
-
 @pytest.mark.parametrize("stays", [False, True])
 async def test_request_that_leaves_while_a_thread_copies(world: World, stays: bool) -> None:
     """The pages are the thread's until it has returned; then the item is cached, whichever request has left."""
@@ -278,7 +264,7 @@ async def test_dead_engine_ends_requests_that_wait_for_its_answer(world: World, 
     asking = [world.asking(name, item(A, LARGE)) for name in ("one", "two")]
     await eventually(lambda: world.memory.begun == 1 if held is Written else bool(world.held))
     world.dead = True
-    world.clients[1].close(EngineError("gone", engine_gone=True))
+    world.clients[1].close(EngineError("gone"))
     world.memory.go.set()
     for task in (*asking, world.asking("late", item(B))):
         with pytest.raises(EngineError, match="gone"):

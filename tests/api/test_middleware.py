@@ -1,4 +1,4 @@
-"""Which requests are accepted, and how they end: API keys, ids, headers of bodies, drain, stop, CORS, a proxy's path."""
+"""Which requests are accepted, and how they end: API keys, ids, headers of bodies, drain, CORS, a proxy's path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import httpx
 import openai
 import pytest
 
-from mini_engine.api.errors import ServerStopping
 from tests.api.patience import PATIENCE, eventually
 from tests.api.serving import CHAT_HEAD, MAX_REQUEST_BYTES, Serve, Served, chat_body, check_error, choices_of
 
@@ -128,7 +127,7 @@ async def test_drain_finishes_what_runs_and_refuses_the_rest(served: Served, str
     asking = asyncio.create_task(served.ask(stream=stream))
     request = await served.core.has_requests()
     reader, _ = await served.connect(CHAT_HEAD + b"content-length: 9\r\n\r\n{")
-    await eventually(lambda: served.context.body_limits.room.received_bytes == 1)
+    await eventually(lambda: served.context.bodies.inflight_bytes == 1)
     draining = asyncio.create_task(served.requests.drain())
     assert b" 503 " in await asyncio.wait_for(reader.readline(), PATIENCE), "half a body delays the drain"
     for response in (await served.post(), await served.http.get("/health"), await served.http.get("/v1/models")):
@@ -140,15 +139,6 @@ async def test_drain_finishes_what_runs_and_refuses_the_rest(served: Served, str
     await served.core.end(request, "length")
     assert (await choices_of(await asking)).reasons == ["length"]
     await asyncio.wait_for(draining, PATIENCE)
-
-
-async def test_stop_ends_what_runs_with_the_reason(served: Served) -> None:
-    served.core.hold = True
-    stream = await served.ask(stream=True)
-    served.context.engines.stop(ServerStopping())
-    with pytest.raises(openai.APIError, match="stopping") as cut:
-        [chunk async for chunk in stream]
-    assert cut.value.code == "shutting_down"
 
 
 async def test_request_that_does_not_end_is_answered_when_the_server_ends(served: Served) -> None:

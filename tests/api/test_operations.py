@@ -11,18 +11,14 @@ import pytest
 
 from mini_engine import metrics
 from mini_engine.api.engine_client import FIGURES_SECONDS
-from mini_engine.api.errors import ServerStopping, explain
+from mini_engine.api.errors import explain, shutting_down
 from mini_engine.api.media_loader import start_thread_pool
 from mini_engine.api.operations import RESET_SECONDS, Stats
 from mini_engine.api.timings import RequestClock
-from mini_engine.media import http_fetch
 from mini_engine.media.errors import DecoderUnavailable
-from mini_engine.media.policy import MediaPolicy
-from mini_engine.media.processor import MediaProcessor
-from mini_engine.messages import ControlReply, EngineCounters, Figures
+from mini_engine.messages import ControlReply, EngineCounters
 from tests.api.patience import cancelled, eventually, settle, skip
-from tests.api.peers import STATS
-from tests.api.serving import Counted, Serve, Served, check_error, media_loader, png
+from tests.api.serving import Counted, Serve, Served, check_error, png
 from tests.shortages import no_descriptors, no_threads
 
 WITHIN = 0.3
@@ -53,11 +49,10 @@ async def test_unknown_path_or_method(served: Served, method: str, path: str, al
     response = await served.http.request(method, path, headers={"host": "elsewhere"})
     assert response.json()["error"]["type"] == "invalid_request_error"
     if allowed is None:
-        check_error(response, 404, "unknown_url", f"Invalid URL ({method} {path}); ")
-        assert "/v1/chat/completions, /v1/completions, /v1/models, /v1/models/{name}" in response.text
+        check_error(response, 404, "unknown_url", f"Not Found: {method} {path}; /openapi.json lists")
     else:
-        check_error(response, 405, "method_not_allowed", f"Method Not Allowed; this path takes {allowed}.")
-        assert response.headers["allow"] == allowed
+        check_error(response, 405, "method_not_allowed", f"Method Not Allowed: {method} {path}; ")
+        assert response.headers["allow"] in allowed
 
 
 # --- health ----------------------------------------------------------------------------------------------------------
@@ -100,33 +95,15 @@ async def test_health_of_an_engine_that_hangs(serve: Serve) -> None:
         assert await health(served) == (503, "timeout")
 
 
-async def test_health_of_an_engine_that_dies(served: Served) -> None:
-    served.core.replies_to.discard("ping")
-    asking = asyncio.create_task(health(served))
-    await eventually(lambda: served.core.controls["ping"] == [1])
-    served.context.engines.peer_gone("core 0")
-    assert await asking == (503, "engine_unavailable") == await health(served)
-    assert (await served.http.get("/live")).status_code == 200
-
-
 # --- metrics and caches ----------------------------------------------------------------------------------------------
 
 
-async def test_simultaneous_reads_of_the_metrics_ask_the_engines_once(served: Served) -> None:
+async def test_metrics_are_those_of_the_engines_at_this_moment(served: Served) -> None:
     counted = Counted("prefix_cache_hits_total{engine=0}")
     served.core.counters = EngineCounters(10, 4, 0, 0, 0)
-    served.core.replies_to.discard("figures")
-    both = [asyncio.create_task(served.http.get("/metrics")) for _ in range(2)]
-    await eventually(lambda: bool(served.core.controls["figures"]))
-    await settle()
-    (number,) = served.core.controls["figures"]
-    await served.core.tell(ControlReply(number, Figures(STATS, served.core.counters)))
-    hits = counted.read("prefix_cache_hits_total{engine=0}")
-    for answer in await asyncio.gather(*both):
-        assert f'mini_engine:prefix_cache_hits_total{{engine="0"}} {hits + 4}' in answer.text
-    served.core.replies_to.add("figures")
-    assert (await served.http.get("/metrics")).status_code == 200
-    assert counted.since() == [2 * 4]
+    for reads in (1, 2):
+        assert 'mini_engine:prefix_cache_hits_total{engine="0"}' in (await served.http.get("/metrics")).text
+        assert counted.since() == [4 * reads]
 
 
 async def test_metrics_can_be_read_while_an_engine_is_silent_or_gone(served: Served) -> None:
@@ -135,7 +112,7 @@ async def test_metrics_can_be_read_while_an_engine_is_silent_or_gone(served: Ser
     await eventually(lambda: bool(served.core.controls["figures"]))
     skip(FIGURES_SECONDS)
     assert "mini_engine:num_requests_running" in (await asking).text
-    served.context.engines.stop(ServerStopping())
+    served.context.engines.stop(shutting_down())
     assert "mini_engine:num_requests_running" in (await served.http.get("/metrics")).text
 
 
@@ -190,12 +167,12 @@ async def test_without_descriptors_a_request_that_needs_one_is_a_503(
     counted = Counted("requests_rejected_total{reason=host}")
     with no_descriptors():
         for answer in (await served.post(content), await served.http.get("/version")):
-            check_error(answer, 503, "overloaded", "open files")
+            check_error(answer, 503, "overloaded", "file descriptors")
             assert int(answer.headers["retry-after"]) > 0 and "Errno" not in answer.text
         assert (await served.post()).status_code == 200
     assert counted.since() == [2]
     assert (await served.post(content)).status_code == 200
-    assert sum("gets no more open files" in record.getMessage() for record in caplog.records) <= 1
+    assert sum("out of file descriptors" in record.getMessage() for record in caplog.records) <= 1
 
 
 @pytest.mark.parametrize(
@@ -229,11 +206,3 @@ def test_thread_pool_starts_all_its_threads_or_fails() -> None:
         with pytest.raises(RuntimeError):
             start_thread_pool(4, "test")
     pool.shutdown()
-
-
-def test_certificates_are_read_while_there_are_descriptors(processor: MediaProcessor) -> None:
-    """Without one OpenSSL would take their file for empty, for as long as the process lives."""
-    http_fetch.tls_context.cache_clear()
-    for hosts, read in (([], 0), (["media.test"], 1)):
-        media_loader(processor, MediaPolicy(None, 1000, hosts)).close()
-        assert http_fetch.tls_context.cache_info().currsize == read

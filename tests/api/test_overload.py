@@ -73,11 +73,11 @@ async def test_unfinished_requests_are_limited_before_the_body_is_read(served: S
 async def test_bodies_that_are_received_at_once_share_their_room(served: Served) -> None:
     """What has come of them counts, not what they declare."""
     counted = Counted("requests_rejected_total{reason=inflight_bodies}")
-    room = served.context.body_limits.room
+    room = served.context.bodies
     part = CHAT_HEAD + b"content-length: %d\r\n\r\n" % MAX_REQUEST_BYTES + b" " * (MAX_REQUEST_BYTES * 2 // 5)
     for count in (1, 2):
         await served.connect(part)
-        await eventually(lambda count=count: room.received_bytes == count * (MAX_REQUEST_BYTES * 2 // 5))
+        await eventually(lambda count=count: room.inflight_bytes == count * (MAX_REQUEST_BYTES * 2 // 5))
     reader, _ = await served.connect(part)
     answer = await asyncio.wait_for(reader.readuntil(b"}}"), PATIENCE)
     assert b" 429 " in answer

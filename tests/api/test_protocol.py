@@ -51,7 +51,7 @@ def test_null_is_absent() -> None:
 
 def test_ignored_and_neutral_fields_change_nothing() -> None:
     parse(user="me", metadata={"a": "b"}, store=True, service_tier="auto")
-    parse(tools=[], tool_choice="auto", response_format={"type": "text"}, length_penalty=1.0, echo=False)
+    parse(tools=[], tool_choice="auto", response_format={"type": "text"}, echo=False)
     message = {"role": "user", "name": "x", "content": [{"type": "text", "text": "x", "uuid": "1"}]}
     parse(messages=[message, {"role": "assistant", "content": "y", "refusal": None, "tool_calls": []}])
 

@@ -18,7 +18,7 @@ def chat(**fields: Any) -> ChatRequest:
 
 
 def resolver(defaults: SamplingDefaults | None = None, seed: int = 0, incarnation: int = 1) -> SamplingResolver:
-    return SamplingResolver(defaults or SamplingDefaults(eos_token_ids=(7,)), 100, 50, seed, incarnation)
+    return SamplingResolver(defaults or SamplingDefaults(eos_token_id=[7]), 100, 50, seed, incarnation)
 
 
 @pytest.fixture
@@ -39,11 +39,11 @@ def model_dir(tmp_path: Path) -> Path:
 
 def test_defaults_of_the_model(model_dir: Path) -> None:
     defaults = SamplingDefaults.load(str(model_dir), "auto")
-    assert defaults == SamplingDefaults(0.5, 1.0, 20, 0.05, 1.0, 9, (5, 6, 7))
+    assert defaults == SamplingDefaults(0.5, 1.0, 20, 0.05, 1.0, 9, [5, 6, 7])
 
 
 def test_without_the_models_defaults_its_ends_stay(model_dir: Path) -> None:
-    assert SamplingDefaults.load(str(model_dir), "vllm") == SamplingDefaults(eos_token_ids=(5, 6, 7))
+    assert SamplingDefaults.load(str(model_dir), "vllm") == SamplingDefaults(eos_token_id=[5, 6, 7])
 
 
 def test_defaults_of_another_directory(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -59,7 +59,7 @@ def test_defaults_of_another_directory(model_dir: Path, tmp_path_factory: pytest
 )
 def test_defaults_of_no_use(model_dir: Path, text: str) -> None:
     (model_dir / "generation_config.json").write_text(text)
-    with pytest.raises(ConfigError, match="generation_config.json (cannot be used|is not JSON): "):
+    with pytest.raises(ConfigError, match="generation_config.json(:| is not JSON:) "):
         SamplingDefaults.load(str(model_dir), "auto")
 
 
@@ -90,7 +90,7 @@ def test_ends() -> None:
 
 def test_ends_that_the_model_cannot_sample_are_no_stop_tokens() -> None:
     """A rank has no logits to bar them by before `min_tokens`: it ended the engine."""
-    ends = resolver(SamplingDefaults(eos_token_ids=(-1, 7, 49, 50, 10**9)))
+    ends = resolver(SamplingDefaults(eos_token_id=[-1, 7, 49, 50, 10**9]))
     assert ends.resolve(chat(min_tokens=5), 1).stop_token_ids == [7, 49]
 
 

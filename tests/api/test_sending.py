@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from mini_engine.api.errors import EngineError, MediaNotSent, MediaTooLarge, as_api_error
+from mini_engine.api.errors import EngineError, MediaNotSent
 from mini_engine.api.sending import INLINE_COPY_BYTES, RequestSender
 from mini_engine.messages import MediaItem, MessageId, NewRequest, SamplingParams
 from mini_engine.transport.arena import Arena
-from mini_engine.transport.codec import decode
+from mini_engine.transport.codec import TransportError, decode
+from mini_engine.transport.cuda_memory import StagingSlots
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from tests.api.patience import PATIENCE, cancelled, eventually
-from tests.api.peers import MemoryTransport
+from tests.api.peers import make_queue
 from tests.api.serving import Counted
 from tests.transport.conftest import API, ME, Rank, address_of
+from tests.transport.test_tensor_ipc import HostStaging
 
 ARENA_BYTES = 4 << 20
 
@@ -108,9 +109,9 @@ async def test_cancelled_copy_frees_its_memory_when_the_thread_has_returned(worl
 
 
 async def test_request_larger_than_the_arena_is_a_400(world: World) -> None:
-    with pytest.raises(MediaTooLarge, match=f"{ARENA_BYTES + 1} bytes .*--mm-ipc-memory-bytes") as caught:
+    with pytest.raises(EngineError, match=f"{ARENA_BYTES + 1} bytes .*--mm-ipc-memory-bytes") as caught:
         await world.submit("huge", ARENA_BYTES, 1)
-    assert as_api_error(caught.value).status == 400
+    assert caught.value.status == 400
     assert world.sent == [] and world.arena.num_used == 0
 
 
@@ -118,44 +119,18 @@ async def test_without_memory_a_request_is_a_503(world: World) -> None:
     queue = TensorIpcSender(ME, [rank.address for rank in world.ranks], Arena(ARENA_BYTES, lambda: 0))
     with pytest.raises(MediaNotSent) as caught:
         await RequestSender(ME, queue, lambda frame: None, lambda: None).submit(request("r", on_host(1)))
-    assert as_api_error(caught.value).status == 503
+    assert caught.value.status == 503
 
 
 async def test_dead_engine_ends_requests_that_wait_for_memory(world: World) -> None:
     await world.submit("first", ARENA_BYTES)
     waiting = world.submit("waits", ARENA_BYTES)
     await eventually(lambda: world.arena.num_waiting == 1)
-    world.sender.close(EngineError("gone", engine_gone=True))
+    world.sender.close(EngineError("gone"))
     for failing in (waiting, world.submit("later", 1)):
         with pytest.raises(EngineError, match="gone|handed"):
             await failing
     assert world.sent == ["first"] and world.queue.buffered_tensors == 0 == world.arena.num_waiting
-
-
-@pytest.mark.parametrize("end", ["cancelled", "closed", None])
-async def test_large_copy_delays_no_other_request(end: str | None) -> None:
-    queue, frames = MemoryTransport(), []
-    sender = RequestSender(ME, queue, frames.append, lambda: None)
-    queue.go.clear()
-    patches = torch.zeros((1, INLINE_COPY_BYTES + 1), dtype=torch.uint8)
-    large = asyncio.create_task(sender.submit(request("large", patches)))
-    await eventually(lambda: bool(queue.copiers))
-    assert queue.copiers[0] is not threading.main_thread()
-    await sender.submit(request("text"))
-    if end == "cancelled":
-        await cancelled(large)
-        assert queue.held, "the thread still writes there"
-    elif end == "closed":
-        sender.close(EngineError("stopping"))
-    queue.go.set()
-    if end == "closed":
-        with pytest.raises(EngineError, match="stopping"):
-            await large
-    elif end is None:
-        await large
-    await eventually(lambda: bool(queue.held) == (end is None))
-    assert [decode(frame).body.request_id for frame in frames] == ["text", *(["large"] if end is None else [])]
-    assert bool(queue.sent) == (end is None)
 
 
 PROGRAM = """
@@ -187,56 +162,64 @@ def test_error_between_tensors_and_request_ends_the_process() -> None:
 # --- tensors on a device ---------------------------------------------------------------------------------------------
 
 
-class OnDevice:
-    """A tensor that says it lies on a device. Without a value it cannot be copied from there."""
+class OnDevice(torch.Tensor):
+    """A tensor that says it lies on a device."""
 
-    device = torch.device("cuda", 0)
-
-    def __init__(self, value: int | None):
-        self.value = value
-        self.nbytes, self.shape = 4, (1, 4)
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
 
     def cpu(self) -> torch.Tensor:
-        if self.value is None:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return on_host(self.value)
+        return self.as_subclass(torch.Tensor)
+
+
+class Broken(OnDevice):
+    def cpu(self) -> torch.Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+class DeviceStaging(HostStaging):
+    device_type = "cuda"
+
+
+class FullStaging(DeviceStaging):
+    def fill(self, slot: int, memory: torch.Tensor, content: torch.Tensor) -> None:
+        raise TransportError("CUDA error")
 
 
 def on_host(value: int) -> torch.Tensor:
     return torch.full((1, 4), value, dtype=torch.uint8)
 
 
+def on_device(value: int, kind: type[torch.Tensor] = OnDevice) -> torch.Tensor:
+    return on_host(value).as_subclass(kind)
+
+
 @pytest.mark.parametrize(
-    ("slots", "fails", "tensors", "goes_by_host"),
+    ("staging", "slots", "tensors", "by_host", "in_arena"),
     [
-        (2, [], [OnDevice(1), OnDevice(2)], False),
-        (1, [], [OnDevice(1), OnDevice(2)], True),  # a slot too few
-        (2, ["copy"], [OnDevice(1), OnDevice(2)], True),  # a slot that cannot be filled
-        (2, [], [OnDevice(1), on_host(2)], True),
-        (2, [], [on_host(1), on_host(2)], False),
+        (DeviceStaging, 2, [on_device(1), on_device(2)], 0, 0),
+        (DeviceStaging, 1, [on_device(1), on_device(2)], 1, 2),  # a slot too few
+        (FullStaging, 2, [on_device(1), on_device(2)], 1, 2),  # a slot that cannot be filled
+        (DeviceStaging, 2, [on_device(1), on_host(2)], 1, 2),
+        (DeviceStaging, 2, [on_host(1), on_host(2)], 0, 2),
     ],
 )
 async def test_tensors_on_a_device_leave_from_there_or_are_copied_to_the_host(
-    slots: int, fails: list[str], tensors: list[Any], goes_by_host: bool
+    staging: type[HostStaging], slots: int, tensors: list[Any], by_host: int, in_arena: int
 ) -> None:
-    queue, frames = MemoryTransport(slots=slots), []
-    queue.fails = [*fails]
+    arena, frames = Arena(ARENA_BYTES, lambda: 1 << 40), []
+    queue = TensorIpcSender(ME, [], arena)
+    queue.probe("torch_shm", PATIENCE, StagingSlots(staging(), slots, 512))
     counted = Counted("ipc_fallbacks_total{reason=cuda_ipc}")
     await RequestSender(ME, queue, frames.append, lambda: None).submit(request("r", tensors[0], None, tensors[1]))
-    carried = list(queue.held.values())
-    if goes_by_host:
-        assert [one.tolist() for one in carried] == [[[1] * 4], [[2] * 4]]
-    else:
-        assert carried == tensors
-    assert counted.since() == [goes_by_host]
+    assert (counted.since(), arena.num_used, queue.buffered_tensors) == ([by_host], in_arena, 2)
     (frame,) = frames
     assert [item.patches is None for item in decode(frame).body.media] == [False, True, False]
-    if OnDevice in map(type, tensors):  # small as they are: the event loop must not wait for the device
-        assert threading.main_thread() not in queue.copiers
+    queue.close_streams()
+    arena.close_memory()
 
 
 async def test_device_that_fails_fails_the_request_alone() -> None:
     frames: list[bytes] = []
     with pytest.raises(EngineError, match="could not be handed") as caught:
-        await RequestSender(ME, MemoryTransport(), frames.append, lambda: None).submit(request("r", OnDevice(None)))
+        await RequestSender(ME, make_queue(), frames.append, lambda: None).submit(request("r", on_device(1, Broken)))
     assert "CUDA" not in str(caught.value) and frames == []

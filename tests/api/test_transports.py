@@ -2,56 +2,65 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import resource
 import types
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from mini_engine.api.transports import (
-    CHECK_SECONDS,
-    DeviceLost,
     add_slots,
     choose,
     limit_memory,
     processor_device,
     staging_slots,
-    watch_device,
 )
 from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig, TensorIpc
 from mini_engine.free_memory import CUDA_CONTEXT_BYTES, processor_bytes, processor_memory
 from mini_engine.host import plan_media_cache
-from mini_engine.messages import TransportChoice
-from mini_engine.transport.codec import TransportError
-from tests.api.patience import skip
-from tests.api.peers import MemoryTransport
+from mini_engine.messages import RankAddress, TransportChoice
+from mini_engine.transport.arena import Arena
+from mini_engine.transport.codec import Encoder, TransportError
+from mini_engine.transport.cuda_memory import StagingSlots
+from mini_engine.transport.tensor_ipc import TensorIpcSender
 from tests.api.serving import metric
+from tests.transport.test_tensor_ipc import HostStaging
 
 GIB = 1 << 30
 CUDA = {"mm_processor_device": "cuda"}
-FIRST = TransportChoice(3, "torch_shm", "the first")
 
 
-def queue_that_fails(failing: list[str]) -> MemoryTransport:
-    queue = MemoryTransport()
-    queue.probe_errors = dict.fromkeys(failing, "rank 1 has no /run/socket")
-    return queue
+def queue_to(*ranks: RankAddress, memory: int = 1 << 40) -> TensorIpcSender:
+    return TensorIpcSender(Encoder("api 0", 7), ranks, Arena(16 << 20, lambda: memory))
+
+
+@contextlib.contextmanager
+def no_shared_memory() -> Iterator[None]:
+    """As torch_shm needs it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(
-    ("mode", "failing", "chosen", "reason", "label"),
+    ("mode", "host", "chosen", "reason", "label"),
     [
-        ("auto", [], "torch_shm", "the first whose probe passed", "probe_passed"),
-        ("auto", ["torch_shm"], "direct_rpc", "torch_shm was passed over: rank 1 has no", "torch_shm_failed"),
-        ("torch_shm", ["direct_rpc"], "torch_shm", "asked for by --mm-tensor-ipc", "asked_for"),
-        ("direct_rpc", ["torch_shm"], "direct_rpc", "asked for by --mm-tensor-ipc", "asked_for"),
+        ("auto", contextlib.nullcontext, "torch_shm", "the first whose probe passed", "probe_passed"),
+        ("auto", no_shared_memory, "direct_rpc", "torch_shm was passed over: ", "torch_shm_failed"),
+        ("torch_shm", contextlib.nullcontext, "torch_shm", "asked for by --mm-tensor-ipc", "asked_for"),
+        ("direct_rpc", no_shared_memory, "direct_rpc", "asked for by --mm-tensor-ipc", "asked_for"),
     ],
 )
-async def test_first_placement_whose_probe_passes_is_used(
-    mode: TensorIpc, failing: list[str], chosen: str, reason: str, label: str
+def test_first_placement_whose_probe_passes_is_used(
+    mode: TensorIpc, host: Any, chosen: str, reason: str, label: str
 ) -> None:
-    queue = queue_that_fails(failing)
-    choice = choose(3, mode, queue, timeout=1)
+    queue = queue_to()
+    with host():
+        choice = choose(3, mode, queue, timeout=1)
     assert (choice.engine, choice.transport) == (3, chosen) and queue.placement == chosen
     assert reason in choice.reason
     assert metric("mm_tensor_ipc_info", engine="3", transport=chosen, reason=label) == 1
@@ -60,31 +69,28 @@ async def test_first_placement_whose_probe_passes_is_used(
 @pytest.mark.parametrize(
     ("mode", "says"),
     [
-        ("auto", "torch_shm: rank 1.*direct_rpc: rank 1"),
+        ("auto", "torch_shm: .* to rank 1 .*direct_rpc: .* to rank 1 "),
         ("torch_shm", "--mm-tensor-ipc torch_shm: .*Use --mm-tensor-ipc auto"),
         ("direct_rpc", "--mm-tensor-ipc direct_rpc: .*Use --mm-tensor-ipc auto"),
     ],
 )
-async def test_no_placement_is_an_error(mode: TensorIpc, says: str) -> None:
+def test_no_placement_is_an_error(mode: TensorIpc, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        choose(3, mode, queue_that_fails(["torch_shm", "direct_rpc"]), timeout=1)
+        choose(3, mode, queue_to(RankAddress(3, 1, "/nowhere")), timeout=0.1)
 
 
-async def test_slots_whose_probe_fails_send_cuda_tensors_by_way_of_the_host() -> None:
-    assert add_slots(queue_that_fails([]), FIRST, "auto", object, 1) == FIRST
-    replaced = add_slots(queue_that_fails(["slots"]), FIRST, "auto", object, 1)
-    assert replaced.reason == "the first; CUDA tensors go by way of the host: rank 1 has no /run/socket"
-    with pytest.raises(ConfigError, match="--mm-tensor-ipc torch_shm: .*auto"):
-        add_slots(queue_that_fails(["slots"]), FIRST, "torch_shm", object, 1)
-
-
-async def test_slots_without_device_memory_do_so_too() -> None:
-    def make() -> object:
+def test_cuda_tensors_are_copied_to_the_host_where_no_slots_can_be_made() -> None:
+    def fail() -> StagingSlots:
         raise TransportError("out of memory")
 
-    assert add_slots(queue_that_fails([]), FIRST, "auto", make, 1).reason.endswith("out of memory")
+    first = TransportChoice(3, "torch_shm", "the first")
+    assert add_slots(queue_to(), first, "auto", lambda: StagingSlots(HostStaging(), 1, 512), 1) == first
+    replaced = add_slots(queue_to(), first, "auto", fail, 1)
+    assert replaced.reason == "the first; CUDA tensors go by way of the host: out of memory"
+    with pytest.raises(ConfigError, match="--mm-tensor-ipc torch_shm: .*auto"):
+        add_slots(queue_to(), first, "torch_shm", fail, 1)
     with pytest.raises(ConfigError):
-        add_slots(queue_that_fails(["torch_shm"]), FIRST, "auto", make, 1)
+        add_slots(queue_to(memory=0), first, "auto", fail, 1)
 
 
 # --- the device of the processor -------------------------------------------------------------------------------------
@@ -140,32 +146,6 @@ def test_api_servers_take_turns_with_the_devices_and_limit_torch(monkeypatch: py
     limit_memory(EngineConfig(**CUDA), "cuda:0")
     limit_memory(EngineConfig(**CUDA, mm_ipc_gpu_memory_gb=64.0), "cuda:0")
     assert seen == [(3 / 16, "cuda:0"), (1.0, "cuda:0")]
-
-
-class Stream:
-    """Answers each query as it is told; then all is well."""
-
-    def __init__(self, *answers: bool):
-        self.answers = list(answers)
-
-    def query(self) -> bool:
-        if self.answers and not self.answers.pop(0):
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return True
-
-
-async def test_a_device_that_is_lost_ends_the_server_and_an_error_that_passes_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stream = Stream(True, False, True, True, False, False)
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream)
-    watch = asyncio.create_task(watch_device("cuda:1"))
-    while not watch.done():
-        await asyncio.sleep(0)
-        skip(CHECK_SECONDS)
-    with pytest.raises(DeviceLost, match="cuda:1 cannot be used by this process any more: CUDA error: an illegal"):
-        await watch
-    assert not stream.answers
 
 
 @pytest.mark.gpu

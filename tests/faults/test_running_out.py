@@ -85,7 +85,7 @@ def ask_on(connection: http.client.HTTPConnection, one: Asked) -> tuple[int, str
     reply = json.loads(got.read())
     if got.status == 200:
         return 200, reply["choices"][0]["message"]["content"]
-    assert got.headers["retry-after"] and "short of open files" in reply["error"]["message"], reply
+    assert got.headers["retry-after"] and "out of file descriptors" in reply["error"]["message"], reply
     return got.status, reply["error"]["code"]
 
 
@@ -117,7 +117,7 @@ def test_an_api_server_that_gets_no_more_descriptors_blames_no_client(tmp_path):
             assert figures.status == 503 and figures.read()
         waiting = pool.submit(ask, server, waits)
         time.sleep(2)  # a few attempts to accept its connection
-        assert server.log.count("gets no more open files") == 1
+        assert server.log.count("out of file descriptors: requests") == 1
         resource.prlimit(pids["mini-engine: api 0"], resource.RLIMIT_NOFILE, (4096, 4096))
         for item in (local, remote):
             assert ask_on(connection, item) == (200, one.answer)

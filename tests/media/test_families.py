@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mini_engine.api.chat import ChatRenderer, Placeholder
+from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.protocol import ChatMessage
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.media.sampling import VideoFacts, VideoSampling
@@ -96,18 +96,17 @@ def test_prompts(processor):
         processor.process_image(media[1], own),
         processor.process_video(*media[2], own),
     ]
-    placeholders = [Placeholder(item.modality, item.num_tokens, item.placeholder) for item in items]
     message = msgspec.convert({"role": "user", "content": parts}, ChatMessage)
-    ours = renderer.expand(renderer.render([message]), placeholders)
+    token_ids, placed_items = renderer.expand(renderer.render([message]), [(b"hash", item) for item in items])
     text = hf.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
     theirs = full_call(processor, *media, text=text)
-    assert ours.token_ids == list(theirs["input_ids"][0])
-    for placed, item in zip(ours.items, items, strict=True):
+    assert token_ids == list(theirs["input_ids"][0])
+    for placed, item in zip(placed_items, items, strict=True):
         token = hf.image_token_id if item.modality == "image" else hf.video_token_id
         runs = [placed.offset, *placed.more_offsets]
         assert len(runs) == (1 if item.placeholder is None else item.grid_thw[0])
         length = item.num_tokens // len(runs)
-        assert all(ours.token_ids[run - 1 : run + length + 1].count(token) == length for run in runs)
+        assert all(token_ids[run - 1 : run + length + 1].count(token) == length for run in runs)
     # The window keeps a frame each half second, and a step has two.
     if "second_per_grid_ts" in theirs:
         assert items[2].second_per_grid == pytest.approx(1.0) == theirs["second_per_grid_ts"][1].item()
