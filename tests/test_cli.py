@@ -81,6 +81,9 @@ def test_the_tensor_transport_switch(argv, environ, expected):
     assert parse(argv, environ).mm_tensor_ipc == expected
 
 
+CUDA = ["--mm-processor-device", "cuda"]
+
+
 @pytest.mark.parametrize(
     ("argv", "environ", "named"),
     [
@@ -144,6 +147,12 @@ def test_the_tensor_transport_switch(argv, environ, expected):
         (["--media-io-kwargs", '{"video": 3}'], {}, "--media-io-kwargs"),
         (["--media-io-kwargs", '{"image": {"mode": "L"}}'], {}, "--media-io-kwargs: images take no arguments"),
         (["--restart-engine", "M"], {}, "with --restart-engine alone, put MODEL before it"),
+        (["--mm-processor-device", "cuda", "--device", "cpu"], {}, "not --device cpu; choose cpu"),
+        (["--mm-ipc-gpu-memory-gb", "2"], {}, "is for --mm-processor-device cuda; leave it out"),
+        ([*CUDA, "--mm-processor-cache-type", "shm"], {}, "choose --mm-processor-cache-type lru or auto"),
+        ([*CUDA, "--mm-tensor-ipc", "direct_rpc"], {}, "choose --mm-tensor-ipc auto"),
+        ([*CUDA, "--mm-ipc-gpu-memory-gb", "0.01", "--api-server-count", "8", "-dp", "4"], {}, "256 staging slots"),
+        ([*CUDA, "--api-server-count", "64", "-dp", "3"], {}, "share a quarter of it; set 6 at least"),
         (["--chat-template", "/nowhere.jinja"], {}, "--chat-template"),
         (["--allowed-local-media-path", "/nowhere"], {}, "--allowed-local-media-path"),
         (["--max-num-queued-reqs", "0"], {}, "--max-num-queued-reqs"),

@@ -12,7 +12,7 @@ import pytest
 
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.media.processor import MediaProcessor
-from tests.api.patience import PATIENCE, eventually
+from tests.api.patience import eventually
 from tests.api.peers import as_requests, logprobs_of
 from tests.api.serving import (
     ANSWER,
@@ -29,7 +29,6 @@ from tests.api.serving import (
     events_of,
     image,
     media_loader,
-    png,
     video,
 )
 
@@ -131,17 +130,6 @@ async def test_logprobs(served: Served, stream: bool) -> None:
     assert [other.logprob for other in likeliest] == [-1.0, -2.0]
     assert (await served.ask()).choices[0].logprobs is None
     assert served.core.requests[1].sampling.logprobs is None
-
-
-async def test_nothing_is_sent_before_the_first_token(served: Served) -> None:
-    served.says()
-    served.core.hold = True
-    reader, _ = await served.connect_chat(stream=True)
-    request = await served.core.has_requests()
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(reader.read(1), 0.05)
-    await served.core.output(request, [65])
-    assert b'"role":"assistant"' in await asyncio.wait_for(reader.readuntil(b"\n\n\r\n"), PATIENCE)
 
 
 async def test_error_of_the_engine(served: Served) -> None:
@@ -302,13 +290,3 @@ async def test_token_ids_are_checked_before_media_are_loaded(served: Served, web
     response = await served.post([web.part], logit_bias={"99999": 1})
     check_error(response, 400, "invalid_value", "token id 99999 out of range")
     assert not web.dialled
-
-
-async def test_item_of_another_host_is_checked_as_it_comes(served: Served, web: SlowWeb) -> None:
-    web.go.set()
-    for body, says in ((LARGE, "--max-media-bytes"), (b"no image", "cannot be read")):
-        web.body = body
-        check_error(await served.post([web.part]), 400, "invalid_media", says)
-        assert served.at_rest()
-    web.body = png()
-    assert (await served.post([web.part])).status_code == 200

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from mini_engine.api.admission import ByteBudget
 from mini_engine.api.errors import ApiError
 from mini_engine.api.middleware import LEAST_BYTES, receive_body
 from tests.api.patience import PATIENCE, skip
-from tests.api.serving import CHAT_HEAD, Serve, Served, chat_body
+from tests.api.serving import CHAT_HEAD, Serve, Served
 
 SHORT = {"timeout_client": 0.25, "timeout_keep_alive": 1}
 LIVE = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -101,22 +100,6 @@ async def test_long_answer_outlasts_every_time_out(serve: Serve) -> None:
         assert await until_closed(served, LIVE)  # an idle connection is closed first
         await served.core.end(request, "length")
         assert b" 200 " in await reader.readline()
-
-
-async def test_client_that_does_not_read_aborts_its_request(serve: Serve) -> None:
-    async with serve(**SHORT) as served:
-        served.core.hold = True
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-            client.connect(("127.0.0.1", served.port))
-            body = json.dumps(chat_body(stream=True, logprobs=True)).encode()
-            client.sendall(CHAT_HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
-            request = await served.core.has_requests()
-            async with asyncio.timeout(PATIENCE):
-                while not served.core.finishes:  # until the system's buffers are full, and then for the time-out
-                    await served.core.output(request, [65] * 3000)
-                    await asyncio.sleep(0.01)
-        await served.core.has_aborted(request.request_id)
 
 
 async def test_above_max_connections_requests_get_a_503(serve: Serve) -> None:

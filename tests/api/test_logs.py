@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.api.patience import eventually
-from tests.api.serving import Serve, Served, chat_body, hang_up, image
+from tests.api.serving import Serve, Served, chat_body, image
 
 
 @pytest.fixture
@@ -52,14 +52,6 @@ async def test_stream_that_fails_is_no_success(serve: Serve, log: pytest.LogCapt
                 assert any("the media are lost" in line for line in [line async for line in lines])
         await eventually(lambda: len(log.records) == 2)
     assert all(record.getMessage().endswith(" s, with an error in its stream") for record in log.records)
-
-
-async def test_no_line_without_the_flag(served: Served, log: pytest.LogCaptureFixture) -> None:
-    _, writer = await served.connect_chat()
-    await served.ask()
-    await hang_up(writer)
-    await eventually(served.at_rest)
-    assert not log.records
 
 
 async def test_line_for_each_hop_of_a_request(served: Served, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from mini_engine.media.errors import MediaError
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from tests.api.patience import PATIENCE, cancelled, eventually, settle
-from tests.api.serving import Counted, GatedProcessor, SlowWeb, image, media_loader, media_settings, video
+from tests.api.serving import Counted, GatedProcessor, image, media_loader, media_settings, video
 
 
 def video_ref(number: int = 1) -> MediaRef:
@@ -62,30 +62,6 @@ async def loader(gated: GatedProcessor, request: pytest.FixtureRequest) -> Async
 
 
 one_thread = pytest.mark.parametrize("loader", [1], indirect=True)
-
-
-async def test_items_come_in_order(loader: MediaLoader, gated: GatedProcessor) -> None:
-    gated.door.set()
-    items = await load(loader, image_ref(1, 112), video_ref(), image_ref(2, 56))
-    assert [item.modality for item in items] == ["image", "video", "image"]
-    assert [items[0].grid_thw, items[2].grid_thw] == [(1, 8, 8), (1, 4, 4)]
-
-
-async def test_equal_items_have_equal_hashes_wherever_they_are_from(loader: MediaLoader, web: SlowWeb) -> None:
-    web.go.set()
-    elsewhere = MediaRef("image", web.part["image_url"]["url"], "image 9")
-    first, again, other, clip = await fetch(loader, [image_ref(1), elsewhere, image_ref(3, side=112), video_ref()])
-    assert first.media_hash == again.media_hash
-    assert len({item.media_hash for item in (first, other, clip)}) == 3
-
-
-@one_thread
-async def test_cancelled_download_frees_its_thread(loader: MediaLoader, web: SlowWeb) -> None:
-    loading = asyncio.create_task(fetch(loader, [MediaRef("image", web.part["image_url"]["url"], "image 1")]))
-    await asyncio.to_thread(web.asked.wait, PATIENCE)
-    await cancelled(loading)
-    async with asyncio.timeout(20):  # less than --media-fetch-timeout
-        await fetch(loader, [image_ref()])
 
 
 async def test_no_more_items_are_processed_than_there_are_threads(loader: MediaLoader, gated: GatedProcessor) -> None:

@@ -51,20 +51,17 @@ def without_tensors(media: Sequence[MediaItem]) -> list[MediaItem]:
 
 
 class HeldMemory(WritableMemory):
-    """Its writes wait for `go`; while `fails`, there is no memory for them."""
+    """Its writes wait for `go`."""
 
     def __init__(self, fd: int):
         super().__init__(fd)
         self.go = threading.Event()
         self.go.set()
         self.begun = 0
-        self.fails = False
 
     def write(self, extents: Sequence[Extent], payload: torch.Tensor) -> None:
         self.begun += 1
         assert self.go.wait(PATIENCE)
-        if self.fails:
-            raise OSError("no memory")
         super().write(extents, payload)
 
 
@@ -216,14 +213,6 @@ async def test_items_that_the_store_does_not_take_are_sent_with_their_tensors(wo
     assert counted.since() == [1, 1, 0]
     for one in held:
         await world.read(one)
-
-
-async def test_pages_without_memory_end_the_reservation(world: World) -> None:
-    world.memory.fails = True
-    assert await world.read(await world.ask("asks", item(A))) == ["brought"]
-    await eventually(lambda: world.seen.count(Abandoned) == 1)
-    world.memory.fails = False
-    assert await world.read(await world.ask("again", item(A))) == ["stored"]
 
 
 # --- requests that leave, and an engine that dies --------------------------------------------------------------------

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.model import Model
 from pydantic import BaseModel
 
-from tests.api.patience import PATIENCE, eventually
+from tests.api.patience import eventually
 from tests.api.serving import (
     ANSWER,
     MAX_REQUESTS,
@@ -139,17 +139,6 @@ async def test_images_and_videos_in_each_form(served: Served, web: SlowWeb) -> N
     assert all(item.grid_thw[0] == 1 for item in request.media)
 
 
-async def test_errors_are_the_sdks_exceptions(served: Served) -> None:
-    with pytest.raises(openai.NotFoundError) as missing:
-        await served.openai.chat.completions.create(model="gpt-5", messages=chat_body()["messages"])
-    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
-    for stream in (False, True):
-        with pytest.raises(openai.BadRequestError) as refused:
-            await served.ask(temperature=3, stream=stream)
-        assert (refused.value.code, refused.value.param) == ("invalid_value", "temperature")
-        assert refused.value.request_id.startswith("chatcmpl-")
-
-
 async def test_refusal_for_now_is_tried_again_by_the_sdk(served: Served) -> None:
     served.core.hold = True
     writers = [(await served.connect_chat())[1] for _ in range(MAX_REQUESTS)]
@@ -162,14 +151,3 @@ async def test_refusal_for_now_is_tried_again_by_the_sdk(served: Served) -> None
     for writer in writers:
         await hang_up(writer)
     assert (await asking).choices[0].message.content == "".join(ANSWER)
-
-
-async def test_blocking_client(served: Served) -> None:
-    def ask() -> list[str]:
-        url = f"http://127.0.0.1:{served.port}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", timeout=PATIENCE) as client:
-            with client.chat.completions.create(model="tiny", messages=chat_body()["messages"], stream=True) as stream:
-                text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-            return [text, client.completions.create(model="tiny", prompt="hello").choices[0].text]
-
-    assert await asyncio.to_thread(ask) == ["".join(ANSWER)] * 2

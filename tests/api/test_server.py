@@ -11,14 +11,11 @@ from typing import Any
 import pytest
 
 from mini_engine.api import server
-from mini_engine.api.body import decode_body
-from mini_engine.api.chat import MediaRef
-from mini_engine.api.protocol import ChatMessage, ChatRequest
+from mini_engine.api.protocol import ChatMessage
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
 from mini_engine.decode_limits import DecodeLimits
 from mini_engine.messages import Init, MediaCachePlan
 from tests import tiny_processor
-from tests.api.serving import chat_body
 
 IMAGE_PROCESSOR = '{"image_processor_type": "Qwen2VLImageProcessor", "size": %s}'
 
@@ -74,20 +71,6 @@ def test_settings_reach_the_media_path(model_dir: Path, tmp_path: Path) -> None:
         assert front.processor.hf_processor.tokenizer.decode(tokens) == "hello!"
     with loaded(model_dir) as front:
         assert front.media.decoders.limits == DecodeLimits()
-
-
-def test_settings_change_the_media_hashes(model_dir: Path) -> None:
-    def hashes(**settings: Any) -> tuple[bytes, bytes]:
-        with loaded(model_dir, **settings) as front:
-            chat = decode_body(json.dumps(chat_body()).encode(), ChatRequest, ["tiny"])
-            keys = front.media_settings.resolve(chat, 1000, [MediaRef("video", "", "video 1")])[0].keys
-            return keys["image"], keys["video"]
-
-    image, video = hashes()
-    other_image, other_video = hashes(media_io_kwargs={"video": {"fps": 3}})
-    assert image == other_image and video != other_video
-    assert not {image, video} & {*hashes(mm_processor_kwargs={"max_pixels": 28 * 28 * 20})}
-    assert not {image, video} & {*hashes(revision="other")}
 
 
 @pytest.mark.parametrize(

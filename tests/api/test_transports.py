@@ -19,8 +19,6 @@ from mini_engine.api.transports import (
     staging_slots,
 )
 from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig, TensorIpc
-from mini_engine.free_memory import CUDA_CONTEXT_BYTES, processor_bytes, processor_memory
-from mini_engine.host import plan_media_cache
 from mini_engine.messages import RankAddress, TransportChoice
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import Encoder, TransportError
@@ -96,44 +94,14 @@ def test_cuda_tensors_are_copied_to_the_host_where_no_slots_can_be_made() -> Non
 # --- the device of the processor -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "remedy"),
-    [
-        ({**CUDA, "device": "cpu"}, "not --device cpu; choose cpu"),
-        ({"mm_ipc_gpu_memory_gb": 2.0}, "is for --mm-processor-device cuda; leave it out"),
-        ({**CUDA, "mm_processor_cache_type": "shm"}, "choose --mm-processor-cache-type lru or auto"),
-        ({**CUDA, "mm_tensor_ipc": "direct_rpc"}, "choose --mm-tensor-ipc auto"),
-        (
-            {**CUDA, "mm_ipc_gpu_memory_gb": 0.01, "api_server_count": 8, "data_parallel_size": 4},
-            "--mm-ipc-gpu-memory-gb: 256 staging slots, 8 .* of 8 .* of 4 .*, share a quarter of it; set 1 at least$",
-        ),
-        ({**CUDA, "api_server_count": 64, "data_parallel_size": 3}, "--mm-ipc-gpu-memory-gb: .* set 6 at least$"),
-    ],
-)
-def test_settings_that_do_not_go_together(given: dict, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=remedy):
-        EngineConfig(**given).validate()
-    EngineConfig(**CUDA, mm_ipc_gpu_memory_gb=1.0, api_server_count=8, data_parallel_size=4).validate()
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_start_is_refused_without_a_device() -> None:
     with pytest.raises(ConfigError, match="--mm-processor-device: torch finds no CUDA device here; choose cpu"):
         processor_device(EngineConfig(**CUDA), 0)
 
 
-def test_memory_of_all_api_servers_is_within_the_budget() -> None:
-    cpu = EngineConfig()
-    assert processor_device(cpu, 0) is None and staging_slots(cpu, 0, 1) is None
-    assert sum(processor_memory(cpu)) == 0 == processor_bytes(cpu, 1)
-    two = EngineConfig(**CUDA, api_server_count=2)
-    assert processor_memory(two) == (GIB // 2, 3 * GIB // 2)
-    tight = EngineConfig(**CUDA, api_server_count=3, mm_ipc_gpu_memory_gb=0.6)
-    assert 3 * sum(processor_memory(tight)) == pytest.approx(0.6 * GIB, abs=3)
-    # Three servers take turns with two devices: one has two of them, each with a context of CUDA.
-    assert processor_bytes(tight, 2) == 2 * (sum(processor_memory(tight)) + CUDA_CONTEXT_BYTES)
-    plan = plan_media_cache(EngineConfig(**CUDA))
-    assert (plan.kind, plan.reason) == ("lru", "patches made on CUDA are kept there")
+def test_nothing_is_set_up_on_the_cpu() -> None:
+    assert processor_device(EngineConfig(), 0) is None and staging_slots(EngineConfig(), 0, 1) is None
 
 
 def test_api_servers_take_turns_with_the_devices_and_limit_torch(monkeypatch: pytest.MonkeyPatch) -> None:
