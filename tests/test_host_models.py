@@ -97,7 +97,7 @@ def test_a_damaged_json_file_is_named(name, text, tmp_path):
         check(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"a": 1} x', "[" * 100_000])
+@pytest.mark.parametrize("text", ["", '{"a": 1} x', "[" * 100_000])
 def test_a_damaged_config_is_named_with_the_remedy(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"cannot be served: .*; mend its config.json, or copy it"):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.e2e.barriers import Inside
+from tests.e2e.barriers import Inside, eventually
 from tests.e2e.pinned import call
 from tests.e2e.running_server import RunningServer, figures
 
@@ -77,3 +77,14 @@ def holdings(server: RunningServer, inside: Inside) -> dict[str, dict[str, int]]
             counted = inside.figures(pid)
             state[title] |= counted["held"] | counted["kept"]
     return state
+
+
+def assert_at_rest(server: RunningServer) -> None:
+    """All that a request holds is back."""
+    held = ("mini_engine:num_requests_running", "mini_engine:num_requests_waiting", "mini_engine:ipc_buffered_bytes")
+
+    def check() -> None:
+        left = {name: value for name, value in server.metrics().items() if name.startswith(held) and value}
+        assert not left
+
+    eventually(check)

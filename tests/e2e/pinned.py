@@ -159,3 +159,13 @@ class Asking:
             return True
         finally:
             self.hang_up()
+
+
+def hang_up(server: RunningServer, one: Asked, seconds: float) -> None:
+    """Send a streaming request and close the connection after `seconds`, whatever has come by then."""
+    address = urlsplit(server.url)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=120)
+    body = {"model": server.model, "messages": [message(one.text, one.urls)], "stream": True, "max_tokens": 500}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    time.sleep(seconds)
+    connection.close()

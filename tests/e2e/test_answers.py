@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mini_engine.demo import questions, videos
-from tests.e2e.asked import ask_image, ask_video, image_url, video_url
+from tests.e2e.asked import ask_image, ask_two, ask_video, image_url, video_url
+from tests.e2e.running_server import RunningServer
 
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
 
@@ -60,3 +61,15 @@ def test_an_image_and_a_video_in_one_prompt(server):
 @pytest.mark.parametrize("text", ["hello", "こんにちは 🌍", "x" * 2000, "<|nonsense|> \x01 ﷽"])
 def test_text_that_was_not_taught_gets_some_answer(server, text):
     assert isinstance(server.ask(text, [], max_tokens=16), str)
+
+
+def test_two_items_are_described_in_order():
+    pairs = [ask_two(seed) for seed in range(0, 16, 2)]
+    with RunningServer("-tp", "2") as server:
+        answers = [server.ask(one.text, one.urls) for one in pairs]
+        swapped = [server.ask(one.text, one.urls[::-1]) for one in pairs[:3]]
+    right = sum(answer == one.answer for answer, one in zip(answers, pairs, strict=True))
+    assert right >= len(pairs) - 1, answers
+    for answer, one in zip(swapped, pairs, strict=False):
+        first, second = (part.partition(": ")[2] for part in one.answer.split("; "))
+        assert answer == f"first: {second}; second: {first}"

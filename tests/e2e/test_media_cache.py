@@ -12,11 +12,10 @@ from openai import OpenAI
 from mini_engine.transport.pages import PAGE_BYTES, pages_for
 from tests.e2e.asked import Asked, ask_small, ask_two, ask_video
 from tests.e2e.barriers import Inside, eventually
-from tests.e2e.held import assert_nothing_held, samples
+from tests.e2e.held import assert_at_rest, assert_nothing_held, samples
 from tests.e2e.pinned import Asking, catch_up
 from tests.e2e.running_server import START_SECONDS, RunningServer, message
 from tests.e2e.test_gauges import API, STORED
-from tests.e2e.test_topologies import assert_at_rest
 
 CLIENTS = 48
 OTHER, CORE = "mini-engine: api 1", "mini-engine: core 0"

@@ -141,11 +141,6 @@ def test_a_second_server_on_the_same_port_says_so(server):
     assert f"port {port}" in second.stderr and "--port" in second.stderr
 
 
-def test_unknown_path_is_404(server):
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        server.get("/nothing")
-
-
 @pytest.mark.parametrize("backend", ["auto", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_ends_the_engine_with_its_requests_answered(backend):
     with RunningServer("-tp", "2", "--collective-timeout", "6", "--distributed-backend", backend) as server:

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.e2e.held import assert_at_rest
 from tests.e2e.running_server import RunningServer
-from tests.e2e.test_topologies import assert_at_rest
 
 CLOSED_SECONDS = 35  # the default --timeout-client is 30
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
