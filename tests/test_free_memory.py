@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from mini_engine.free_memory import RESERVE, available_memory, memory_reserve, total_memory
+from mini_engine.config import EngineConfig
+from mini_engine.free_memory import (
+    CUDA_CONTEXT_BYTES,
+    RESERVE,
+    available_memory,
+    memory_reserve,
+    processor_bytes,
+    processor_memory,
+    total_memory,
+)
+from mini_engine.host import plan_media_cache
 
 MIB = 1 << 20
 UNLIMITED = 9223372036854771712  # what version 1 says where nobody set a limit
@@ -88,3 +98,15 @@ def test_in_a_container_the_root_is_its_own_group(proc: Path, tmp_path: Path, pa
 def test_this_machine():
     assert 0 < available_memory() <= total_memory()
     assert RESERVE <= memory_reserve() <= max(RESERVE, total_memory() // 20)
+
+
+def test_cuda_memory_of_all_api_servers_is_within_the_budget():
+    cpu = EngineConfig()
+    assert sum(processor_memory(cpu)) == 0 == processor_bytes(cpu, 1)
+    two = EngineConfig(mm_processor_device="cuda", api_server_count=2)
+    assert processor_memory(two) == (512 * MIB, 1536 * MIB)
+    tight = EngineConfig(mm_processor_device="cuda", api_server_count=3, mm_ipc_gpu_memory_gb=0.6)
+    assert 3 * sum(processor_memory(tight)) == pytest.approx(0.6 * 1024 * MIB, abs=3)
+    # Three servers take turns with two devices: one has two of them, each with a context of CUDA.
+    assert processor_bytes(tight, 2) == 2 * (sum(processor_memory(tight)) + CUDA_CONTEXT_BYTES)
+    assert plan_media_cache(two).reason == "patches made on CUDA are kept there"
