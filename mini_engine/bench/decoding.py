@@ -22,7 +22,7 @@ from mini_engine.worker.worker import (
     make_attention,
     make_graphs,
     record_graphs,
-)
+)  # fmt: skip
 
 
 class NoMedia:

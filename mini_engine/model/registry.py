@@ -55,18 +55,14 @@ class ModelSpec:
         return getattr(importlib.import_module(f"mini_engine.model.{module}"), name)
 
 
-class UnknownArchitecture(ValueError):
-    """A model of another kind: nothing is wrong with it."""
-
-
 def find_spec(architectures: Sequence[str] | None) -> ModelSpec:
-    """The spec of the first supported name in a config's `architectures`; UnknownArchitecture, with the names of both
-    sides, if none is."""
+    """The spec of the first supported name in a config's `architectures`; ValueError, with the names of both sides, if
+    none is."""
     for name in architectures or ():
         if name in SPECS:
             return SPECS[name]
     found = ", ".join(architectures) if architectures else "none given"
-    raise UnknownArchitecture(f"unsupported architecture: {found}; supported: {', '.join(SPECS)}")
+    raise ValueError(f"unsupported architecture: {found}; supported: {', '.join(SPECS)}")
 
 
 def _qwen2_vision(raw: dict[str, Any]) -> dict[str, Any]:
