@@ -15,7 +15,7 @@ import functools
 import json
 import mimetypes
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,9 @@ def read_prompts(args: argparse.Namespace, wanted: int, tokenizer: str) -> list[
         ConfigError: the file cannot be read, or no record holds a prompt.
     """
     path = Path(args.dataset_path)
-    records: Iterable[Record] = _from_hub(args) if args.dataset_name == "hf" else _read_json(path)
-    if not args.disable_shuffle:
-        records = _shuffled(records, args.seed)
+    records = _from_hub(args) if args.dataset_name == "hf" else _read_json(path)
+    if isinstance(records, list) and not args.disable_shuffle:
+        records = draws(args.seed, "records").sample(records, len(records))
     reader = _Reader(path if path.is_dir() else path.parent, args.output_len, tokenizer)
     found: list[Prompt] = []
     empty = 0
@@ -65,7 +65,7 @@ def _read_json(path: Path) -> list[Record]:
     try:
         if text.lstrip().startswith("["):
             return list(json.loads(text))
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"--dataset-path: {path} is neither a JSON list nor an object on each line: {error}"
@@ -73,7 +73,7 @@ def _read_json(path: Path) -> list[Record]:
 
 
 def _from_hub(args: argparse.Namespace) -> Iterable[Record]:
-    """The records of a data set on the hub, or of a local folder of its files."""
+    """The records of a data set on the hub, or of a local folder of its files, shuffled as --disable-shuffle says."""
     try:
         import datasets
     except ImportError:
@@ -81,25 +81,11 @@ def _from_hub(args: argparse.Namespace) -> Iterable[Record]:
     split = args.hf_split or "train"
     try:
         stream = datasets.load_dataset(args.dataset_path, args.hf_subset, split=split, streaming=True)
-        return stream.decode(False)  # media as the bytes they are
+        stream = stream.decode(False)  # media as the bytes they are
+        return stream if args.disable_shuffle else stream.shuffle(args.seed, buffer_size=SHUFFLE_BUFFER)
     except (OSError, ValueError, RuntimeError) as error:
         why = (str(error) or type(error).__name__).splitlines()[0]
         raise BenchError(f"--dataset-path: {args.dataset_path} cannot be loaded: {why}") from None
-
-
-def _shuffled(records: Iterable[Record], seed: int) -> Iterator[Record]:
-    """By a window that moves along the stream; a list of up to SHUFFLE_BUFFER records whole."""
-    rng = draws(seed, "records")
-    window: list[Record] = []
-    for record in records:
-        if len(window) < SHUFFLE_BUFFER:
-            window.append(record)
-            continue
-        place = rng.randrange(SHUFFLE_BUFFER)
-        yield window[place]
-        window[place] = record
-    rng.shuffle(window)
-    yield from window
 
 
 class _Reader:

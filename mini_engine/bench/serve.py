@@ -146,7 +146,7 @@ def _add_traffic(add: Callable[..., Any]) -> None:
     add("--top-k", type=at_least(-1), metavar="N", help="Sent if given.")
     add("--logprobs", type=at_least(0), metavar="N", help="Ask for those of so many tokens at each place.")
     add("--ignore-eos", action="store_true", help="Have each answer as long as it may be.")
-    add("--extra-body", type=json.loads, default={}, metavar="JSON", help="More fields of each request.")
+    add("--extra-body", type=json_object, default={}, metavar="JSON", help="More fields of each request.")
 
 
 def _add_results(add: Callable[..., Any]) -> None:
@@ -207,6 +207,14 @@ def pair(text: str) -> tuple[str, str]:
     if not equals:
         raise argparse.ArgumentTypeError(f"{text} is not KEY=VALUE")
     return key, value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An object in JSON."""
+    try:
+        return dict(json.loads(text))
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f'{text} is not a JSON object, such as {{"min_p": 0.1}}') from None
 
 
 def limit(text: str) -> tuple[str, float]:

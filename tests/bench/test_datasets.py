@@ -137,9 +137,8 @@ def test_sharegpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         {"messages": [{"role": "user", "content": [image, question]}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "https://a/1.png"}, question]}]},
         {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}],
-         "images": ["https://example.com/1.png", {"bytes": b"png".decode(), "url": "https://example.com/2.png"}]},
+         "images": ["https://example.com/1.png", {"url": "https://example.com/2.png"}]},
     ]  # fmt: skip
-    del records[4]["images"][1]["bytes"]
     path = write(tmp_path / "records.json", records)
     flags = ["--dataset-path", path, "--sharegpt-output-len", 9]
     first, second, third, fourth = loaded("sharegpt", *flags, "--disable-shuffle").measured
@@ -186,7 +185,7 @@ def test_hf_reads_a_local_folder_with_its_media(tmp_path: Path):
     for seed, prompt in zip((1, 2), found, strict=True):
         shown = videos.decode_image(media_of(prompt))
         assert (shown == videos.render_image(seed, width=32, height=32).pixels).all()
-    assert {loaded("hf", *flags, "--seed", seed).measured[0].text for seed in range(8)} == {"What?", "Which?"}
+    assert {prompt.text for prompt in loaded("hf", *flags).measured} == {"What?", "Which?"}
     with pytest.raises(BenchError, match="cannot be loaded"):
         loaded("hf", "--dataset-path", tmp_path, "--hf-split", "validation")
 

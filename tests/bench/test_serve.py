@@ -211,6 +211,7 @@ def test_flags_that_do_not_fit_say_why(bench, flags: str, said: str):
         ("--num-prompts 0", "--num-prompts: 0 is below 1"),
         ("--goodput itl:5", "--goodput: itl:5 is not ttft, tpot or e2el"),
         ("--max-concurency 5", "unrecognized arguments: --max-concurency 5"),
+        ("--extra-body x", "--extra-body: x is not a JSON object"),
         ("transport --ranks 0", "--ranks: 0 is below 1"),
         ("sweep --flag x", "required: --values"),
     ],
