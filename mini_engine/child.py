@@ -1,4 +1,4 @@
-"""What every child process does first: tie its life to the supervisor's, take its name, shake hands, run its role.
+"""What every child process does first: tie its life to the supervisor's, set its title, say hello, run its role.
 
 Started as `python -m mini_engine.child SPEC`, SPEC being a `ChildSpec` in JSON. Nothing heavy is imported before the
 parent-death signal is set; each role's module is imported last.
@@ -17,11 +17,13 @@ import zmq
 from mini_engine import log
 from mini_engine.config import ConfigError
 from mini_engine.confinement import die_with_parent
+from mini_engine.malloc import keep_freed_memory
 from mini_engine.messages import EngineLimits, Hello, Init, PeerGone, Ready, Refused, Role, TransportChoice
+from mini_engine.metrics_files import count_into
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 
-REFUSAL_SECONDS = 10  # within which the supervisor ends a process that refused its settings
+REFUSAL_SECONDS = 10  # within which the supervisor kills a process that refused its settings
 
 ROLE_MODULES: dict[Role, str] = {
     "api": "mini_engine.api.server",
@@ -31,7 +33,7 @@ ROLE_MODULES: dict[Role, str] = {
 
 
 class ChildSpec(msgspec.Struct, frozen=True):
-    """What the supervisor tells a child on its command line."""
+    """What the supervisor gives a child on its command line."""
 
     role: Role
     index: str  # "0", or "engine.rank" for a worker
@@ -41,6 +43,8 @@ class ChildSpec(msgspec.Struct, frozen=True):
     log: log.LogSettings
     listen_fd: int | None = None  # API server: inherited, bound, not yet listening
     media_stores: list[int] = []  # descriptors of the media stores: an API server's by engine, a worker's own
+    metrics_dir: str = ""  # API server: where its metrics files are
+    metrics_number: int | None = None  # API server: which of them are its own; no other living process has them
 
 
 class Child:
@@ -66,20 +70,18 @@ class Child:
     def init(self) -> Init:
         """Block until the supervisor has answered the Hello."""
         while isinstance(body := decode(self.supervisor.recv()).body, PeerGone):
-            pass  # one that this process has not met
+            pass  # a process that this one has not met
         if not isinstance(body, Init):
             raise RuntimeError(f"expected Init from the supervisor, got {type(body).__name__}")
         return body
 
-    def ready(
-        self, limits: EngineLimits | None = None, transports: list[TransportChoice] | None = None
-    ) -> None:  # fmt: skip
-        """Tell the supervisor that this process can serve."""
+    def ready(self, limits: EngineLimits | None = None, transports: list[TransportChoice] | None = None) -> None:
+        """Report to the supervisor that this process can serve."""
         self.supervisor.send(self.encoder.encode(Ready(limits, transports or [])))
 
     def refuse(self, reason: str) -> None:
-        """Tell the supervisor that this process cannot be built, and wait to be ended: a process that ends by itself
-        may take its last message with it."""
+        """Report to the supervisor that this process cannot be built, and wait to be killed: a process that exits by
+        itself may take its last message with it."""
         self.supervisor.send(self.encoder.encode(Refused(reason)))
         self.supervisor.poll(REFUSAL_SECONDS * 1000)
 
@@ -93,8 +95,12 @@ def main() -> None:
     from setproctitle import setproctitle
 
     setproctitle(f"mini-engine: {spec.role} {spec.index}")
+    if spec.role == "api":
+        keep_freed_memory()  # before the first thread, which writes the log
     log.setup(f"{spec.role} {spec.index}", spec.log)
     child = Child(spec)
+    if spec.metrics_number is not None:
+        count_into(spec.metrics_dir, spec.metrics_number)
     try:
         importlib.import_module(ROLE_MODULES[spec.role]).run(child)
     except ConfigError as error:

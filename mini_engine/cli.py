@@ -1,4 +1,4 @@
-"""The command line of `serve.py`: settings from flags, variables and a file, made one; then the server.
+"""The command line of `serve.py`: settings from flags, variables and a file, merged; then the server.
 
 A value is taken from the flag, else from `MINI_ENGINE_<FIELD>`, else from the file of `--config`, else from the field's
 default. What `--help` looks like is in `cli_help.py`.
@@ -14,12 +14,11 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_origin
 
 from mini_engine import log
 from mini_engine.cli_help import build_parser
-from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.config.elsewhere import ELSEWHERE, no_effect_line
+from mini_engine.config import ConfigError, EngineConfig, field_types, flag_of
 from mini_engine.config.sources import (
     CONFIG_ENV,
     Given,
@@ -30,11 +29,10 @@ from mini_engine.config.sources import (
     to_yaml,
     unknown_variables,
 )
-from mini_engine.stdout import tell
+from mini_engine.config.vllm_flags import NO_EFFECT, NOT_SUPPORTED, no_effect_line
 
 logger = logging.getLogger(__name__)
 INTERRUPTED = 128 + signal.SIGINT  # the exit status of a shell's command that Ctrl-C has ended
-MAX_PARTS = 20  # of an object's name, as in --media-io-kwargs.video.fps, which has two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +59,13 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         SystemExit: for `--help` and `--version`.
     """
     args = parse_flags(argv)
-    path = args.pop("config", None)
-    if path == "":  # as of a variable that is not set: the server would start without its settings
-        raise ConfigError("--config: '' is not a file")
-    path = path or environ.get(CONFIG_ENV)
-    print_config = bool(args.pop("print_config", False))
-    notes = [no_effect_line(use.origin, use.value) for use in args.pop("no_effect", [])]
+    path = args.pop("config", environ.get(CONFIG_ENV) or None)
+    print_config = args.pop("print_config", False)
+    notes = [no_effect_line(flag, args.pop(flag)) for flag in NO_EFFECT if flag in args]
     given = {
-        **(from_file(path, notes) if path else {}),
+        **(from_file(path, notes) if path is not None else {}),
         **from_environment(environ),
-        **{name: _from_flags(name, uses) for name, uses in args.items()},
+        **{name: Given(_from_flags(name, value), flag_of(name)) for name, value in args.items()},
     }
     config = EngineConfig(**{name: one.value for name, one in given.items()})
     config.validate()
@@ -79,50 +74,29 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
 
 
 def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
-    """What the flags give: by field a list of `Given`, with values as they were typed; `config` and `print_config`; and
-    under `no_effect` a list of `Given` of those that change nothing.
+    """What the flags give, as typed: by field, by flag of `NO_EFFECT`, and under `config` and `print_config`.
 
     Raises:
         ConfigError: an unknown flag, or one without its value.
     """
     parser, args = build_parser(), _respelt(argv)
     known = [flag for action in parser._actions for flag in action.option_strings]
-    for arg in args:  # first of all, since argparse takes an unknown flag for a value if there is a space in it
-        _check_flag(arg.partition("=")[0], known)
-    if "--help" in args[:-1] and (flag := args[args.index("--help") + 1]).startswith("--"):
-        args = [f"--help={flag}"]
+    for flag in (arg.partition("=")[0] for arg in args):
+        if flag in NOT_SUPPORTED:
+            raise ConfigError(f"{flag}: not supported: {NOT_SUPPORTED[flag]}")
+        if flag.startswith("--") and flag not in known:
+            raise ConfigError(f"unknown flag {flag}{suggestion(flag, known, '--') or '; --help lists them'}")
     namespace, unknown = parser.parse_known_args(args)
-    for arg in unknown:
-        raise ConfigError(f"unexpected argument {arg!r}; --help shows what can be given")
+    if unknown:
+        raise ConfigError(f"unexpected argument {unknown[0]!r}; --help shows what can be given")
     return vars(namespace)
 
 
-def _check_flag(flag: str, known: Sequence[str]) -> None:
-    """Raises ConfigError if this looks like a flag and is none."""
-    if flag in ELSEWHERE:
-        raise ConfigError(f"{flag}: {ELSEWHERE[flag]}")
-    if flag.startswith("--") and flag not in known:
-        raise ConfigError(f"unknown flag {flag}{suggestion(flag, known, '--') or '; --help lists them'}")
-
-
-def _from_flags(name: str, uses: list[Given]) -> Given:
-    """The value of a field from all flags that set it: the last one, or for a list or an object all of them.
-
-    Raises:
-        ConfigError: a value cannot be used, or a flag and its twin disagree.
-    """
-    given = [read(name, use.value, use.origin) for use in uses]
-    last = given[-1]
-    if isinstance(last.value, list):
-        return Given([item for one in given for item in one.value], last.origin)
-    if isinstance(last.value, dict):
-        return Given(functools.reduce(_merged, (one.value for one in given)), last.origin)
-    opt = EngineConfig.__dataclass_fields__[name].metadata["option"]
-    for one in given:
-        differ = one.value != last.value
-        if differ and (opt.positional or one.origin in opt.twins or last.origin in opt.twins):
-            raise ConfigError(f"{one.origin} and {last.origin} ask for different things: keep one of them")
-    return last
+def _from_flags(name: str, value: Any) -> Any:
+    """The value of a field from what its flags give; objects from several flags are merged."""
+    if get_origin(field_types()[name]) is dict:
+        return functools.reduce(_merged, (read(name, text, flag_of(name)) for text in value))
+    return read(name, value, flag_of(name))
 
 
 def _merged(first: Any, then: Any) -> Any:
@@ -140,49 +114,49 @@ def _respelt(argv: Sequence[str]) -> list[str]:
     for arg in rest:
         name, equals, value = arg.partition("=")
         flag, *keys = name.split(".")
+        flag = flag.replace("_", "-")
         if not arg.startswith("--"):
             respelt.append(arg)
         elif not keys:
-            respelt.append(flag.replace("_", "-") + equals + value)
+            respelt.append(flag + equals + value)
         else:
             part = _json_or_text(value if equals else next(rest, ""))
-            if len(keys) > MAX_PARTS:
-                raise ConfigError(f"{flag}: there are {len(keys)} dots; at most {MAX_PARTS} levels are read")
             for key in reversed(keys):
                 part = {key: part}
-            respelt.append(f"{flag.replace('_', '-')}={json.dumps(part)}")
+            respelt.append(f"{flag}={json.dumps(part)}")
     return respelt
 
 
 def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return text
 
 
 def serve(argv: Sequence[str] | None = None) -> int:
-    """Run a server until it ends; returns its exit status: 0, 1 when something failed, 2 for settings of no use."""
+    """Run a server until it ends; returns its exit status: 0, 1 when something failed, 2 for unusable settings."""
     try:
         settings = settle(sys.argv[1:] if argv is None else argv, os.environ)
         if settings.print_config:
             for line in (*settings.warnings, *settings.notes):
                 print(f"serve.py: {line}", file=sys.stderr)
-            return 1 if tell(to_yaml(settings.config, settings.origins), end="") else 0
+            print(to_yaml(settings.config, settings.origins), end="")
+            return 0
         # Nothing runs yet, so there is nothing to wait for: a KeyboardInterrupt would, for the files of a download that
         # are on their way. A process 1, as in a container, would not get a SIGTERM at all.
         for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, INTERRUPTED)):
             signal.signal(number, lambda *_, status=status: os._exit(status))
         from mini_engine.launch import Supervisor
 
-        supervisor = Supervisor(settings.config, settings.origins)
-        log.setup("supervisor", supervisor.log)
+        log.setup("supervisor", log.LogSettings(settings.config.log_level, settings.config.log_format))
         for warning in settings.warnings:
             logger.warning("%s", warning)
         for note in settings.notes:
             logger.info("%s", note)
-        return supervisor.run()
+        return Supervisor(settings.config, settings.origins).run()
     except ConfigError as error:
+        logging.shutdown()  # first the lines of the log that led to it
         print(f"serve.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

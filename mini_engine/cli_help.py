@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import textwrap
-from collections.abc import Sequence
 from typing import Any, get_origin
 
 from mini_engine.config import ConfigError, Option, env_of, field_types, fields
-from mini_engine.config.elsewhere import NO_EFFECT
-from mini_engine.config.option import choices_of, default_of, flag_of, flags_of, parse_bytes, plain_type
-from mini_engine.config.sources import CONFIG_ENV, IPC_SWITCH_ENV, Given, suggestion
-from mini_engine.stdout import tell
+from mini_engine.config.options import choices_of, default_of, flag_of, flags_of, parse_bytes, plain_type
+from mini_engine.config.sources import CONFIG_ENV, IPC_SWITCH_ENV, suggestion
+from mini_engine.config.vllm_flags import NO_EFFECT
 
 EXAMPLES = f"""examples:
   python serve.py                                       the bundled model on port 8000
@@ -25,9 +23,6 @@ Underscores work as dashes. Each flag can also be set by an environment variable
 for {flag_of("max_num_seqs")}; {IPC_SWITCH_ENV}=1 or 0 is --enable- or --disable-multimodal-tensor-ipc.
 A flag counts before a variable, a variable before the file of --config ({CONFIG_ENV}), and that before the default.
 """
-
-
-COMMAND_FLAGS = ("--help", "--version", "--config", "--print-config")
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,21 +39,6 @@ class Layout(argparse.RawDescriptionHelpFormatter):
         return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
-class Use(argparse.Action):
-    """Notes each use of a flag: which one it was, and its value as typed, or what it `means` if it takes none."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, means: dict[str, Any] | None = None, **more: Any):
-        super().__init__(option_strings, dest, **(more if means is None else {**more, "nargs": 0}))
-        self.means = means or {}
-
-    def __call__(
-        self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: str | None = None
-    ) -> None:
-        """See `argparse.Action`."""
-        value = self.means[flag] if flag in self.means else values
-        setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), Given(value, flag or "MODEL")])
-
-
 class Help(argparse.Action):
     """`--help` shows everything, `--help WORD` the flags with that word in their names, help or group."""
 
@@ -66,13 +46,14 @@ class Help(argparse.Action):
         self, parser: argparse.ArgumentParser, _namespace: argparse.Namespace, values: Any, _flag: str | None = None
     ) -> None:
         """See `argparse.Action`."""
-        parser.exit(1 if tell(build_parser(values).format_help(), end="") else 0)
+        build_parser(values).print_help()
+        parser.exit()
 
 
 def build_parser(word: str | None = None) -> argparse.ArgumentParser:
     """The parser of `serve.py`, or with a `word` the part of it that `--help WORD` shows.
 
-    No flag has a default here, so that a missing one is told from a given one.
+    Values are left as they are typed. No flag has a default here: one that is not given is missing in the result.
 
     Raises:
         ConfigError: no flag or group has that word.
@@ -88,7 +69,7 @@ def build_parser(word: str | None = None) -> argparse.ArgumentParser:
         add_help=False,
     )
     kinds, groups = field_types(), {}
-    if not word or _matches(word, "Command", *COMMAND_FLAGS):
+    if not word or _matches(word, "Command", "--help", "--version", "--config", "--print-config"):
         groups["Command"] = parser.add_argument_group("Command")
         _add_command(groups["Command"])
     for field in fields():
@@ -99,8 +80,8 @@ def build_parser(word: str | None = None) -> argparse.ArgumentParser:
             groups[opt.group] = parser.add_argument_group(opt.group)
         _add_field(groups[opt.group], field, opt, kinds[field.name])
     for flag, (values, _) in NO_EFFECT.items():
-        means = {flag: None} if values is None else None
-        parser.add_argument(flag, dest="no_effect", action=Use, means=means, help=argparse.SUPPRESS)
+        action = "store_true" if values is None else "store"
+        parser.add_argument(flag, dest=flag, action=action, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     if not groups:
         known = sorted({field.metadata["option"].group for field in fields()})
         near = suggestion(word or "", known)
@@ -123,27 +104,30 @@ def _add_command(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--version", action="version", version=version, help="Show the version.")
     group.add_argument("--config", metavar="FILE", help="YAML file with settings, such as `max-num-seqs: 8`.")
     group.add_argument(
-        "--print-config", action="store_true",
+        "--print-config", action="store_true", default=argparse.SUPPRESS,
         help="Show all settings and where each comes from, as a file for --config, and end.",
     )  # fmt: skip
 
 
 def _add_field(group: argparse._ArgumentGroup, field: Any, opt: Option, kind: Any) -> None:
     text = f"{opt.help} (default: {default_of(field)})".replace("%", "%%")
-    common: dict[str, Any] = {"dest": field.name, "action": Use}
-    if opt.positional:
-        group.add_argument(**common, nargs="?", metavar=opt.metavar, help=text)
-        text = f"The same as {opt.metavar}."
     flags = flags_of(field, kind)
+    how: dict[str, Any] = {"metavar": _metavar(field.name, opt, kind), "action": "store"}
+    if opt.positional:
+        group.add_argument(dest=field.name, nargs="?", metavar=opt.metavar, help=text)
+        text = f"The same as {opt.metavar}."
     if kind is bool:
-        group.add_argument(*flags, **common, means=dict(zip(flags, (True, False), strict=True)), help=text)
-    else:
-        nargs = "+" if get_origin(kind) is list else None if opt.bare is None else "?"
-        common |= {"nargs": nargs, "const": opt.bare}
-        group.add_argument(*flags, **common, metavar=_metavar(field.name, opt, kind), help=text)
+        flags, how = flags[:1], {"action": argparse.BooleanOptionalAction}
+    elif get_origin(kind) is list:
+        how |= {"action": "extend", "nargs": "+"}
+    elif get_origin(kind) is dict:
+        how["action"] = "append"
+    elif opt.bare is not None:
+        how |= {"nargs": "?", "const": opt.bare}
+    group.add_argument(*flags, dest=field.name, help=text, **how)
     for twin, value in opt.twins.items():
         same = ("" if value else "no-") + flags[0][2:] if kind is bool else f"{flags[0][2:]} {value}"
-        group.add_argument(twin, **common, means={twin: value}, help=f"The same as --{same}.")
+        group.add_argument(twin, dest=field.name, action="store_const", const=value, help=f"The same as --{same}.")
 
 
 def _metavar(name: str, opt: Option, kind: Any) -> str:

@@ -2,8 +2,7 @@
 what is set aside of CUDA devices for API servers, which they and the workers must agree on.
 
 Shared memory that is anonymous is bounded by nothing else: an allocation beyond the machine's memory does not fail, it
-ends in the kernel's OOM killer. So who takes much asks here first. Nothing is reserved by asking. And, of CUDA devices,
-how much the settings set aside for patches (`ipc_gpu_bytes`).
+ends in the kernel's OOM killer. So the parts that take much ask here first. Nothing is reserved by asking.
 """
 
 from __future__ import annotations
@@ -27,22 +26,14 @@ def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 
     The kernel's own estimate, MemAvailable, bounded by the limit of every control group around this process that can be
     seen from here. A group's file cache that was not used lately counts as free: the kernel drops it first.
-
-    Raises:
-        OSError: this system does not say.
     """
-    free = _meminfo(proc, "MemAvailable")
-    return max(min([free, *(group.limit - group.used for group in _groups(proc, cgroups))]), 0)
+    free = [group.limit - group.used for group in _groups(proc, cgroups)]
+    return max(min([_meminfo(proc, "MemAvailable"), *free]), 0)
 
 
 def total_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Bytes of memory of this machine, or of the smallest control group around this process.
-
-    Raises:
-        OSError: this system does not say.
-    """
-    total = _meminfo(proc, "MemTotal")
-    return min([total, *(group.limit for group in _groups(proc, cgroups))])
+    """Bytes of memory of this machine, or of the smallest control group around this process."""
+    return min([_meminfo(proc, "MemTotal"), *(group.limit for group in _groups(proc, cgroups))])
 
 
 def memory_reserve() -> int:
@@ -57,6 +48,7 @@ class _Group(NamedTuple):
     used: int
 
 
+# By version of control groups: files of the limit and of the use, and the key of the file cache in `memory.stat`.
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
@@ -69,8 +61,17 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[_Group]:
     In a container the path in /proc may be the host's while the directory shows the container's own group at its root,
     so what is missing on the way up is passed over.
     """
-    for version, root, path in _memberships(proc, cgroups):
-        for directory in (root / path, *(root / path).parents):
+    for line in (proc / "self" / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            unified = cgroups / "unified"  # beside the hierarchies of version 1
+            version, root = 2, unified if unified.is_dir() else cgroups
+        elif "memory" in controllers.split(","):
+            version, root = 1, cgroups / "memory"
+        else:
+            continue
+        group = root / ("" if ".." in path else path.strip("/"))  # "..": outside of this process's namespace
+        for directory in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):  # not there, not ours to read, or its limit is "max"
                 yield _read_group(directory, *_FILES[version])
             if directory == root:
@@ -83,28 +84,10 @@ def _read_group(directory: Path, limit: str, usage: str, cache: str) -> _Group:
     return _Group(most, int((directory / usage).read_text()) - int(statistics.get(cache, 0)))
 
 
-def _memberships(proc: Path, cgroups: Path) -> Iterator[tuple[int, Path, str]]:
-    """(version, root of the hierarchy, path of this process's group below it) of hierarchies that may limit memory."""
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        below = "" if ".." in path else path.strip("/")  # "..": outside of what this process's namespace shows
-        if not controllers:
-            unified = cgroups / "unified"  # beside the hierarchies of version 1
-            yield 2, unified if unified.is_dir() else cgroups, below
-        elif "memory" in controllers.split(","):
-            yield 1, cgroups / "memory", below
-
-
 def _meminfo(proc: Path, name: str) -> int:
-    for line in (proc / "meminfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return int(value.removesuffix("kB")) << 10
-    raise OSError(f"/proc/meminfo does not say {name}")
+    """Bytes."""
+    lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
+    return next(int(words[1]) << 10 for words in lines if words[0] == f"{name}:")
 
 
 class ProcessorMemory(NamedTuple):

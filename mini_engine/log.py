@@ -1,4 +1,8 @@
-"""Logging: one format for the lines of all processes, with the name that `ps` shows for each."""
+"""Logging: the standard library's, one format for the lines of all processes, with the name that `ps` shows for each.
+
+A record becomes a line in a bounded queue, and a thread writes the lines to stderr: a stderr that is slow, full or gone
+delays neither an event loop nor a step of an engine. Lines that it does not take are dropped and counted.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,16 @@ import dataclasses
 import json
 import logging
 import os
-import select
+import queue
+import time
 from datetime import UTC, datetime
-from typing import Literal
+from logging.handlers import QueueHandler, QueueListener
+from typing import Any, Literal
 
 LogFormat = Literal["text", "json"]
+
+QUEUE_LINES = 1000
+FLUSH_SECONDS = 1.0  # that the end of a process waits for the queue, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,54 +60,64 @@ def about(request_id: str) -> dict[str, str]:
     return {"request_id": request_id}
 
 
-class Output:
-    """This process's stderr, which may be full, closed or gone. Writing to it never waits and never fails.
+class LineQueue(QueueHandler):
+    """Queues records as lines of text."""
 
-    What it does not take is dropped, and their number stands before the next lines that it takes. So nobody dies or
-    hangs with a full disk, a reader that reads no more, or a stopped supervisor. For one thread at a time.
-    """
+    def __init__(self, most_lines: int = QUEUE_LINES):
+        self.lines: queue.Queue[Any] = queue.Queue(most_lines)
+        self.dropped = 0  # lines that found the queue full
+        super().__init__(self.lines)
 
-    def __init__(self, fd: int = 2):
+    def prepare(self, record: logging.LogRecord) -> Any:
+        """See `QueueHandler.prepare`."""
+        return self.format(record).encode(errors="replace") + b"\n"
+
+    def enqueue(self, record: Any) -> None:
+        """See `QueueHandler.enqueue`."""
+        try:
+            self.lines.put_nowait(record)
+        except queue.Full:
+            self.dropped += 1
+
+    def flush(self) -> None:
+        """Wait until the lines are written, but not for a stderr that takes none; `logging.shutdown` calls this."""
+        deadline = time.monotonic() + FLUSH_SECONDS
+        while self.lines.unfinished_tasks and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+
+class LineWriter(QueueListener):
+    """Writes the lines of a `LineQueue` to a descriptor, in a thread that ends with the process."""
+
+    def __init__(self, lines: LineQueue, fd: int = 2):
+        super().__init__(lines.lines)
+        self._source = lines
         self._fd = fd
-        self._dropped = 0
-        self._poll = select.poll()
-        self._poll.register(fd, select.POLLOUT)
+        self.failed = 0  # lines that could not be written
+        self._reported = 0  # of all lines that are missing
 
-    def write(self, lines: bytes) -> None:
-        """Write whole lines."""
-        if self._dropped and self._takes(b"(%d lines of the log could not be written here)\n" % self._dropped):
-            self._dropped = 0
-        for start in range(0, len(lines), select.PIPE_BUF):  # so much a pipe that can be written to takes at once
-            if self._dropped or not self._takes(lines[start : start + select.PIPE_BUF]):
-                self._dropped += max(1, lines.count(b"\n", start))
-                return
-
-    def _takes(self, part: bytes) -> bool:
+    def handle(self, record: Any) -> None:
+        """See `QueueListener.handle`."""
+        missing = self._source.dropped + self.failed
         try:
-            return bool(self._poll.poll(0)) and os.write(self._fd, part) == len(part)
+            if missing > self._reported:
+                self._write(b"(%d lines of the log could not be written here)\n" % (missing - self._reported))
+                self._reported = missing
+            self._write(record)
         except OSError:
-            return False
+            self.failed += 1
 
-
-output = Output()
-
-
-class OutputHandler(logging.Handler):
-    """Logs to `output`."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler.emit`."""
-        try:
-            output.write(self.format(record).encode(errors="replace") + b"\n")
-        except Exception:  # noqa: BLE001 - a record that cannot be formatted ends nobody's work
-            self.handleError(record)
+    def _write(self, line: bytes) -> None:
+        while line:
+            line = line[os.write(self._fd, line) :]
 
 
 def setup(process: str, settings: LogSettings) -> None:
     """Send this process's log to stderr, as `HH:MM:SS LEVEL process | text` or JSON. `process` is e.g. `worker 0.1`."""
     text = logging.Formatter(f"%(asctime)s %(levelname)-7s {process} | %(message)s", datefmt="%H:%M:%S")
-    handler = OutputHandler()
+    handler = LineQueue()
     handler.setFormatter(JsonFormatter(process) if settings.format == "json" else text)
+    LineWriter(handler).start()
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(settings.level.upper())

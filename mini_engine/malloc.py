@@ -1,4 +1,4 @@
-"""Keeps glibc from returning freed memory to the kernel. Imports nothing heavy: decoder processes call it first.
+"""Keeps glibc from returning freed memory to the kernel. Imports nothing heavy: API servers and decoders call it first.
 
 One item allocates and frees tens of megabytes, some buffers several times. glibc returns such sizes to the kernel at
 once, and the next item pays for them again page by page: about 10,000 page faults and a third of the time for 16 frames

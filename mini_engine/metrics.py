@@ -1,17 +1,14 @@
-"""The figures behind `GET /metrics`, under the prefix `mini_engine:`, by vLLM's names where it has the same figure.
+"""The metrics behind `GET /metrics`, under the prefix `mini_engine:`, by vLLM's names where it has the same metric.
 
-Every API server counts into files of its own in one directory (prometheus_client's multiprocess mode, on when the
-supervisor has set PROMETHEUS_MULTIPROC_DIR before the process starts), and whichever of them is asked sums over all. It
-goes on in those of a dead one where MINI_ENGINE_LEDGER names them, so that deaths fill no disk.
-Without the variable, as in tests, or without room for the files, the figures are this process's own. Label values are
-created at 0, so that a figure can be read before its first event. Knows nothing of HTTP.
+Every API server counts into files of its own (`metrics_files.py`), and whichever of them is asked sums over all.
+Without such files, as in tests, the metrics are this process's own. Label values are created at 0, so that a metric can
+be read before its first event. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Literal, get_args
 
 from prometheus_client import (
@@ -22,7 +19,6 @@ from prometheus_client import (
     Histogram,
     generate_latest,
     multiprocess,
-    values,
 )
 from prometheus_client.metrics_core import Metric
 
@@ -31,32 +27,21 @@ from mini_engine.messages import EngineCounters, EngineStats, FinishReason, Tran
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 REGISTRY = CollectorRegistry()
 
-# Why tensors did not go the chosen way. A request's: a rank could not use them, and they were sent again. A request's
-# CUDA tensors, by way of the host: no staging slot takes them, or they lie on several devices. An item's, past the
-# store: no room there, another API server is writing it, or it is too large; and one that was processed on the CPU,
-# since its API server has no room for it on its device.
+# Why tensors did not take the chosen transport. A request's: a rank could not use them, and they were sent again. A
+# request's CUDA tensors, copied through the host: no staging slot takes them, or they lie on several devices. An
+# item's, past the store: no room there, another API server is writing it, or it is too large; and one that was
+# processed on the CPU, since its API server has no room for it on its device.
 FALLBACK_REASONS = ("lost", "cuda_ipc", "store_full", "store_busy", "store_oversize", "processor_memory")
 
-# Why requests were refused with 429, see `api/admission.py`; and with 503, since the host is short of something.
+# Why requests were refused with 429, see `api/admission.py`; and with 503, since the host is out of something.
 REJECTION_REASONS = ("queued_requests", "inflight_bodies", "inflight_media", "host")
 
 # Why a media decoder process ended: it crashed, exceeded its time or its memory, was killed from outside, did not stop
 # when its job was cancelled, or was one more than the pool keeps.
 DECODER_ENDINGS = ("crash", "timeout", "memory", "killed", "cancelled", "surplus")
 
+TRANSPORTS = (*get_args(TransportName), "shm_store")
 NOTHING_HAPPENED = EngineCounters()
-
-# Which files of the directory are this process's; no other living one may have them.
-LEDGER = os.environ.get("MINI_ENGINE_LEDGER", str(os.getpid()))
-
-# The files of a process by what prometheus_client calls them, with room for the figures of 64 engines.
-FILE_BYTES = {
-    "counter": 128 << 10,
-    "histogram": 64 << 10,
-    "gauge_livesum": 4 << 10,
-    "gauge_livemax": 64 << 10,
-    "gauge_livemostrecent": 128 << 10,
-}
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 _E2E_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2, 2.0, 3.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
@@ -66,44 +51,12 @@ _SIZES = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2
 _STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
 
-def make_files(directory: str) -> None:
-    """Make those of this process's files that are not there, each at once whole, as zeros, with room set aside for it.
-
-    prometheus_client takes those that it finds. It would make empty ones itself, which nobody can read, and then sparse
-    ones: a page of these that the disk has no room for ends the process that touches it.
-
-    Raises:
-        OSError: there is no room, and no file is left.
-    """
-    names = {f"{kind}_{LEDGER}": size for kind, size in FILE_BYTES.items()}
-    wanted = {Path(directory, name): size for name, size in names.items() if not Path(directory, f"{name}.db").exists()}
-    try:
-        for path, size in wanted.items():
-            with path.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, size)
-        for path in wanted:
-            path.rename(f"{path}.db")
-    except OSError:
-        for path in wanted:
-            path.unlink(missing_ok=True)
-        raise
-
-
-# Where all API servers count; None: this process counts for itself.
-_directory = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
-# Why it does although they do not.
-obstacle: str | None = None
-if _directory is not None:
-    try:
-        make_files(_directory)
-        values.ValueClass = values.MultiProcessValue(lambda: LEDGER)
-    except OSError as error:
-        _directory, obstacle = None, f"no room in TMPDIR for the figures of an API server ({error.strerror})"
-        values.ValueClass = values.MutexValue
-
-
-def _counter(name: str, help: str, labels: Iterable[str] = ()) -> Counter:
-    return Counter(f"mini_engine:{name}", help, labels, registry=REGISTRY)
+def _counter(name: str, help: str, label: str | None = None, values: Iterable[str] = ()) -> Counter:
+    """The `values` of its label are created at 0."""
+    counter = Counter(f"mini_engine:{name}", help, [label] if label else [], registry=REGISTRY)
+    for value in values:
+        counter.labels(value)
+    return counter
 
 
 def _gauge(
@@ -113,7 +66,7 @@ def _gauge(
 
 
 def _engine_gauge(name: str, help: str, labels: Iterable[str] = ()) -> Gauge:
-    """A figure of each engine that whichever API server heard last knows best."""
+    """A metric of each engine: the value of the API server that heard from it last counts."""
     return _gauge(name, help, "livemostrecent", ["engine", *labels])
 
 
@@ -125,53 +78,53 @@ def _stage_histogram(name: str, what: str) -> Histogram:
     return _histogram(f"request_{name}_time_seconds", f"{what}, of each request that succeeded.", _STAGE_BUCKETS)
 
 
-ipc_messages_total = _counter("ipc_messages_total", "Media tensors sent to workers, each rank counted.", ["transport"])
-ipc_bytes_total = _counter("ipc_bytes_total", "Bytes of media tensors sent, each rank counted.", ["transport"])
+ipc_messages_total = _counter(
+    "ipc_messages_total", "Media tensors sent to workers, each rank counted.", "transport", TRANSPORTS
+)
+ipc_bytes_total = _counter(
+    "ipc_bytes_total", "Bytes of media tensors sent, each rank counted.", "transport", TRANSPORTS
+)
 ipc_fallbacks_total = _counter(
-    "ipc_fallbacks_total", "Requests, or items, that could not go the chosen way.", ["reason"]
+    "ipc_fallbacks_total", "Requests, or items, that could not take the chosen transport.", "reason", FALLBACK_REASONS
 )
 ipc_buffered_bytes = _gauge(
     "ipc_buffered_bytes", "Bytes of media tensors reserved or sent and not yet consumed by all ranks.", "livesum"
 )
 ipc_buffered_tensors = _gauge(
-    "ipc_buffered_tensors",
-    "Media tensors copied for, or sent to, the ranks and not yet consumed by all of them.",
-    "livesum",
+    "ipc_buffered_tensors", "Media tensors copied for, or sent to, the ranks and not yet consumed by all.", "livesum"
 )
 mm_tensor_ipc_info = _gauge(
     "mm_tensor_ipc_info", "1 for the transport in use towards an engine, and why it was chosen.",
     "livemax", ["engine", "transport", "reason"],
 )  # fmt: skip
 engine_restarts = _gauge(
-    "engine_restarts", "How often the engines were started anew after one had died (--restart-engine).", "livemax"
+    "engine_restarts", "How often the engines were restarted after one had died (--restart-engine).", "livemax"
 )
 num_requests_running = _engine_gauge("num_requests_running", "Requests being computed.")
-num_requests_waiting = _engine_gauge("num_requests_waiting", "Requests in the engine's line.")
+num_requests_waiting = _engine_gauge("num_requests_waiting", "Requests queued in the engine.")
 kv_cache_usage_perc = _engine_gauge(
     "kv_cache_usage_perc",
-    "Share of the KV blocks that requests hold; 1 is all. Cached blocks that nobody holds are free.",
+    "Share of the KV blocks that requests hold; 1 is all. Cached blocks that no request holds are free.",
 )
 encoder_cache_tokens = _engine_gauge(
     "encoder_cache_tokens", "Media tokens whose embeddings are kept, or have room reserved."
 )
 prefix_cache_queries_total = _counter(
-    "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", ["engine"]
+    "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", "engine"
 )
-prefix_cache_hits_total = _counter("prefix_cache_hits_total", "Prompt tokens that the prefix cache held.", ["engine"])
-encoder_cache_queries_total = _counter("encoder_cache_queries_total", "Media items needed.", ["engine"])
+prefix_cache_hits_total = _counter("prefix_cache_hits_total", "Prompt tokens that the prefix cache held.", "engine")
+encoder_cache_queries_total = _counter("encoder_cache_queries_total", "Media items needed.", "engine")
 encoder_cache_hits_total = _counter(
-    "encoder_cache_hits_total", "Media items found encoded, or on the way to be.", ["engine"]
+    "encoder_cache_hits_total", "Media items found encoded, or on the way to be.", "engine"
 )
-mm_cache_queries_total = _counter("mm_cache_queries_total", "Media items looked up among the cached ones.", ["engine"])
+mm_cache_queries_total = _counter("mm_cache_queries_total", "Media items looked up among the cached ones.", "engine")
 mm_cache_hits_total = _counter(
-    "mm_cache_hits_total",
-    "Media items named by their hash, without decoding, for the engine can read them.",
-    ["engine"],
+    "mm_cache_hits_total", "Media items named by their hash, without decoding, for the engine can read them.", "engine"
 )
 mm_store_fragmented_total = _counter(
     "mm_store_fragmented_total", "Items written to the media store in several extents, which readers have to gather."
 )
-mm_cache_evictions_total = _counter("mm_cache_evictions_total", "Cached media dropped to make room.", ["engine"])
+mm_cache_evictions_total = _counter("mm_cache_evictions_total", "Cached media dropped to make room.", "engine")
 mm_store_bytes = _engine_gauge(
     "mm_store_bytes",
     "Bytes of cached media that the engine can read: all (used), those that requests refer to (pinned), room (free).",
@@ -180,12 +133,13 @@ mm_store_bytes = _engine_gauge(
 mm_cache_references = _engine_gauge("mm_cache_references", "References of unfinished requests to cached media.")
 mm_cache_oldest_seconds = _engine_gauge(
     "mm_cache_oldest_seconds",
-    "Since the cached item that is unused for longest was used, when the engine last spoke.",
+    "Since the cached item that is unused for longest was used, when the engine last reported.",
 )
-num_preemptions_total = _counter("num_preemptions_total", "Requests that gave their KV blocks to others.", ["engine"])
+num_preemptions_total = _counter("num_preemptions_total", "Preempted requests.", "engine")
 request_success_total = _counter(
-    "request_success_total", "Requests that ended, by how; error: by a 5xx or an error event.", ["finished_reason"]
-)
+    "request_success_total", "Requests that ended, by how; error: by a 5xx or an error event.", "finished_reason",
+    get_args(FinishReason),
+)  # fmt: skip
 prompt_tokens_total = _counter("prompt_tokens_total", "Prompt tokens of requests that brought a token.")
 generation_tokens_total = _counter("generation_tokens_total", "Tokens delivered.")
 time_to_first_token_seconds = _histogram(
@@ -208,22 +162,21 @@ request_time_per_output_token_seconds = _histogram(
 )  # fmt: skip
 # Where a request's time goes, by the stages of `api/timings.py`; vLLM has the three without another name here.
 stage_seconds = {
-    "admission": _stage_histogram("admission", "In line for a place among the requests whose media are decoded"),
+    "admission": _stage_histogram("admission", "Queued for admission to media decoding"),
     "fetch": _stage_histogram("media_fetch", "Fetching and hashing the media"),
     "media_decode": _stage_histogram("media_decode", "Decoding the media, or waiting for it"),
     "process": _stage_histogram("media_process", "The processor alone, while none of the media is decoded"),
     "transport": _stage_histogram("transport", "From the placing of the tensors until the engine has it all"),
-    "queue": _stage_histogram("queue", "In the engine's line"),
+    "queue": _stage_histogram("queue", "Queued in the engine"),
     "encode": _stage_histogram("encode", "From the first step until the last of the media is encoded"),
     "prefill": _stage_histogram("prefill", "From there to the first token"),
     "generation": _stage_histogram("decode", "From the first token to the last"),
 }
 media_decodes_total = _counter("media_decodes_total", "Images and videos decoded and processed.")
 media_decoder_exits_total = _counter(
-    "media_decoder_exits_total",
-    "Media decoder processes that exited, or were killed, by reason.",
-    ["reason"],
-)
+    "media_decoder_exits_total", "Media decoder processes that exited, or were killed, by reason.", "reason",
+    DECODER_ENDINGS,
+)  # fmt: skip
 inflight_media_bytes = _gauge(
     "inflight_media_bytes",
     "Bytes of encoded images and videos reserved for requests until an engine has taken these over, and of decoded "
@@ -231,31 +184,13 @@ inflight_media_bytes = _gauge(
     "livesum",
 )
 requests_rejected_total = _counter(
-    "requests_rejected_total",
-    "Requests refused because the server had enough to do, or its host too little for it.",
-    ["reason"],
-)
+    "requests_rejected_total", "Requests refused because of overload, or because the host is out of something.",
+    "reason", REJECTION_REASONS,
+)  # fmt: skip
 
 
-def _create_labels() -> None:
-    for transport in (*get_args(TransportName), "shm_store"):
-        ipc_messages_total.labels(transport)
-        ipc_bytes_total.labels(transport)
-    for reason in FALLBACK_REASONS:
-        ipc_fallbacks_total.labels(reason)
-    for rejected in REJECTION_REASONS:
-        requests_rejected_total.labels(rejected)
-    for ending in DECODER_ENDINGS:
-        media_decoder_exits_total.labels(ending)
-    for finished in get_args(FinishReason):
-        request_success_total.labels(finished)
-
-
-_create_labels()
-
-
-class EngineFigures:
-    """One engine's figures, as it tells them when the metrics are read. Its counters can be read, as 0, from the start.
+class EngineMetrics:
+    """One engine's metrics, as it reports them when they are read. Its counters can be read, as 0, from the start.
 
     `media_capacity`: most bytes of cached media that it can read.
     """
@@ -285,7 +220,7 @@ class EngineFigures:
         self.update(EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0.0), NOTHING_HAPPENED)
 
     def update(self, stats: EngineStats, counters: EngineCounters) -> None:
-        """Take over the gauges, and add what has happened since the engine last told."""
+        """Set the gauges, and add what has happened since the engine last reported."""
         self._running.set(stats.running)
         self._waiting.set(stats.waiting)
         self._kv_usage.set(stats.kv_blocks_used / max(1, stats.kv_blocks_total))
@@ -304,33 +239,33 @@ class EngineFigures:
 
 
 class _Files(multiprocess.MultiProcessCollector):
-    """The figures in the files of a directory."""
+    """The metrics in the files of a directory."""
 
     def collect(self) -> Iterable[Metric]:
-        """All of them. Raises OSError where they cannot be listed: its base would find that there are none."""
-        assert _directory is not None
-        paths = [os.path.join(_directory, name) for name in os.listdir(_directory) if name.endswith(".db")]
+        """All of them. Raises OSError where they cannot be listed: the base class would find that there are none."""
+        directory = os.environ["PROMETHEUS_MULTIPROC_DIR"]
+        paths = [os.path.join(directory, name) for name in os.listdir(directory) if name.endswith(".db")]
         return self.merge(paths, accumulate=True)
 
 
-def _everyone() -> CollectorRegistry:
-    """What collects the figures of all API servers."""
-    if _directory is None:
+def _registry() -> CollectorRegistry:
+    """What collects the metrics of all API servers."""
+    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
         return REGISTRY
-    everyone = CollectorRegistry()
-    _Files(everyone, _directory)
-    return everyone
+    registry = CollectorRegistry()
+    _Files(registry)
+    return registry
 
 
 def samples() -> dict[str, list[float]]:
-    """The values of each figure over all API servers by its name without prefix: one for each of its labels' values."""
+    """The values of each metric over all API servers by its name without prefix: one for each of its labels' values."""
     found: dict[str, list[float]] = {}
-    for family in _everyone().collect():
+    for family in _registry().collect():
         for sample in family.samples:
             found.setdefault(sample.name.removeprefix("mini_engine:"), []).append(sample.value)
     return found
 
 
 def exposition() -> bytes:
-    """All figures in Prometheus's text format, summed over the API servers. Raises OSError: they cannot be read."""
-    return generate_latest(_everyone())
+    """All metrics in Prometheus's text format, summed over the API servers. Raises OSError: they cannot be read."""
+    return generate_latest(_registry())

@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from mini_engine.free_memory import RESERVE, available_memory, memory_reserve, total_memory
+from mini_engine.config import EngineConfig
+from mini_engine.free_memory import (
+    CUDA_CONTEXT_BYTES,
+    RESERVE,
+    available_memory,
+    memory_reserve,
+    processor_bytes,
+    processor_memory,
+    total_memory,
+)
+from mini_engine.host import plan_media_cache
 
 MIB = 1 << 20
 UNLIMITED = 9223372036854771712  # what version 1 says where nobody set a limit
@@ -17,6 +27,7 @@ def proc(tmp_path: Path) -> Path:
     made = tmp_path / "proc"
     (made / "self").mkdir(parents=True)
     (made / "meminfo").write_text("MemTotal:   8192 kB\nMemFree: 100 kB\nMemAvailable:    4096 kB\nHugePages: 0\n")
+    (made / "self" / "cgroup").write_text("")
     return made
 
 
@@ -71,13 +82,7 @@ def test_no_limit_is_none(proc: Path, tmp_path: Path):
     group(groups / "memory" / "x", 1, UNLIMITED, MIB)
     group(groups / "unified" / "x", 2, "max", MIB)
     assert available_memory(proc, groups) == 4 * MIB and total_memory(proc, groups) == 8 * MIB
-
-
-def test_both_versions_at_once(proc: Path, tmp_path: Path):
-    groups = tmp_path / "groups"
-    belongs(proc, "4:memory:/x", "0::/y")
-    group(groups / "memory" / "x", 1, 3 * MIB, 0)
-    group(groups / "unified" / "y", 2, 2 * MIB, 0)
+    group(groups / "unified" / "x", 2, 2 * MIB, 0)  # both versions count
     assert available_memory(proc, groups) == 2 * MIB
 
 
@@ -90,12 +95,18 @@ def test_in_a_container_the_root_is_its_own_group(proc: Path, tmp_path: Path, pa
     assert available_memory(proc, tmp_path / "groups") == MIB
 
 
-def test_a_system_that_does_not_say(proc: Path, tmp_path: Path):
-    (proc / "meminfo").write_text("MemTotal: 1 kB\n")
-    with pytest.raises(OSError, match="MemAvailable"):
-        available_memory(proc, tmp_path)
-
-
 def test_this_machine():
     assert 0 < available_memory() <= total_memory()
     assert RESERVE <= memory_reserve() <= max(RESERVE, total_memory() // 20)
+
+
+def test_cuda_memory_of_all_api_servers_is_within_the_budget():
+    cpu = EngineConfig()
+    assert sum(processor_memory(cpu)) == 0 == processor_bytes(cpu, 1)
+    two = EngineConfig(mm_processor_device="cuda", api_server_count=2)
+    assert processor_memory(two) == (512 * MIB, 1536 * MIB)
+    tight = EngineConfig(mm_processor_device="cuda", api_server_count=3, mm_ipc_gpu_memory_gb=0.6)
+    assert 3 * sum(processor_memory(tight)) == pytest.approx(0.6 * 1024 * MIB, abs=3)
+    # Three servers take turns with two devices: one has two of them, each with a context of CUDA.
+    assert processor_bytes(tight, 2) == 2 * (sum(processor_memory(tight)) + CUDA_CONTEXT_BYTES)
+    assert plan_media_cache(two).reason == "patches made on CUDA are kept there"

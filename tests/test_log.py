@@ -1,73 +1,66 @@
-"""Log lines that cannot be written: nobody waits, nobody fails, and what is missing is counted."""
+"""Log lines that cannot be written: nothing waits, nothing fails, and what is missing is counted."""
 
 from __future__ import annotations
 
-import fcntl
+import logging
 import os
-import select
+import re
+import subprocess
+import sys
+import time
 
 import pytest
 
-from mini_engine.log import Output
+from mini_engine.log import QUEUE_LINES, LineQueue, LineWriter
+from tests.e2e.barriers import eventually
 
-LINE = b"a line\n"
+MISSING = re.compile(rb"\((\d+) lines of the log could not be written here\)\n")
 
 
-@pytest.fixture
-def pipe():
+def log_lines(handler: LineQueue, count: int) -> None:
+    for _ in range(count):
+        handler.handle(logging.LogRecord("x", logging.INFO, __file__, 1, "%s", ("x" * 200,), None))
+
+
+def test_a_pipe_that_is_not_read_delays_nothing_and_what_is_missing_is_counted():
     read, write = os.pipe()
-    os.set_blocking(read, False)
-    yield read, write
-    for fd in (read, write):
-        try:
-            os.close(fd)
-        except OSError:
-            pass
+    handler = LineQueue()
+    LineWriter(handler, write).start()
+    begun = time.monotonic()
+    log_lines(handler, 2 * QUEUE_LINES)
+    assert time.monotonic() - begun < 5 and handler.dropped > 0
+    seen = b""
+    while handler.lines.unfinished_tasks:
+        seen += os.read(read, 1 << 16)
+    log_lines(handler, 1)
+    handler.flush()
+    seen += os.read(read, 1 << 16)
+    lines = seen.splitlines(keepends=True)
+    missing = sum(int(count) for count in MISSING.findall(seen))
+    assert missing == handler.dropped
+    assert sum(line == b"x" * 200 + b"\n" for line in lines) + missing == 2 * QUEUE_LINES + 1
 
 
-def read_all(fd: int) -> bytes:
-    parts = []
-    while True:
-        try:
-            parts.append(os.read(fd, 1 << 20))
-        except BlockingIOError:
-            return b"".join(parts)
+@pytest.mark.parametrize("broken", ["closed", "full"])
+def test_a_stderr_that_takes_nothing_is_no_error(broken):
+    write = os.open("/dev/full", os.O_WRONLY)
+    if broken == "closed":
+        read, write = os.pipe()
+        os.close(read)
+    handler = LineQueue()
+    writer = LineWriter(handler, write)
+    writer.start()
+    log_lines(handler, 3)
+    eventually(lambda: assert_failed(writer, 3))
 
 
-def test_a_pipe_that_nobody_reads_holds_nobody_up(pipe):
-    read, write = pipe
-    output = Output(write)
-    room = fcntl.fcntl(write, fcntl.F_GETPIPE_SZ)
-    for _ in range(2 * room // len(LINE)):
-        output.write(LINE)
-    kept = read_all(read).count(LINE)
-    output.write(LINE)
-    missing = 2 * room // len(LINE) - kept
-    assert missing > 0
-    assert read_all(read) == b"(%d lines of the log could not be written here)\n" % missing + LINE
+def assert_failed(writer: LineWriter, count: int) -> None:
+    assert writer.failed == count
 
 
-def test_lines_longer_than_a_pipe_takes_at_once_are_written_whole(pipe):
-    read, write = pipe
-    long = b"x" * (3 * select.PIPE_BUF) + b"\n"
-    Output(write).write(long + LINE)
-    assert read_all(read) == long + LINE
-
-
-def test_a_reader_that_has_gone_is_no_error(pipe):
-    read, write = pipe
-    output = Output(write)
-    os.close(read)
-    output.write(LINE)
-    os.close(write)
-    output.write(LINE)
-
-
-def test_a_full_disk_is_no_error():
-    fd = os.open("/dev/full", os.O_WRONLY)
-    try:
-        with pytest.raises(OSError, match="No space left"):
-            os.write(fd, LINE)
-        Output(fd).write(LINE)
-    finally:
-        os.close(fd)
+@pytest.mark.parametrize("end", ["", "; raise SystemExit(3)", "; logging.shutdown(); os._exit(0)"])
+def test_the_last_lines_of_a_process_are_written(end):
+    code = "import logging, os; from mini_engine import log; log.setup('api 0', log.LogSettings('info')); "
+    code += "logging.getLogger('x').info('the last'); logging.getLogger('x').debug('not shown')" + end
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d INFO    api 0 \| the last\n", ended.stderr), ended.stderr

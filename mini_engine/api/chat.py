@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -37,7 +37,6 @@ class MediaRef:
     modality: Modality
     url: str
     name: str  # what errors call it: "video 1" is the first video of the conversation
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of its part
 
 
 class ChatRenderer:
@@ -186,7 +185,7 @@ def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) ->
         for part in media_parts(message):
             counts[part.modality] += 1
             name = f"{part.modality} {counts[part.modality]}"
-            refs.append(MediaRef(part.modality, part.location, name, part.settings))
+            refs.append(MediaRef(part.modality, part.url, name))
     for limited, limit in limits.items():
         if counts[limited] > limit:
             raise ChatError(

@@ -51,13 +51,13 @@ async def start(context: AppContext, chat: ChatRequest, request_id: str, clock: 
         ApiError, MediaError, DecoderUnavailable, Shortage: see `errors.explain`.
     """
     async with contextlib.AsyncExitStack() as held:
-        # Row 2: the media references, the prompt with a placeholder for each, the settings of each.
+        # Row 2: the media references, the prompt with a placeholder for each, their settings.
         context.sampling.check(chat)
         refs = collect_media(chat.messages, context.config.item_limits)
         render = partial(context.renderer.render, chat.messages)
         token_ids = await run_sized(render, text_length(chat.messages), INLINE_CHARACTERS)
         budget = video_tokens(context.limits, len(token_ids), chat.token_limit or 1, len(refs))
-        keyed = context.media_settings.resolve(chat, budget, refs)
+        keyed = context.media_settings.resolve(chat, budget)
         # Row 3: room for the bytes, the downloads, a place among the requests whose media are decoded.
         reservation = held.enter_context(context.admission.reserve(await context.media.known_bytes(refs)))
         clock.enter("fetch")

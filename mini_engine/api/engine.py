@@ -84,7 +84,7 @@ class Engine:
         self._socket = socket
         self._encoder = surroundings.encoder
         self._on_lost = surroundings.on_lost
-        self._figures = metrics.EngineFigures(number, surroundings.media_capacity)
+        self._figures = metrics.EngineMetrics(number, surroundings.media_capacity)
         self._numbers = itertools.count(1)
         self._replies: dict[int, asyncio.Future[ControlReply | None]] = {}  # to control requests, by number
         self._ping_reply: asyncio.Future[ControlReply | None] | None = None

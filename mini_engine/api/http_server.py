@@ -141,8 +141,6 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=STOP_SECONDS,
                 ssl_keyfile=config.ssl_keyfile,
                 ssl_certfile=config.ssl_certfile,
-                ssl_ca_certs=config.ssl_ca_certs,
-                ssl_cert_reqs=config.ssl_cert_reqs,
             )
         )
         self._on_started = on_started

@@ -124,17 +124,17 @@ class MediaLoader:
         return {ref.name: data for ref, data in zip(elsewhere, downloads, strict=True)}
 
     async def fetch(
-        self, refs: Sequence[MediaRef], keyed: Sequence[KeyedSettings], downloads: Mapping[str, bytes]
+        self, refs: Sequence[MediaRef], keyed: KeyedSettings, downloads: Mapping[str, bytes]
     ) -> list[FetchedItem]:
-        """The items in the order of `refs`, with their hashes under `keyed`, one for each: taken from `downloads`, or
-        read here. Cancelling it, or the failure of one item, ends the work on the others.
+        """The items in the order of `refs`, with their hashes under `keyed`: taken from `downloads`, or read here.
+        Cancelling it, or the failure of one item, ends the work on the others.
 
         Raises:
             MediaError: an item cannot be fetched.
         """
         return await _all(
-            _in_thread(self._reading, partial(self._fetch_and_hash, ref, one, downloads.get(ref.name)))
-            for ref, one in zip(refs, keyed, strict=True)
+            _in_thread(self._reading, partial(self._fetch_and_hash, ref, keyed, downloads.get(ref.name)))
+            for ref in refs
         )
 
     async def process(

@@ -8,14 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from mini_engine.api.chat import MediaRef
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.config import parse_options
@@ -106,34 +105,26 @@ class MediaSettingsResolver:
         self._processor, self._most_frames = processor, most_frames
         self._model = model
 
-    def resolve(self, chat: ChatRequest, video_tokens: int, refs: Sequence[MediaRef]) -> list[KeyedSettings]:
-        """The settings for each item of `chat`, of which a video has at most `video_tokens` tokens.
+    def resolve(self, chat: ChatRequest, video_tokens: int) -> KeyedSettings:
+        """The settings for all items of `chat`, of which a video has at most `video_tokens` tokens.
 
         Raises:
-            ApiError: 400 for settings that there are not, or that ask for more than the server allows. Those of the
-                whole request are checked even if it has no media.
+            ApiError: 400 for settings that there are not, or that ask for more than the server allows.
         """
-        whole = self._keyed(chat, video_tokens, "mm_processor_kwargs", {})
-        return [self._keyed(chat, video_tokens, ref.name, ref.settings) if ref.settings else whole for ref in refs]
-
-    def _keyed(self, chat: ChatRequest, video_tokens: int, owner: str, of_part: Mapping[str, Any]) -> KeyedSettings:
         io_kwargs, processor_kwargs = chat.media_io_kwargs or {}, chat.mm_processor_kwargs or {}
         asked, rest = _split(processor_kwargs, io_kwargs.get("video") or {})
-        own_asked, own_rest = _split(of_part, {})
-        if own_rest:  # of the two ways to say it, the part's
-            rest = {name: value for name, value in rest.items() if name != "size"} | own_rest
         server = self.server
         try:
             if io_kwargs.get("image"):
                 raise ValueError("images take no arguments")
-            given = parse_options(owner, rest, _RequestKwargs)
+            given = parse_options("mm_processor_kwargs", rest, _RequestKwargs)
             settings = MediaSettings(
-                updated(updated(server.sampling, asked), own_asked),
+                updated(server.sampling, asked),
                 {**server.processor_kwargs, **msgspec.to_builtins(given)},
-                _tuned(owner, server.calls, given, video_tokens * self._processor.token_pixels),
+                _tuned("mm_processor_kwargs", server.calls, given, video_tokens * self._processor.token_pixels),
             )
         except ValueError as error:
-            param = "messages" if of_part else "mm_processor_kwargs" if processor_kwargs else "media_io_kwargs"
+            param = "mm_processor_kwargs" if processor_kwargs else "media_io_kwargs"
             raise bad_request(f"Invalid '{param}': {error}.", param, "invalid_value") from error
         return KeyedSettings.of(self.fitted(settings, video_tokens), self._model)
 

@@ -47,76 +47,36 @@ class TextPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
     uuid: Ignored = None
 
 
-class _MediaPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="type"):
-    """An image or video in a message. The settings are qwen_vl_utils' and override those of the whole request."""
-
-    modality: ClassVar[Modality] = "image"
-
-    uuid: Ignored = None
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-
-    @property
-    def location(self) -> str:
-        """The URL."""
-        fields = ("image_url", "video_url", "image", "video", "url")
-        source = next(value for name in fields if (value := getattr(self, name, None)))
-        return source if isinstance(source, str) else source.url
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings that the part has."""
-        names = ("min_pixels", "max_pixels", "fps", "num_frames", "min_frames", "max_frames")
-        return {name: value for name in names if (value := getattr(self, name, None)) is not None}
-
-
-class _VideoPart(_MediaPart, frozen=True, kw_only=True):
-    modality: ClassVar[Modality] = "video"
-
-    fps: float | None = None
-    num_frames: int | None = None
-    min_frames: int | None = None
-    max_frames: int | None = None
-
-
 Location = MediaUrl | Annotated[str, Meta(min_length=1)]
 
 
-class ImageUrlPart(_MediaPart, frozen=True, kw_only=True, tag="image_url"):
-    """OpenAI's form of an image."""
+class _MediaPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    modality: ClassVar[Modality]
 
+    uuid: Ignored = None
+
+    @property
+    def url(self) -> str:
+        """Where the image or video is."""
+        location = getattr(self, f"{self.modality}_url")
+        return location if isinstance(location, str) else location.url
+
+
+class ImagePart(_MediaPart, frozen=True, kw_only=True, tag="image_url"):
+    """An image in a message."""
+
+    modality = "image"
     image_url: Location
 
 
-class VideoUrlPart(_VideoPart, frozen=True, kw_only=True, tag="video_url"):
-    """vLLM's form of a video."""
+class VideoPart(_MediaPart, frozen=True, kw_only=True, tag="video_url"):
+    """A video in a message, in vLLM's form."""
 
+    modality = "video"
     video_url: Location
 
 
-class ImagePart(_MediaPart, frozen=True, kw_only=True, tag="image"):
-    """Hugging Face's form of an image."""
-
-    image: Location | None = None
-    url: str | None = None
-
-    def __post_init__(self) -> None:
-        if bool(self.image) == bool(self.url):
-            raise ValueError("A part of type `image` has one of `image` and `url`")
-
-
-class VideoPart(_VideoPart, frozen=True, kw_only=True, tag="video"):
-    """Hugging Face's form of a video."""
-
-    video: Location | None = None
-    url: str | None = None
-
-    def __post_init__(self) -> None:
-        if bool(self.video) == bool(self.url):
-            raise ValueError("A part of type `video` has one of `video` and `url`")
-
-
-MediaPart = ImageUrlPart | VideoUrlPart | ImagePart | VideoPart
+MediaPart = ImagePart | VideoPart
 
 
 class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -32,7 +32,6 @@ from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.transports import limit_memory, processor_device, staging_slots
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.decode_limits import DecodeLimits
-from mini_engine.malloc import keep_freed_memory
 from mini_engine.media.decoder_pool import DecoderPool
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.messages import ControlReply, ControlRequest, Drain, EngineLimits, Init, PeerGone, Serving, Start
@@ -64,11 +63,9 @@ class ModelFront:
 
 def run(child: Child) -> None:
     """Main function of an API server's process. Does not return: it ends the process."""
-    keep_freed_memory()
     init = child.init()
     metrics.engine_restarts.set(init.restarts)
     try:
-        check_figures(init)
         front = load(init, int(child.index))
         # Half a million objects of torch and transformers that stay: no collection need look at them again.
         gc.collect()
@@ -82,19 +79,6 @@ def run(child: Child) -> None:
     # print what they leak below an error's one line.
     logging.shutdown()
     os._exit(status)
-
-
-def check_figures(init: Init) -> None:
-    """Log that the metrics of this process are not part of the sum over all API servers.
-
-    Raises:
-        ConfigError: they do not, and the server has not been running yet.
-    """
-    if metrics.obstacle is None:
-        return
-    if not init.late:
-        raise ConfigError(f"{metrics.obstacle}: make some, or set TMPDIR to where there is")
-    logger.error("/metrics is not the sum of all API servers, this one's figures stand alone: %s", metrics.obstacle)
 
 
 def load(init: Init, index: int) -> ModelFront:

@@ -12,11 +12,17 @@ from mini_engine.messages import Chunk, MessageId, NewSequence, SamplingParams, 
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.transport.arena import ReadableMemory
-from mini_engine.worker.attention import choose_backend, leave_out_cudnn
-from mini_engine.worker.launched import Launched
-from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.model_runner import Launched, ModelRunner
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.worker import choose_device, load, make_attention, make_graphs, record_graphs
+from mini_engine.worker.worker import (
+    choose_backend,
+    choose_device,
+    leave_out_cudnn,
+    load,
+    make_attention,
+    make_graphs,
+    record_graphs,
+)  # fmt: skip
 
 
 class NoMedia:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from mini_engine.config import Option, env_of, field_types, fields
-from mini_engine.config.option import default_of, flags_of, values_of
+from mini_engine.config.options import default_of, flags_of, values_of
 
 HEAD = """# Settings
 

@@ -136,12 +136,14 @@ def penalise(scores: Tensor, counts: Tensor, rows: Tensor, factors: Tensor) -> N
     if fused(scores):
         _kernels().penalise(scores, counts, rows, factors)
         return
-    changed = rows >= 0
-    old, held = scores[changed], counts[rows[changed]]
-    repetition, presence, frequency = factors[changed].unsqueeze(-1).unbind(1)
-    times = held >> 1
-    new = torch.where(held > 0, torch.where(old < 0, old * repetition, old / repetition), old)
-    scores[changed] = new - (times * frequency + (times > 0) * presence)
+    changed = (rows >= 0).nonzero()[:, 0]
+    held = counts[rows[changed]]
+    row, token = held.nonzero(as_tuple=True)  # few of a large vocabulary
+    times, row = held[row, token] >> 1, changed[row]
+    repetition, presence, frequency = factors[row].unbind(1)
+    old = scores[row, token]
+    new = torch.where(old < 0, old * repetition, old / repetition)
+    scores[row, token] = new - (times * frequency + (times > 0) * presence)
 
 
 def _kernels() -> ModuleType:

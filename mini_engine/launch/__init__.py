@@ -1,4 +1,4 @@
-"""The supervisor: lays out the processes, shakes hands with them, watches them, starts them anew, and stops them.
+"""The supervisor: starts the processes, introduces them to each other, watches, restarts and stops them.
 
 `supervisor.py` is the table of contents. None of it touches a request.
 """

@@ -1,4 +1,4 @@
-"""The processes of one start of the engines: they are laid out, told who they are, and let loose together.
+"""The processes of one start of the engines: started, introduced to each other, and released together.
 
 Knows nothing of what follows when one of them dies.
 """
@@ -13,11 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
-from mini_engine.launch import addresses
-from mini_engine.launch.family import Family, Said
-from mini_engine.messages import EngineLimits, Hello, Init, MediaCachePlan, Ready, Serving, Start, TransportChoice
+from mini_engine.launch.process_group import ChildProcess, ProcessGroup, Received
+from mini_engine.messages import (
+    EngineLimits,
+    Hello,
+    Init,
+    MediaCachePlan,
+    RankAddress,
+    Ready,
+    Serving,
+    Start,
+    TransportChoice,
+)
 from mini_engine.transport.memory import create_sparse, discard, map_sparse
 
 logger = logging.getLogger(__name__)
@@ -32,7 +40,7 @@ class Ground:
     media_cache: MediaCachePlan
     runtime_dir: Path
     listeners: list[socket.socket]  # one for each API server's slot
-    family: Family
+    processes: ProcessGroup
 
 
 class Generation:
@@ -46,14 +54,14 @@ class Generation:
         self.early_deaths = 0  # of API servers in a row, before they served
         self.vacant: set[int] = set()  # slots of API servers that are to be filled
         self._ground = ground
-        self._family = ground.family
-        self._directory = addresses.directory(ground.runtime_dir, number)
+        self._processes = ground.processes
+        self._directory = ground.runtime_dir / str(number)  # its own: it never finds a name of a dead generation
         self._media_stores: list[int] = []  # descriptors, by engine
 
     @property
     def children(self) -> list[ChildProcess]:
         """Those that live."""
-        return [child for child in self._family.children if child.generation == self.number]
+        return [child for child in self._processes.children if child.generation == self.number]
 
     @property
     def complete(self) -> bool:
@@ -70,14 +78,14 @@ class Generation:
         for slot in range(config.api_server_count):  # first: they have the most to import
             self.fill(slot)
         for engine in range(config.data_parallel_size):
-            self._family.start("core", str(engine), self.number)
+            self._processes.start("core", str(engine), self.number)
             for rank in range(config.tensor_parallel_size):
                 own = self._media_stores[engine : engine + 1]
-                self._family.start("worker", f"{engine}.{rank}", self.number, media_stores=own)
+                self._processes.start("worker", f"{engine}.{rank}", self.number, media_stores=own)
 
     def fill(self, slot: int) -> None:
         """Start the API server of a slot. Raises OSError: the host gives no process."""
-        self._family.start("api", str(slot), self.number, self._ground.listeners[slot], self._media_stores)
+        self._processes.start("api", str(slot), self.number, self._ground.listeners[slot], self._media_stores)
 
     def end(self, spare: Sequence[ChildProcess] = ()) -> None:
         """Kill all of them but `spare`."""
@@ -94,12 +102,12 @@ class Generation:
             os.close(fd)
         self._media_stores.clear()
 
-    def hear(self, said: Said) -> None:
-        """Take the next message of the handshake."""
-        child = said.child
-        match said.body:
+    def receive(self, received: Received) -> None:
+        """Take the next message of the handshake: Hello -> Init; Ready, once all engines are -> Start; Serving."""
+        child = received.child
+        match received.body:
             case Hello():
-                self._family.send(child, self._init())
+                self._processes.send(child, self._init())
             case Ready(limits=limits, transports=transports):
                 child.ready = True
                 if limits is not None:
@@ -108,22 +116,24 @@ class Generation:
                 self._release_api_servers()
             case Serving():
                 self.early_deaths = 0
-                child.now_serves()
+                child.set_serving()
                 self._relieve(child)
                 if self.announced:
-                    logger.info("%s serves in the place of the one that died", child.title)
+                    logger.info("%s: replacement ready", child.title)
 
     def _init(self) -> Init:
-        ground = self._ground
+        config, where = self._ground.config, self._directory
+        engines, ranks = range(config.data_parallel_size), range(config.tensor_parallel_size)
         return Init(
-            config=ground.config,
-            model_dir=ground.model_dir,
-            runtime_dir=str(self._directory),
-            cores=addresses.cores(self._directory, ground.config),
-            core_workers=addresses.core_workers(self._directory, ground.config),
-            ranks=addresses.ranks(self._directory, ground.config),
-            media_cache=ground.media_cache,
-            late=self.announced or self.number > 1,
+            config=config,
+            model_dir=self._ground.model_dir,
+            runtime_dir=str(where),
+            cores=[f"ipc://{where}/core-{engine}" for engine in engines],
+            core_workers=[f"ipc://{where}/core-{engine}-workers" for engine in engines],
+            ranks=[
+                RankAddress(engine, rank, f"{where}/tensors-{engine}.{rank}") for engine in engines for rank in ranks
+            ],
+            media_cache=self._ground.media_cache,
             restarts=self.number - 1,
         )
 
@@ -133,14 +143,14 @@ class Generation:
         if not all(child.ready for child in engines):
             return
         for child in engines:
-            child.now_serves()
+            child.set_serving()
         for child in self.children:
             if child.role == "api" and child.ready and not child.started:
                 child.started = True
-                self._family.send(child, Start(min(self.limits, key=lambda limits: limits.max_model_len)))
+                self._processes.send(child, Start(min(self.limits, key=lambda limits: limits.max_model_len)))
 
     def _relieve(self, successor: ChildProcess) -> None:
-        """The API servers of generations before in this slot have answered long enough."""
-        for child in self._family.api_servers():
+        """The API servers of earlier generations in this slot need not answer 503 any longer."""
+        for child in self._processes.api_servers():
             if child.generation < self.number and child.index == successor.index:
                 child.terminate()

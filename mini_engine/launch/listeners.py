@@ -44,22 +44,17 @@ def _bind_unix(config: EngineConfig, path: str) -> list[socket.socket]:
     Raises:
         ConfigError: the path cannot be had.
     """
-    try:
-        if stat.S_ISSOCK(os.stat(path).st_mode):
-            with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
-                probe.connect(path)
-                raise ConfigError(f"--uds: another server listens on {path}; choose another")
-            os.unlink(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise ConfigError(f"--uds: cannot listen on {path}: {error.strerror or error}") from None
     listener = socket.socket(socket.AF_UNIX)
     try:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(path).st_mode):
+                with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+                    probe.connect(path)
+                    raise ConfigError(f"--uds: another server listens on {path}; choose another")
+                os.unlink(path)
         listener.bind(path)
         listener.listen()  # at once: the name of one that does not listen looks like a dead server's
     except OSError as error:
-        listener.close()
         raise ConfigError(f"--uds: cannot listen on {path}: {error.strerror or error}") from None
     return [listener] * config.api_server_count
 
@@ -68,14 +63,19 @@ def _bind_one(family: int, address: Any) -> socket.socket:
     """Bound without SO_REUSEADDR, where that can be: the kernel lets sockets that have it share a port as long as none
     listens, and so would take another start's plain one. An API server sets it when it listens."""
     listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        try:
-            listener.bind(address)
-        except OSError:  # connections of another program are closing there
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-    except OSError:
-        listener.close()
-        raise
+        listener.bind(address)
+    except OSError:  # connections of another program are closing there
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
     return listener
+
+
+def url_of(config: EngineConfig, listener: socket.socket) -> str:
+    """The server's, as clients write it, without the API's version."""
+    scheme = "https" if config.ssl_certfile else "http"
+    if config.uds is not None:
+        return f"{scheme}+unix://{config.uds}:{config.root_path}"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{scheme}://{host}:{listener.getsockname()[1]}{config.root_path}"

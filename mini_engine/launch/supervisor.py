@@ -1,7 +1,7 @@
 """The server from start to stop: which processes there are, and what follows from what happens to them.
 
-Once the server runs, the supervisor sleeps in one poller until a child dies, speaks or writes, or a signal comes; a few
-times a minute it asks everybody for a sign of life.
+Once the server runs, the supervisor sleeps in one poller until a child dies or sends a message, or a signal comes; a
+few times a minute it pings all of them.
 
 The processes of one start are a generation. When an engine dies its generation is over: with `--restart-engine` the
 next one starts behind the same sockets, and until it serves, the API servers of the one before answer 503.
@@ -16,11 +16,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
-from mini_engine import log
-from mini_engine.child_process import ChildProcess
 from mini_engine.config import EngineConfig
 from mini_engine.host import (
     check_model_files,
@@ -33,14 +31,12 @@ from mini_engine.host import (
     runtime_directory,
     without_effect,
 )
-from mini_engine.launch import addresses
-from mini_engine.launch.family import Asked, Died, Event, Family, Said, Signals, Undying
 from mini_engine.launch.generation import Generation, Ground
-from mini_engine.launch.listeners import bind_listeners
+from mini_engine.launch.listeners import bind_listeners, url_of
 from mini_engine.launch.liveness import Liveness, states
-from mini_engine.launch.restarting import Restarts
-from mini_engine.launch.stopping import Stopping
-from mini_engine.messages import PROTOCOL_VERSION, Hello, Refused
+from mini_engine.launch.process_group import ChildProcess, Event, Gone, Interrupted, ProcessGroup, Received, StopSignals
+from mini_engine.log import LogSettings
+from mini_engine.messages import Drain, Refused
 from mini_engine.transport import sockets
 
 logger = logging.getLogger(__name__)
@@ -48,20 +44,49 @@ logger = logging.getLogger(__name__)
 ENGINE_DEATH_GRACE_SECONDS = 1.0  # how long API servers may take to answer every client of a dead engine
 API_RESTARTS_IN_A_ROW = 5  # an API server that dies this often before it serves will not get better
 FILL_PAUSE_SECONDS = 1.0  # before a process that the host did not give is asked for again
+API_STOP_SECONDS = 5.0  # how long API servers may take to end their responses once they were asked to exit
+FIRST_PAUSE_SECONDS = 1.0  # before a restart of the engines; doubled each time
+LONGEST_PAUSE_SECONDS = 60.0
+HEALTHY_SECONDS = 600.0  # engines that have served for so long reset the count of restarts
 
 
 class Stop(Exception):
-    """The server ends."""
+    """The server stops."""
 
-    def __init__(self, status: int, last_words: str = "", *, patience: float = 0.0, interrupts: int = 0):
+    def __init__(self, status: int, last_line: str = "", *, drain_seconds: float = 0.0, interrupts: int = 0):
         self.status = status
-        self.last_words = last_words  # the last line of the log, unless all is said
-        self.patience = patience  # seconds for running requests to end
-        self.interrupts = interrupts  # signals that have come after the one that ends it
+        self.last_line = last_line  # of the log, unless it is there already
+        self.drain_seconds = drain_seconds  # for running requests
+        self.interrupts = interrupts  # signals that have come after the one that stops it
+        self.undying: list[Gone] = []  # processes that were killed and have not died
 
 
 class GenerationOver(Exception):
-    """An engine is dead, or what should have replaced it did not get so far. The text says who and how."""
+    """An engine is dead, or what should have replaced it did not get so far. The text names the process and cause."""
+
+
+class Restarts:
+    """How often engines are restarted, at most `most` times in a row, and after which pause."""
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic):
+        self.most = most
+        self.in_a_row = 0
+        self._clock = clock
+        self._serving_since: float | None = None
+
+    def serving(self) -> None:
+        """The engines serve from now on."""
+        self._serving_since = self._clock()
+
+    def next_pause(self) -> float | None:
+        """They have died, or did not get so far: seconds to wait before the next start; None: there is to be none."""
+        since, self._serving_since = self._serving_since, None
+        if since is not None and self._clock() - since >= HEALTHY_SECONDS:
+            self.in_a_row = 0
+        if self.in_a_row >= self.most:
+            return None
+        self.in_a_row += 1
+        return min(FIRST_PAUSE_SECONDS * 2 ** (self.in_a_row - 1), LONGEST_PAUSE_SECONDS)
 
 
 class Supervisor:
@@ -71,9 +96,8 @@ class Supervisor:
         """`origins`: by field, what gave the settings that are not left at their defaults, such as `--port`."""
         self.config = config
         self.origins = origins or {}
-        self.log = log.LogSettings(config.log_level, config.log_format)
         self.restarts = Restarts(config.restart_engine)
-        self.events: collections.deque[Event] = collections.deque()  # that nobody has looked at yet
+        self.events: collections.deque[Event] = collections.deque()  # not handled yet
         self.fill_again = 0.0  # when, after an API server could not be started
 
     def run(self) -> int:
@@ -86,22 +110,23 @@ class Supervisor:
         check_model_files(model_dir, self.model_config, self.config)
         media_cache = plan_media_cache(self.config)
         check_tls(self.config)
-        signals = Signals()
+        signals = StopSignals()
         with contextlib.ExitStack() as held:
             self.listeners = bind_listeners(self.config)
             if self.config.uds is not None:
                 held.callback(sockets.BoundPath(self.config.uds).unlink)
             runtime_dir = held.enter_context(runtime_directory())
-            self.family = Family(runtime_dir, self.log, signals)
-            self.liveness = Liveness(self.config, self.family)
-            self.ground = Ground(self.config, model_dir, media_cache, runtime_dir, self.listeners, self.family)
+            log_settings = LogSettings(self.config.log_level, self.config.log_format)
+            self.processes = ProcessGroup(runtime_dir, log_settings, signals)
+            self.liveness = Liveness(self.config, self.processes)
+            self.ground = Ground(self.config, model_dir, media_cache, runtime_dir, self.listeners, self.processes)
             self.generation = Generation(1, self.ground)
             self._log_start(model_dir)
             return self._serve_until_stopped()
 
     def _log_start(self, model_dir: str) -> None:
         config = self.config
-        if config.uds is None and config.host in ("0.0.0.0", "::") and not config.api_key and config.ssl_cert_reqs < 2:
+        if config.uds is None and config.host in ("0.0.0.0", "::") and not config.api_key:
             logger.warning(
                 "--host %s: all who reach port %d of this host can use the server; set --api-key, or --host 127.0.0.1",
                 config.host, self.listeners[0].getsockname()[1],
@@ -112,21 +137,21 @@ class Supervisor:
         )  # fmt: skip
 
     def _serve_until_stopped(self) -> int:
-        end = Stop(1)
+        stop = Stop(1)
         try:
             self._serve()
-        except Stop as stop:
-            end = stop
+        except Stop as asked:
+            stop = asked
         finally:
             for listener in self.listeners:  # so that the end of an API server ends its part of the port, too
                 listener.close()
-            undying = Stopping(self.family, self.liveness, end.interrupts).run(end.patience)
-            self.family.close()
-        if undying and not end.status:
-            end = Stop(1, f"ended with status 1: {undying[0].child.title} {undying[0].how}")
-        if end.last_words:
-            logger.log(logging.ERROR if end.status else logging.INFO, "%s", end.last_words)
-        return end.status
+            self._stop_processes(stop)
+            self.processes.close()
+        if stop.undying and not stop.status:
+            stop = Stop(1, f"ended with status 1: {stop.undying[0].child.title} {stop.undying[0].how}")
+        if stop.last_line:
+            logger.log(logging.ERROR if stop.status else logging.INFO, "%s", stop.last_line)
+        return stop.status
 
     def _serve(self) -> NoReturn:
         """One generation after the other."""
@@ -161,7 +186,7 @@ class Supervisor:
         logger.info(
             "serving %s (%s) at %s/v1 after %.1f s: %d API server(s), %d engine(s) x %d worker(s), "
             "%d KV blocks of %d tokens, up to %d tokens a request",
-            config.served_names[0], self.model_config.architecture, addresses.url(config, self.listeners[0]), seconds,
+            config.served_names[0], self.model_config.architecture, url_of(config, self.listeners[0]), seconds,
             config.api_server_count, config.data_parallel_size, config.tensor_parallel_size,
             limits.num_blocks, limits.block_size, limits.max_model_len,
         )  # fmt: skip
@@ -173,8 +198,8 @@ class Supervisor:
         turn = self.liveness.seconds_left()
         if self.generation.vacant:
             turn = min(turn, max(0.0, self.fill_again - time.monotonic()))
-        if not self.events:  # some are there when the one before them has ended a generation
-            self.events += self.family.wait(turn if seconds is None else min(turn, seconds))
+        if not self.events:  # some are left when the one before them has ended a generation
+            self.events += self.processes.wait(turn if seconds is None else min(turn, seconds))
         while self.events:
             self._handle(self.events.popleft())
         self._fill_vacant()
@@ -182,82 +207,78 @@ class Supervisor:
 
     def _handle(self, event: Event) -> None:
         match event:
-            case Asked(numbers=[first, *more]):
-                patience = self.config.shutdown_timeout if first == signal.SIGTERM else 0.0
+            case Interrupted(numbers=[first, *more]):
+                drain_seconds = self.config.shutdown_timeout if first == signal.SIGTERM else 0.0
                 logger.info(
                     "stopping on %s: up to %g s for requests that run; a second signal stops at once",
-                    signal.Signals(first).name, patience,
+                    signal.Signals(first).name, drain_seconds,
                 )  # fmt: skip
-                raise Stop(0, "stopped", patience=patience, interrupts=len(more))
-            case Said(child=child, body=Hello(protocol_version=version)) if version != PROTOCOL_VERSION:
-                logger.error("%s speaks protocol %d, this is %d", child.title, version, PROTOCOL_VERSION)
-                raise Stop(1)
-            case Said(child=child, body=Refused(reason=reason)):
+                raise Stop(0, "stopped", drain_seconds=drain_seconds, interrupts=len(more))
+            case Received(child=child, body=Refused(reason=reason)):
                 self._on_refusal(child, reason)
-            case Said(child=child) if child.generation == self.generation.number:
-                self.generation.hear(event)
-            case Undying(child=child, how=how) if child.role != "api":
-                raise Stop(1, f"ended with status 1: {child.title} {how}")
-            case Died(child=child, how=how) | Undying(child=child, how=how):
+            case Received(child=child):
                 if child.generation == self.generation.number:
-                    self._on_death(child, how)
+                    self.generation.receive(event)
+            case Gone(child=child, how=how, reaped=False) if child.role != "api":
+                raise Stop(1, f"ended with status 1: {child.title} {how}")
+            case Gone(child=child):
+                if child.generation == self.generation.number:
+                    self._on_death(child, event.how)
                 else:
-                    self._on_late_death(child, how, expected=child.dismissed and isinstance(event, Died))
+                    self._on_late_death(event)
 
     def _on_refusal(self, child: ChildProcess, reason: str) -> None:
         if child.generation == self.generation.number and not self.generation.announced:
             self._start_failed(reason)
-        child.verdict = reason
+        child.kill_reason = reason
         child.kill()
 
     def _on_death(self, child: ChildProcess, how: str) -> None:
-        in_short = f"{child.title} {how}"
-        others = self.family.engine_of(child)  # who ends by himself may have waited for one of them in vain
-        text = f"{in_short}{f' (others in proc(5): {states(others)})' if others else ''}; {child.last_lines()}"
+        text = f"{child.title} {how}"
+        # A process that exits by itself may have waited for another one of its engine in vain.
+        others = self.processes.engine_of(child)
+        details = f"{text} (others in proc(5): {states(others)})" if others else text
         if not self.generation.announced:
-            self._start_failed(text, in_short)
-        logger.error("%s", text)
+            self._start_failed(details, text)
+        logger.error("%s", details)
         if child.role != "api":
-            raise GenerationOver(in_short)
+            raise GenerationOver(text)
         if not child.serving:
             self.generation.early_deaths += 1
         if self.generation.early_deaths >= API_RESTARTS_IN_A_ROW:
-            raise Stop(1, f"ended with status 1: {in_short}, and so did the {API_RESTARTS_IN_A_ROW - 1} before it")
-        self._vacate(child)
+            raise Stop(1, f"ended with status 1: {text}, and so did the {API_RESTARTS_IN_A_ROW - 1} before it")
+        if any(other.serving for other in self.generation.children if other.role == "api"):
+            self._leave_port(int(child.index))  # else connections are queued for its successor
+        self.generation.vacant.add(int(child.index))
 
-    def _on_late_death(self, child: ChildProcess, how: str, expected: bool) -> None:
-        """Of an API server whose engines are dead, and that was to answer 503 until its successor serves; or of a
-        process of these engines, found with the death that has ended them."""
-        if child.role == "api":  # first: who reads of its death finds nobody waiting for it
-            self._leave_line(int(child.index))
-        if not expected:
-            logger.error("%s %s; %s", child.title, how, child.last_lines())
+    def _on_late_death(self, gone: Gone) -> None:
+        """Of an API server whose engines are dead, and that answered 503 until its successor serves; or of a process of
+        these engines, found with the death that has ended them."""
+        if gone.child.role == "api":  # first: after the line of the log no connection is queued for it
+            self._leave_port(int(gone.child.index))
+        if not (gone.child.dismissed and gone.reaped):
+            logger.error("%s %s", gone.child.title, gone.how)
 
-    def _start_failed(self, text: str, in_short: str | None = None) -> NoReturn:
+    def _start_failed(self, details: str, text: str | None = None) -> NoReturn:
         """This generation will not serve. The first of all is not tried again: most often the settings are at fault."""
-        logger.error("start failed: %s", text)
+        logger.error("start failed: %s", details)
         if self.generation.number == 1:
             raise Stop(1)
-        raise GenerationOver(in_short or text)
+        raise GenerationOver(text or details)
 
     # --- what follows from a death -----------------------------------------------------------------------------------
 
-    def _vacate(self, dead: ChildProcess) -> None:
-        """Have its slot filled. Where it was the only one, connections wait in line for its successor."""
-        if any(child.serving for child in self.generation.children if child.role == "api"):
-            self._leave_line(int(dead.index))
-        self.generation.vacant.add(int(dead.index))
-
-    def _leave_line(self, slot: int) -> None:
-        """The kernel is to put no more connections in line at the slot's socket; those that are there are reset.
+    def _leave_port(self, slot: int) -> None:
+        """The kernel is to queue no more connections at the slot's socket; those that are queued are reset.
 
         Without effect while an API server, of whichever generation, takes them.
 
-        The socket leaves those that share the port, whoever has it open, and joins them again when a successor, which
-        may have inherited it before, listens. For that it has to be bound by number: a port that the kernel chose goes.
+        The socket leaves those that share the port, whichever process has it open, and joins them again when a
+        successor, which may have inherited it before, listens. For that it has to be bound by number: a port that the
+        kernel chose goes.
         """
         listener = self.listeners[slot]
-        accepting = [child for child in self.family.api_servers() if child.started and not child.dismissed]
+        accepting = [child for child in self.processes.api_servers() if child.started and not child.dismissed]
         if listener.family == socket.AF_UNIX or any(int(child.index) == slot for child in accepting):
             return
         # One that does not listen must be left alone: all connections that it accepted later would be shut down, too.
@@ -287,16 +308,60 @@ class Supervisor:
         """
         over = self.generation
         over.end(spare=[child for child in over.children if child.role == "api" and child.serving])
-        self.generation = Generation(over.number + 1, self.ground)  # what happens to the others is of no matter
-        for slot in range(len(self.listeners)):  # whose API server is dead or not that far: its successor is far off
-            self._leave_line(slot)
+        self.generation = Generation(over.number + 1, self.ground)  # other deaths of the old one change nothing
+        for slot in range(len(self.listeners)):  # those whose API server is dead or does not serve yet
+            self._leave_port(slot)
         pause = self.restarts.next_pause()
         if pause is not None:
             logger.error("restart %d of %d in %g s, since %s", self.restarts.in_a_row, self.restarts.most, pause, why)
         deadline = time.monotonic() + (ENGINE_DEATH_GRACE_SECONDS if pause is None else pause)
-        while (left := deadline - time.monotonic()) > 0 or self.family.engines():
+        while (left := deadline - time.monotonic()) > 0 or self.processes.engines():
             self._poll(left if left > 0 else None)
         over.forget()
         if pause is None:
-            remedy = "" if self.restarts.most else "; --restart-engine would start its engines anew"
+            remedy = "" if self.restarts.most else "; --restart-engine would restart its engines"
             raise Stop(1, f"ended with status 1: {why}{remedy}")
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _stop_processes(self, stop: Stop) -> None:
+        """API servers may finish their requests, and then what they are sending; the rest holds nothing that outlives
+        it. Another signal leaves no time for that. Returns when no child is left."""
+        if stop.drain_seconds:
+            for child in self.processes.api_servers():
+                if child.serving:
+                    self.processes.send(child, Drain())
+                else:  # it has no requests
+                    child.terminate()
+            self._wait_for_api_servers(stop, stop.drain_seconds, serving=True)
+        for child in self.processes.api_servers():
+            child.terminate()
+        self._wait_for_api_servers(stop, API_STOP_SECONDS)
+        for child in self.processes.children:
+            if child.role == "api" and not stop.interrupts:
+                logger.warning("%s is killed: it has not exited within %g s", child.title, API_STOP_SECONDS)
+            child.dismissed = True
+            child.kill()
+        while self.processes.children:
+            self._wait_while_stopping(stop, None)
+
+    def _wait_for_api_servers(self, stop: Stop, seconds: float, serving: bool = False) -> None:
+        """Until all have exited, or all that are `serving`, the time is up, or another signal comes."""
+        deadline = time.monotonic() + seconds
+        while any(child.serving or not serving for child in self.processes.api_servers()):
+            left = deadline - time.monotonic()
+            if stop.interrupts or left <= 0:
+                return
+            self._wait_while_stopping(stop, min(left, self.liveness.seconds_left()))
+            self.liveness.turn()
+
+    def _wait_while_stopping(self, stop: Stop, seconds: float | None) -> None:
+        for event in self.processes.wait(seconds):
+            match event:
+                case Interrupted(numbers=numbers):
+                    stop.interrupts += len(numbers)
+                case Gone(child=child, how=how, reaped=False):
+                    logger.error("%s %s", child.title, how)
+                    stop.undying.append(event)
+                case Gone(child=child, how=how) if child.role != "api" and not child.dismissed:
+                    logger.error("%s %s while requests were to end", child.title, how)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from mini_engine.messages.handshake import (
-    PROTOCOL_VERSION, Drain, EngineLimits, Hello, Init, MediaCachePlan, PeerGone, RankAddress, Ready, Refused,
+    Drain, EngineLimits, Hello, Init, MediaCachePlan, PeerGone, RankAddress, Ready, Refused,
     Role, Serving, Start, TransportChoice,
 )  # fmt: skip
 from mini_engine.messages.requests import (

@@ -9,8 +9,6 @@ import msgspec
 from mini_engine.config import EngineConfig
 from mini_engine.messages.tensors import Message, TransportName
 
-PROTOCOL_VERSION = 1
-
 Role = Literal["api", "core", "worker"]
 
 
@@ -19,7 +17,6 @@ class Hello(Message, frozen=True):
 
     role: Role
     index: str  # "0", or "engine.rank" for a worker
-    protocol_version: int = PROTOCOL_VERSION
 
 
 class RankAddress(msgspec.Struct, frozen=True):
@@ -48,7 +45,6 @@ class Init(Message, frozen=True):
     core_workers: list[str]  # ZMQ endpoint for workers, by engine
     ranks: list[RankAddress]  # of all engines
     media_cache: MediaCachePlan
-    late: bool = False  # the server runs already: this process replaces one that died
     restarts: int = 0  # of all engines, so far
 
 

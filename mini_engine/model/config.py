@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mini_engine.model.fields import Fields
 from mini_engine.model.registry import ModelSpec, VideoTime, find_spec
 
 DTYPES = ("float32", "bfloat16", "float16")
-MOST_LAYERS = 4096  # and heads: a list is made of each, and some are made before anything is held to the weights
 
 
 @dataclass(frozen=True)
@@ -137,11 +135,6 @@ class ModelConfig:
                 f"the vision tower gives rows of {self.vision.out_hidden_size}, "
                 f"the decoder takes {self.text.hidden_size}"
             )
-        for name in ("image_token_id", "video_token_id"):
-            if getattr(self, name) >= self.text.vocab_size:
-                raise ValueError(f"{name} is {getattr(self, name)}, but vocab_size is {self.text.vocab_size}")
-        if self.image_token_id == self.video_token_id:
-            raise ValueError(f"image_token_id and video_token_id are both {self.image_token_id}")
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "ModelConfig":
@@ -149,85 +142,79 @@ class ModelConfig:
         return cls.from_dict(json.loads((Path(path) / "config.json").read_text(encoding="utf-8")))
 
     @classmethod
-    def from_dict(cls, raw: Any) -> "ModelConfig":
-        """Build from the parsed json. Raises ValueError for an unsupported architecture or setting, and for a value of
-        no use."""
-        fields = Fields(raw)
-        spec = find_spec(fields.names("architectures"))
-        text = fields.inner("text_config") or fields
-        vision = fields.inner("vision_config")
-        if vision is None:
-            raise ValueError("config.json has no vision_config")
-        return cls(
-            architecture=spec.architecture,
-            text=_text_config(text, spec),
-            vision=_vision_config(vision, spec),
-            image_token_id=fields.count("image_token_id", least=0),
-            video_token_id=fields.count("video_token_id", least=0),
-            tie_word_embeddings=bool(
-                fields.get("tie_word_embeddings") or (spec.text_may_tie and text.get("tie_word_embeddings"))
-            ),
-            dtype=_dtype(fields, text),
-            video_time=spec.video_time,
-        )
+    def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
+        """Build from the parsed json. Raises ValueError for an unsupported architecture or setting, and for a field
+        that is missing."""
+        spec = find_spec(raw.get("architectures"))
+        text = raw.get("text_config") or raw
+        try:
+            return cls(
+                architecture=spec.architecture,
+                text=_text_config(text, spec),
+                vision=_vision_config(raw["vision_config"], spec),
+                image_token_id=raw["image_token_id"],
+                video_token_id=raw["video_token_id"],
+                tie_word_embeddings=bool(
+                    raw.get("tie_word_embeddings") or (spec.text_may_tie and text.get("tie_word_embeddings"))
+                ),
+                dtype=_dtype(raw, text),
+                video_time=spec.video_time,
+            )
+        except KeyError as error:
+            raise ValueError(f"config.json lacks the field {error}") from None
 
 
-def _text_config(raw: Fields, spec: ModelSpec) -> TextConfig:
-    if raw.get("use_sliding_window"):
-        raise ValueError("use_sliding_window is not supported; set it to false in config.json")
-    if raw.get("attention_bias"):
-        raise ValueError("attention_bias is not supported; set it to false in config.json")
+def _text_config(raw: dict[str, Any], spec: ModelSpec) -> TextConfig:
+    for name in ("use_sliding_window", "attention_bias"):
+        if raw.get(name):
+            raise ValueError(f"{name} is not supported; set it to false in config.json")
     _require_activation(raw, "text", "silu")
     # `rope_parameters` holds everything since transformers 5; before that theta lay beside `rope_scaling`.
-    rope = raw.inner("rope_parameters") or raw.inner("rope_scaling") or Fields({}, "rope_parameters")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ("default", "mrope"):
         raise ValueError(f"rope type {kind!r} is not supported; supported: default, mrope")
-    # No default: families and sizes differ in both, and a wrong one gives wrong answers, not an error.
-    theta = (rope if rope.get("rope_theta") is not None else raw).number("rope_theta")
-    hidden_size, num_heads = raw.count("hidden_size"), raw.count("num_attention_heads", most=MOST_LAYERS)
-    if not (head_dim := raw.get("head_dim")) and hidden_size % num_heads:
-        raise ValueError(f"hidden size {hidden_size} is no multiple of {num_heads} heads, and there is no head_dim")
+    hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
     return TextConfig(
-        vocab_size=raw.count("vocab_size"),
+        vocab_size=raw["vocab_size"],
         hidden_size=hidden_size,
-        intermediate_size=raw.count("intermediate_size"),
-        num_layers=raw.count("num_hidden_layers", most=MOST_LAYERS),
+        intermediate_size=raw["intermediate_size"],
+        num_layers=raw["num_hidden_layers"],
         num_heads=num_heads,
-        num_kv_heads=raw.count("num_key_value_heads", default=num_heads),
-        head_dim=raw.count("head_dim") if head_dim else hidden_size // num_heads,
-        rms_norm_eps=float(raw.number("rms_norm_eps")),
-        rope_theta=float(theta),
-        mrope_section=rope.counts("mrope_section"),
+        num_kv_heads=raw.get("num_key_value_heads") or num_heads,
+        head_dim=raw.get("head_dim") or hidden_size // num_heads,
+        rms_norm_eps=raw["rms_norm_eps"],
+        # No default: families and sizes differ in it, and a wrong one gives wrong answers, not an error.
+        rope_theta=float(rope.get("rope_theta") or raw["rope_theta"]),
+        mrope_section=tuple(rope["mrope_section"]),
         mrope_interleaved=spec.mrope_interleaved,
-        max_position_embeddings=raw.count("max_position_embeddings"),
+        max_position_embeddings=raw["max_position_embeddings"],
         qkv_bias=spec.qkv_bias,
         qk_norm=spec.qk_norm,
     )
 
 
-def _vision_config(raw: Fields, spec: ModelSpec) -> VisionConfig:
+def _vision_config(raw: dict[str, Any], spec: ModelSpec) -> VisionConfig:
     _require_activation(raw, "vision", spec.vision_activation)
     own = spec.read_vision(raw)
     names = ("hidden_size", "intermediate_size", "num_heads", "out_hidden_size", "patch_size", "spatial_merge_size")
-    rope = raw.inner("rope_parameters") or Fields({})
-    sizes: dict[str, Any] = {name: raw.count(name) for name in names if name not in own}
+    sizes: dict[str, Any] = {name: raw[name] for name in names if name not in own}
     return VisionConfig(
         **sizes,
-        depth=raw.count("depth", most=MOST_LAYERS),
-        in_channels=raw.count("in_chans" if raw.get("in_channels") is None else "in_channels", default=3),
-        temporal_patch_size=raw.count("temporal_patch_size", default=2),
-        rope_theta=float(rope.number("rope_theta", default=10_000.0)),
+        depth=raw["depth"],
+        in_channels=raw.get("in_channels") or raw.get("in_chans") or 3,
+        temporal_patch_size=raw.get("temporal_patch_size") or 2,
+        rope_theta=float((raw.get("rope_parameters") or {}).get("rope_theta") or 10_000),
         **own,
     )
 
 
-def _require_activation(raw: Fields, part: str, wanted: str) -> None:
+def _require_activation(raw: dict[str, Any], part: str, wanted: str) -> None:
     if (found := raw.get("hidden_act")) not in (None, wanted):
         raise ValueError(f"{part} activation {found!r} is not supported; supported: {wanted}")
 
 
-def _dtype(raw: Fields, text: Fields) -> str:
+def _dtype(raw: dict[str, Any], text: dict[str, Any]) -> str:
     # The nested form is what some early files of the new layout carry.
     name = raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32"
     if name not in DTYPES:

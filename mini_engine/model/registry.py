@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mini_engine.model.fields import Fields
-
 VideoTime = Literal["steps", "seconds", "text"]
 """What tells the decoder when a temporal grid of a video is: its place among the grids, one step of the time axis each;
 the seconds between them, as steps of the time axis; or text between them, each grid being placed like an image."""
@@ -43,7 +41,7 @@ class ModelSpec:
     architecture: str
     tower: str
     vision_activation: str
-    read_vision: Callable[[Fields], dict[str, Any]]
+    read_vision: Callable[[dict[str, Any]], dict[str, Any]]
     video_time: VideoTime
     qkv_bias: bool
     qk_norm: bool
@@ -57,42 +55,38 @@ class ModelSpec:
         return getattr(importlib.import_module(f"mini_engine.model.{module}"), name)
 
 
-class UnknownArchitecture(ValueError):
-    """A model of another kind: nothing is wrong with it."""
-
-
 def find_spec(architectures: Sequence[str] | None) -> ModelSpec:
-    """The spec of the first supported name in a config's `architectures`; UnknownArchitecture, with the names of both
-    sides, if none is."""
+    """The spec of the first supported name in a config's `architectures`; ValueError, with the names of both sides, if
+    none is."""
     for name in architectures or ():
         if name in SPECS:
             return SPECS[name]
     found = ", ".join(architectures) if architectures else "none given"
-    raise UnknownArchitecture(f"unsupported architecture: {found}; supported: {', '.join(SPECS)}")
+    raise ValueError(f"unsupported architecture: {found}; supported: {', '.join(SPECS)}")
 
 
-def _qwen2_vision(raw: Fields) -> dict[str, Any]:
+def _qwen2_vision(raw: dict[str, Any]) -> dict[str, Any]:
     # What other families call hidden_size has another name here, and hidden_size is the decoder's.
-    size = raw.count("embed_dim")
+    size = raw["embed_dim"]
     return {
         "hidden_size": size,
-        "intermediate_size": int(size * raw.number("mlp_ratio", default=4)),
-        "out_hidden_size": raw.count("hidden_size"),
+        "intermediate_size": int(size * (raw.get("mlp_ratio") or 4)),
+        "out_hidden_size": raw["hidden_size"],
     }
 
 
-def _qwen2_5_vision(raw: Fields) -> dict[str, Any]:
+def _qwen2_5_vision(raw: dict[str, Any]) -> dict[str, Any]:
     return {
-        "window_size": raw.count("window_size"),
-        "full_attention_layers": raw.counts("fullatt_block_indexes"),
-        "tokens_per_second": raw.number("tokens_per_second"),
+        "window_size": raw["window_size"],
+        "full_attention_layers": tuple(raw["fullatt_block_indexes"]),
+        "tokens_per_second": raw["tokens_per_second"],
     }
 
 
-def _qwen3_vision(raw: Fields) -> dict[str, Any]:
+def _qwen3_vision(raw: dict[str, Any]) -> dict[str, Any]:
     return {
-        "position_side": math.isqrt(raw.count("num_position_embeddings")),
-        "deepstack_layers": raw.counts("deepstack_visual_indexes"),
+        "position_side": math.isqrt(raw["num_position_embeddings"]),
+        "deepstack_layers": tuple(raw["deepstack_visual_indexes"]),
     }
 
 

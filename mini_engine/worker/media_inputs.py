@@ -25,10 +25,6 @@ from mini_engine.transport.sockets import connect_dealer, identity
 from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver
 
 
-class MediaMissing(KeyError):
-    """The tensor has not arrived, or was released."""
-
-
 class MediaInputs:
     """Receives, keeps and hands out the tensors of one rank. All methods may be called from any thread.
 
@@ -65,8 +61,8 @@ class MediaInputs:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="media receiver", daemon=True)
         self._crash: BaseException | None = None
-        self._lock = threading.Lock()  # over the three below
         self._closing = False
+        self._lock = threading.Lock()  # over the two below
         self._table: dict[MessageId, Received] = {}
         self._gone: set[int] = set()  # incarnations, for good: an integer for each API server that ever died
         self._store_mark = 0  # bytes
@@ -86,20 +82,11 @@ class MediaInputs:
         """Rows `first .. stop` of the tensor that `handle` stands for. On a device they are for the current stream.
 
         Raises:
-            MediaMissing: its message is not here.
-            ValueError: the message that is here holds something else.
+            KeyError: its message has not arrived, or was released.
         """
         self.check()
-        message = handle.message
         with self._lock:
-            received = self._table.get(message)
-        if received is None:
-            raise MediaMissing(f"tensor message {message.number} of incarnation {message.incarnation} is not here")
-        if (received.shape, received.dtype) != (handle.shape, handle.dtype):
-            raise ValueError(
-                f"the tensor of message {message.number} is {received.dtype} {received.shape}, "
-                f"its handle says {handle.dtype} {handle.shape}"
-            )
+            received = self._table[handle.message]
         return received.rows(first, stop)
 
     def release(self, messages: Iterable[MessageId]) -> None:
@@ -124,19 +111,12 @@ class MediaInputs:
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Stop the thread, close all streams and drop the table. Without effect when closed."""
-        with self._lock:
-            if self._closing:
-                return
-            self._closing = True
+        """Stop the thread, close all streams and drop the table. Called once, after `start`."""
+        self._closing = True
         os.eventfd_write(self._wake, 1)
-        if self._thread.ident is None:
-            self._close_sockets()
-        else:
-            self._thread.join()
+        self._thread.join()
         os.close(self._wake)
-        with self._lock:
-            self._table.clear()
+        self._table.clear()
 
     # --- receiver thread ---
 
@@ -144,7 +124,7 @@ class MediaInputs:
         try:
             self._serve()
         except BaseException as error:
-            self._crash = error  # a rank that no longer receives must not look well: `check` ends it
+            self._crash = error  # `check` ends the rank
             raise
         finally:
             self._close_sockets()
@@ -178,8 +158,6 @@ class MediaInputs:
 
     def _keep(self, arrival: Received | Failed) -> None:
         message = arrival.message
-        if message.incarnation in self._gone:
-            return
         if isinstance(arrival, Received):
             try:
                 arrival = self._on_device(arrival)
@@ -191,9 +169,10 @@ class MediaInputs:
             if isinstance(arrival, Received):
                 self._table[message] = arrival
         if isinstance(arrival, Received):
-            self._report(MediaReady(self._rank, message))
+            report: MediaReady | MediaFailed = MediaReady(self._rank, message)
         else:
-            self._report(MediaFailed(self._rank, message, arrival.why))
+            report = MediaFailed(self._rank, message, arrival.why)
+        self._core.send(self._me.encode(report), zmq.NOBLOCK)
 
     def _on_device(self, received: Received) -> Received:
         """It may still be on its way there if it came in a staging slot."""
@@ -201,9 +180,6 @@ class MediaInputs:
             return received
         moved = self._to_device(received.rows(0, received.shape[0]))
         return Received(received.message, received.shape, received.dtype, content=bytes_of(moved))
-
-    def _report(self, event: MediaReady | MediaFailed) -> None:
-        self._core.send(self._me.encode(event), zmq.NOBLOCK)
 
     def _close_sockets(self) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the context was terminated first

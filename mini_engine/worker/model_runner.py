@@ -8,21 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
+import msgspec
 import torch
 from torch import Tensor
 
-from mini_engine.messages import (
-    Chunk,
-    EncodeItem,
-    MessageId,
-    NewSequence,
-    Step,
-    StepResult,
-    TensorHandle,
-)
+from mini_engine.kernels.staging import HostCopy, to_device
+from mini_engine.messages import Chunk, EncodeItem, MessageId, SampledToken, Step, StepResult, TensorHandle
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.rope import Grid
 from mini_engine.model.text import MediaRows
@@ -30,17 +23,13 @@ from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.transport.arena import ReadableMemory
 from mini_engine.worker import sampler
 from mini_engine.worker.attention import AttentionBackend, StepAttention
-from mini_engine.worker.batch import FlatBatch, build_batch
-from mini_engine.worker.decode_batch import DecodeBatch
-from mini_engine.worker.encoder_cache import EncoderCache
-from mini_engine.worker.launched import Launched, Sampling
-from mini_engine.worker.media_store import MediaStore
+from mini_engine.worker.batch import DecodeBatch, FlatBatch, SequenceState, build_batch
+from mini_engine.worker.media import EncoderCache, MediaStore
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.sequences import SequenceState
-from mini_engine.worker.staging import HostCopy, to_device
-from mini_engine.worker.token_counts import TokenCounts
+from mini_engine.worker.penalties import Adjustments
 
-NO_TOKENS = np.empty(0, dtype=np.int64)
+if TYPE_CHECKING:
+    from mini_engine.worker.decode_graphs import DecodeGraphs  # imports Triton
 
 
 class Media(Protocol):
@@ -64,17 +53,54 @@ class Media(Protocol):
         """Drop all messages of an incarnation, received or yet to come."""
 
 
-class DecodeSteps(Protocol):
-    """What computes steps of single tokens faster; `decode_graphs.py` has the real one."""
+class Sampling:
+    """The tokens of a step, on their way to the host.
 
-    def __len__(self) -> int:
-        """How many sizes of batches there are."""
+    Args:
+        tokens: int64, those of `batch.sampled`, in order.
+        sampled: what is said of them; None on a rank that reports nothing.
+    """
 
-    def capture(self) -> None:
-        """Record all sizes, once. A collective. Before that steps are computed operator by operator."""
+    def __init__(self, tokens: Tensor, batch: FlatBatch, sampled: sampler.Sampled | None) -> None:
+        self._tokens, self._sequences, self._sampled = HostCopy(tokens), batch.sampled, sampled
+        self._stops: list[int] = batch.stops.tolist()  # now: a decode batch goes on in place
+        self._result: list[SampledToken] | None = None
 
-    def run(self, token_ids: Tensor, positions: Tensor, slots: Tensor, attend: StepAttention) -> Tensor:
-        """The hidden states of a step for which `attend` was made; valid until the next. All on the device."""
+    def result(self) -> list[SampledToken]:
+        """Waits for the tokens, and at the first call puts them where the sequences are."""
+        if self._result is None:
+            self._result = self._take(self._tokens.values())
+        return self._result
+
+    def _take(self, tokens: list[int]) -> list[SampledToken]:
+        for sequence, stop, token in zip(self._sequences, self._stops, tokens, strict=True):
+            sequence.tokens.put(stop, token)  # later ones, from before a restart, are gone
+        if self._sampled is None:
+            return []
+        reports = self._sampled.logprobs
+        pairs = enumerate(zip(self._sequences, tokens, strict=True))
+        return [SampledToken(sequence.request_id, token, reports.get(i, [])) for i, (sequence, token) in pairs]
+
+
+class Launched:
+    """A step of which the host has done its part. `done`: when the device has; None where none is to wait for.
+
+    `result` lacks the tokens, which are those of `sampling`.
+    """
+
+    def __init__(self, result: StepResult, sampling: Sampling | None, device: torch.device) -> None:
+        self._result, self._sampling = result, sampling
+        self.done: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.done = torch.cuda.Event(blocking=True)
+            self.done.record()
+
+    def result(self) -> StepResult:
+        """Waits for the device."""
+        tokens = self._sampling.result() if self._sampling is not None else []
+        if self.done is not None:
+            self.done.synchronize()
+        return msgspec.structs.replace(self._result, tokens=tokens)
 
 
 class ModelRunner:
@@ -88,8 +114,6 @@ class ModelRunner:
         tp: this rank's place among those that share the model.
         to_device: brings patches to the device of the computation; None is torch's own way.
         graphs: what computes steps that are all decode, recorded or not; None computes them as any other.
-        counts: what adjusts all rows of logits at once, so that no step waits for the tokens of the one before. None
-            makes one, but on a CPU, where adjusting row by row from the sequences' tokens takes less.
     """
 
     def __init__(
@@ -100,8 +124,7 @@ class ModelRunner:
         normalise: Normalisation,
         tp: TensorParallel,
         to_device: Callable[[Tensor], Tensor] | None = None,
-        graphs: DecodeSteps | None = None,
-        counts: TokenCounts | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -110,25 +133,15 @@ class ModelRunner:
         self._media = media
         self._normalise = normalise
         self._tp = tp
-        self._device = cache.storage.device
-        self._counts = TokenCounts(self._device) if counts is None and self._device.type != "cpu" else counts
-        self._dtype = cache.storage.dtype
-        self._to_device = to_device or partial(Tensor.to, device=self._device)
+        self.device = cache.storage.device
+        self.dtype = cache.storage.dtype
+        self._to_device = to_device or partial(Tensor.to, device=self.device)
         self._sequences: dict[str, SequenceState] = {}
         self._encoded = EncoderCache()
         self._store = MediaStore(media.rows, media.store)
         self._decode: DecodeBatch | None = None  # the last step's, if it was one
+        self._adjustments: Adjustments | None = None  # the last step's logits', as long as its batch goes on
         self._sampling: Sampling | None = None  # the last step's, as long as its tokens are not taken
-
-    @property
-    def device(self) -> torch.device:
-        """Where the computation runs."""
-        return self._device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Number format of the computation."""
-        return self._dtype
 
     @property
     def num_blocks(self) -> int:
@@ -152,8 +165,7 @@ class ModelRunner:
         """Do what the step says, field by field, but for what the device has still to do when all is said to it.
 
         A step that goes on with the decoding of the one before does not wait for it; any other does. A sampled token is
-        the next decoding's input on the device (`DecodeBatch.feed`); it enters its sequence in `Sampling.result`, or,
-        where all chunks decode, in `DecodeBatch.settle`.
+        the next decoding's input on the device (`DecodeBatch.feed`); it enters its sequence in `Sampling.result`.
         """
         self._media.check()  # in an empty step, too: a rank that receives nothing answers no ping
         self._forget(step.finished)
@@ -162,13 +174,14 @@ class ModelRunner:
             self._media.register_store(step.media_mark)
         self._store.drop(step.drop)
         self._store.keep(step.keep)
-        self._begin(step.started)
+        for new in step.started:
+            self._sequences[new.request_id] = SequenceState(new, self._model.config)
         self._encode(step.encode)
         sampling = self._compute(step.chunks)
         self._media.release(step.release)
         for incarnation in step.drop_senders:
             self._media.drop_sender(incarnation)
-        return Launched(StepResult(step.number, rank=self._tp.rank), sampling, self._device)
+        return Launched(StepResult(step.number, rank=self._tp.rank), sampling, self.device)
 
     @torch.inference_mode()
     def encode_patches(self, raw: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
@@ -179,27 +192,15 @@ class ModelRunner:
         # Joined while a value is one byte. Normalising copies, so shared memory is not written to.
         moved = [self._to_device(patches) for patches in raw]
         joined = moved[0] if len(moved) == 1 else torch.cat(moved)
-        return self._model.encode_vision(self._normalise(joined, self._dtype), grids)
+        return self._model.encode_vision(self._normalise(joined, self.dtype), grids)
 
     def _forget(self, finished: Sequence[str]) -> None:
         if finished:
             self._take_tokens()
             # They may be in the batch, which would keep them alive; and the next of that name is another.
-            self._end_decode()
-            if self._counts is not None:
-                self._counts.forget(finished)
+            self._decode = self._adjustments = None
         for request_id in finished:
             del self._sequences[request_id]
-
-    def _end_decode(self) -> None:
-        """The last step's batch is not carried on; its sequences get their tokens."""
-        if self._decode is not None:
-            self._decode.settle()
-            self._decode = None
-
-    def _begin(self, started: Sequence[NewSequence]) -> None:
-        for new in started:
-            self._sequences[new.request_id] = SequenceState(new, self._model.config)
 
     def _encode(self, items: Sequence[EncodeItem]) -> None:
         """All slices of the step through the vision tower in one call."""
@@ -217,7 +218,7 @@ class ModelRunner:
             self._encoded.add(entry.media_hash, item.first * per_grid, entry.num_tokens, rows)
 
     def _take_tokens(self) -> None:
-        """Wait for the tokens of the step before, if nobody has, and put them where the sequences are."""
+        """Wait for the tokens of the step before, unless they are there, and put them where the sequences are."""
         if self._sampling is not None:
             self._sampling.result()
             self._sampling = None
@@ -226,16 +227,13 @@ class ModelRunner:
         if not chunks:
             return None
         self._take_blocks(chunks)
-        if self._decode is None or not self._decode.advance(chunks):
-            self._take_tokens()
-            self._end_decode()
-            return self._compute_anew(chunks)
-        return self._run(self._decode.batch, self._decode.attend)
-
-    def _compute_anew(self, chunks: Sequence[Chunk]) -> Sampling | None:
-        size = self._cache.block_size
-        batch, spans = build_batch([(chunk, self._sequences[chunk.request_id]) for chunk in chunks], size)
-        attend = self._attention.step(to_device(batch.slots, self._device), spans)
+        if self._decode is not None and self._decode.advance(chunks):
+            return self._run(self._decode.batch, self._decode.attend)
+        self._take_tokens()
+        self._decode = self._adjustments = None
+        work = [(chunk, self._sequences[chunk.request_id]) for chunk in chunks]
+        batch, spans = build_batch(work, self._cache.block_size)
+        attend = self._attention.step(to_device(batch.slots, self.device), spans)
         if batch.decodes:
             self._decode = DecodeBatch(chunks, batch, attend, self._attention)
             batch = self._decode.batch
@@ -251,9 +249,9 @@ class ModelRunner:
             self._cache.clear(unwritten)
 
     def _run(self, batch: FlatBatch, attend: StepAttention) -> Sampling | None:
-        token_ids, positions = to_device(batch.token_ids, self._device), to_device(batch.positions, self._device)
+        token_ids, positions = to_device(batch.token_ids, self.device), to_device(batch.positions, self.device)
         if self.graphs is not None and self._decode is not None:
-            hidden = self.graphs.run(token_ids, positions, to_device(batch.slots, self._device), attend)
+            hidden = self.graphs.run(token_ids, positions, to_device(batch.slots, self.device), attend)
         else:
             media = self._media_rows(batch)
             hidden = self._model(self._model.embed(token_ids, media), positions, attend, media)
@@ -272,35 +270,31 @@ class ModelRunner:
         if len(batch.sampled) == len(hidden):
             last = hidden
         else:
-            last = hidden.index_select(0, to_device(batch.last_rows, self._device))
+            last = hidden.index_select(0, to_device(batch.last_rows, self.device))
         logits = self._model.logits(last)
-        if self._tp.rank != 0:
-            sampled = sampler.Sampled(torch.empty(len(batch.sampled), dtype=torch.int64, device=self._device))
-        elif batch.greedy:
-            sampled = sampler.sample_plain(logits)
-        elif self._counts is not None and batch.adjusts:
-            adjustments = self._counts.adjustments(batch, logits.shape[1])
-            rows = list(map(_row_without_tokens, batch.sampled, batch.stops.tolist()))
-            sampled = sampler.sample(logits, rows, adjustments.apply)
-            adjustments.count(sampled.tokens)
+        if self._tp.rank == 0:
+            sampled = self._choose(logits, batch)
         else:
-            if self._decode is not None and batch.adjusts:
-                self._take_tokens()
-                self._decode.settle()
-            sampled = sampler.sample(logits, list(map(_sampler_row, batch.sampled, batch.stops.tolist())))
+            sampled = sampler.Sampled(torch.empty(len(batch.sampled), dtype=torch.int64, device=self.device))
         chosen = self._tp.broadcast(sampled.tokens)
         self._take_tokens()  # of the step before, in order
         if self._decode is not None:
             self._decode.feed(chosen)
-        self._sampling = Sampling(HostCopy(chosen), batch, self._decode, sampled if self._tp.rank == 0 else None)
+        self._sampling = Sampling(chosen, batch, sampled if self._tp.rank == 0 else None)
         return self._sampling
 
-
-def _row_without_tokens(sequence: SequenceState, stop: int) -> sampler.Row:
-    return sampler.Row(sequence.recipe, stop - sequence.prompt_length, NO_TOKENS)
-
-
-def _sampler_row(sequence: SequenceState, stop: int) -> sampler.Row:
-    # Without tokens of before a restart, which are about to be sampled again.
-    tokens = sequence.tokens.array[:stop] if sequence.recipe.adjusts else NO_TOKENS
-    return sampler.Row(sequence.recipe, stop - sequence.prompt_length, tokens)
+    def _choose(self, logits: Tensor, batch: FlatBatch) -> sampler.Sampled:
+        if batch.greedy:
+            return sampler.sample_plain(logits)
+        stops: list[int] = batch.stops.tolist()
+        rows = [
+            sampler.Row(sequence.recipe, stop - sequence.prompt_length)
+            for sequence, stop in zip(batch.sampled, stops, strict=True)
+        ]
+        if not batch.adjusts:
+            return sampler.sample(logits, rows)
+        if self._adjustments is None:
+            self._adjustments = Adjustments(batch.sampled, stops, logits.shape[1], self.device)
+        sampled = sampler.sample(logits, rows, self._adjustments.apply)
+        self._adjustments.count(sampled.tokens)
+        return sampled

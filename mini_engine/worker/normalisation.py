@@ -1,26 +1,47 @@
-"""What the model's processor would have done to the floats: means, deviations, scale.
+"""What the model's processor is set to, by the files in its directory, since the workers never import transformers; and
+what it would have done to the floats: means, deviations, scale.
 
-Read from the model directory's preprocessor files, since the workers never import transformers. The API server refuses
-a model whose images and videos differ in these, so one set serves both.
+The API server refuses a model whose images and videos differ in these, so one set serves both.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from mini_engine.config import ConfigError
 from mini_engine.model.normalise import normalise_patches
-from mini_engine.worker.processor_files import settings_of
+
+Modality = Literal["image", "video"]
+# Where the settings are looked for if the joint file does not hold them; videos fall back on those of images.
+FILES: dict[Modality, tuple[str, ...]] = {
+    "image": ("preprocessor_config.json",),
+    "video": ("video_preprocessor_config.json", "preprocessor_config.json"),
+}
 
 # The defaults of transformers' Qwen-VL processors: the means and deviations of CLIP (Radford et al. 2021).
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+def settings_of(model_dir: str | Path, modality: Modality) -> dict[str, Any]:
+    """The settings of the processor of images or videos, from the file out of which transformers 5 takes them: the
+    joint `processor_config.json` if it holds them, else the modality's own. Empty if there is neither."""
+    joint, own = _read(Path(model_dir) / "processor_config.json"), f"{modality}_processor"
+    if joint.get(own) is not None:
+        return joint[own]
+    there = [path for path in (Path(model_dir) / name for name in FILES[modality]) if path.exists()]
+    return _read(there[0]) if there else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Host memory that is registered with CUDA, so that a copy to the device reads it by itself, without a staging buffer;
-and the copies, on a stream of their own, beside whatever the device computes.
+"""Copies of media to a CUDA device, on streams of their own, beside whatever the device computes; and host memory that
+is registered with CUDA, so that such a copy reads it by itself, without a staging buffer.
 
-This file knows nothing of stores or segments: it is told of ranges of memory, and when they end.
+This file knows nothing of stores or segments: it gets ranges of memory, and is called when they end.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ class PinnedMemory:
         stay until a later event of the current stream has come. A single copy may not cross the border of a registered
         range: CUDA refuses it as an invalid argument.
         """
-        if self._device.type == "cpu":
-            return self._copy(tensor)
         if tensor.is_cuda:
             return tensor
         main = torch.cuda.current_stream(self._device)
@@ -64,7 +62,7 @@ class PinnedMemory:
             self._stream = torch.cuda.Stream(self._device)
         with on_stream(self._stream):
             moved = self._copy(tensor)
-        # Or its memory would be another copy's as soon as nobody holds it, though the main stream still reads it.
+        # Or its memory would be another copy's as soon as it has no reference, though the main stream still reads it.
         moved.record_stream(main)
         main.wait_stream(self._stream)
         return moved
@@ -88,6 +86,18 @@ class PinnedMemory:
                 self._stream.synchronize()  # a copy may still read it
             with contextlib.suppress(TransportError), use_cuda(self._device) as runtime:  # CUDA may have ended at exit
                 check(runtime.cudaHostUnregister(address))
+
+
+def fetch_beside(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` on the stream's device, whole, for the default stream to read; itself if it is there."""
+    if tensor.is_cuda:
+        return tensor
+    with on_stream(stream):
+        moved = tensor.to(stream.device, non_blocking=True)
+    stream.synchronize()
+    # As in `to_device`.
+    moved.record_stream(torch.cuda.default_stream(stream.device))
+    return moved
 
 
 def cut(address: int, nbytes: int, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -11,23 +11,27 @@ The parameters of a row act in this order, which is vLLM's:
 7. min_p, then top_k, then top_p of the probability that these leave
 8. one uniform number goes through the inverse of the distribution function, tokens in the order of their ids
 
-A row's token depends on its logits, its parameters, its tokens so far and the number of its output token, and on
-nothing else in the batch: noise is a pure function of (seed, output index), so a seed gives the same tokens in any
-company, after a preemption, and on any number of ranks. Knows nothing of sequences or steps.
+Steps 2 to 4 are those of `penalties.py`. A row's token depends on its logits, its parameters, its tokens so far and
+the number of its output token, and on nothing else in the batch: noise is a pure function of (seed, output index), so a
+seed gives the same tokens in any company, after a preemption, and on any number of ranks. Knows nothing of sequences or
+steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from mini_engine.kernels.staging import HostCopy, to_device
 from mini_engine.messages import SamplingParams, TokenLogprob
-from mini_engine.worker import filters, penalties
-from mini_engine.worker.staging import HostCopy, to_device
+
+# How many of the likeliest tokens are looked at for top_p, before the whole vocabulary. Sorting a row of 152 k tokens
+# takes 12 ms or more on a core; finding its largest 32 takes 0.2 ms, its largest 4096 1.3 ms.
+WIDTHS = (32, 512, 4096)
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -51,16 +55,16 @@ class Recipe(NamedTuple):
     def of(cls, params: SamplingParams) -> Recipe:
         # The single best token has no alternatives, whatever the temperature.
         greedy = params.temperature == 0 or params.top_k == 1
-        return cls(params, greedy, penalties.adjusts(params), penalties.penalises(params), stream_of(params.seed))
+        penalises = bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
+        adjusts = bool(params.logit_bias or params.min_tokens or penalises)
+        return cls(params, greedy, adjusts, penalises, stream_of(params.seed))
 
 
 class Row(NamedTuple):
-    """What a row of logits is sampled with. `output_index`: number of the output token to be chosen, from 0;
-    `tokens`: int64, prompt and output so far, read only if `recipe.adjusts`, and not where others adjust."""
+    """What a row of logits is sampled with. `output_index`: number of the output token to be chosen, from 0."""
 
     recipe: Recipe
     output_index: int
-    tokens: np.ndarray
 
 
 class Report:
@@ -105,24 +109,24 @@ class Sampled(NamedTuple):
 
 
 def sample(logits: Tensor, rows: Sequence[Row], adjust: Callable[[Tensor], Tensor] | None = None) -> Sampled:
-    """The next token of each row. On a device nothing is waited for, if `adjust` is given and waits for nothing.
+    """The next token of each row. On a device nothing is waited for, if `adjust` waits for nothing.
 
     Args:
         logits: `[n, vocab_size]` of any float dtype; may be changed.
         rows: n.
-        adjust: steps 2 to 4 of all rows at once, in place or not; None: row by row, from their tokens.
+        adjust: steps 2 to 4 of all rows at once, in place or not; None where no recipe adjusts.
     """
     asked = [i for i, row in enumerate(rows) if row.recipe.params.logprobs is not None]
     where = to_device(torch.tensor(asked), logits.device) if asked else None
     raw = None if where is None else logits[where].float().log_softmax(dim=-1)
-    tokens = _choose(_adjust(logits, rows) if adjust is None else adjust(logits), rows)
+    tokens = _choose(logits if adjust is None else adjust(logits), rows)
     if raw is None:
         return Sampled(tokens)
     return Sampled(tokens, Report(asked, raw, tokens[where], [rows[i].recipe.params.logprobs or 0 for i in asked]))
 
 
 def sample_plain(logits: Tensor) -> Sampled:
-    """What `sample` gives where every row's recipe is plain; it need not be told the rows."""
+    """What `sample` gives where every row's recipe is plain; it needs no rows."""
     return Sampled(_largest(logits))
 
 
@@ -144,15 +148,6 @@ def _mix(z: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
     return z ^ (z >> 31)
-
-
-def _adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    adjusted = [i for i, row in enumerate(rows) if row.recipe.adjusts]
-    if adjusted:
-        logits = logits.float()
-        for i in adjusted:
-            penalties.adjust(logits[i], rows[i].recipe.params, rows[i].output_index, rows[i].tokens)
-    return logits
 
 
 def _choose(logits: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -180,10 +175,10 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     params = [row.recipe.params for row in rows]
     temperature = to_device(torch.tensor([p.temperature for p in params]), logits.device)
     scores = logits.float() / temperature.unsqueeze(1)
-    filters.keep_min_p(scores, [p.min_p for p in params])
-    filters.keep_top_k(scores, [p.top_k for p in params])
+    keep_min_p(scores, [p.min_p for p in params])
+    keep_top_k(scores, [p.top_k for p in params])
     probabilities = scores.softmax(dim=-1)
-    filters.keep_top_p(probabilities, [p.top_p for p in params], [p.top_k for p in params])
+    keep_top_p(probabilities, [p.top_p for p in params], [p.top_k for p in params], look=not logits.is_cuda)
     # float64: over a large vocabulary the rounding of a float32 sum exceeds the smaller probabilities.
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
     drawn = torch.tensor([noise(row.recipe.stream, row.output_index) for row in rows], dtype=torch.float64)
@@ -191,3 +186,73 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     # The first token whose sum exceeds the threshold has a probability above zero. Logits that are not finite make no
     # sums at all: such a row gets the last token, and the others theirs.
     return torch.searchsorted(cumulative, thresholds, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
+
+
+def keep_min_p(scores: Tensor, min_p: Sequence[float]) -> None:
+    """Set to -inf, in place, the tokens less likely than min_p times the likeliest (Nguyen et al. 2024); 0 keeps all.
+
+    `scores` `[n, vocab_size]` are logits after the temperature: a ratio of probabilities is a difference of these.
+    """
+    if any(min_p):
+        ratios = [math.log(p) if p > 0 else -math.inf for p in min_p]
+        bound = scores.amax(dim=-1, keepdim=True) + to_device(torch.tensor(ratios), scores.device).unsqueeze(1)
+        scores.masked_fill_(scores < bound, float("-inf"))
+
+
+def keep_top_k(scores: Tensor, top_k: Sequence[int]) -> None:
+    """Set all but the k largest of a row to -inf, in place; ties with the k-th stay, 0 keeps all."""
+    limited = [i for i, k in enumerate(top_k) if 0 < k < scores.shape[1]]
+    if not limited:
+        return
+    where = to_device(torch.tensor(limited), scores.device)
+    last = to_device(torch.tensor([top_k[i] - 1 for i in limited]), scores.device).unsqueeze(1)
+    chosen = scores[where]
+    smallest = chosen.topk(max(top_k[i] for i in limited), dim=-1).values.gather(1, last)
+    scores[where] = chosen.masked_fill_(chosen < smallest, float("-inf"))
+
+
+def keep_top_p(probabilities: Tensor, top_p: Sequence[float], top_k: Sequence[int], look: bool) -> None:
+    """Set to 0, in place, what lies outside a row's smallest set whose sum reaches p (nucleus sampling, Holtzman et al.
+    2020). Among equal probabilities the smaller id goes first; the largest always stays.
+
+    Args:
+        top_k: how many probabilities of a row are not 0, but for ties with the last; 0 or less: any number.
+        look: whether to find out how many of the likeliest are enough. On a device that would wait for all that is
+            queued there; without it only rows with a top_k are spared the sort of the whole vocabulary.
+    """
+    size = probabilities.shape[1]
+    left = [i for i, p in enumerate(top_p) if p < 1.0]
+    for width in (*(width for width in WIDTHS if width < size), size):
+        # A row of at most k probabilities has its set among the 2 k likeliest, or among as many equals.
+        rows = left if look else [i for i in left if width == size or 0 < 2 * top_k[i] <= width]
+        if not rows:
+            continue
+        reached = _keep_reached(probabilities, rows, [top_p[i] for i in rows], width, look)
+        done = {row for row, r in zip(rows, reached.tolist(), strict=True) if r} if look else set(rows)
+        left = [i for i in left if i not in done]
+
+
+def _keep_reached(probabilities: Tensor, rows: Sequence[int], top_p: Sequence[float], width: int, look: bool) -> Tensor:
+    """Apply top_p to those of `rows` whose `width` likeliest reach it, without `look` to all; returns which did.
+
+    Which width a row needs has no influence on its result.
+    """
+    device = probabilities.device
+    where = to_device(torch.tensor(rows), device)
+    bound = to_device(torch.tensor(top_p, dtype=torch.float64), device).unsqueeze(1)
+    chosen = probabilities[where]
+    whole = width == probabilities.shape[1]
+    values = (chosen.sort(dim=-1, descending=True) if whole else chosen.topk(width, dim=-1)).values
+    sums = values.cumsum(dim=-1, dtype=torch.float64)
+    # All tokens are enough even where rounding leaves their sum below p.
+    reached = (sums[:, -1] >= bound[:, 0]) | (whole or not look)
+    # A token is outside when those before it already reach p; the first has none before it.
+    count = (sums[:, :-1] < bound).sum(dim=-1, keepdim=True) + 1
+    last = values.gather(1, count - 1)
+    outside = chosen < last
+    # Of the tokens that are as likely as the last one inside, as many stay as there is room for.
+    ties, room = chosen == last, count - (values > last).sum(dim=-1, keepdim=True)
+    if not look or bool((ties.sum(dim=-1, keepdim=True) > room).any()):
+        outside |= ties & (ties.cumsum(dim=-1) > room)
+    probabilities[where] = chosen.masked_fill_(outside & reached.unsqueeze(1), 0)
+    return reached

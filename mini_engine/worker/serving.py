@@ -6,6 +6,7 @@ the device goes from one to the other without a pause.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections import deque
@@ -16,8 +17,7 @@ import zmq
 from mini_engine.messages import Step
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.cuda_memory import wait_for
-from mini_engine.worker.launched import Launched
-from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.model_runner import Launched, ModelRunner
 
 AHEAD = 2  # steps that are launched and not reported
 
@@ -49,16 +49,14 @@ def serve_ahead(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner, 
 class Watch:
     """A thread that waits for the device: for each step that has been done, in order, `done` becomes readable once.
 
-    What `wait` raises ends the thread, and is raised by `take`: nobody goes on waiting for steps that never end.
+    What `wait` raises ends the thread, and is raised by `take`: the loop does not wait for steps that never end.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], wait: Callable[[Launched], None]) -> None:
-        address = f"inproc://watch-{id(self)}"
-        self.done = context.socket(zmq.PULL)
-        self.done.bind(address)
+    def __init__(self, wait: Callable[[Launched], None]) -> None:
+        self.done = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
         self._steps: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
         self._crash: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(context, address, wait), name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(wait,), name="watch", daemon=True)
         self._thread.start()
 
     def start(self, step: Launched) -> None:
@@ -71,27 +69,25 @@ class Watch:
         Raises:
             RuntimeError: the device failed at a step that was waited for; its cause is what CUDA said.
         """
-        self.done.recv()
+        os.eventfd_read(self.done)
         if self._crash is not None:
             raise RuntimeError("the device has failed in a step") from self._crash
 
     def close(self) -> None:
-        """End the thread, when it has waited for what it was given."""
+        """End the thread, when it has waited for the steps that it was given."""
         self._steps.put(None)
         self._thread.join()
-        self.done.close(linger=0)
+        os.close(self.done)
 
-    def _run(self, context: zmq.Context[zmq.Socket[bytes]], address: str, wait: Callable[[Launched], None]) -> None:
-        with context.socket(zmq.PUSH) as told:
-            told.connect(address)
-            try:
-                while (step := self._steps.get()) is not None:
-                    wait(step)
-                    told.send(b"")
-            except BaseException as error:
-                self._crash = error
-                told.send(b"")
-                raise
+    def _run(self, wait: Callable[[Launched], None]) -> None:
+        try:
+            while (step := self._steps.get()) is not None:
+                wait(step)
+                os.eventfd_write(self.done, 1)
+        except BaseException as error:
+            self._crash = error
+            os.eventfd_write(self.done, 1)
+            raise
 
 
 def wait_for_device(step: Launched) -> None:

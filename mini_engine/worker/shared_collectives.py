@@ -13,12 +13,11 @@ Nothing spins: a rank that waits sleeps in `recv`. One that ends closes its sock
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -31,12 +30,10 @@ SLOT_BYTES = 1 << 20  # larger tensors go in pieces; a piece stays in a core's c
 _SETS = 2
 _READY = b"r"
 
-Links = list[socket.socket | None]  # to each rank, None at a rank's own place
-
 
 class SharedMemoryCollectives:
-    """One rank's end. `links` are connected stream sockets; `fd` is memory of `shared_bytes(len(links))` that all ranks
-    have. Takes both over.
+    """One rank's end. `links` are connected stream sockets, one to each other rank; `fd` is memory that all ranks have,
+    of `shared_bytes(size)`. Takes both over.
 
     All ranks call the same methods in the same order with tensors of equal shape and dtype, on the CPU.
 
@@ -44,9 +41,9 @@ class SharedMemoryCollectives:
         RankLost: another rank has ended (RankEnded), or has not come within `timeout` seconds.
     """
 
-    def __init__(self, rank: int, links: Links, fd: int, timeout: float):
+    def __init__(self, rank: int, links: dict[int, socket.socket], fd: int, timeout: float):
         self._rank, self._timeout = rank, timeout
-        self._links = {other: link for other, link in enumerate(links) if link is not None}
+        self._links = links
         seconds = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
         for link in self._links.values():
             link.settimeout(None)
@@ -54,7 +51,7 @@ class SharedMemoryCollectives:
         mapping = memory.map_sparse(fd)
         memory.populate_for_writing(mapping, 0, len(mapping))
         os.close(fd)
-        self._memory = torch.frombuffer(mapping, dtype=torch.uint8).view(_SETS, len(links), SLOT_BYTES)
+        self._memory = torch.frombuffer(mapping, dtype=torch.uint8).view(_SETS, len(links) + 1, SLOT_BYTES)
         self._sets: dict[torch.dtype, tuple[Tensor, ...]] = {}  # views of it
         self._turn = 0
 
@@ -94,7 +91,10 @@ class SharedMemoryCollectives:
         self._turn = (self._turn + 1) % _SETS
         slots[self._rank] = piece
         for other, link in self._links.items():
-            _send(other, link)
+            try:
+                link.send(_READY)
+            except ConnectionError:
+                raise RankEnded(f"rank {other} has ended") from None
         for other, link in self._links.items():
             _hear(other, link, self._timeout)
         return slots
@@ -103,13 +103,6 @@ class SharedMemoryCollectives:
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """The elements in order, as views that fit a slot."""
     yield from tensor.view(-1).split(SLOT_BYTES // tensor.element_size())
-
-
-def _send(rank: int, link: socket.socket, descriptors: Sequence[int] = ()) -> None:
-    try:
-        socket.send_fds(link, [_READY], descriptors) if descriptors else link.send(_READY)
-    except ConnectionError:
-        raise RankEnded(f"rank {rank} has ended") from None
 
 
 def _hear(rank: int, link: socket.socket, timeout: float, descriptors: int = 0) -> list[int]:
@@ -131,7 +124,8 @@ def shared_bytes(size: int) -> int:
 
 
 def meet(path: Path, rank: int, size: int, patience: float, timeout: float) -> SharedMemoryCollectives:
-    """Bring the ranks together at a unix socket: rank 0 listens at `path` and hands the others what they share.
+    """Bring the ranks together: each listens at `path` and its own number, and connects to those before it. Rank 0
+    makes the memory and hands it to the others.
 
     They have `patience` seconds to come, since processes start as fast as the machine lets them; `timeout` is that of
     each collective.
@@ -141,63 +135,47 @@ def meet(path: Path, rank: int, size: int, patience: float, timeout: float) -> S
         OSError: no memory or no descriptors.
     """
     until = time.monotonic() + patience
-    with contextlib.ExitStack() as opened:
-        if rank == 0:
-            links, fd = _host(path, size, until, patience, opened)
-        else:
-            links, fd = _join(path, rank, size, until, patience, opened)
-        opened.pop_all()  # the links and the descriptor are the result's
-    return SharedMemoryCollectives(rank, links, fd, timeout)
-
-
-def _host(path: Path, size: int, until: float, patience: float, opened: contextlib.ExitStack) -> tuple[Links, int]:
-    """Rank 0's part: takes the others' connections, which become its links, and gives each its links to the rest."""
-    links: Links = [None] * size
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
+    links: dict[int, socket.socket] = {}
+    with contextlib.ExitStack() as opened, socket.socket(socket.AF_UNIX) as listener:
+        own = Path(f"{path}.{rank}")
+        own.unlink(missing_ok=True)  # of a rank that was killed while it waited here
+        listener.bind(str(own))
         listener.listen(size)
-        for _ in range(size - 1):
+        for other in range(rank):
+            links[other] = link = opened.enter_context(socket.socket(socket.AF_UNIX))
+            _connect(link, Path(f"{path}.{other}"), until, f"rank {other} has not come within {patience:g} s")
+            link.sendall(bytes([rank]))
+        for _ in range(rank + 1, size):
             listener.settimeout(max(until - time.monotonic(), 0.001))
             try:
                 link, _ = listener.accept()
             except TimeoutError:
-                raise RankLost(f"{links.count(None) - 1} ranks have not come within {patience:g} s") from None
+                raise RankLost(f"{size - 1 - len(links)} ranks have not come within {patience:g} s") from None
             opened.enter_context(link)
             (other,) = link.recv(1) or [0]
             if not other:
                 raise RankEnded("a rank has ended")
             links[other] = link
-    path.unlink()
-    fd = memory.create_sealed(shared_bytes(size))
-    opened.callback(os.close, fd)
-    # ends[a][b] is rank a's end of the link between a and b, for ranks but 0.
-    ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
-    for one in range(1, size):
-        for other in range(one + 1, size):
-            ends[one][other], ends[other][one] = socket.socketpair()
-    for rank, to_rank in enumerate(links):
-        if to_rank is not None:
-            _send(rank, to_rank, [fd, *(end.fileno() for _, end in sorted(ends[rank].items()))])
-    for end in itertools.chain(*(own.values() for own in ends)):
-        end.close()
-    return links, fd
+        own.unlink()
+        if rank == 0:
+            fd = memory.create_sealed(shared_bytes(size))
+            opened.callback(os.close, fd)
+            for link in links.values():
+                socket.send_fds(link, [_READY], [fd])
+        else:
+            links[0].settimeout(max(until - time.monotonic(), 0.001))
+            (fd,) = _hear(0, links[0], patience, 1)
+        opened.pop_all()  # the links and the descriptor are the result's
+    return SharedMemoryCollectives(rank, links, fd, timeout)
 
 
-def _join(
-    path: Path, rank: int, size: int, until: float, patience: float, opened: contextlib.ExitStack
-) -> tuple[Links, int]:
-    host = opened.enter_context(socket.socket(socket.AF_UNIX))
+def _connect(link: socket.socket, path: Path, until: float, late: str) -> None:
+    """Raises RankLost with `late` if no socket listens at `path` in time."""
     while True:
         try:
-            host.connect(str(path))
-            break
+            link.connect(str(path))
+            return
         except (FileNotFoundError, ConnectionRefusedError):
             if time.monotonic() > until:
-                raise RankLost(f"rank 0 has not come within {patience:g} s") from None
+                raise RankLost(late) from None
             time.sleep(0.005)  # only while a server starts
-    host.sendall(bytes([rank]))
-    host.settimeout(max(until - time.monotonic(), 0.001))
-    fd, *ends = _hear(0, host, patience, size)
-    others = iter(ends)
-    links: Links = [host, *(None if other == rank else socket.socket(fileno=next(others)) for other in range(1, size))]
-    return links, fd

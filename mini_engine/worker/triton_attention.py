@@ -3,29 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mini_engine.kernels import paged
-from mini_engine.worker.block_tables import BlockTables
-from mini_engine.worker.kv_cache import KVCache
-from mini_engine.worker.paged_attention import Span
-from mini_engine.worker.staging import to_device
+from mini_engine.kernels.staging import to_device
+from mini_engine.worker.attention import KVCache, Span
+
+# Columns come in such numbers, so that a kernel which is compiled for an even stride is not compiled again.
+COLUMNS = 16
 
 
-class Tables(Protocol):
-    """Block tables on the device, as `BlockTables` makes them."""
+@dataclass
+class Tables:
+    """Block tables as kernels read them, on the device: a row for each chunk.
 
-    @property
-    def tables(self) -> Tensor:
-        """int32 `[rows, columns]`"""
+    `tables`: int32 `[rows, columns]`, block ids. `contexts`: int32 `[rows]`, tokens.
+    """
 
-    @property
-    def contexts(self) -> Tensor:
-        """int32 `[rows]`"""
+    tables: Tensor
+    contexts: Tensor
+
+
+class StepTables(Tables):
+    """The tables of a step's chunks; what lies past a chunk's last block is 0."""
+
+    def __init__(self, spans: Sequence[Span], block_size: int, device: torch.device) -> None:
+        self._block_size, self._device = block_size, device
+        used = [-(-span.context // block_size) for span in spans]
+        self._host = np.zeros((len(spans), columns_of(max(used))), dtype=np.int32)
+        for row, (span, length) in enumerate(zip(spans, used, strict=True)):
+            self._host[row, :length] = span.blocks[:length]
+        contexts = np.array([span.context for span in spans], dtype=np.int32)
+        super().__init__(self._sent(), to_device(torch.from_numpy(contexts), device))
+
+    def advance(self, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> None:
+        """Every chunk is one token longer; see `attention.StepAttention`."""
+        for row, block in entered:
+            column = (contexts.item(row) - 1) // self._block_size
+            if column >= self._host.shape[1]:
+                self._host = np.pad(self._host, ((0, 0), (0, self._host.shape[1])))
+            self._host[row, column] = block
+        if entered:
+            self.tables = self._sent()
+        self.contexts += 1
+
+    def _sent(self) -> Tensor:
+        # A copy, even on the CPU: a step that is still running reads the last one.
+        return to_device(torch.from_numpy(self._host.copy()), self._device)
+
+
+def columns_of(least: int) -> int:
+    """Columns of a table for `least` blocks."""
+    return -(-least // COLUMNS) * COLUMNS
 
 
 class TritonBackend:
@@ -42,8 +75,7 @@ class TritonBackend:
         singles = sum(span.length == 1 for span in spans)
         decode = prefill = None
         if singles:
-            own = BlockTables(spans[:singles], self.cache.block_size, slots.device)
-            decode = self.decode(own, singles)
+            decode = self.decode(StepTables(spans[:singles], self.cache.block_size, slots.device), singles)
         if singles < len(spans):
             prefill = _Prefill(self.cache, spans[singles:], singles, slots.device)
         return TritonAttention(self.cache, slots, decode, prefill)
@@ -76,7 +108,7 @@ class _Prefill:
 
     def __init__(self, cache: KVCache, spans: Sequence[Span], first: int, device: torch.device) -> None:
         self._cache, self._spans, self._first, self._device = cache, spans, first, device
-        self._tables = BlockTables(spans, cache.block_size, device)
+        self._tables = StepTables(spans, cache.block_size, device)
         self._tiles: Tensor | None = None  # made at the first call, which tells how many heads share a key
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
@@ -104,7 +136,6 @@ class TritonAttention:
     def __init__(self, cache: KVCache, slots: Tensor, decode: Decode | None, prefill: _Prefill | None) -> None:
         self._cache, self._slots = cache, slots
         self.decode, self._prefill = decode, prefill
-        self.block_size = cache.block_size
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `attention.StepAttention`."""
@@ -118,8 +149,7 @@ class TritonAttention:
     def advance(self, slots: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> bool:
         """See `attention.StepAttention`."""
         assert self.decode is not None and self._prefill is None
-        tables = self.decode.tables
-        assert isinstance(tables, BlockTables)
+        assert isinstance(self.decode.tables, StepTables)
         self._slots = slots
-        tables.advance(contexts, entered)
+        self.decode.tables.advance(contexts, entered)
         return True

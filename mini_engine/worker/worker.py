@@ -1,8 +1,8 @@
 """A worker's process: one rank of one engine, from its start to the loop of `serving.py`.
 
 Beside the main thread there are the receiver of `media_inputs.py` and, on CUDA, the `Watch` of `serving.py`. An
-exception ends the process: the supervisor sees it and ends the engine. A rank that has lost another one says so in a
-line, and leaves it to the supervisor to tell what became of that one.
+exception ends the process: the supervisor sees it and ends the engine. A rank that has lost another one logs that in a
+line; the supervisor reports what became of that one.
 """
 
 from __future__ import annotations
@@ -11,17 +11,21 @@ import contextlib
 import gc
 import logging
 import os
+import shutil
 import sys
+import sysconfig
 import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from mini_engine.child import Child
 from mini_engine.config import AttentionBackendName, ConfigError, EngineConfig
+from mini_engine.kernels.ops import triton_obstacle
 from mini_engine.messages import Chunk, Init, NewSequence, SamplingParams, Step, WorkerReady
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import VisionConfig
@@ -30,24 +34,27 @@ from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
 from mini_engine.transport.arena import ReadableMemory
-from mini_engine.transport.cuda_memory import CudaMapped, on_stream
-from mini_engine.worker.attention import AttentionBackend, choose_backend, leave_out_cudnn, make_backend
-from mini_engine.worker.device_memory import MemoryUse
-from mini_engine.worker.kv_cache import KVCache, count_blocks
+from mini_engine.transport.cuda_memory import CudaMapped
+from mini_engine.worker.attention import AttentionBackend, KVCache, SdpaBackend
 from mini_engine.worker.media_inputs import MediaInputs
-from mini_engine.worker.model_runner import DecodeSteps, ModelRunner
+from mini_engine.worker.memory import MemoryUse, count_blocks, profile, room_for
+from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.out_of_memory import room_for
-from mini_engine.worker.pinning import PinnedMemory
-from mini_engine.worker.profiling import GRAPHS_REMEDY, profile
+from mini_engine.worker.pinning import PinnedMemory, fetch_beside
 from mini_engine.worker.serving import Watch, serve, serve_ahead, wait_for_device
 from mini_engine.worker.shared_collectives import meet
+
+if TYPE_CHECKING:
+    from mini_engine.worker.decode_graphs import DecodeGraphs  # imports Triton
 
 logger = logging.getLogger(__name__)
 
 # For the supervisor to end this engine, because of a rank that has closed its connections. That one may take a while to
-# end, and who ended before it would be named in its place.
+# exit, and the supervisor names the first that exits.
 LAST_WORD_SECONDS = 10
+GRAPHS_REMEDY = (
+    "lower --gpu-memory-utilization, --kv-cache-memory-bytes or --max-num-seqs, or leave them out with --enforce-eager"
+)
 
 
 def run(child: Child) -> None:
@@ -95,7 +102,7 @@ def _run(child: Child) -> None:
     child.ready()
     if device.type == "cpu":
         serve(core, child.encoder, runner)
-    with contextlib.closing(Watch(child.context, wait_for_device)) as watch:
+    with contextlib.closing(Watch(wait_for_device)) as watch:
         serve_ahead(core, child.encoder, runner, watch)
 
 
@@ -143,6 +150,51 @@ def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+def choose_backend(wanted: AttentionBackendName, device: torch.device) -> AttentionBackendName:
+    """What `--attention-backend` means on this device: `sdpa` of `attention.py` or `triton` of `triton_attention.py`.
+
+    Raises:
+        ConfigError: it cannot run here, or the small operators, which are Triton's with any where Triton can run,
+            cannot; it says why.
+    """
+    obstacle = triton_obstacle(device)
+    if device.type == "cuda" and obstacle is None:
+        _check_compiler()
+    if wanted == "auto":
+        return "triton" if device.type == "cuda" and obstacle is None else "sdpa"
+    if wanted == "triton" and obstacle:
+        raise ConfigError(f"--attention-backend {wanted}: {obstacle}; choose auto")
+    return wanted
+
+
+def _check_compiler() -> None:
+    """Triton compiles, at the first use of a kernel, what launches it: an extension of Python, in C.
+
+    Raises:
+        ConfigError: there is no compiler, or no Python.h where it would look.
+    """
+    needs = "Triton needs a C compiler and Python's headers at the first use of a kernel"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        raise ConfigError(f"{needs}, and there is no compiler: install gcc and libc6-dev, or name one in CC")
+    # As triton/runtime/build.py has it: Debian's own scheme is for what lies beside its packages, and headers are one.
+    scheme = sysconfig.get_default_scheme()
+    own = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
+    named = ":".join(os.environ.get(name, "") for name in ("CPATH", "C_INCLUDE_PATH"))  # which compilers heed
+    if not any(Path(place, "Python.h").is_file() for place in (own, *filter(None, named.split(":")))):
+        raise ConfigError(
+            f"{needs}, and there is no {own}/Python.h: install python3-dev, or name its directory in CPATH"
+        )
+
+
+def leave_out_cudnn() -> None:
+    """Have torch compute attention by its other kernels, in this process.
+
+    On a Hopper torch prefers cuDNN's, which builds a plan for every new shape before it computes; and here every video
+    brings new shapes, and every step of `sdpa`.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def choose_collectives(config: EngineConfig, device: torch.device) -> str:
@@ -204,18 +256,6 @@ def receive_media(
     return media
 
 
-def fetch_beside(stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` on the stream's device, whole, for the default stream to read; itself if it is there."""
-    if tensor.is_cuda:
-        return tensor
-    with on_stream(stream):
-        moved = tensor.to(stream.device, non_blocking=True)
-    stream.synchronize()
-    # Or its memory would be another's as soon as nobody holds it, though the default stream still reads it.
-    moved.record_stream(torch.cuda.default_stream(stream.device))
-    return moved
-
-
 def longest_sequence(config: EngineConfig, model: VisionLanguageModel) -> int:
     """Tokens of the longest sequence, unless the KV cache holds less."""
     return config.sequence_tokens(model.config.text.max_position_embeddings)
@@ -238,27 +278,32 @@ def make_attention(
     """Attention over a KV cache of the model's device and dtype.
 
     Raises:
-        ConfigError: the device has no room for it, or the backend cannot read it.
+        ConfigError: the device has no room for it.
     """
     some, size = next(model.parameters()), config.block_size
-    spare = int(has_graphs(config, some.device, backend))
+    # Decode steps are recorded on CUDA, with kernels and collectives that wait for nothing on the host.
+    waits = dist.is_initialized() and dist.get_backend() != "nccl"
+    spare = int(some.device.type == "cuda" and backend == "triton" and not config.enforce_eager and not waits)
     what = f"a KV cache of {num_blocks} block(s) of {size} tokens"
     with room_for(what, "lower --block-size, --gpu-memory-utilization or --kv-cache-memory-bytes", some.device):
         cache = KVCache.allocate(model.attention_shape, num_blocks, size, some.dtype, some.device, spare)
     return make_backend(backend, cache, longest_sequence(config, model))
 
 
-def has_graphs(config: EngineConfig, device: torch.device, backend: AttentionBackendName) -> bool:
-    """Whether decode steps are recorded: on CUDA, with kernels and collectives that wait for nothing on the host."""
-    waits = dist.is_initialized() and dist.get_backend() != "nccl"
-    return device.type == "cuda" and backend == "triton" and not config.enforce_eager and not waits
+def make_backend(name: AttentionBackendName, cache: KVCache, longest: int) -> AttentionBackend:
+    """A backend that `choose_backend` has chosen, for contexts of up to `longest` tokens."""
+    if name == "triton":
+        from mini_engine.worker.triton_attention import TritonBackend
+
+        return TritonBackend(cache, longest)
+    return SdpaBackend(cache)
 
 
-def make_graphs(config: EngineConfig, model: VisionLanguageModel, attention: AttentionBackend) -> DecodeSteps | None:
-    """Decode steps for up to `--max-num-seqs` sequences, not recorded yet; None where none will be."""
+def make_graphs(config: EngineConfig, model: VisionLanguageModel, attention: AttentionBackend) -> DecodeGraphs | None:
+    """Decode steps for up to `--max-num-seqs` sequences, not recorded yet; None where the cache has no spare block."""
     if not attention.cache.spare:
         return None
-    from mini_engine.worker.decode_graphs import DecodeGraphs  # imports Triton
+    from mini_engine.worker.decode_graphs import DecodeGraphs
     from mini_engine.worker.triton_attention import TritonBackend
 
     assert isinstance(attention, TritonBackend)

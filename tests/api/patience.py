@@ -1,24 +1,23 @@
-"""How long tests wait for what must come, and an event loop whose time does not run out while the machine stands still.
+"""How long tests wait for what must come, and an event loop whose time-outs do not run while the machine is busy.
 
-What takes a time-out of a quarter of a second to show would fail wherever the process has to wait for a processor as
-long: afterwards the loop finds both what has come and the end of the time.
+On a busy machine a time-out of a quarter of a second would end before what it waits for: afterwards the loop finds
+both the event and the end of the time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import selectors
 import time
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 PATIENCE = 60.0  # seconds for what comes at once on an idle machine
-_STEP = 0.01
-
-T = TypeVar("T")
+STEP = 0.01
 
 
-class _Idle(selectors.DefaultSelector):
+class IdleTime(selectors.DefaultSelector):
     """Counts the time that is waited in it, of each wait no more than a step."""
 
     def __init__(self) -> None:
@@ -27,27 +26,43 @@ class _Idle(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         begun = time.monotonic()
-        ready = super().select(_STEP if timeout is None else min(timeout, _STEP))
-        self.waited += min(time.monotonic() - begun, _STEP)
+        ready = super().select(STEP if timeout is None else min(timeout, STEP))
+        self.waited += min(time.monotonic() - begun, STEP)
         return ready
 
 
 class PatientLoop(asyncio.SelectorEventLoop):
-    """Its clock goes only while it has nothing to do, and in small steps, between which it takes what has come."""
+    """Its clock runs only while the loop has nothing to do, and in small steps."""
 
     def __init__(self) -> None:
-        self._idle = _Idle()
-        super().__init__(self._idle)
+        self.idle = IdleTime()
+        super().__init__(self.idle)
 
     def time(self) -> float:
-        return self._idle.waited
-
-    def skip(self, seconds: float) -> None:
-        """Let so much time go by at once."""
-        self._idle.waited += seconds
+        return self.idle.waited
 
 
-def run_patiently(scenario: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, in a `PatientLoop`."""
-    with asyncio.Runner(loop_factory=PatientLoop) as runner:
-        return runner.run(scenario)
+def skip(seconds: float) -> None:
+    """Let so much time of the running loop, a `PatientLoop`, pass at once."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, PatientLoop)
+    loop.idle.waited += seconds
+
+
+async def settle() -> None:
+    """Until the loop has had nothing to do for some steps: what can happen without the test has happened."""
+    await asyncio.sleep(5 * STEP)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Wait until `condition` holds."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():  # noqa: ASYNC110 - no event says when
+            await asyncio.sleep(0.005)
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    """Cancel `task` and wait for its end. A client closes its connection."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

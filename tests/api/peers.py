@@ -1,14 +1,13 @@
-"""The other ends of an API server, for its tests: an engine core that answers by script, and transports in memory.
+"""The other ends of an API server, for its tests: an engine core that answers by script, and no ranks.
 
 The core is a real ZMQ peer that speaks `messages.py`; it echoes no model, only what a test tells it to say.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -27,108 +26,25 @@ from mini_engine.messages import (
     Found,
     Lookup,
     MediaMiss,
-    MessageId,
     NewRequest,
     Outputs,
     RequestOutput,
-    TensorHandle,
     TokenLogprob,
-    TransportName,
     Unreserve,
 )
 from mini_engine.transport import sockets
-from mini_engine.transport.codec import Encoder, TransportError, decode
-from tests.api.patience import PATIENCE
+from mini_engine.transport.arena import Arena
+from mini_engine.transport.codec import Encoder, decode
+from mini_engine.transport.tensor_ipc import TensorIpcSender
+from tests.api.patience import eventually
+
+
+def make_queue(nbytes: int = 16 << 20) -> TensorIpcSender:
+    """A real tensor queue, with an arena of so many bytes, to an engine without ranks."""
+    return TensorIpcSender(Encoder("api 0", 7), [], Arena(nbytes, lambda: 1 << 40))
+
 
 STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=8)
-
-
-class MemoryTransport:
-    """Stands where a `TensorIpcSender` stands, and keeps what it is given. Set `fail_at` to "reserve" or "copy" to have
-    it fail. Of CUDA tensors it takes as many as there are `slots`."""
-
-    def __init__(self, placement: TransportName = "torch_shm", ranks: int = 2, room: int | None = None, slots: int = 0):
-        self.placement = placement
-        self.num_ranks = ranks
-        self.room = room  # messages; None is no limit
-        self.slots = slots
-        self.fail_at: str | None = None
-        self.probe_errors: dict[str, str] = {}
-        self.held: dict[MessageId, Any] = {}
-        self.sent: list[MessageId] = []
-        self.closed = False
-        self.on_end: Callable[[str], None] | None = None
-        self._numbers = itertools.count(1)
-        self._freed = asyncio.Event()
-
-    def probe(self, placement: TransportName, timeout: float, slots: Any = None) -> None:
-        self.placement = placement
-        failing = placement if slots is None else "slots"
-        if failing in self.probe_errors:
-            raise TransportError(self.probe_errors[failing])
-
-    def watch_end(self, on_end: Callable[[str], None]) -> None:
-        self.on_end = on_end
-
-    async def reserve(self, tensors: list[Any]) -> MemoryOutgoing:
-        while self.room is not None and len(self.held) >= self.room:
-            self._freed.clear()
-            await self._freed.wait()
-        self.fail("reserve")
-        return self.outgoing(tensors)
-
-    def reserve_slots(self, tensors: list[Any]) -> MemoryOutgoing | None:
-        return self.outgoing(tensors) if len(tensors) <= self.slots else None
-
-    def outgoing(self, tensors: list[Any]) -> MemoryOutgoing:
-        messages = [MessageId(7, next(self._numbers)) for _ in tensors]
-        self.held |= dict(zip(messages, tensors, strict=True))
-        return MemoryOutgoing(self, messages)
-
-    def send_tensors(self, outgoing: MemoryOutgoing) -> int:
-        self.sent += outgoing.ids
-        return len(outgoing.ids) * self.num_ranks
-
-    def consumed(self, messages: Iterable[MessageId]) -> None:
-        for message in messages:
-            self.held.pop(message, None)
-        self._freed.set()
-
-    @property
-    def buffered_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.held.values())
-
-    @property
-    def buffered_tensors(self) -> int:
-        return len(self.held)
-
-    def close_streams(self) -> None:
-        self.closed, self.room = True, None
-        self.held.clear()
-        self._freed.set()
-
-    def fail(self, stage: str) -> None:
-        if self.fail_at == stage:
-            raise TransportError(f"made to fail at {stage}")
-
-
-class MemoryOutgoing:
-    """The tensors of one request in a `MemoryTransport`."""
-
-    def __init__(self, transport: MemoryTransport, messages: list[MessageId]):
-        self.transport = transport
-        self.ids = messages
-        self.messages = [transport.held[message] for message in messages]  # each has its `nbytes`
-        self._next = iter(messages)
-
-    def __call__(self, tensor: Any) -> TensorHandle:
-        self.transport.fail("copy")
-        message = next(self._next)
-        self.transport.held[message] = tensor
-        return TensorHandle(message, tuple(tensor.shape), "uint8")
-
-    def discard(self) -> None:
-        self.transport.consumed(self.ids)
 
 
 class ScriptedCore:
@@ -141,8 +57,8 @@ class ScriptedCore:
     calls `accept`, if it does not `turn_down`. With `keeps`, it keeps the tensors of what it accepts.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str, script: Callable[[NewRequest], list[list[int]]]):
-        self.script = script
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str):
+        self.script: Callable[[NewRequest], list[list[int]]] = lambda request: []
         self.hold = False
         self.cached = 0  # tokens that each prompt finds in the prefix cache
         self.counters = EngineCounters()  # told to who asks
@@ -159,7 +75,6 @@ class ScriptedCore:
         self.finishes: list[Finish] = []
         self.running: dict[str, NewRequest] = {}
         self.times: dict[str, EngineTimes] = {}  # as last told, of requests; not of their siblings
-        self.changed = asyncio.Event()
         self._encoder = Encoder("core 0", 2)
         self._socket = sockets.bind_router(context, endpoint)
         self._peers: dict[str, bytes] = {}
@@ -184,7 +99,6 @@ class ScriptedCore:
                     if action in self.replies_to:
                         figures = Figures(STATS, self.counters) if action == "figures" else None
                         await self._socket.send_multipart([peer, self._encoder.encode(ControlReply(number, figures))])
-            self.changed.set()
 
     async def _on_media(self, body: Lookup | Unreserve, peer: bytes) -> None:
         if isinstance(body, Unreserve):
@@ -257,12 +171,16 @@ class ScriptedCore:
         self.times[request.request_id] = EngineTimes(times.accepted, first, first, first, now)
         return self.times[request.request_id]
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until something that has come makes `condition` true."""
-        async with asyncio.timeout(PATIENCE):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
+    async def has_requests(self, count: int = 1) -> NewRequest:
+        """The last of so many requests in all, once they have come."""
+        await eventually(lambda: len(self.requests) == count)
+        return self.requests[-1]
+
+    async def has_aborted(self, *request_ids: str) -> None:
+        """Every sample of these requests was to be ended as aborted, and nothing else was."""
+        await eventually(lambda: len(self.finishes) >= len(request_ids))
+        assert sorted(one.request_id for one in self.finishes) == sorted(request_ids)
+        assert {one.reason for one in self.finishes} == {"abort"}
 
     def close(self) -> None:
         self._socket.close()
@@ -295,23 +213,3 @@ def as_requests(request: NewRequest) -> list[NewRequest]:
 def logprobs_of(token: int, likeliest: int) -> list[TokenLogprob]:
     """What the scripted core says of a token: itself, then tokens 65, 66, ..."""
     return [TokenLogprob(token, -0.25), *(TokenLogprob(65 + rank, -1.0 - rank) for rank in range(likeliest))]
-
-
-class Calls:
-    """How many calls of a method have begun from now on; each goes on as it would."""
-
-    def __init__(self, owner: Any, method: str):
-        self.begun = 0
-        self._method = getattr(owner, method)
-        setattr(owner, method, self)
-
-    def __call__(self, *args: Any, **more: Any) -> Any:
-        self.begun += 1
-        return self._method(*args, **more)
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Wait until `condition` holds."""
-    async with asyncio.timeout(PATIENCE):
-        while not condition():  # noqa: ASYNC110 - a test looks from outside: nothing tells it
-            await asyncio.sleep(0.005)

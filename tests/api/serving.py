@@ -9,8 +9,9 @@ import io
 import json
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,57 +36,163 @@ from mini_engine.decode_limits import DecodeLimits
 from mini_engine.media.decoder_pool import DecoderPool
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.media.processor import MediaProcessor
-from mini_engine.messages import EngineLimits, NewRequest
+from mini_engine.messages import EngineLimits
+from mini_engine.metrics import REGISTRY
 from mini_engine.transport.codec import Encoder
-from tests.api.patience import PATIENCE
-from tests.api.peers import MemoryTransport, ScriptedCore
+from mini_engine.transport.tensor_ipc import TensorIpcSender
+from tests import clips
+from tests.api.patience import PATIENCE, eventually
+from tests.api.peers import ScriptedCore, make_queue
+from tests.web import WebServer, response
 
 MAX_MODEL_LEN = 600
 LIMITS = EngineLimits(MAX_MODEL_LEN, num_blocks=8, block_size=16, max_prompt_media_tokens=45)
 MAX_MEDIA_BYTES = 1 << 20  # of one item
 MAX_INFLIGHT_BYTES = 4 << 20
-MAX_REQUESTS = 32
+MAX_REQUESTS = 8
 MAX_REQUEST_BYTES = 8 << 20
+ANSWER = ("a red", " circle", " moving left")
+CHAT_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+Serve = Callable[..., contextlib.AbstractAsyncContextManager["Served"]]
 
 
 @dataclass
 class Served:
     context: AppContext
     core: ScriptedCore
-    transports: list[MemoryTransport]
+    queue: TensorIpcSender
     openai: openai.AsyncOpenAI
     http: httpx.AsyncClient
+    server: HttpServer
     port: int
     requests: ActiveRequests
+    allowed: Path  # files below may be read
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
+
+    def says(self, *texts: str) -> None:
+        """The core answers with the tokens of each text in an output of their own."""
+        outputs = [self.encode(text) for text in texts]
+        self.core.script = lambda request: outputs
+
+    def encode(self, text: str) -> list[int]:
+        return self.context.tokenizer.encode(text, add_special_tokens=False)
 
     async def ask(self, content: Any = "hello", **more: Any) -> Any:
         """A chat completion by the openai client."""
         messages = [{"role": "user", "content": content}]
         return await self.openai.chat.completions.create(model="tiny", messages=messages, **more)
 
-    async def post(self, **body: Any) -> httpx.Response:
-        return await self.http.post("/v1/chat/completions", json=chat_body(**body))
+    async def complete(self, prompt: Any = "hello", **more: Any) -> Any:
+        """A legacy completion by the openai client."""
+        return await self.openai.completions.create(model="tiny", prompt=prompt, **more)
 
-    async def connect(self, **body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Send a request on a bare connection, which the test may close when it likes."""
+    async def post(self, content: Any = "hello", path: str = "/v1/chat/completions", **more: Any) -> httpx.Response:
+        return await self.http.post(path, json=chat_body(content, **more))
+
+    def asking(self, content: Any = "hello", **more: Any) -> asyncio.Task[httpx.Response]:
+        return asyncio.create_task(self.post(content, **more))
+
+    async def connect(self, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A bare connection, and `data` sent on it. It is closed at the end, at the latest."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        data = json.dumps(chat_body(**body)).encode()
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        writer.write(head + b"content-length: %d\r\n\r\n" % len(data) + data)
-        await writer.drain()
+        self.writers.append(writer)
+        writer.write(data)
         return reader, writer
+
+    async def connect_chat(self, **body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A chat request on a bare connection."""
+        data = json.dumps(chat_body(**body)).encode()
+        return await self.connect(CHAT_HEAD + b"content-length: %d\r\n\r\n" % len(data) + data)
+
+    def at_rest(self) -> bool:
+        """Nothing of any request is left."""
+        admission = self.context.admission
+        return not (
+            any(engine.requests or engine.preparing for engine in self.context.engines.engines)
+            or self.queue.buffered_tensors
+            or admission.num_admitted
+            or admission.num_waiting
+            or admission.inflight_bytes
+            or metric("inflight_media_bytes")
+            or self.context.requests.unfinished
+            or self.context.bodies.inflight_bytes
+        )
 
 
 def chat_body(content: Any = "hello", **more: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": [{"role": "user", "content": content}], **more}
 
 
-def image(side: int = 56) -> dict[str, Any]:
-    """A content part with a grey image."""
+def png(side: int = 56) -> bytes:
+    """A grey image."""
     file = io.BytesIO()
     Image.new("RGB", (side, side), "grey").save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
+    return file.getvalue()
+
+
+def image(side: int = 56) -> dict[str, Any]:
+    """A content part."""
+    return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(png(side)).decode()}}
+
+
+CLIP = clips.encode(frames=12, container="matroska")
+
+
+def video(data: bytes = CLIP) -> dict[str, Any]:
+    """A content part."""
+    url = "data:video/x-matroska;base64," + base64.b64encode(data).decode()
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+class SlowWeb(WebServer):
+    """A web server whose response, an image, waits for `go`."""
+
+    def __init__(self) -> None:
+        super().__init__(self.send)
+        self.asked, self.go = threading.Event(), threading.Event()
+        self.body = png()
+
+    def send(self, connection: socket.socket, _: str) -> None:
+        self.asked.set()
+        assert self.go.wait(PATIENCE)
+        connection.sendall(response(self.body))
+
+    def __exit__(self, *raised: object) -> None:
+        self.go.set()
+        super().__exit__(*raised)
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """A content part with its image."""
+        return {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{self.port}/a.png"}}
+
+
+class GatedProcessor:
+    """A processor that waits at its door: so a test holds items at a known stage."""
+
+    def __init__(self, processor: MediaProcessor):
+        self.processor = processor
+        self.step, self.patch_size = processor.step, processor.patch_size
+        self.inside = 0
+        self.most = 0
+        self.door = threading.Event()
+        self.lock = threading.Lock()
+
+    def process_image(self, *args: Any, **more: Any) -> Any:
+        return self.pass_door(self.processor.process_image, *args, **more)
+
+    def process_video(self, *args: Any, **more: Any) -> Any:
+        return self.pass_door(self.processor.process_video, *args, **more)
+
+    def pass_door(self, process: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        with self.lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        assert self.door.wait(PATIENCE)
+        with self.lock:
+            self.inside -= 1
+        return process(*args, **more)
 
 
 async def hang_up(writer: asyncio.StreamWriter) -> None:
@@ -94,11 +201,73 @@ async def hang_up(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
-def words(processor: MediaProcessor, *texts: str) -> Callable[[NewRequest], list[list[int]]]:
-    """A script for the core: the tokens of each text in an output of their own."""
-    encode = processor.hf_processor.tokenizer.backend_tokenizer.encode
-    outputs = [encode(text).ids for text in texts]
-    return lambda request: outputs
+@dataclass
+class Choices:
+    """An answer of the openai client, whole or streamed."""
+
+    texts: list[str]
+    reasons: list[str | None]
+    logprobs: list[Any]  # in the order in which they came
+    usage: Any = None
+
+
+async def choices_of(answer: Any, count: int = 1) -> Choices:
+    """Checks how a stream is made up: one role and one finish reason for each choice, the usage in the last chunk."""
+    if not isinstance(answer, openai.AsyncStream):
+        assert [choice.index for choice in answer.choices] == list(range(count))
+        texts = [choice.message.content if hasattr(choice, "message") else choice.text for choice in answer.choices]
+        listed = [choice.logprobs for choice in answer.choices if choice.logprobs]
+        return Choices(texts, [choice.finish_reason for choice in answer.choices], listed, answer.usage)
+    got, begun = Choices([""] * count, [None] * count, []), [False] * count
+    async for chunk in answer:
+        assert got.usage is None and len(chunk.choices) == (chunk.usage is None)
+        got.usage = chunk.usage
+        for choice in chunk.choices:
+            index = choice.index
+            assert got.reasons[index] is None
+            if hasattr(choice, "delta"):
+                assert (choice.delta.role == "assistant") is not begun[index]
+                begun[index] = True
+            got.texts[index] += (choice.delta.content or "") if hasattr(choice, "delta") else choice.text
+            got.reasons[index] = choice.finish_reason
+            got.logprobs += [choice.logprobs] if choice.logprobs else []
+    return got
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """The chunks of a stream that has ended well."""
+    *events, done, end = response.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    assert all(event.startswith("data: ") and "\n" not in event for event in events)
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def check_error(response: httpx.Response, status: int, code: str, says: str = "") -> None:
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (status, code), response.text
+    assert set(error) == {"message", "type", "param", "code"} and says in error["message"], error
+    assert response.headers["x-request-id"]
+
+
+def metric(name: str, **labels: str) -> float:
+    value = REGISTRY.get_sample_value(f"mini_engine:{name}", labels)
+    assert value is not None, f"{name} {labels} is not there"
+    return value
+
+
+class Counted:
+    """What the metrics `names`, each perhaps with labels such as "a{b=c}", have counted since this was made."""
+
+    def __init__(self, *names: str):
+        self.before = {name: self.read(name) for name in names}
+
+    @staticmethod
+    def read(name: str) -> float:
+        name, _, labels = name.rstrip("}").partition("{")
+        return metric(name, **dict(label.split("=") for label in labels.split(",") if label))
+
+    def since(self) -> list[float]:
+        return [self.read(name) - before for name, before in self.before.items()]
 
 
 def media_settings(processor: MediaProcessor) -> MediaSettingsResolver:
@@ -123,67 +292,94 @@ def media_loader(
 async def serve(
     processor: MediaProcessor,
     directory: Path,
-    script: Callable[[NewRequest], list[list[int]]],
-    limits: dict[str, int] | None = None,
-    transports: list[MemoryTransport] | None = None,
+    *,
+    queue: TensorIpcSender | None = None,
     media_cache: bool = True,
-    settings: dict[str, Any] | None = None,
     media: MediaLoader | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Served]:
-    """Everything up, a request may be sent; everything down again at the end."""
-    own = {"served_model_name": ["tiny", "alias"], "limit_mm_per_prompt": limits or {}, "timeout_keep_alive": 3600}
-    config = EngineConfig(**{**own, "max_request_bytes": MAX_REQUEST_BYTES, **(settings or {})})
-    zmq_context = zmq.asyncio.Context()
-    sockets = tempfile.TemporaryDirectory(prefix="mini-")  # whose path, unlike `directory`'s, leaves room for a name
-    endpoint = f"ipc://{sockets.name}/core"
-    core = ScriptedCore(zmq_context, endpoint, script)
-    transports = transports or [MemoryTransport()]
-    engines = EngineClient(
-        zmq_context, Encoder("api 0", 7), [endpoint], transports, media_capacity=media_cache and 1 << 30, stores=[None]
-    )
+    """Everything up, a request may be sent. At the end nothing of any request is left, and everything goes down.
+
+    `settings` are fields of `EngineConfig`.
+    """
+    own = {"served_model_name": ["tiny", "alias"], "timeout_keep_alive": 3600, "max_request_bytes": MAX_REQUEST_BYTES}
+    config = EngineConfig(**{**own, **settings})
     (allowed := directory / "allowed").mkdir(exist_ok=True)
-    admission = MediaAdmission(4, MAX_INFLIGHT_BYTES)
+    queue = queue or make_queue()
     media = media or media_loader(processor, MediaPolicy(allowed, MAX_MEDIA_BYTES, ["127.0.0.1"]))
+    with contextlib.closing(media), engines_and_core(queue, media_cache) as (engines, core):
+        context = make_context(processor, config, media, engines)
+        app = create_app(context)
+        server = HttpServer(app, config, lambda: None)
+        async with running(server, core.run(), engines.run()) as port:
+            url = f"http://127.0.0.1:{port}"
+            http = httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=httpx.Limits(keepalive_expiry=None))
+            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+            served = Served(context, core, queue, client, http, server, port, app.state.requests, allowed)
+            served.says(*ANSWER)
+            async with http, client:
+                yield served
+                for writer in served.writers:
+                    await hang_up(writer)
+                await eventually(served.at_rest)
+
+
+@contextlib.contextmanager
+def engines_and_core(queue: TensorIpcSender, media_cache: bool) -> Iterator[tuple[EngineClient, ScriptedCore]]:
+    zmq_context = zmq.asyncio.Context()
+    with tempfile.TemporaryDirectory(prefix="mini-") as sockets:  # whose path leaves room for a socket's name
+        endpoint = f"ipc://{sockets}/core"
+        core = ScriptedCore(zmq_context, endpoint)
+        engines = EngineClient(
+            zmq_context,
+            Encoder("api 0", 7),
+            [endpoint],
+            [queue],
+            media_capacity=media_cache and 1 << 30,
+            stores=[None],
+        )
+        try:
+            yield engines, core
+        finally:
+            engines.close()
+            core.close()
+            zmq_context.destroy(linger=0)
+
+
+def make_context(
+    processor: MediaProcessor, config: EngineConfig, media: MediaLoader, engines: EngineClient
+) -> AppContext:
+    tokenizer = processor.hf_processor.tokenizer
+    admission = MediaAdmission(4, MAX_INFLIGHT_BYTES)
     media.decoders.count_decoded = admission.count
-    context = AppContext(
+    return AppContext(
         config=config,
         renderer=ChatRenderer(processor.hf_processor),
-        tokenizer=processor.hf_processor.tokenizer,
-        vocabulary=Vocabulary(processor.hf_processor.tokenizer),
+        tokenizer=tokenizer,
+        vocabulary=Vocabulary(tokenizer),
         bodies=ByteBudget(MAX_REQUEST_BYTES, "inflight_bodies"),
         requests=RequestAdmission(MAX_REQUESTS),
         admission=admission,
         media_settings=media_settings(processor),
         media=media,
-        sampling=SamplingResolver(
-            SamplingDefaults(eos_token_id=[3]), MAX_MODEL_LEN, len(processor.hf_processor.tokenizer), 0, 7
-        ),
+        sampling=SamplingResolver(SamplingDefaults(eos_token_id=[3]), MAX_MODEL_LEN, len(tokenizer), 0, 7),
         engines=engines,
         limits=LIMITS,
     )
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    started = asyncio.Event()
-    app = create_app(context)
-    server = HttpServer(app, config, started.set)
-    tasks = [asyncio.create_task(work) for work in (core.run(), engines.run())]
+
+
+@contextlib.asynccontextmanager
+async def running(server: HttpServer, *background: Any) -> AsyncIterator[int]:
+    """The server on a port of its own, and what runs beside it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    tasks = [asyncio.create_task(work) for work in background]
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    await started.wait()
-    url = f"http://127.0.0.1:{port}"
-    http = httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=httpx.Limits(keepalive_expiry=None))
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+    await eventually(lambda: server.started)
     try:
-        async with http, client:
-            yield Served(context, core, transports, client, http, port, app.state.requests)
+        yield listener.getsockname()[1]
     finally:
         server.should_exit = True
         await serving
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        context.media.close()
-        engines.close()
-        core.close()
-        zmq_context.destroy(linger=0)
-        sockets.cleanup()

@@ -1,22 +1,24 @@
-import threading
-from pathlib import Path
+"""Chat messages to token ids, with a place for each image and video; and what cannot become a prompt."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-from transformers import AutoProcessor
 
 from mini_engine.api.chat import ChatRenderer, MediaRef, collect_media
 from mini_engine.api.errors import ChatError
 from mini_engine.api.protocol import ChatMessage
+from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import CachedMedia, MediaItem
 from tests import tiny_processor
 
 
 @pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return AutoProcessor.from_pretrained(str(tiny_processor.build(tmp_path_factory.mktemp("model"))))
+def hf(processor: MediaProcessor) -> Any:
+    return processor.hf_processor
 
 
 @pytest.fixture(scope="module")
@@ -46,63 +48,6 @@ def collect(messages: list[dict], limits: dict[str, int] | None = None) -> list[
 
 def user(*content: Any) -> list[dict]:
     return [{"role": "user", "content": content[0] if isinstance(content[0], str) else list(content)}]
-
-
-CONVERSATIONS = [
-    user("What is it? Grüße, 世界 🎈"),
-    user(text("What is it?"), text(" Tell me.")),
-    user(image(), text("What colour?")),
-    user(text("Compare"), video(), text("with"), image(), text("and"), video()),
-    [
-        {"role": "system", "content": "Be brief."},
-        *user(video(), text("Which way does it move?")),
-        {"role": "assistant", "content": "left"},
-        *user(image(), image(), text("And these?")),
-    ],
-]
-
-
-@pytest.mark.parametrize("messages", CONVERSATIONS)
-def test_ids_equal_those_of_the_processors_full_call(hf: Any, renderer: ChatRenderer, messages: list[dict]) -> None:
-    refs = collect(messages)
-    pixels = np.random.default_rng(0)
-    media: dict[str, list[np.ndarray]] = {"image": [], "video": []}
-    lengths = []
-    for index, ref in enumerate(refs):
-        shape = (60 + 40 * index, 90, 3)
-        if ref.modality == "image":
-            media["image"].append(pixels.integers(0, 256, shape, dtype=np.uint8))
-            grid = hf.image_processor(media["image"][-1:], return_tensors="pt")["image_grid_thw"]
-        else:
-            media["video"].append(pixels.integers(0, 256, (4 + 2 * index, *shape), dtype=np.uint8))
-            grid = hf.video_processor(media["video"][-1:], return_tensors="pt")["video_grid_thw"]
-        lengths.append(source(ref.modality, int(grid.prod()) // 4))
-
-    ours, placed = renderer.expand(render(renderer, messages), lengths)
-
-    template_messages = [
-        {
-            "role": message["role"],
-            "content": [
-                {"type": part["type"].removesuffix("_url")} | ({"text": part["text"]} if "text" in part else {})
-                for part in message["content"]
-            ]
-            if isinstance(message["content"], list)
-            else message["content"],
-        }
-        for message in messages
-    ]
-    prompt = hf.apply_chat_template(template_messages, tokenize=False, add_generation_prompt=True)
-    theirs = hf(text=[prompt], images=media["image"] or None, videos=media["video"] or None, do_sample_frames=False)[
-        "input_ids"
-    ][0]
-    assert ours == list(theirs)
-    token_of = {"image": hf.image_token_id, "video": hf.video_token_id}
-    for item, (_, wanted) in zip(placed, lengths, strict=True):
-        stretch = ours[item.offset : item.offset + item.num_tokens]
-        assert stretch == [token_of[wanted.modality]] * wanted.num_tokens
-        assert ours[item.offset - 1] != token_of[wanted.modality]
-    assert sum(item.num_tokens for item in placed) == sum(token in token_of.values() for token in ours)
 
 
 def test_collect_in_order_and_named() -> None:
@@ -142,7 +87,7 @@ def test_text_cannot_pass_for_media(renderer: ChatRenderer, messages: list[dict]
         render(renderer, messages)
 
 
-def test_developer_becomes_system_where_the_template_knows_none(hf: Any, renderer: ChatRenderer) -> None:
+def test_developer_role_becomes_system_where_the_template_knows_none(hf: Any, renderer: ChatRenderer) -> None:
     messages = [{"role": "developer", "content": "Be brief."}, *user("x")]
     assert "<|im_start|>system" in hf.tokenizer.decode(render(renderer, messages))
     knows = ChatRenderer(hf, tiny_processor.CHAT_TEMPLATE + "{# developer #}")
@@ -172,7 +117,7 @@ def places(media: list[MediaItem]) -> list[tuple[int, int, list[int]]]:
     return [(item.offset, item.num_tokens, item.more_offsets) for item in media]
 
 
-def test_expand(hf: Any, renderer: ChatRenderer) -> None:
+def test_placeholders_become_as_long_as_their_items(hf: Any, renderer: ChatRenderer) -> None:
     picture, clip = hf.image_token_id, hf.video_token_id
     wanted = [source("video", 3), source("video", 1), source("image", 2)]
     token_ids, media = renderer.expand([1, clip, clip, 2, picture], wanted)
@@ -186,8 +131,8 @@ def test_expand(hf: Any, renderer: ChatRenderer) -> None:
 def test_text_between_the_runs_of_an_item(hf: Any, renderer: ChatRenderer) -> None:
     clip = hf.video_token_id
     times = [hf.tokenizer.encode(f"<{time} seconds>") for time in ("0.5", "12.5")]
-    text = "<0.5 seconds><|video_pad|><12.5 seconds><|video_pad|>"
-    token_ids, media = renderer.expand([1, clip, clip, 2], [source("video", 6, text), source("video", 2)])
+    written = "<0.5 seconds><|video_pad|><12.5 seconds><|video_pad|>"
+    token_ids, media = renderer.expand([1, clip, clip, 2], [source("video", 6, written), source("video", 2)])
     first = 1 + len(times[0])
     second = first + 3 + len(times[1])
     assert token_ids == [1, *times[0], *[clip] * 3, *times[1], *[clip] * 3, *[clip] * 2, 2]
@@ -195,23 +140,7 @@ def test_text_between_the_runs_of_an_item(hf: Any, renderer: ChatRenderer) -> No
 
 
 def test_threads_at_once(renderer: ChatRenderer) -> None:
-    expected = [render(renderer, messages) for messages in CONVERSATIONS]
-    wrong: list[int] = []
-
-    def work(index: int) -> None:
-        wrong.extend(index for _ in range(30) if render(renderer, CONVERSATIONS[index]) != expected[index])
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(CONVERSATIONS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
-def test_the_bundled_model() -> None:
-    weights = Path(__file__).parents[2] / "mini_engine" / "demo" / "weights"
-    processor = AutoProcessor.from_pretrained(str(weights))
-    bundled = ChatRenderer(processor)
-    token_ids = render(bundled, user(video(), text("Which way does it move?"), image()))
-    assert token_ids.index(processor.video_token_id) < token_ids.index(processor.image_token_id)
+    conversations = [user("What is it? Grüße, 世界 🎈"), user(text("Compare"), video(), text("with"), image())]
+    expected = [render(renderer, messages) for messages in conversations]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda one: render(renderer, one), conversations * 50)) == expected * 50

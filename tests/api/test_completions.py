@@ -1,135 +1,69 @@
-"""POST /v1/completions, as the openai client sees it, with a scripted engine core behind it."""
+"""POST /v1/completions, /tokenize and /detokenize."""
+
+from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from mini_engine.api.responses import CompletionWriter, LikelyToken, ListedToken, Piece
-from mini_engine.media.processor import MediaProcessor
-from mini_engine.messages import NewRequest
-from tests.api.peers import eventually, logprobs_of
-from tests.api.serving import MAX_MODEL_LEN, Served, serve, words
-from tests.api.test_app import metric
+from tests.api.patience import eventually
+from tests.api.serving import ANSWER, MAX_MODEL_LEN, Counted, Served, check_error, choices_of, events_of, image
 
-ANSWER = ("a red", " circle", " moving left")
+streamed_or_whole = pytest.mark.parametrize("stream", [False, True])
 
 
-async def complete(served: Served, prompt: Any = "hello", **more: Any) -> Any:
-    return await served.openai.completions.create(model="tiny", prompt=prompt, **more)
+@streamed_or_whole
+async def test_text_goes_on(served: Served, stream: bool) -> None:
+    counted = Counted("request_success_total{finished_reason=length}")
+    response = await served.http.post("/v1/completions", json={"prompt": "hello", "stream": stream})
+    *_, last = events_of(response) if stream else [response.json()]
+    (request,) = served.core.requests
+    assert request.prompt_token_ids == served.encode("hello") and request.sampling.max_tokens == 16
+    assert last["id"] == request.request_id == response.headers["x-request-id"]
+    assert last["id"].startswith("cmpl-") and (last["object"], last["model"]) == ("text_completion", "tiny")
+    assert (last["choices"][0]["finish_reason"], last["choices"][0]["logprobs"]) == ("length", None)
+    assert ("usage" in response.text) is not stream
+    assert counted.since() == [1]
 
 
-def encode(processor: MediaProcessor, text: str) -> list[int]:
-    return processor.hf_processor.tokenizer(text)["input_ids"]
+PROMPTS = ["one more", "another text", "third"]
 
 
-def by_prompt(processor: MediaProcessor) -> Any:
-    """A script that answers each prompt with its own tokens, one by one, and with the number of the choice."""
-    first = {}
-
-    def script(request: NewRequest) -> list[list[int]]:
-        prompt = request.prompt_token_ids
-        number = request.sampling.seed - first.setdefault(tuple(prompt), request.sampling.seed)
-        return [[token] for token in prompt] + [encode(processor, str(number))]
-
-    return script
-
-
-def test_a_text_goes_on(processor: MediaProcessor, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serve(processor, tmp_path, words(processor, *ANSWER)) as served:
-            succeeded = metric("request_success_total", finished_reason="length")
-            answer = await complete(served)
-            (choice,) = answer.choices
-            assert (choice.text, choice.finish_reason, choice.logprobs) == ("".join(ANSWER), "length", None)
-            (request,) = served.core.requests
-            assert request.prompt_token_ids == encode(processor, "hello")
-            assert request.sampling.max_tokens == 16
-            assert answer.id == request.request_id and answer.id.startswith("cmpl-")
-            assert (answer.object, answer.model) == ("text_completion", "tiny")
-            assert answer.usage.prompt_tokens == len(request.prompt_token_ids)
-            assert answer.usage.completion_tokens == sum(map(len, served.core.script(request)))
-            assert metric("request_success_total", finished_reason="length") - succeeded == 1
-
-    asyncio.run(scenario())
-
-
-def test_a_stream(processor: MediaProcessor, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serve(processor, tmp_path, words(processor, *ANSWER)) as served:
-            stream = await complete(served, stream=True, stream_options={"include_usage": True})
-            *chunks, used = [chunk async for chunk in stream]
-            assert "".join(chunk.choices[0].text for chunk in chunks) == "".join(ANSWER)
-            assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
-            assert used.choices == [] and used.usage.completion_tokens > 0
-            assert all(chunk.usage is None for chunk in chunks)
-            body = {"model": "tiny", "prompt": "hello", "stream": True}
-            response = await served.http.post("/v1/completions", json=body)
-            assert response.text.endswith("data: [DONE]\n\n") and "usage" not in response.text
-            assert response.headers["x-request-id"] == served.core.requests[1].request_id
-
-    asyncio.run(scenario())
-
-
-PROMPTS: list[Any] = ["one more", ["one more", "another text", "third"]]
-
-
-@pytest.mark.parametrize("stream", [False, True])
+@streamed_or_whole
 @pytest.mark.parametrize("as_tokens", [False, True])
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_every_choice_is_of_its_prompt(
-    processor: MediaProcessor, tmp_path: Path, prompt: Any, as_tokens: bool, stream: bool
-) -> None:
-    async def scenario() -> None:
-        texts = [prompt] if isinstance(prompt, str) else prompt
-        token_ids = [encode(processor, text) for text in texts]
-        asked = prompt if not as_tokens else token_ids[0] if isinstance(prompt, str) else token_ids
-        async with serve(processor, tmp_path, by_prompt(processor)) as served:
-            served.core.cached = 3
-            options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
-            answer = await complete(served, asked, n=2, stream=stream, max_tokens=50, **options)
-            got = [""] * 2 * len(texts)
-            if stream:
-                async for chunk in answer:
-                    used = chunk.usage
-                    for choice in chunk.choices:
-                        got[choice.index] += choice.text
-            else:
-                assert [choice.index for choice in answer.choices] == list(range(len(got)))
-                got, used = [choice.text for choice in answer.choices], answer.usage
-            assert got == [f"{text}{number}" for text in texts for number in (0, 1)]
-            assert [request.prompt_token_ids for request in served.core.requests] == token_ids
-            assert used.prompt_tokens == sum(map(len, token_ids))
-            assert used.prompt_tokens_details.cached_tokens == 3 * len(texts)
-            engine = served.context.engines.engines[0]
-            await eventually(lambda: not engine.requests and not engine.preparing)
-
-    asyncio.run(scenario())
+@pytest.mark.parametrize("count", [1, 3])
+async def test_every_choice_is_of_its_prompt(served: Served, count: int, as_tokens: bool, stream: bool) -> None:
+    """Choice i of prompt p has the index p * n + i."""
+    token_ids = [served.encode(text) for text in PROMPTS[:count]]
+    asked = token_ids if as_tokens else PROMPTS[:count]
+    served.core.cached = 3
+    served.core.script = lambda request: [
+        *([one] for one in request.prompt_token_ids),
+        served.encode(str(request.sampling.seed)),
+    ]
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+    fields = {"n": 2, "seed": 0, "stream": stream, "max_tokens": 50, **options}
+    answer = await choices_of(await served.complete(asked[0] if count == 1 else asked, **fields), 2 * count)
+    assert answer.texts == [f"{text}{number}" for text in PROMPTS[:count] for number in (0, 1)]
+    assert [request.prompt_token_ids for request in served.core.requests] == token_ids
+    assert answer.usage.prompt_tokens == sum(map(len, token_ids))
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3 * count
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_logprobs(processor: MediaProcessor, tmp_path: Path, stream: bool) -> None:
-    async def scenario() -> None:
-        async with serve(processor, tmp_path, words(processor, *ANSWER)) as served:
-            answer = await complete(served, logprobs=2, stream=stream)
-            parts = [chunk.choices[0] async for chunk in answer] if stream else [answer.choices[0]]
-            text = "".join(part.text for part in parts)
-            lists = [part.logprobs for part in parts if part.logprobs]
-            tokens = [token for one in lists for token in one.tokens]
-            offsets = [offset for one in lists for offset in one.text_offset]
-            assert "".join(tokens) == text == "".join(ANSWER)
-            assert offsets == [len("".join(tokens[:count])) for count in range(len(tokens))]
-            assert {value for one in lists for value in one.token_logprobs} == {-0.25}
-            likeliest = [one.logprob for one in logprobs_of(0, 2)[1:]]
-            for token, likely in zip(tokens, [each for one in lists for each in one.top_logprobs], strict=True):
-                assert likely[token] == -0.25
-                assert [value for name, value in likely.items() if name != token] == likeliest
-
-    asyncio.run(scenario())
+@streamed_or_whole
+async def test_logprobs(served: Served, stream: bool) -> None:
+    answer = await choices_of(await served.complete(logprobs=2, stream=stream))
+    tokens = [token for part in answer.logprobs for token in part.tokens]
+    assert answer.texts == ["".join(tokens)] == ["".join(ANSWER)]
+    offsets = [offset for part in answer.logprobs for offset in part.text_offset]
+    assert offsets == [len("".join(tokens[:count])) for count in range(len(tokens))]
+    assert {value for part in answer.logprobs for value in part.token_logprobs} == {-0.25}
+    for token, likely in zip(tokens, [one for part in answer.logprobs for one in part.top_logprobs], strict=True):
+        assert likely.pop(token) == -0.25 and list(likely.values()) == [-1.0, -2.0]
 
 
 def test_tokens_that_are_parts_of_a_character() -> None:
@@ -150,69 +84,92 @@ def test_tokens_that_are_parts_of_a_character() -> None:
     assert (then["tokens"], then["text_offset"]) == (["bytes:\\xa9", "!"], [2, 3])
 
 
-BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({}, "Missing required parameter: 'prompt'", "prompt"),
-    ({"prompt": ""}, "empty", "prompt"),
-    ({"prompt": ["a", ""]}, "empty", "prompt"),
-    ({"prompt": [10**6]}, "token id 1000000", "prompt"),
-    ({"prompt": "a <|image_pad|>"}, "<|image_pad|>", "prompt"),
-    ({"prompt": "word " * 700}, f"{MAX_MODEL_LEN}", "prompt"),
-    ({"prompt": "a", "max_tokens": MAX_MODEL_LEN}, "Ask for at most", "max_tokens"),
-    ({"prompt": "a", "messages": []}, "Unknown parameter: 'messages'", "messages"),
-    ({"prompt": "a", "stop_token_ids": [10**6]}, "token id 1000000", "stop_token_ids"),
+@streamed_or_whole
+async def test_prompt_that_fails_ends_the_others(served: Served, stream: bool) -> None:
+    served.says()
+    served.core.hold = True
+    asking = asyncio.create_task(served.complete(["a", "b"], stream=stream))
+    first, second = (await served.core.has_requests(2)) and served.core.requests
+    await served.core.end(second, "error", "no luck")
+    with pytest.raises(openai.InternalServerError, match="no luck"):
+        await asking
+    await served.core.has_aborted(first.request_id)
+
+
+@streamed_or_whole
+async def test_client_that_leaves_ends_all_prompts(served: Served, stream: bool) -> None:
+    served.says()
+    served.core.hold = True
+    counted = Counted("request_success_total{finished_reason=abort}")
+    body = {"prompt": ["a", "b"], "n": 2, "stream": stream}
+    asking = asyncio.create_task(served.http.post("/v1/completions", json=body))
+    await eventually(lambda: len(served.core.running) == 4)
+    samples = list(served.core.running)
+    asking.cancel()
+    await served.core.has_aborted(*samples)
+    await eventually(lambda: counted.since() == [2])
+
+
+MESSAGES = [{"role": "user", "content": "x"}]
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("/v1/completions", {}, "prompt", "Missing required parameter: 'prompt'"),
+    ("/v1/completions", {"prompt": ""}, "prompt", "empty"),
+    ("/v1/completions", {"prompt": ["a", ""]}, "prompt", "empty"),
+    ("/v1/completions", {"prompt": [10**6]}, "prompt", "token id 1000000"),
+    ("/v1/completions", {"prompt": "a <|image_pad|>"}, "prompt", "<|image_pad|>"),
+    ("/v1/completions", {"prompt": "word " * 700}, "prompt", f"{MAX_MODEL_LEN}"),
+    ("/v1/completions", {"prompt": "a", "max_tokens": MAX_MODEL_LEN}, "max_tokens", "Ask for at most"),
+    ("/v1/completions", {"prompt": "a", "messages": []}, "messages", "Unknown parameter: 'messages'"),
+    ("/v1/completions", {"prompt": "a", "stop_token_ids": [10**6]}, "stop_token_ids", "token id 1000000"),
+    ("/tokenize", {}, "prompt", "either 'prompt' or 'messages'"),
+    ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt", "either 'prompt' or 'messages'"),
+    ("/tokenize", {"prompt": "some words " * 3000}, "prompt", f"{MAX_MODEL_LEN}"),
+    ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens", "only allowed with"),
+    ("/tokenize", {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "robot"),
+    ("/tokenize", {"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt", "not supported"),
+    ("/tokenize", {"prompt": "x", "model": "other"}, "model", "this server has tiny, alias"),
+    ("/detokenize", {}, "tokens", "Missing required parameter"),
+    ("/detokenize", {"tokens": [10**6]}, "tokens", "token id 1000000"),
+    ("/detokenize", {"tokens": ["1"]}, "tokens[0]", "expected `int`"),
+    ("/detokenize", {"tokens": [-1]}, "tokens[0]", ">= 0"),
 ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_errors_of_the_client(processor: MediaProcessor, tmp_path: Path, stream: bool) -> None:
-    async def scenario() -> None:
-        async with serve(processor, tmp_path, words(processor, *ANSWER)) as served:
-            for body, says, param in BAD:
-                response = await served.http.post("/v1/completions", json={**body, "stream": stream})
-                error = response.json()["error"]
-                assert (response.status_code, error["param"]) == (400, param), response.text
-                assert says in error["message"]
-            placeholder = [processor.hf_processor.image_token_id]
-            with pytest.raises(openai.BadRequestError, match="placeholder for media"):
-                await complete(served, placeholder)
-            assert not served.core.requests
-            # Null, and what asks for what happens anyway, are taken.
-            await complete(served, echo=False, suffix=None, best_of=1, user="me", logprobs=None)
-
-    asyncio.run(scenario())
+async def test_refused_requests(served: Served) -> None:
+    served.context.renderer.max_tokens = MAX_MODEL_LEN
+    (placeholder,) = served.encode("<|image_pad|>")
+    media = ("/v1/completions", {"prompt": [placeholder]}, "prompt", "placeholder for media")
+    for path, body, param, says in [*REFUSED, media]:
+        response = await served.http.post(path, json=body)
+        error = response.json()["error"]
+        check_error(response, 404 if param == "model" else 400, error["code"], says)
+        assert error["param"] == param
+        if path == "/v1/completions":
+            streamed = await served.http.post(path, json={**body, "stream": True})
+            assert streamed.json()["error"] == error
+    assert not served.core.requests
+    await served.complete(echo=False, suffix=None, best_of=1, user="me", logprobs=None)  # neutral values
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_one_prompt_that_fails_ends_the_others(processor: MediaProcessor, tmp_path: Path, stream: bool) -> None:
-    async def scenario() -> None:
-        async with serve(processor, tmp_path, lambda request: []) as served:
-            served.core.hold = True
-            asking = asyncio.create_task(complete(served, ["a", "b"], stream=stream))
-            await served.core.until(lambda: len(served.core.requests) == 2)
-            await served.core.end(served.core.requests[1], "error", "no luck")
-            with pytest.raises(openai.InternalServerError, match="no luck"):
-                await asking
-            await served.core.until(lambda: bool(served.core.finishes))
-            assert [finish.request_id for finish in served.core.finishes] == [served.core.requests[0].request_id]
-
-    asyncio.run(scenario())
+# --- tokens ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_all_prompts(processor: MediaProcessor, tmp_path: Path, stream: bool) -> None:
-    async def scenario() -> None:
-        async with serve(processor, tmp_path, words(processor, "a red")) as served:
-            served.core.hold = True
-            aborted = metric("request_success_total", finished_reason="abort")
-            asking = asyncio.create_task(complete(served, ["a", "b"], n=2, stream=stream))
-            await served.core.until(lambda: len(served.core.running) == 4)
-            if stream:
-                await (await asking).close()
-            asking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asking
-            await served.core.until(lambda: len(served.core.finishes) == 4)
-            assert {finish.reason for finish in served.core.finishes} == {"abort"}
-            await eventually(lambda: metric("request_success_total", finished_reason="abort") - aborted == 2)
+@pytest.mark.parametrize("text", ["hello", "a red circle", "café 🎈", "<|im_start|>user", "an <|image_pad|>", ""])
+async def test_text_to_tokens_and_back(served: Served, text: str) -> None:
+    body = (await served.http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
+    assert body["tokens"] == served.encode(text)
+    assert (body["count"], body["max_model_len"]) == (len(body["tokens"]), MAX_MODEL_LEN)
+    assert served.context.tokenizer.convert_tokens_to_ids(body["token_strs"]) == body["tokens"]
+    back = await served.http.post("/detokenize", json={"model": "tiny", "tokens": body["tokens"]})
+    assert back.json() == {"prompt": text}
 
-    asyncio.run(scenario())
+
+@pytest.mark.parametrize("content", ["what?", [image(), {"type": "text", "text": "what?"}]])
+async def test_tokens_of_a_conversation_are_those_of_its_answer(served: Served, content: Any) -> None:
+    await served.ask(content)
+    body = (await served.post(content, "/tokenize")).json()
+    (request,) = served.core.requests
+    (placeholder,) = served.encode("<|image_pad|>")
+    counts = {placeholder: sum(item.num_tokens for item in request.media)}
+    assert [token for token in body["tokens"] for _ in range(counts.get(token, 1))] == request.prompt_token_ids
+    assert body["token_strs"] is None

@@ -1,43 +1,40 @@
+"""Text and listed tokens of an answer, and stop strings."""
+
+from __future__ import annotations
+
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
-from mini_engine.api.detokenizer import Detokenizer, Vocabulary
+from mini_engine.api.detokenizer import LEAST_LOGPROB, Detokenizer, LogprobList, SampleText, Vocabulary
+from mini_engine.media.processor import MediaProcessor
+from mini_engine.messages import TokenLogprob
 from tests import tiny_processor
 
 # Pieces that make characters of several tokens, special tokens, and starts of stop strings.
-PIECES = [
-    "a red",
-    " circle",
-    " moving",
-    "stop",
-    "STOP",
-    "ST",
-    "S",
-    "世",
-    "界",
-    "🎈",
-    "ä",
-    "\n",
-    " ",
-    "<|im_end|>",
-    "xyz",
-]
+PIECES = ["a red", " circle", " moving", "STOP", "ST", "S", "世", "界", "🎈", "ä", "\n", " ", "<|im_end|>", "xyz"]
 STOPS = ["STOP", "TO", "界🎈", "circle moving", " ", "\n\n", "p", "ä"]
+pieces_of_text = st.lists(st.sampled_from(PIECES), max_size=12)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return AutoTokenizer.from_pretrained(str(tiny_processor.build(tmp_path_factory.mktemp("model"))))
+def tokenizer(processor: MediaProcessor) -> Any:
+    return processor.hf_processor.tokenizer
 
 
 @pytest.fixture(scope="module")
 def vocabulary(tokenizer: Any) -> Vocabulary:
     return Vocabulary(tokenizer)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def read_all(detokenizer: Detokenizer, ids: list[int]) -> tuple[str, int]:
@@ -49,20 +46,16 @@ def read_all(detokenizer: Detokenizer, ids: list[int]) -> tuple[str, int]:
     return "".join(texts) + detokenizer.finish(), len(texts)
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)
+# --- text ------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
-@given(pieces=st.lists(st.sampled_from(PIECES), max_size=12))
+@given(pieces=pieces_of_text)
 def test_text_comes_back(tokenizer: Any, vocabulary: Vocabulary, pieces: list[str]) -> None:
     ids = encode(tokenizer, "".join(pieces))
-    text, used = read_all(Detokenizer(vocabulary), ids)
-    assert text == "".join(pieces).replace("<|im_end|>", "")
-    assert used == len(ids)
+    text = "".join(pieces).replace("<|im_end|>", "")
+    assert read_all(Detokenizer(vocabulary), ids) == (text, len(ids))
 
 
-@settings(deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_any_token_ids_give_what_decoding_them_at_once_gives(
     tokenizer: Any, vocabulary: Vocabulary, data: Any, skip: bool
@@ -86,48 +79,23 @@ def test_added_tokens_give_what_decoding_them_at_once_gives(tmp_path: Path, skip
     assert ("<mine>" in text) != skip
 
 
-class CountingVocabulary(Vocabulary):
-    """Counts the tokens that are looked up: a detokenizer has nothing else to make text of."""
-
-    looked_up = 0
-
-    def bytes_of(self, token_id: int) -> bytes:
-        self.looked_up += 1
-        return super().bytes_of(token_id)
+def test_tokenizer_that_is_not_byte_level_is_refused() -> None:
+    with pytest.raises(ValueError, match="not byte-level"):
+        Vocabulary(SimpleNamespace(backend_tokenizer=Tokenizer(models.BPE())))
 
 
-@pytest.mark.parametrize("skip", [True, False])
-@pytest.mark.parametrize("what", ["a red", "<|im_end|>", "Ж"])
-def test_no_token_is_decoded_twice(tokenizer: Any, what: str, skip: bool) -> None:
-    """However long tokens go on that make no text: special ones that are skipped, a character's first byte for ever."""
-    vocabulary = CountingVocabulary(tokenizer)
-    detokenizer = Detokenizer(vocabulary, skip_special_tokens=skip)
-    token = encode(tokenizer, what)[0]
-    for _ in range(3000):
-        detokenizer.push(token)
-    detokenizer.finish()
-    assert vocabulary.looked_up == (0 if what == "<|im_end|>" and skip else 3000)
+# --- stop strings ----------------------------------------------------------------------------------------------------
 
 
-def test_bytes_that_form_no_character_do_not_wait(tokenizer: Any, vocabulary: Vocabulary) -> None:
-    """Nothing that follows can make one of them."""
-    first, *_ = encode(tokenizer, "Ж")
-    assert len(vocabulary.bytes_of(first)) == 1
-    detokenizer = Detokenizer(vocabulary)
-    assert [detokenizer.push(first) for _ in range(3)] == ["", "�", "�"]
-    assert detokenizer.finish() == "�"
-
-
-@settings(deadline=None)
 @given(
-    pieces=st.lists(st.sampled_from(PIECES), max_size=12),
+    pieces=pieces_of_text,
     stop=st.lists(st.sampled_from(STOPS), min_size=1, max_size=3),
     include=st.booleans(),
 )
 def test_stop_strings(
     tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], stop: list[str], include: bool
 ) -> None:
-    """Held to a plain reading of the whole text, character by character."""
+    """Compared with a plain reading of the whole text, character by character."""
     ids = encode(tokenizer, "".join(pieces))
     whole = "".join(pieces).replace("<|im_end|>", "")
     ends = [end for end in range(len(whole) + 1) if any(whole[:end].endswith(word) for word in stop)]
@@ -144,47 +112,11 @@ def test_stop_strings(
     assert not any(word in tokenizer.decode(ids[: used - 1], skip_special_tokens=True) for word in stop)
 
 
-def test_text_is_held_back_only_while_it_may_be_a_stop_string(tokenizer: Any, vocabulary: Vocabulary) -> None:
-    detokenizer = Detokenizer(vocabulary, ["STOP"])
-    deltas = [detokenizer.push(token) for token in encode(tokenizer, "xSTSTx")]
-    assert deltas == ["x", "", "", "ST", "", "STx"]
-
-
-def test_after_a_stop_nothing_more_comes(tokenizer: Any, vocabulary: Vocabulary) -> None:
-    detokenizer = Detokenizer(vocabulary, ["STOP"])
-    assert read_all(detokenizer, encode(tokenizer, "xSTOPxyz")) == ("x", 5)
-    assert detokenizer.stopped_by == "STOP"
-    assert detokenizer.finish() == ""
-
-
-def test_an_unfinished_character_ends_as_a_replacement_character(tokenizer: Any, vocabulary: Vocabulary) -> None:
-    detokenizer = Detokenizer(vocabulary)
-    ids = encode(tokenizer, "a🎈")
-    assert "".join(map(detokenizer.push, ids[:-1])) == "a"
-    assert detokenizer.finish().strip("�") == ""
-    assert detokenizer.finish() == ""
-
-
-def test_special_tokens_on_request(tokenizer: Any, vocabulary: Vocabulary) -> None:
-    ids = encode(tokenizer, "a<|im_end|>")
-    assert read_all(Detokenizer(vocabulary, skip_special_tokens=False), ids) == ("a<|im_end|>", 2)
-
-
-def test_an_empty_stop_string_is_refused(tokenizer: Any, vocabulary: Vocabulary) -> None:
-    with pytest.raises(ValueError, match="must not be empty"):
-        Detokenizer(vocabulary, ["x", ""])
-
-
-@settings(deadline=None)
-@given(
-    pieces=st.lists(st.sampled_from(PIECES), max_size=8),
-    stop=st.sampled_from(STOPS),
-    least=st.integers(0, 8),
-)
-def test_a_stop_string_counts_from_the_least_tokens_on(
+@given(pieces=pieces_of_text, stop=st.sampled_from(STOPS), least=st.integers(0, 8))
+def test_stop_string_counts_from_the_least_tokens_on(
     tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], stop: str, least: int
 ) -> None:
-    """Held to a reading of the text character by character, from where the first `least` tokens' text ends."""
+    """Compared with a reading character by character, from where the first `least` tokens' text ends."""
     ids = encode(tokenizer, "".join(pieces))
     whole = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
     exempt = Detokenizer(vocabulary)
@@ -193,3 +125,72 @@ def test_a_stop_string_counts_from_the_least_tokens_on(
     ends = [end for end in range(exempt.decoded_length + 1, len(whole) + 1) if whole[:end].endswith(stop)]
     text, _ = read_all(Detokenizer(vocabulary, [stop], min_tokens=least), ids)
     assert text == (whole[: ends[0] - len(stop)] if ends else whole)
+
+
+def test_text_is_held_back_only_while_it_may_be_a_stop_string_or_become_a_character(
+    tokenizer: Any, vocabulary: Vocabulary
+) -> None:
+    detokenizer = Detokenizer(vocabulary, ["STOP"])
+    assert [detokenizer.push(token) for token in encode(tokenizer, "xSTSTx")] == ["x", "", "", "ST", "", "STx"]
+    first, *_ = encode(tokenizer, "Ж")
+    detokenizer = Detokenizer(vocabulary)
+    assert [detokenizer.push(first) for _ in range(3)] == ["", "�", "�"]
+    assert (detokenizer.finish(), detokenizer.finish()) == ("�", "")
+
+
+def test_empty_stop_string_is_refused(vocabulary: Vocabulary) -> None:
+    with pytest.raises(ValueError, match="must not be empty"):
+        Detokenizer(vocabulary, ["x", ""])
+
+
+# --- logprobs --------------------------------------------------------------------------------------------------------
+
+
+@given(
+    pieces=pieces_of_text,
+    size=st.integers(1, 5),
+    stop=st.lists(st.sampled_from(["STOP", "circle", "界", "\n"]), max_size=2),
+    include=st.booleans(),
+    skip=st.booleans(),
+)
+def test_listed_tokens_are_those_of_the_text(
+    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], size: int, stop: list[str], include: bool, skip: bool
+) -> None:
+    """Each with a part of its text; only a last token that a stop string cuts through has more bytes than the text."""
+    ids = encode(tokenizer, "".join(pieces) + "🎈")[:-1]
+    sample = SampleText(0, Detokenizer(vocabulary, stop, include, skip), LogprobList(vocabulary, skip))
+    text, listed, start = "", [], 0
+    while start < len(ids):
+        part = ids[start : start + size]
+        start += size
+        piece = sample.push(part, "length" if start >= len(ids) else None, [[TokenLogprob(one, -1.0)] for one in part])
+        assert not piece.logprobs or piece.text
+        text += piece.text
+        listed += [bytes(token.bytes) for token in piece.logprobs or ()]
+        if piece.finish_reason is not None:
+            break
+    plain = Detokenizer(vocabulary, stop, include, skip)
+    assert (text, sample.completion_tokens) == read_all(plain, ids)
+    joined = b"".join(listed)
+    if plain.stopped_by is None:
+        assert joined == b"".join(vocabulary.bytes_shown(one, skip) for one in ids)
+    else:
+        *whole, _ = listed or [b""]
+        assert joined.startswith(text.encode())
+        assert len(b"".join(whole)) < len(text.encode()) or not text
+
+
+def test_bytes_of_tokens(tokenizer: Any, vocabulary: Vocabulary) -> None:
+    text = "a red 🎈\n\x00\x7f\xa0ÿ\xad"
+    assert b"".join(map(vocabulary.bytes_of, encode(tokenizer, text))) == text.encode()
+    (end,) = encode(tokenizer, "<|im_end|>")
+    assert vocabulary.bytes_of(end) == b"<|im_end|>" and vocabulary.bytes_of(len(tokenizer)) == b""
+    assert [vocabulary.bytes_shown(end, skip) for skip in (True, False)] == [b"", b"<|im_end|>"]
+
+
+def test_impossible_token_has_a_finite_logprob(tokenizer: Any, vocabulary: Vocabulary) -> None:
+    one = LogprobList(vocabulary, True)
+    one.add(0, [TokenLogprob(*encode(tokenizer, "x"), float("-inf")), TokenLogprob(len(tokenizer), -1.5)])
+    (listed,) = one.send("x")
+    assert (listed.token, listed.logprob, listed.bytes) == ("x", LEAST_LOGPROB, [120])
+    assert [(other.token, other.logprob, other.bytes) for other in listed.top_logprobs] == [("", -1.5, [])]

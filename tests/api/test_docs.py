@@ -39,7 +39,7 @@ def test_every_error_code_is_named() -> None:
 
 def test_every_metric_is_named() -> None:
     served = set(re.findall(r"^# TYPE mini_engine:(\w+) \w+$", metrics.exposition().decode(), re.MULTILINE))
-    assert {name for name in served if not name.endswith("_created")} == names_below("Figures")
+    assert {name for name in served if not name.endswith("_created")} == names_below("Metrics")
 
 
 def test_every_endpoint_is_named() -> None:

@@ -1,28 +1,61 @@
-"""/health, and a host that gives an API server no more descriptors, memory or threads."""
+"""Endpoints about the server itself, and a host that gives it no more descriptors, memory or threads."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import errno
-from pathlib import Path
+import logging
+import re
 
 import pytest
 
-from mini_engine.api.errors import explain
+from mini_engine import metrics
+from mini_engine.api.engine_client import FIGURES_SECONDS
+from mini_engine.api.errors import explain, shutting_down
 from mini_engine.api.media_loader import start_thread_pool
-from mini_engine.media import http_fetch
+from mini_engine.api.operations import RESET_SECONDS, Stats
+from mini_engine.api.timings import RequestClock
 from mini_engine.media.errors import DecoderUnavailable
-from mini_engine.media.policy import MediaPolicy
-from mini_engine.media.processor import MediaProcessor
-from mini_engine.messages import ControlReply
-from tests.api.patience import PATIENCE, run_patiently
-from tests.api.peers import Calls, eventually
-from tests.api.serving import Served, image, media_loader, serve, words
-from tests.api.test_app import metric
+from mini_engine.messages import ControlReply, EngineCounters
+from tests.api.patience import cancelled, eventually, settle, skip
+from tests.api.serving import Counted, Serve, Served, check_error, png
 from tests.shortages import no_descriptors, no_threads
 
 WITHIN = 0.3
+
+# --- paths -----------------------------------------------------------------------------------------------------------
+
+
+async def test_pages(served: Served) -> None:
+    assert (await served.http.get("/version")).json()["version"]
+    assert "/v1/chat/completions" in (await served.http.get("/openapi.json")).json()["paths"]
+    figures = await served.http.get("/metrics")
+    assert 'mini_engine:ipc_messages_total{transport="direct_rpc"}' in figures.text
+    assert figures.headers["content-type"].startswith("text/plain")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("POST", "/v1/responses", None),
+        ("GET", "/live/", None),  # no redirect to where the header `Host` says
+        ("GET", "/v1/chat/completions", "POST"),
+        ("PUT", "/health", "GET, HEAD"),
+        ("PUT", "/v1/models/M", "GET"),
+        ("PUT", "/docs", "GET, HEAD"),
+    ],
+)
+async def test_unknown_path_or_method(served: Served, method: str, path: str, allowed: str | None) -> None:
+    response = await served.http.request(method, path, headers={"host": "elsewhere"})
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    if allowed is None:
+        check_error(response, 404, "unknown_url", f"Not Found: {method} {path}; /openapi.json lists")
+    else:
+        check_error(response, 405, "method_not_allowed", f"Method Not Allowed: {method} {path}; ")
+        assert response.headers["allow"] in allowed
+
+
+# --- health ----------------------------------------------------------------------------------------------------------
 
 
 async def health(served: Served) -> tuple[int, str | None]:
@@ -31,98 +64,114 @@ async def health(served: Served) -> tuple[int, str | None]:
     return response.status_code, response.json()["error"]["code"] if response.content else None
 
 
-def test_health_is_a_ping_that_simultaneous_requests_share(processor: MediaProcessor, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serve(processor, tmp_path, words(processor)) as served:
-            assert await health(served) == (200, None)
-            assert served.core.controls["ping"] == [1]
-            served.core.replies_to.discard("ping")
-            calls = Calls(served.context.engines, "healthy")
-            asking = [asyncio.create_task(health(served)) for _ in range(5)]
-            await served.core.until(lambda: len(served.core.controls["ping"]) == 2)
-            await eventually(lambda: calls.begun == 5)
-            await served.core.tell(ControlReply(2))
-            assert await asyncio.gather(*asking) == [(200, None)] * 5
-            assert served.core.controls["ping"] == [1, 2]
-
-    run_patiently(scenario())
+async def test_simultaneous_health_requests_share_a_ping(served: Served) -> None:
+    assert await health(served) == (200, None)
+    served.core.replies_to.discard("ping")
+    leaving, *asking = [asyncio.create_task(health(served)) for _ in range(5)]
+    await eventually(lambda: len(served.core.controls["ping"]) == 2)
+    await settle()
+    await cancelled(leaving)
+    await served.core.tell(ControlReply(served.core.controls["ping"][1]))
+    assert await asyncio.gather(*asking) == [(200, None)] * 4
+    assert len(served.core.controls["ping"]) == 2
 
 
-def test_health_of_an_engine_that_hangs(processor: MediaProcessor, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serve(processor, tmp_path, words(processor), settings={"health_timeout": WITHIN}) as served:
-            served.core.replies_to.discard("ping")
-            begun = asyncio.get_running_loop().time()
-            assert await health(served) == (503, "timeout")
-            assert WITHIN <= asyncio.get_running_loop().time() - begun < WITHIN + 1
-            assert await health(served) == (503, "timeout")
-            head = await served.http.head("/health")
-            assert (head.status_code, head.content) == (503, b"")
-            assert served.core.controls["ping"] == [1], "a second ping while the first is unanswered"
-            assert (await served.http.get("/live")).status_code == 200
-
-            served.core.replies_to.add("ping")
-            await served.core.tell(ControlReply(1))
-            assert await health(served) == (200, None)
-            await served.core.tell(ControlReply(1))  # of an old ping: no answer to the next
-            served.core.replies_to.discard("ping")
-            assert await health(served) == (503, "timeout")
-
-    run_patiently(scenario())
+async def test_health_of_an_engine_that_hangs(serve: Serve) -> None:
+    async with serve(health_timeout=WITHIN) as served:
+        served.core.replies_to.discard("ping")
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        assert await health(served) == (503, "timeout") and clock() - begun >= WITHIN
+        assert await health(served) == (503, "timeout")
+        head = await served.http.head("/health")
+        assert (head.status_code, head.content) == (503, b"")
+        assert served.core.controls["ping"] == [1], "a second ping while the first is unanswered"
+        assert (await served.http.get("/live")).status_code == 200
+        served.core.replies_to.add("ping")
+        await served.core.tell(ControlReply(1))
+        assert await health(served) == (200, None)
+        await served.core.tell(ControlReply(1))  # of an old ping: no answer to the next
+        served.core.replies_to.discard("ping")
+        assert await health(served) == (503, "timeout")
 
 
-def test_health_of_an_engine_that_dies(processor: MediaProcessor, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serve(processor, tmp_path, words(processor)) as served:
-            served.core.replies_to.discard("ping")
-            begun = asyncio.get_running_loop().time()
-            asking = asyncio.create_task(health(served))
-            await eventually(lambda: served.core.controls["ping"] == [1])
-            served.context.engines.peer_gone("core 0")
-            assert await asking == (503, "engine_unavailable") == await health(served)
-            assert asyncio.get_running_loop().time() - begun < 1
-            assert (await served.http.get("/live")).status_code == 200
-
-    run_patiently(scenario())
+# --- metrics and caches ----------------------------------------------------------------------------------------------
 
 
-def test_a_cancelled_probe_does_not_cancel_another(processor: MediaProcessor, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serve(processor, tmp_path, words(processor)) as served:
-            served.core.replies_to.discard("ping")
-            engines = served.context.engines
-            leaving, staying = (asyncio.create_task(engines.healthy(PATIENCE)) for _ in range(2))
-            await served.core.until(lambda: served.core.controls["ping"] == [1])
-            leaving.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await leaving
-            await served.core.tell(ControlReply(1))
-            assert await staying
-
-    run_patiently(scenario())
+async def test_metrics_are_those_of_the_engines_at_this_moment(served: Served) -> None:
+    counted = Counted("prefix_cache_hits_total{engine=0}")
+    served.core.counters = EngineCounters(10, 4, 0, 0, 0)
+    for reads in (1, 2):
+        assert 'mini_engine:prefix_cache_hits_total{engine="0"}' in (await served.http.get("/metrics")).text
+        assert counted.since() == [4 * reads]
 
 
-def test_without_descriptors_a_request_that_needs_one_is_a_503(
-    processor: MediaProcessor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_metrics_can_be_read_while_an_engine_is_silent_or_gone(served: Served) -> None:
+    served.core.replies_to.discard("figures")
+    asking = asyncio.create_task(served.http.get("/metrics"))
+    await eventually(lambda: bool(served.core.controls["figures"]))
+    skip(FIGURES_SECONDS)
+    assert "mini_engine:num_requests_running" in (await asking).text
+    served.context.engines.stop(shutting_down())
+    assert "mini_engine:num_requests_running" in (await served.http.get("/metrics")).text
+
+
+async def test_reset_of_the_caches(served: Served) -> None:
+    assert (await served.http.post("/reset_caches")).status_code == 200
+    assert len(served.core.controls["reset_caches"]) == 1
+    served.core.replies_to.discard("reset_caches")
+    asking = asyncio.create_task(served.http.post("/reset_caches"))
+    await eventually(lambda: len(served.core.controls["reset_caches"]) == 2)
+    skip(RESET_SECONDS)
+    check_error(await asking, 504, "timeout")
+    asking = asyncio.create_task(served.http.post("/reset_caches"))
+    await eventually(lambda: len(served.core.controls["reset_caches"]) == 3)
+    served.context.engines.peer_gone("core 0")
+    for response in (await asking, await served.http.post("/reset_caches")):
+        check_error(response, 503, "engine_unavailable")
+
+
+def test_line_of_statistics() -> None:
+    gauges = (metrics.num_requests_running, metrics.num_requests_waiting, metrics.kv_cache_usage_perc)
+    for gauge in gauges:
+        gauge.clear()
+    stats = Stats()
+    assert stats.line() is None
+    metrics.prompt_tokens_total.inc(125_000)
+    metrics.generation_tokens_total.inc(50_000)
+    for engine in ("8", "9"):
+        metrics.num_requests_running.labels(engine).set(2)
+        metrics.kv_cache_usage_perc.labels(engine).set(0.25)
+    metrics.prefix_cache_queries_total.labels("8").inc(100)
+    metrics.prefix_cache_hits_total.labels("8").inc(40)
+    rates = re.fullmatch(
+        r"prompts (.+) tokens/s, answers (.+) tokens/s, 4 running, 0 waiting, KV cache 25.0% in use; "
+        "hits: prefix cache 40%, media cache -, encoder cache -",
+        stats.line() or "",
+    )
+    assert rates is not None and float(rates[1]) / float(rates[2]) == pytest.approx(2.5, rel=1e-3)
+    for gauge in gauges:
+        gauge.clear()
+    assert stats.line() is None
+
+
+# --- a host with too little ------------------------------------------------------------------------------------------
+
+
+async def test_without_descriptors_a_request_that_needs_one_is_a_503(
+    served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        async with serve(processor, tmp_path, words(processor, *["right"] * 3)) as served:
-            file = tmp_path / "allowed" / "a.png"
-            file.write_bytes(base64.b64decode(image()["image_url"]["url"].partition(",")[2]))
-            content = [{"type": "image_url", "image_url": {"url": f"file://{file}"}}]
-            assert (await served.post()).status_code == 200  # on the connection that stays open
-            before = metric("requests_rejected_total", reason="host")
-            with no_descriptors():
-                for answer in (await served.post(content=content), await served.http.get("/version")):
-                    assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
-                    assert answer.json()["error"]["code"] == "overloaded"
-                    assert "file descriptors" in answer.text and "Errno" not in answer.text
-                assert (await served.post()).status_code == 200
-            assert metric("requests_rejected_total", reason="host") == before + 2
-            assert (await served.post(content=content)).status_code == 200
-            assert served.context.admission.inflight_bytes == served.context.admission.num_admitted == 0
-
-    asyncio.run(scenario())
+    (served.allowed / "a.png").write_bytes(png())
+    content = [{"type": "image_url", "image_url": {"url": f"file://{served.allowed}/a.png"}}]
+    assert (await served.post(content)).status_code == 200  # on the connection that stays open
+    counted = Counted("requests_rejected_total{reason=host}")
+    with no_descriptors():
+        for answer in (await served.post(content), await served.http.get("/version")):
+            check_error(answer, 503, "overloaded", "file descriptors")
+            assert int(answer.headers["retry-after"]) > 0 and "Errno" not in answer.text
+        assert (await served.post()).status_code == 200
+    assert counted.since() == [2]
+    assert (await served.post(content)).status_code == 200
     assert sum("out of file descriptors" in record.getMessage() for record in caplog.records) <= 1
 
 
@@ -133,28 +182,27 @@ def test_without_descriptors_a_request_that_needs_one_is_a_503(
         (OSError(errno.ENFILE, "Too many open files in system"), 503),
         (RuntimeError("can't start new thread"), 503),
         (DecoderUnavailable("video 1", "no media decoder was free"), 503),
-        (OSError(errno.EIO, "Input/output error"), 500),
+        (OSError(errno.EIO, "secret"), 500),
+        (AssertionError("secret"), 500),
     ],
 )
-def test_a_shortage_of_the_host_is_a_503(error: Exception, status: int) -> None:
-    async def scenario() -> None:
-        assert explain(error, "id", None).status == status
+async def test_shortage_is_a_503_and_an_unknown_error_is_only_logged(
+    error: Exception, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    counted, clock = Counted("request_success_total{finished_reason=error}"), RequestClock()
+    answer = explain(error, "chatcmpl-1", clock)
+    assert answer.status == status and counted.since() == [1] and clock.failed
+    if status == 500:
+        assert answer.body.code == "internal_error" and "chatcmpl-1" in answer.body.message
+        assert "secret" not in answer.body.message
+        (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+        assert "chatcmpl-1" in record.message and record.exc_info is not None
 
-    asyncio.run(scenario())
 
-
-def test_a_thread_pool_starts_all_its_threads_or_fails() -> None:
+def test_thread_pool_starts_all_its_threads_or_fails() -> None:
     pool = start_thread_pool(4, "test")
     with no_threads():
         assert [one.result() for one in [pool.submit(int) for _ in range(9)]] == [0] * 9
         with pytest.raises(RuntimeError):
             start_thread_pool(4, "test")
     pool.shutdown()
-
-
-def test_certificates_are_read_while_there_are_descriptors(processor: MediaProcessor) -> None:
-    """Without one OpenSSL would take their file for empty, for as long as the process lives."""
-    http_fetch.tls_context.cache_clear()
-    for hosts, read in (([], 0), (["media.test"], 1)):
-        media_loader(processor, MediaPolicy(None, 1000, hosts)).close()
-        assert http_fetch.tls_context.cache_info().currsize == read

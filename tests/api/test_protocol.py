@@ -1,5 +1,7 @@
 """Request bodies: what is accepted, and what the error says of what is not."""
 
+from __future__ import annotations
+
 import json
 from typing import Any
 

@@ -101,16 +101,7 @@ def test_a_prompt_with_a_token_that_only_the_tokenizer_has() -> None:
     assert (caught.value.status, caught.value.body.param) == (400, "messages")
 
 
-def test_what_the_request_gives_reaches_the_engine() -> None:
-    params = resolver().resolve(
-        chat(
-            min_p=0.1, presence_penalty=-2, frequency_penalty=1.5, logit_bias={"4": -100, "0": 2}, min_tokens=3,
-            logprobs=True, top_logprobs=5,
-        ),
-        1,
-    )  # fmt: skip
-    assert (params.min_p, params.presence_penalty, params.frequency_penalty) == (0.1, -2, 1.5)
-    assert (params.logit_bias, params.min_tokens, params.logprobs) == ({4: -100, 0: 2}, 3, 5)
+def test_logprobs_are_off_unless_they_are_asked_for() -> None:
     assert resolver().resolve(chat(logprobs=True), 1).logprobs == 0
     assert resolver().resolve(chat(logprobs=False, top_logprobs=0), 1).logprobs is None
 

@@ -1,55 +1,56 @@
-"""Requests and their tensors over the real tensor queue to two ranks: credit, order, cancellation, death."""
+"""Requests and their tensors, over the real tensor queue to two ranks, and from a device by its staging slots."""
 
 from __future__ import annotations
 
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from mini_engine import metrics
 from mini_engine.api.errors import EngineError, MediaNotSent
 from mini_engine.api.sending import INLINE_COPY_BYTES, RequestSender
 from mini_engine.messages import MediaItem, MessageId, NewRequest, SamplingParams
 from mini_engine.transport.arena import Arena
-from mini_engine.transport.codec import decode
+from mini_engine.transport.codec import TransportError, decode
+from mini_engine.transport.cuda_memory import StagingSlots
 from mini_engine.transport.tensor_ipc import TensorIpcSender
-from tests.api.patience import PATIENCE
-from tests.api.peers import eventually
+from tests.api.patience import PATIENCE, cancelled, eventually
+from tests.api.peers import make_queue
+from tests.api.serving import Counted
 from tests.transport.conftest import API, ME, Rank, address_of
+from tests.transport.test_tensor_ipc import HostStaging
 
 ARENA_BYTES = 4 << 20
-WHOLE = [ARENA_BYTES]
 
 
-def request(name: str, *sizes: int) -> NewRequest:
-    media = [
-        MediaItem("image", 0, 1, (1, 2, 2), None, torch.full((1, size), number, dtype=torch.uint8), b"%d" % number)
-        for number, size in enumerate(sizes)
-    ]
+def request(name: str, *patches: Any) -> NewRequest:
+    media = [MediaItem("image", 0, 1, (1, 2, 2), None, each, b"%d" % number) for number, each in enumerate(patches)]
     return NewRequest(name, [5], SamplingParams(8, 1), media)
 
 
 class World:
     def __init__(self, runtime: Path, placement: str):
-        self.available = 1 << 40
         self.ranks = [Rank(address_of(runtime, rank)) for rank in (0, 1)]
-        self.arena = Arena(ARENA_BYTES, lambda: self.available)
+        self.arena = Arena(ARENA_BYTES, lambda: 1 << 40)
         self.queue = TensorIpcSender(ME, [rank.address for rank in self.ranks], self.arena)
         self.queue.probe(placement, PATIENCE)
         self.frames: list[NewRequest] = []
         self.memory: list[int] = []
-        self.sender = RequestSender(ME, self.queue, self.take, lambda: self.memory.append(self.queue.buffered_bytes))
-
-    def take(self, frame: bytes) -> None:
-        self.frames.append(decode(frame).body)
+        self.sender = RequestSender(
+            ME,
+            self.queue,
+            lambda frame: self.frames.append(decode(frame).body),
+            lambda: self.memory.append(self.queue.buffered_bytes),
+        )
 
     def submit(self, name: str, *sizes: int) -> asyncio.Task[None]:
-        return asyncio.create_task(self.sender.submit(request(name, *sizes)))
+        tensors = [torch.full((1, size), number, dtype=torch.uint8) for number, size in enumerate(sizes)]
+        return asyncio.create_task(self.sender.submit(request(name, *tensors)))
 
     def consumed(self, *numbers: int) -> None:
         self.sender.consumed([MessageId(API, number) for number in numbers])
@@ -58,126 +59,82 @@ class World:
     def sent(self) -> list[str]:
         return [each.request_id for each in self.frames]
 
-    def close(self) -> None:
-        self.queue.close_streams()
-        self.arena.close_memory()
-        for rank in self.ranks:
-            rank.close()
-
 
 @pytest.fixture(params=["torch_shm", "direct_rpc"])
-def world(runtime: Path, request: pytest.FixtureRequest) -> Iterator[World]:
+async def world(runtime: Path, request: pytest.FixtureRequest) -> AsyncIterator[World]:
     made = World(runtime, request.param)
     yield made
-    made.close()
+    made.queue.close_streams()
+    made.arena.close_memory()
+    for rank in made.ranks:
+        rank.close()
 
 
-def run(scenario: Callable[[], object]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+async def test_tensors_and_then_their_request_leave_and_are_counted(world: World) -> None:
+    transport = f"{{transport={world.queue.placement}}}"
+    counted = Counted(f"ipc_messages_total{transport}", f"ipc_bytes_total{transport}")
+    world.queue.watch_end(lambda why: None)
+    await world.submit("small", 10, 20)
+    await world.submit("large", INLINE_COPY_BYTES + 1)
+    await world.submit("text")
+    assert world.sent == ["small", "large", "text"]
+    handles = [item.patches for one in world.frames for item in one.media]
+    for rank in world.ranks:
+        for handle in handles:
+            received = await asyncio.to_thread(rank.next)
+            assert (received.message, received.shape) == (handle.message, handle.shape)
+    assert counted.since() == [6, 2 * (31 + INLINE_COPY_BYTES)]
+    world.consumed(1, 2, 3)
+    assert world.memory[-1] == 0 == world.arena.num_used and max(world.memory) > 0
 
 
-def test_tensors_and_then_their_request_leave_and_are_counted(world: World) -> None:
-    def counts() -> tuple[float, float]:
-        labels = (world.queue.placement,)
-        return (
-            metrics.ipc_messages_total.labels(*labels)._value.get(),
-            metrics.ipc_bytes_total.labels(*labels)._value.get(),
-        )
-
-    async def scenario() -> None:
-        world.queue.watch_end(lambda why: None)
-        before = counts()
-        await world.submit("small", 10, 20)
-        await world.submit("large", INLINE_COPY_BYTES + 1)
-        await world.submit("text")
-        assert world.sent == ["small", "large", "text"]
-        handles = [item.patches for one in world.frames for item in one.media]
-        for rank in world.ranks:
-            for handle in handles:
-                received = await asyncio.to_thread(rank.next)
-                assert (received.message, received.shape, received.dtype) == (
-                    handle.message, handle.shape, handle.dtype,
-                )  # fmt: skip
-        assert counts()[0] - before[0] == 6 and counts()[1] - before[1] == 2 * (31 + INLINE_COPY_BYTES)
-        world.consumed(1, 2, 3)
-        assert world.memory[-1] == 0 == world.arena.num_used and max(world.memory) > 0
-
-    run(scenario)
+async def test_request_waits_for_credit_and_leaves_nothing_when_it_is_cancelled(world: World) -> None:
+    await world.submit("first", ARENA_BYTES // 2)
+    large, small = world.submit("large", ARENA_BYTES), world.submit("small", 1)
+    await eventually(lambda: world.arena.num_waiting == 2)
+    assert world.sent == ["first"]
+    await cancelled(large)
+    await small
+    world.consumed(1, 2)
+    assert world.sent == ["first", "small"] and world.arena.num_used == 0
 
 
-def test_a_request_waits_for_credit_in_order_and_leaves_nothing_when_it_is_cancelled(world: World) -> None:
-    async def scenario() -> None:
-        await world.submit("first", ARENA_BYTES // 2)
-        large, small = world.submit("large", *WHOLE), world.submit("small", 1)
-        await eventually(lambda: world.arena.num_waiting == 2)
-        assert world.sent == ["first"]
-        large.cancel()
-        await small
-        with pytest.raises(asyncio.CancelledError):
-            await large
-        again = world.submit("again", *WHOLE)
-        await eventually(lambda: world.arena.num_waiting == 1)
-        world.consumed(1, 2)
-        await again
-        world.consumed(3)
-        assert world.sent == ["first", "small", "again"] and world.arena.num_used == 0
-
-    run(scenario)
+async def test_cancelled_copy_frees_its_memory_when_the_thread_has_returned(world: World) -> None:
+    submitting = world.submit("large", INLINE_COPY_BYTES + 1)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await cancelled(submitting)
+    await eventually(lambda: world.arena.num_used == 0)
+    assert world.sent == [] and world.queue.buffered_tensors == 0
 
 
-def test_a_request_larger_than_the_arena_is_a_400(world: World) -> None:
-    async def scenario() -> None:
-        with pytest.raises(EngineError, match=f"{ARENA_BYTES + 1} bytes .*--mm-ipc-memory-bytes") as caught:
-            await world.submit("huge", *WHOLE, 1)
-        assert caught.value.status == 400
-        assert world.sent == [] and world.arena.num_used == 0
-
-    run(scenario)
+async def test_request_larger_than_the_arena_is_a_400(world: World) -> None:
+    with pytest.raises(EngineError, match=f"{ARENA_BYTES + 1} bytes .*--mm-ipc-memory-bytes") as caught:
+        await world.submit("huge", ARENA_BYTES, 1)
+    assert caught.value.status == 400
+    assert world.sent == [] and world.arena.num_used == 0
 
 
-def test_without_memory_a_request_is_a_503(world: World) -> None:
-    async def scenario() -> None:
-        world.available = 0
-        arena = Arena(1 << 30, lambda: world.available)
-        queue = TensorIpcSender(ME, [rank.address for rank in world.ranks], arena)
-        sender = RequestSender(ME, queue, world.take, lambda: None)
-        with pytest.raises(MediaNotSent) as caught:
-            await sender.submit(request("r", 1))
-        assert caught.value.status == 503
-
-    run(scenario)
+async def test_without_memory_a_request_is_a_503(world: World) -> None:
+    queue = TensorIpcSender(ME, [rank.address for rank in world.ranks], Arena(ARENA_BYTES, lambda: 0))
+    with pytest.raises(MediaNotSent) as caught:
+        await RequestSender(ME, queue, lambda frame: None, lambda: None).submit(request("r", on_host(1)))
+    assert caught.value.status == 503
 
 
-def test_a_dead_engine_ends_requests_that_wait_for_memory(world: World) -> None:
-    async def scenario() -> None:
-        await world.submit("first", *WHOLE)
-        waiting = world.submit("waits", *WHOLE)
-        await eventually(lambda: world.arena.num_waiting == 1)
-        world.sender.close(EngineError("gone"))
-        for failing in (waiting, world.submit("later", 1)):
-            with pytest.raises(EngineError, match="gone|handed"):
-                await failing
-        assert world.sent == ["first"] and world.queue.buffered_tensors == 0 == world.arena.num_waiting
-
-    run(scenario)
-
-
-def test_a_copy_that_is_cancelled_gives_its_memory_back_when_the_thread_has_returned(world: World) -> None:
-    async def scenario() -> None:
-        submitting = world.submit("large", INLINE_COPY_BYTES + 1)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        submitting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await submitting
-        await eventually(lambda: world.arena.num_used == 0)
-        assert world.sent == [] and world.queue.buffered_tensors == 0
-
-    run(scenario)
+async def test_dead_engine_ends_requests_that_wait_for_memory(world: World) -> None:
+    await world.submit("first", ARENA_BYTES)
+    waiting = world.submit("waits", ARENA_BYTES)
+    await eventually(lambda: world.arena.num_waiting == 1)
+    world.sender.close(EngineError("gone"))
+    for failing in (waiting, world.submit("later", 1)):
+        with pytest.raises(EngineError, match="gone|handed"):
+            await failing
+    assert world.sent == ["first"] and world.queue.buffered_tensors == 0 == world.arena.num_waiting
 
 
 PROGRAM = """
-import asyncio, sys
+import asyncio
 import torch
 from mini_engine.api.sending import RequestSender
 from mini_engine.messages import MediaItem, NewRequest, SamplingParams
@@ -196,7 +153,73 @@ asyncio.run(sender.submit(NewRequest("r7", [5], SamplingParams(8, 1), [item])))
 """
 
 
-def test_an_error_between_tensors_and_request_ends_the_process() -> None:
+def test_error_between_tensors_and_request_ends_the_process() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 1 and "r7: tensors sent, request not sent; exiting" in ended.stderr
     assert "made to fail" in ended.stderr
+
+
+# --- tensors on a device ---------------------------------------------------------------------------------------------
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it lies on a device."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+    def cpu(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+class Broken(OnDevice):
+    def cpu(self) -> torch.Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+class DeviceStaging(HostStaging):
+    device_type = "cuda"
+
+
+class FullStaging(DeviceStaging):
+    def fill(self, slot: int, memory: torch.Tensor, content: torch.Tensor) -> None:
+        raise TransportError("CUDA error")
+
+
+def on_host(value: int) -> torch.Tensor:
+    return torch.full((1, 4), value, dtype=torch.uint8)
+
+
+def on_device(value: int, kind: type[torch.Tensor] = OnDevice) -> torch.Tensor:
+    return on_host(value).as_subclass(kind)
+
+
+@pytest.mark.parametrize(
+    ("staging", "slots", "tensors", "by_host", "in_arena"),
+    [
+        (DeviceStaging, 2, [on_device(1), on_device(2)], 0, 0),
+        (DeviceStaging, 1, [on_device(1), on_device(2)], 1, 2),  # a slot too few
+        (FullStaging, 2, [on_device(1), on_device(2)], 1, 2),  # a slot that cannot be filled
+        (DeviceStaging, 2, [on_device(1), on_host(2)], 1, 2),
+        (DeviceStaging, 2, [on_host(1), on_host(2)], 0, 2),
+    ],
+)
+async def test_tensors_on_a_device_leave_from_there_or_are_copied_to_the_host(
+    staging: type[HostStaging], slots: int, tensors: list[Any], by_host: int, in_arena: int
+) -> None:
+    arena, frames = Arena(ARENA_BYTES, lambda: 1 << 40), []
+    queue = TensorIpcSender(ME, [], arena)
+    queue.probe("torch_shm", PATIENCE, StagingSlots(staging(), slots, 512))
+    counted = Counted("ipc_fallbacks_total{reason=cuda_ipc}")
+    await RequestSender(ME, queue, frames.append, lambda: None).submit(request("r", tensors[0], None, tensors[1]))
+    assert (counted.since(), arena.num_used, queue.buffered_tensors) == ([by_host], in_arena, 2)
+    (frame,) = frames
+    assert [item.patches is None for item in decode(frame).body.media] == [False, True, False]
+    queue.close_streams()
+    arena.close_memory()
+
+
+async def test_device_that_fails_fails_the_request_alone() -> None:
+    frames: list[bytes] = []
+    with pytest.raises(EngineError, match="could not be handed") as caught:
+        await RequestSender(ME, make_queue(), frames.append, lambda: None).submit(request("r", on_device(1, Broken)))
+    assert "CUDA" not in str(caught.value) and frames == []

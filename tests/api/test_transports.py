@@ -1,77 +1,130 @@
-"""Which placement of the tensor queue an API server chooses, and what it says of it."""
+"""Which placement of the tensor queue an API server chooses, and where patches are made (`--mm-processor-device`)."""
 
-import asyncio
+from __future__ import annotations
+
+import contextlib
+import resource
+import types
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
-from mini_engine.api.transports import add_slots, choose
-from mini_engine.config import ConfigError, TensorIpc
-from mini_engine.messages import TransportChoice, TransportName
-from mini_engine.metrics import REGISTRY
-from mini_engine.transport.codec import TransportError
-from tests.api.peers import MemoryTransport
+from mini_engine.api.transports import (
+    add_slots,
+    choose,
+    limit_memory,
+    processor_device,
+    staging_slots,
+)
+from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig, TensorIpc
+from mini_engine.messages import RankAddress, TransportChoice
+from mini_engine.transport.arena import Arena
+from mini_engine.transport.codec import Encoder, TransportError
+from mini_engine.transport.cuda_memory import StagingSlots
+from mini_engine.transport.tensor_ipc import TensorIpcSender
+from tests.api.serving import metric
+from tests.transport.test_tensor_ipc import HostStaging
 
-
-def queue_that_fails(*failing: str) -> MemoryTransport:
-    async def made() -> MemoryTransport:
-        queue = MemoryTransport()
-        queue.probe_errors = dict.fromkeys(failing, "rank 1 has no /run/socket")
-        return queue
-
-    return asyncio.run(made())
-
-
-def chosen(mode: TensorIpc, *failing: TransportName) -> TransportChoice:
-    queue = queue_that_fails(*failing)
-    choice = choose(3, mode, queue, timeout=1)
-    assert queue.placement == choice.transport
-    return choice
+GIB = 1 << 30
+CUDA = {"mm_processor_device": "cuda"}
 
 
-def is_set(transport: str, reason: str) -> bool:
-    labels = {"engine": "3", "transport": transport, "reason": reason}
-    return REGISTRY.get_sample_value("mini_engine:mm_tensor_ipc_info", labels) == 1
+def queue_to(*ranks: RankAddress, memory: int = 1 << 40) -> TensorIpcSender:
+    return TensorIpcSender(Encoder("api 0", 7), ranks, Arena(16 << 20, lambda: memory))
 
 
-def test_auto_takes_the_first_that_works() -> None:
-    choice = chosen("auto")
-    assert (choice.engine, choice.transport, choice.reason) == (3, "torch_shm", "the first whose probe passed")
-    assert is_set("torch_shm", "probe_passed")
+@contextlib.contextmanager
+def no_shared_memory() -> Iterator[None]:
+    """As torch_shm needs it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_auto_passes_over_one_that_fails_and_says_why() -> None:
-    choice = chosen("auto", "torch_shm")
-    assert choice.transport == "direct_rpc" and "torch_shm was passed over: rank 1 has no" in choice.reason
-    assert is_set("direct_rpc", "torch_shm_failed")
+@pytest.mark.parametrize(
+    ("mode", "host", "chosen", "reason", "label"),
+    [
+        ("auto", contextlib.nullcontext, "torch_shm", "the first whose probe passed", "probe_passed"),
+        ("auto", no_shared_memory, "direct_rpc", "torch_shm was passed over: ", "torch_shm_failed"),
+        ("torch_shm", contextlib.nullcontext, "torch_shm", "asked for by --mm-tensor-ipc", "asked_for"),
+        ("direct_rpc", no_shared_memory, "direct_rpc", "asked for by --mm-tensor-ipc", "asked_for"),
+    ],
+)
+def test_first_placement_whose_probe_passes_is_used(
+    mode: TensorIpc, host: Any, chosen: str, reason: str, label: str
+) -> None:
+    queue = queue_to()
+    with host():
+        choice = choose(3, mode, queue, timeout=1)
+    assert (choice.engine, choice.transport) == (3, chosen) and queue.placement == chosen
+    assert reason in choice.reason
+    assert metric("mm_tensor_ipc_info", engine="3", transport=chosen, reason=label) == 1
 
 
-def test_auto_without_any_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"torch_shm: rank 1.*direct_rpc: rank 1"):
-        chosen("auto", "torch_shm", "direct_rpc")
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [
+        ("auto", "torch_shm: .* to rank 1 .*direct_rpc: .* to rank 1 "),
+        ("torch_shm", "--mm-tensor-ipc torch_shm: .*Use --mm-tensor-ipc auto"),
+        ("direct_rpc", "--mm-tensor-ipc direct_rpc: .*Use --mm-tensor-ipc auto"),
+    ],
+)
+def test_no_placement_is_an_error(mode: TensorIpc, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        choose(3, mode, queue_to(RankAddress(3, 1, "/nowhere")), timeout=0.1)
 
 
-@pytest.mark.parametrize("name", ["torch_shm", "direct_rpc"])
-def test_what_was_asked_for_is_taken_or_is_an_error(name: TransportName) -> None:
-    other: TransportName = "direct_rpc" if name == "torch_shm" else "torch_shm"
-    assert chosen(name, other).reason == "asked for by --mm-tensor-ipc" and is_set(name, "asked_for")
-    with pytest.raises(ConfigError, match=f"--mm-tensor-ipc {name}: .*Use --mm-tensor-ipc auto"):
-        chosen(name, name)
-
-
-def test_slots_that_fail_send_cuda_tensors_by_way_of_the_host() -> None:
-    choice = TransportChoice(0, "torch_shm", "the first")
-    assert add_slots(queue_that_fails(), choice, "auto", object, 1) == choice
-    replaced = add_slots(queue_that_fails("slots"), choice, "auto", object, 1)
-    assert replaced.reason == "the first; CUDA tensors go by way of the host: rank 1 has no /run/socket"
-    with pytest.raises(ConfigError, match="--mm-tensor-ipc torch_shm: .*auto"):
-        add_slots(queue_that_fails("slots"), choice, "torch_shm", object, 1)
-
-
-def test_slots_without_device_memory_do_so_too() -> None:
-    def make() -> object:
+def test_cuda_tensors_are_copied_to_the_host_where_no_slots_can_be_made() -> None:
+    def fail() -> StagingSlots:
         raise TransportError("out of memory")
 
-    choice = add_slots(queue_that_fails(), TransportChoice(0, "direct_rpc", "x"), "auto", make, 1)
-    assert choice.reason.endswith("out of memory")
+    first = TransportChoice(3, "torch_shm", "the first")
+    assert add_slots(queue_to(), first, "auto", lambda: StagingSlots(HostStaging(), 1, 512), 1) == first
+    replaced = add_slots(queue_to(), first, "auto", fail, 1)
+    assert replaced.reason == "the first; CUDA tensors go by way of the host: out of memory"
+    with pytest.raises(ConfigError, match="--mm-tensor-ipc torch_shm: .*auto"):
+        add_slots(queue_to(), first, "torch_shm", fail, 1)
     with pytest.raises(ConfigError):
-        add_slots(queue_that_fails("direct_rpc"), TransportChoice(0, "direct_rpc", "x"), "auto", make, 1)
+        add_slots(queue_to(memory=0), first, "auto", fail, 1)
+
+
+# --- the device of the processor -------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_start_is_refused_without_a_device() -> None:
+    with pytest.raises(ConfigError, match="--mm-processor-device: torch finds no CUDA device here; choose cpu"):
+        processor_device(EngineConfig(**CUDA), 0)
+
+
+def test_nothing_is_set_up_on_the_cpu() -> None:
+    assert processor_device(EngineConfig(), 0) is None and staging_slots(EngineConfig(), 0, 1) is None
+
+
+def test_api_servers_take_turns_with_the_devices_and_limit_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[float, str]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(total_memory=16 * GIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: seen.append(given))
+    assert [processor_device(EngineConfig(**CUDA), index) for index in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    limit_memory(EngineConfig(**CUDA), "cuda:0")
+    limit_memory(EngineConfig(**CUDA, mm_ipc_gpu_memory_gb=64.0), "cuda:0")
+    assert seen == [(3 / 16, "cuda:0"), (1.0, "cuda:0")]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_slots_stay_within_their_memory() -> None:
+    """One of 2 API servers towards one of 2 engines: a quarter of a GiB."""
+    config = EngineConfig(**CUDA, api_server_count=2, data_parallel_size=2)
+    free, _ = torch.cuda.mem_get_info()
+    make = staging_slots(config, 0, 2)
+    assert make is not None
+    slots = make()
+    taken = free - torch.cuda.mem_get_info()[0]
+    assert slots.take([1] * STAGING_SLOTS) is not None and slots.take([1]) is None
+    assert STAGING_SLOTS << 20 < taken <= (1 << 28) + (4 << 20)

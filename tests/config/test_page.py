@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mini_engine import config
 from mini_engine.config.__main__ import HEAD
-from mini_engine.config.option import default_of, parse_bytes, size_text
+from mini_engine.config.options import default_of, parse_bytes, size_text
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -15,7 +15,7 @@ from mini_engine.model.registry import SPECS
 from tests.e2e.asked import ask_two, ask_video
 from tests.e2e.running_server import RunningServer
 from tests.e2e.test_scarcity import refused
-from tests.test_host_models import put_in_cache
+from tests.test_host import put_in_cache
 
 
 @pytest.fixture

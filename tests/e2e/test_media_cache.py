@@ -185,7 +185,7 @@ def kill_and_wait_for_successor(server: RunningServer) -> None:
 
 def wait_for_successors(server: RunningServer, count: int) -> None:
     def check() -> None:
-        assert server.log.count("serves in the place of") == count, server.log
+        assert server.log.count("replacement ready") == count, server.log
 
     eventually(check, START_SECONDS)
 

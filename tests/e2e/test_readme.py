@@ -134,7 +134,7 @@ def test_help_and_a_file_of_settings(tmp_path):
     settings = parse(["--config", str(tmp_path / "mine.yaml")], {})
     assert settings == EngineConfig(max_num_seqs=8, media_io_kwargs={"video": {"num_frames": 16}})
     assert use.endswith("--config mine.yaml")
-    assert "max-num-seqs: 8  # mine.yaml line " in shell(f"{use} --print-config", tmp_path)
+    assert "max-num-seqs: 8  # mine.yaml\n" in shell(f"{use} --print-config", tmp_path)
 
 
 @pytest.mark.slow

@@ -192,7 +192,7 @@ def in_a_tmpdir(size: str, *command: str) -> list[str]:
     return ["unshare", "-m", "sh", "-c", MOUNTED, size, *command]
 
 
-def test_an_api_server_that_starts_anew_needs_no_room_in_tmpdir():
+def test_a_replaced_api_server_needs_no_room_in_tmpdir():
     one, another = ask_video(340), ask_video(341)
     server = RunningServer()
     server.command = in_a_tmpdir("1M", *server.command)
@@ -206,16 +206,16 @@ def test_an_api_server_that_starts_anew_needs_no_room_in_tmpdir():
                 all_.write(bytes(1 << 12))
                 all_.flush()
         os.kill(server.pids()["mini-engine: api 0"], signal.SIGKILL)
-        eventually(lambda: assert_in("serves in the place of", server.log), START_SECONDS)
+        eventually(lambda: assert_in("replacement ready", server.log), START_SECONDS)
         assert ask(server, another) == another.answer
         assert server.total("request_success_total") == 2  # its predecessor's is counted
 
 
-def test_a_tmpdir_without_room_for_figures_is_refused_in_one_line():
+def test_a_tmpdir_without_room_for_metrics_is_refused_in_one_line():
     with tempfile.TemporaryDirectory() as temporary:
         log = refused(prefix=in_a_tmpdir("100k"), environ={"TMPDIR": temporary})
     line = log.splitlines()[-1]  # after those on what is loaded
-    assert "no room in TMPDIR for the figures" in line and "set TMPDIR" in line, log
+    assert "start failed: " in line and "no room in TMPDIR for the metrics" in line and "set TMPDIR" in line, log
 
 
 def refused(*flags: str, prefix: Sequence[str] = (), environ: dict[str, str] | None = None) -> str:

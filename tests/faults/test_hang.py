@@ -67,20 +67,15 @@ def assert_begun(server: RunningServer) -> None:
     assert server.total("prompt_tokens_total") > 0, "no other has been asked for yet"
 
 
-def test_children_go_on_while_the_supervisor_stands_still_and_nobody_reads_what_they_log(server):
+def test_all_other_processes_work_and_log_while_the_supervisor_is_stopped(server):
     with stopped(server.process.pid):
-        lines = 2 * PIPE_BYTES // len("12:00:00 INFO    api 0 | - GET /version: 200 after 0.001 s\n")
-        for _ in range(lines):
+        lines = server.log.count("GET /version: 200")
+        for _ in range(2 * PIPE_BYTES // 60):
             assert get(server, "/version")[0] == 200
         one = ask_small(32_001)
         assert ask(server, one).kind == "right"
+        assert server.log.count("GET /version: 200") > lines
     assert ask(server, one).kind == "right"
-    eventually(lambda: assert_dropped(server))
-
-
-def assert_dropped(server: RunningServer) -> None:
-    assert get(server, "/version")[0] == 200  # a line to log
-    assert re.search(r"\(\d+ lines of the log could not be written here\)", server.log)
 
 
 def test_an_engine_that_stands_still_is_ended_and_handled_as_dead(server):

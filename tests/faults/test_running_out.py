@@ -48,7 +48,7 @@ def test_a_supervisor_without_descriptors_replaces_the_dead_when_it_has_some():
         eventually(lambda: assert_in("api 0 cannot be started now", server.log), 30)
         assert Asking(server, "mini-engine: api 1", one).answer() == one.answer
         resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (4096, 4096))
-        eventually(lambda: assert_in("serves in the place of", server.log), RECOVERY_SECONDS)
+        eventually(lambda: assert_in("replacement ready", server.log), RECOVERY_SECONDS)
         assert Asking(server, "mini-engine: api 0", one).answer() == one.answer
 
 

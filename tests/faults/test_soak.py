@@ -97,7 +97,7 @@ class Soak:
     def kill(self) -> None:
         """One API server, if the last successor serves already."""
         victim = self.server.pids().get(VICTIM)
-        if self.server.log.count("serves in the place of") == len(self.kills) and victim:
+        if self.server.log.count("replacement ready") == len(self.kills) and victim:
             self.kills.append(time.monotonic())
             os.kill(victim, signal.SIGKILL)
 
@@ -181,4 +181,4 @@ def test_nothing_wears_out():
 
 
 def assert_two_api_servers(server: RunningServer) -> None:
-    assert server.log.count("serves in the place of") == server.log.count("died: killed by SIGKILL")
+    assert server.log.count("replacement ready") == server.log.count("died: killed by SIGKILL")

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from mini_engine.kernels import paged
-from mini_engine.worker.attention_reference import reference_attention
-from mini_engine.worker.paged_attention import Span
+from mini_engine.worker.attention import Span
+from tests.attention_reference import reference_attention
 
 BOUNDS = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 

@@ -1,4 +1,4 @@
-"""A family of processes that do nothing of use, for tests of those that look after them."""
+"""Child processes that do nothing of use, for tests of the supervision."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mini_engine.child_process import ChildProcess
-from mini_engine.launch.family import Family
+from mini_engine.launch.process_group import ChildProcess, ProcessGroup
 from mini_engine.log import LogSettings
 from tests.e2e.barriers import eventually
 
@@ -19,14 +18,12 @@ PROGRAM = "tests.launch.program"
 
 
 @pytest.fixture
-def family(runtime, monkeypatch) -> Iterator[Family]:
-    """Its children run `program.py`; the test's own signals are left alone.
-
-    Whoever kills one goes on when it is dead: time passes for those only that are not to die.
-    """
+def processes(runtime, monkeypatch) -> Iterator[ProcessGroup]:
+    """Its children run `program.py`; the test's own signals are left alone. `kill` returns when the child is dead, but
+    for an unkillable one."""
     monkeypatch.setattr(ChildProcess, "start", functools.partial(ChildProcess.start, module=PROGRAM))
     read_end, write_end = os.pipe()
-    made = Family(runtime, LogSettings("info"), SimpleNamespace(fd=read_end, take=list))
+    made = ProcessGroup(runtime, LogSettings("info"), SimpleNamespace(fd=read_end, take=list))
     children: list[ChildProcess] = []
     start = made.start
 
@@ -43,8 +40,8 @@ def family(runtime, monkeypatch) -> Iterator[Family]:
         if child._popen.poll() is None:
             os.kill(child.pid, 9)
             child._popen.wait()
-        if not child.output.closed:
-            child.close()
+    for child in made.children:
+        child.close()
     made.children.clear()
     made.close()
     os.close(read_end)
@@ -57,11 +54,10 @@ def make_unkillable(child: ChildProcess) -> ChildProcess:
     return child
 
 
-def until_in_state(child: ChildProcess, letter: str) -> None:
-    """Wait for what proc(5) says of one that sleeps, once it has said that it does."""
+def wait_for_state(child: ChildProcess, letter: str) -> None:
+    """Of proc(5)."""
 
     def check() -> None:
         assert child.state == letter
 
-    assert select.select([child.output], [], [], 60)[0]
     eventually(check)

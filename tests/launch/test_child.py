@@ -13,7 +13,7 @@ from mini_engine.messages import ControlRequest, Init, MediaCachePlan, PeerGone
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder
 
-INIT = Init(EngineConfig(), "", "", [], [], [], MediaCachePlan("off", 0, ""), late=False, restarts=0)
+INIT = Init(EngineConfig(), "", "", [], [], [], MediaCachePlan("off", 0, ""))
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def child(runtime, context):
     made.context.destroy(linger=0)
 
 
-def test_a_death_before_the_child_is_told_who_it_is_does_not_concern_it(child):
+def test_a_death_before_init_is_skipped(child):
     one, send = child
     send(PeerGone("api 0", 3))
     send(INIT)

@@ -1,4 +1,4 @@
-"""How long who does not answer, or does not get ready, is waited for."""
+"""After which time a process that does not answer, or does not get ready, is killed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Child(SimpleNamespace):
 def seconds_until_killed(child: Child, monkeypatch: pytest.MonkeyPatch, collective: float, startup: float) -> float:
     now = 0.0
     monkeypatch.setattr(liveness_module, "time", SimpleNamespace(monotonic=lambda: now))
-    family = SimpleNamespace(children=[child], send=lambda *_: True, engine_of=lambda _: [child])
+    processes = SimpleNamespace(children=[child], send=lambda *_: True, engine_of=lambda _: [child])
     config = EngineConfig(collective_timeout=collective, startup_timeout=startup, health_timeout=1)
-    liveness = Liveness(config, family)
+    liveness = Liveness(config, processes)
     while child.killed_at is None:
         now += liveness.seconds_left()
         liveness.turn()
@@ -37,16 +37,14 @@ def seconds_until_killed(child: Child, monkeypatch: pytest.MonkeyPatch, collecti
 
 
 @pytest.mark.parametrize(("collective", "startup"), TIMEOUTS)
-def test_who_gives_no_sign_of_life_is_killed_at_its_time_out_whatever_that_of_a_start_is(
-    collective, startup, monkeypatch
-):
+def test_an_unresponsive_process_is_killed_at_the_collective_timeout(collective, startup, monkeypatch):
     """It is asked first one turn after it was seen alive, so that the time it had is the time-out."""
     seconds = seconds_until_killed(Child(serving=True, ready=True, started=True), monkeypatch, collective, startup)
     assert collective < seconds <= (1 + 1 / TURNS) * collective
 
 
 @pytest.mark.parametrize(("collective", "startup"), TIMEOUTS)
-def test_who_does_not_get_ready_is_killed_at_the_time_out_of_a_start(collective, startup, monkeypatch):
+def test_a_process_that_is_not_ready_is_killed_at_the_startup_timeout(collective, startup, monkeypatch):
     seconds = seconds_until_killed(Child(serving=False, ready=False, started=False), monkeypatch, collective, startup)
     assert startup < seconds <= (1 + 1 / TURNS) * startup
 
@@ -55,7 +53,7 @@ def test_who_does_not_get_ready_is_killed_at_the_time_out_of_a_start(collective,
     ("states", "killed"),
     [("SST", "T"), ("SDS", "D"), ("SRT", "RT"), ("SSS", "SSS")],
 )
-def test_of_those_that_are_not_ready_who_only_waits_for_another_is_not_blamed(states, killed, monkeypatch, caplog):
+def test_of_processes_that_are_not_ready_those_that_sleep_are_not_killed(states, killed, monkeypatch, caplog):
     children = [Child(serving=False, ready=False, started=False, state=state, name=state) for state in states]
     children.append(Child(serving=False, ready=True, started=False))  # it waits for them, too
     now = 0.0

@@ -1,6 +1,5 @@
 """`ModelConfig`: both layouts, refusals, and that reading it costs no torch."""
 
-import copy
 import json
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.registry import SPECS, ModelSpec, UnknownArchitecture
+from mini_engine.model.registry import SPECS, ModelSpec
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,11 +72,9 @@ def test_both_layouts_read_the_same(layouts):
             "architecture: LlamaForCausalLM; supported: Qwen2VL.*, Qwen2_5_VL",
         ),
         ({"architectures": None}, "none given"),
-        ({"vision_config": None}, "no vision_config"),
         ({"rope_scaling": {"type": "yarn"}}, "rope type 'yarn'"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}}, "half the head size, 64"),
         ({"rope_scaling": {"type": "mrope"}}, "lacks the field 'mrope_section'"),
-        ({"rope_theta": None}, "lacks the field 'rope_theta'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "text activation 'gelu'"),
         ({"torch_dtype": "int8"}, "dtype 'int8'"),
@@ -90,59 +87,7 @@ def test_what_cannot_be_served_is_named(change, message):
         ModelConfig.from_dict(HUB_7B | change)
 
 
-ODD = (None, "x", 0, -1, 1.5, 10**12, float("nan"), True, [], [1, -1], ["a"], {}, {"a": 1})
-
-
-@pytest.mark.parametrize("part", [None, "vision_config", "rope_scaling"])
-def test_a_value_of_any_kind_is_taken_or_refused_in_words(part):
-    """Never a TypeError somewhere, or sizes that end a worker."""
-    whole = copy.deepcopy(HUB_7B)
-    inner = whole if part is None else whole[part]
-    for name, good in list(inner.items()):
-        for odd in ODD:
-            inner[name] = odd
-            try:
-                config = ModelConfig.from_dict(whole)
-            except ValueError as error:
-                assert error.__class__ in (ValueError, UnknownArchitecture)  # and no JSON or Unicode error of a library
-                continue
-            sizes = [value for value in (*vars(config.text).values(), *vars(config.vision).values())]
-            assert all(type(value) is not int or 0 <= value <= 10**12 for value in sizes), (name, odd)
-            assert not any(isinstance(value, str | dict | list) for value in sizes), (name, odd)
-        inner[name] = good
-
-
-@pytest.mark.parametrize(
-    ("part", "change", "message"),
-    [
-        (None, {"num_attention_heads": 0}, "num_attention_heads is 0; it must be a whole number from 1 to 4096"),
-        (None, {"hidden_size": "3584"}, "hidden_size is '3584'; it must be a whole number from 1 to"),
-        (None, {"vocab_size": -5}, "vocab_size is -5; it must"),
-        (None, {"num_attention_heads": 27}, "hidden size 3584 is no multiple of 27 heads"),
-        (None, {"vocab_size": 151656}, "video_token_id is 151656, but vocab_size is 151656"),
-        (None, {"video_token_id": 151655}, "image_token_id and video_token_id are both 151655"),
-        (None, {"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; it must be a number above 0"),
-        (None, {"vision_config": [1]}, r"vision_config is \[1\], not a JSON object"),
-        ("vision_config", {"patch_size": 0}, "vision_config.patch_size is 0; it must"),
-        ("vision_config", {"depth": 10**6}, "vision_config.depth is 1000000; it must be a whole number from 1 to 4096"),
-        ("vision_config", {"fullatt_block_indexes": [7, "a"]}, "fullatt_block_indexes is .* a list of whole numbers"),
-        ("vision_config", {"window_size": None}, "lacks the field 'window_size' of vision_config"),
-        ("rope_scaling", {"mrope_section": [64]}, "must have three parts"),
-    ],
-)
-def test_a_value_of_no_use_is_named_with_its_limits(part, change, message):
-    raw = HUB_7B | (change if part is None else {part: HUB_7B[part] | change})
-    with pytest.raises(ValueError, match=message):
-        ModelConfig.from_dict(raw)
-
-
-@pytest.mark.parametrize("whole", [[], 3, "x", None])
-def test_a_file_that_is_no_object(whole):
-    with pytest.raises(ValueError, match=r"config.json is .*, not a JSON object"):
-        ModelConfig.from_dict(whole)
-
-
-def test_an_unknown_architecture_is_told_all_that_are_known():
+def test_unknown_architecture_error_lists_those_supported():
     with pytest.raises(ValueError) as error:
         ModelConfig.from_dict(HUB_7B | {"architectures": ["Qwen3VLMoeForConditionalGeneration"]})
     known = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")

@@ -140,7 +140,7 @@ def test_what_a_third_generation_checkpoint_says():
     [
         ("text_config", {"attention_bias": True}, "attention_bias is not supported"),
         ("vision_config", {"hidden_act": "gelu"}, "vision activation 'gelu' is not supported"),
-        ("vision_config", {"num_position_embeddings": None}, "num_position_embeddings"),
+        ("vision_config", {"num_position_embeddings": None}, "lacks the field 'num_position_embeddings'"),
     ],
 )
 def test_what_cannot_be_served_is_named(part, change, message):

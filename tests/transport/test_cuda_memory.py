@@ -102,10 +102,9 @@ def test_a_thread_leaves_no_context_on_the_first_device() -> None:
 import threading, torch
 from mini_engine.transport.cuda_memory import CudaStaging
 from mini_engine.messages import StepResult
-from mini_engine.worker.launched import Launched
-from mini_engine.worker.pinning import PinnedMemory
+from mini_engine.worker.model_runner import Launched
+from mini_engine.worker.pinning import PinnedMemory, fetch_beside
 from mini_engine.worker.serving import wait_for_device
-from mini_engine.worker.worker import fetch_beside
 device = torch.device("cuda", 1)
 torch.cuda.set_device(device)
 staging, stream = CudaStaging(device), torch.cuda.Stream(device)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from mini_engine.messages import Chunk, EncodeItem, NewSequence, SampledToken, Step
-from mini_engine.worker.launched import Launched
-from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.messages import Chunk, EncodeItem, NewSequence, Step
+from mini_engine.worker.model_runner import Launched, ModelRunner
 
 
 class _Running:
@@ -31,14 +29,13 @@ def write_steps(
     block_size: int,
     num_blocks: int,
     preempt_at: Sequence[int] = (),
-    seed: int = 0,
 ) -> list[Step]:
     """`count` tokens for each request, chunks cut to `budget` tokens a step, blocks dealt in random order.
 
-    At the steps in `preempt_at` the first running sequence loses its blocks and starts anew. An item is encoded
+    At the steps in `preempt_at` the first running sequence loses its blocks and starts again. An item is encoded
     when the first chunk needs it, and evicted with the last of the requests that have it.
     """
-    free = random.Random(seed).sample(range(num_blocks), num_blocks)
+    free = random.Random(0).sample(range(num_blocks), num_blocks)
     running = [_Running(new, count) for new in requests]
     owned: dict[str, list[int]] = {new.request_id: [] for new in requests}
     steps: list[Step] = []
@@ -93,51 +90,6 @@ def _announce(one: _Running, step: Step, stop: int, encoded: set[bytes]) -> None
         one.announced += 1
 
 
-def share_prefix(first: NewSequence, second: NewSequence, shared: int, count: int, block_size: int) -> list[Step]:
-    """`count` tokens for each of two requests whose first `shared` blocks hold the same tokens.
-
-    The first encodes and computes all of its prompt. The second starts behind the shared blocks, without encoding
-    anything, outlives the first, and is preempted when half done: it starts again behind the shared blocks.
-    """
-    fresh, start = itertools.count(7, 3), shared * block_size
-    length, other = len(first.prompt_token_ids), len(second.prompt_token_ids)
-    tables = [[next(fresh) for _ in range(-(-total // block_size))] for total in (length, other - start, other + count)]
-    common = tables[0][:shared]
-    steps = [
-        Step(
-            1,
-            started=[first],
-            encode=[EncodeItem(first.request_id, i, 0, item.grid_thw[0]) for i, item in enumerate(first.media)],
-            chunks=[Chunk(first.request_id, 0, length, tables[0], True)],
-            release=[item.patches.message for item in first.media],
-        )
-    ]
-    used = {first.request_id: len(tables[0]), second.request_id: shared + len(tables[1])}
-    for i in range(count):
-        chunks = []
-        if i + 1 < count:
-            chunks.append(_next(first.request_id, length + i, used, fresh, block_size))
-        if i == 0:
-            chunks.append(Chunk(second.request_id, start, other - start, [*common, *tables[1]], True))
-        elif i == count // 2:
-            blocks = [*common, *tables[2]]
-            used[second.request_id] = len(blocks)
-            chunks.append(Chunk(second.request_id, start, other - start + i, blocks, True, restart=True))
-        else:
-            chunks.append(_next(second.request_id, other + i - 1, used, fresh, block_size))
-        done = [first.request_id] if i + 1 == count else []
-        steps.append(Step(2 + i, finished=done, started=[second] if i == 0 else [], chunks=chunks))
-    hashes = sorted({item.media_hash for item in first.media})
-    return [*steps, Step(count + 2, finished=[second.request_id], evict=hashes)]
-
-
-def _next(request_id: str, index: int, used: dict[str, int], fresh: Iterator[int], block_size: int) -> Chunk:
-    """The decode step of token `index`, with a block if it needs one."""
-    blocks = [next(fresh)] if index >= used[request_id] * block_size else []
-    used[request_id] += len(blocks)
-    return Chunk(request_id, index, 1, blocks, True)
-
-
 def run(runner: ModelRunner, steps: Sequence[Step], ahead: int = 0) -> dict[str, list[int]]:
     """Execute the steps; tokens by request. `ahead`: steps that are launched before the result of one is asked for."""
     tokens: dict[str, list[int]] = {}
@@ -151,7 +103,6 @@ def run(runner: ModelRunner, steps: Sequence[Step], ahead: int = 0) -> dict[str,
         result = done.result()
         assert result.number == number
         for sampled in result.tokens:
-            assert isinstance(sampled, SampledToken)
             tokens.setdefault(sampled.request_id, []).append(sampled.token_id)
     assert not launched
     return tokens

@@ -1,161 +1,96 @@
-"""What `--attention-backend` means on a device, and what is said where it cannot be."""
+"""Paged attention against a plain softmax in float64, on random ragged batches."""
 
-from __future__ import annotations
-
-import importlib.util
-import inspect
-import subprocess
-import sys
-import types
-from collections.abc import Iterator
-from pathlib import Path
-
+import numpy as np
 import pytest
 import torch
 
-from mini_engine.config import ConfigError
-from mini_engine.kernels import ops
-from mini_engine.kernels.ops import triton_obstacle
 from mini_engine.model.vision_language import AttentionShape
-from mini_engine.worker.attention import choose_backend, leave_out_cudnn, make_backend, varlen_obstacle
-from mini_engine.worker.kv_cache import KVCache
-from mini_engine.worker.paged_attention import SdpaBackend
-from mini_engine.worker.varlen_attention import VarlenBackend
-from tests.e2e.running_server import ROOT
+from mini_engine.worker import attention
+from mini_engine.worker.attention import KVCache, SdpaBackend, Span, attention_order, causal_tiles
+from tests.attention_reference import reference_attention, slots_of
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def forget_devices() -> Iterator[None]:
-    triton_obstacle.cache_clear()
-    yield
-    triton_obstacle.cache_clear()
+DIM = 8
+CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("wanted", ["auto", "sdpa"])
-def test_the_cpu_takes_torchs_own(wanted):
-    assert choose_backend(wanted, CPU) == "sdpa"
+def random_spans(generator: np.random.Generator, lengths: list[tuple[int, int]], block_size: int) -> list[Span]:
+    """Spans (start, count) over blocks in random order, in the order of a batch; some tables are longer than needed."""
+    needed = [-(-(start + count) // block_size) + int(generator.integers(2)) for start, count in lengths]
+    blocks = generator.permutation(sum(needed)).astype(np.int64)
+    tables = np.split(blocks, np.cumsum(needed)[:-1])
+    spans = [Span(start, count, table) for (start, count), table in zip(lengths, tables, strict=True)]
+    return sorted(spans, key=attention_order)
 
 
-@pytest.mark.parametrize("wanted", ["triton", "varlen"])
-def test_what_needs_cuda_is_refused_on_the_cpu(wanted):
-    with pytest.raises(ConfigError, match=f"--attention-backend {wanted}: .*need.* CUDA.* runs on cpu; choose auto"):
-        choose_backend(wanted, CPU)
+def check(spans: list[Span], block_size: int, heads=4, kv_heads=2, dtype=torch.float32, atol=1e-5) -> None:
+    torch.manual_seed(len(spans))
+    num_blocks = 1 + max(int(span.blocks.max()) for span in spans)
+    cache = KVCache.allocate(AttentionShape(2, kv_heads, DIM), num_blocks, block_size, dtype, CPU)
+    cache.storage.normal_()
+    total, slots = sum(span.length for span in spans), slots_of(spans, block_size)
+    q, k, v = torch.randn(total, heads + 2 * kv_heads, DIM, dtype=dtype).split((heads, kv_heads, kv_heads), dim=1)
+    before = cache.storage[0].clone()
+    out = SdpaBackend(cache).step(slots, spans)(1, q, k, v)
+    assert torch.equal(cache.storage[0], before)
+    assert torch.equal(cache.keys(1).flatten(0, 1)[slots], k) and torch.equal(cache.values(1).flatten(0, 1)[slots], v)
+    expected = reference_attention(q, cache.keys(1), cache.values(1), spans)
+    torch.testing.assert_close(out.double(), expected, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("wanted", ["auto", "sdpa", "triton"])
-def test_cuda_without_a_c_compiler_is_refused(wanted, monkeypatch, tmp_path):
-    """With each backend, since the small operators are Triton's kernels on CUDA."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(ConfigError, match="needs a C compiler .* install gcc and libc6-dev, or name one in CC"):
-        choose_backend(wanted, CUDA)
-    assert choose_backend("auto", CPU) == "sdpa"
-    monkeypatch.setenv("CC", "/opt/cc")
-    has_headers(monkeypatch, tmp_path)
-    assert choose_backend("sdpa", CUDA) == "sdpa"
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (6, 1)])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_ragged_batches(block_size, heads, kv_heads):
+    generator = np.random.default_rng(block_size * 10 + heads)
+    for _ in range(4):
+        decodes = [(int(n), 1) for n in generator.integers(0, 90, generator.integers(0, 9))]
+        chunks = [
+            (int(a), int(n)) for a, n in zip(generator.integers(0, 60, 3), generator.integers(2, 50, 3), strict=True)
+        ]
+        chunks[0] = (0, chunks[0][1])
+        check(random_spans(generator, decodes + chunks, block_size), block_size, heads, kv_heads)
 
 
-@pytest.mark.parametrize("scheme", ["venv", "posix_local"])
-def test_cuda_without_pythons_headers_is_refused(scheme, monkeypatch, tmp_path):
-    """Where Triton looks for them: not in the directory that is Debian's for what its packages do not bring."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setenv("CC", "/opt/cc")
-    for name in ("CPATH", "C_INCLUDE_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("sysconfig.get_default_scheme", lambda: scheme)
-    has_headers(monkeypatch, tmp_path, "posix_prefix" if scheme == "posix_local" else scheme)
-    assert choose_backend("auto", CUDA) == "triton"
-    (tmp_path / "Python.h").unlink()
-    said = f"needs .* Python's headers .* there is no {tmp_path}/Python.h: install python3-dev, or name its directory "
-    with pytest.raises(ConfigError, match=said):
-        choose_backend("auto", CUDA)
-    assert choose_backend("auto", CPU) == "sdpa"
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "Python.h").touch()
-    monkeypatch.setenv("CPATH", f"/nowhere:{elsewhere}")
-    assert choose_backend("auto", CUDA) == "triton"
+@pytest.mark.parametrize("start", [0, 1, 37, 300])
+def test_chunks_over_several_tiles(start):
+    check(random_spans(np.random.default_rng(start), [(start, 2 * attention.TILE + 9)], 16), 16)
 
 
-def has_headers(monkeypatch: pytest.MonkeyPatch, path: Path, scheme: str | None = None) -> None:
-    """There is a Python.h in `path`, which is where headers are by `scheme`, or by any."""
-    (path / "Python.h").touch()
-
-    def place(name: str, asked: str) -> str:
-        return str(path) if scheme in (None, asked) else "/nowhere"
-
-    monkeypatch.setattr("sysconfig.get_path", place)
+def test_bfloat16():
+    spans = random_spans(np.random.default_rng(0), [(50, 1), (20, 1), (10, 30)], 16)
+    check(spans, 16, dtype=torch.bfloat16, atol=2e-2)
 
 
-def test_varlen_of_a_torch_that_takes_no_block_table(monkeypatch):
-    def older(query: object, key: object, value: object, cu_seq_q: object, *, seqused_k: object) -> None: ...
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
-    assert "takes no block_table, enable_gqa; it does from 2.12 on" in (varlen_obstacle(CUDA) or "")
-
-
-def test_varlen_of_this_torch(monkeypatch):
-    """Its arguments are those that are passed, whatever it computes."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    newer = {"block_table", "seqused_k", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
-    assert (varlen_obstacle(CUDA) is None) == newer
+@pytest.mark.parametrize("pad_bytes", [0, 4096, 1 << 30])
+@pytest.mark.parametrize("group_bytes", [0, 1 << 14, 1 << 30])
+def test_any_cut_into_groups_gives_the_same(pad_bytes, group_bytes, monkeypatch):
+    monkeypatch.setattr(attention, "PAD_BYTES", pad_bytes)
+    monkeypatch.setattr(attention, "GROUP_BYTES", group_bytes)
+    lengths = [(int(n), 1) for n in np.random.default_rng(5).integers(0, 200, 12)]
+    check(random_spans(np.random.default_rng(6), lengths, 4), 4)
 
 
+def test_a_sequence_reads_no_block_of_another():
+    """NaN in the blocks of others would reach the result even where it is masked."""
+    cache = KVCache.allocate(AttentionShape(1, 1, DIM), 20, 4, torch.float32, CPU)
+    cache.storage.fill_(float("nan"))
+    spans = [Span(20, 1, np.arange(1, 7)), Span(9, 1, np.arange(10, 13)), Span(2, 5, np.arange(15, 17))]
+    for span in spans:
+        cache.clear(span.blocks.tolist())
+    assert cache.storage.isfinite().all(dim=-1).sum() == 2 * 4 * 11, "of the other blocks nothing is cleared"
+    q, k, v = torch.randn(7, 4, DIM).split((2, 1, 1), dim=1)
+    assert SdpaBackend(cache).step(slots_of(spans, 4), spans)(0, q, k, v).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("size", "dtype", "dim", "why"),
-    [
-        (16, torch.bfloat16, 128, "multiple of 256 tokens, not of 16; set --block-size 256, or choose auto"),
-        (384, torch.float16, 128, "multiple of 256 tokens, not of 384; set --block-size 256, or choose auto"),
-        (256, torch.float32, 128, "bfloat16 and float16, not in float32; set --dtype bfloat16, or choose auto"),
-        (256, torch.bfloat16, 20, "multiple of 8 up to 256, not of 20; serve another model, or choose auto"),
-    ],
+    ("start", "length"), [(0, 3), (5, 2), (400, 128), (7, 1), (2, 128), (3, 257), (16, 379), (301, 261)]
 )
-def test_a_cache_that_varlen_cannot_read(size, dtype, dim, why):
-    cache = KVCache.allocate(AttentionShape(1, 2, dim), 1, size, dtype, CPU)
-    with pytest.raises(ConfigError, match=f"^--attention-backend varlen: FlashAttention .*{why}$"):
-        make_backend("varlen", cache, 100)
-    assert isinstance(make_backend("sdpa", cache, 100), SdpaBackend)
-
-
-def test_a_cache_that_varlen_can_read():
-    cache = KVCache.allocate(AttentionShape(1, 2, 80), 1, 512, torch.bfloat16, CPU)
-    assert isinstance(make_backend("varlen", cache, 100), VarlenBackend)
-
-
-@pytest.mark.parametrize("lack", ["triton", "capability"])
-def test_the_small_operators_go_where_attention_goes(lack, monkeypatch):
-    """A device that Triton cannot serve: neither may want a kernel."""
-    if lack == "triton":
-        monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    monkeypatch.setenv("PATH", "/nowhere")  # nor need there be a compiler for any
-    monkeypatch.delenv("CC", raising=False)
-    assert choose_backend("auto", CUDA) == "sdpa"
-    assert not ops.fused(types.SimpleNamespace(is_cuda=True, device=CUDA))
-
-
-def test_cudnn_is_left_out():
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    try:
-        leave_out_cudnn()
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-
-
-def test_a_worker_on_the_cpu_needs_no_triton():
-    code = "import sys; sys.modules['triton'] = None; import mini_engine.worker.worker"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-    loaded = "import sys, mini_engine.worker.worker; sys.exit('triton.language' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", loaded], cwd=ROOT).returncode == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_cuda_takes_the_kernels():
-    assert choose_backend("auto", CUDA) == choose_backend("triton", CUDA) == "triton"
+def test_causal_tiles(start, length, dtype):
+    """Rows begin at addresses that CUDA's kernels take."""
+    tiles = causal_tiles(start, length, dtype, CPU)
+    firsts = range(0, length, attention.TILE)
+    assert [len(mask) for mask in tiles] == [min(attention.TILE, length - first) for first in firsts]
+    for first, mask in zip(firsts, tiles, strict=True):
+        seen = torch.arange(start + first + len(mask)) <= torch.arange(len(mask)).unsqueeze(1) + start + first
+        assert torch.equal(mask == 0, seen) and mask[~seen].isneginf().all()
+        assert not mask.storage_offset() % 8 and not mask.stride(0) % 8 and mask.stride(1) == 1

@@ -1,20 +1,68 @@
-"""What a processor's files say of colours is read as they say it, or refused by name."""
+"""The settings that a worker reads are those that transformers' own processors take, whichever files lie there; colours
+that cannot be normalised are refused by name."""
 
+from __future__ import annotations
+
+import itertools
 import json
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
 from mini_engine.config import ConfigError
-from mini_engine.worker.normalisation import CLIP_MEAN, Normalisation
+from mini_engine.worker.normalisation import CLIP_MEAN, Normalisation, settings_of
 
 
-def from_dir(path, setting) -> Normalisation:
+def settings(number: int) -> dict[str, Any]:
+    """No two of these are alike."""
+    return {
+        "image_mean": [number / 100] * 3,
+        "image_std": [number / 50] * 3,
+        "rescale_factor": 1 / (200 + number),
+        "size": {"shortest_edge": 3136, "longest_edge": 100_000 + number},
+    }
+
+
+OWN = {"preprocessor_config.json": settings(1), "video_preprocessor_config.json": settings(2)}
+JOINT = {"image_processor": settings(3), "video_processor": settings(4)}
+
+
+def subsets(names: Any) -> list[tuple[str, ...]]:
+    return [some for count in range(3) for some in itertools.combinations(names, count)]
+
+
+@pytest.mark.parametrize("joint", [None, *subsets(JOINT)])
+@pytest.mark.parametrize("own", subsets(OWN))
+def test_settings_are_those_of_transformers(own, joint, tmp_path: Path):
+    for name in own:
+        (tmp_path / name).write_text(json.dumps(OWN[name]))
+    if joint is not None:
+        content = {"processor_class": "Qwen2VLProcessor"} | {name: JOINT[name] for name in joint}
+        (tmp_path / "processor_config.json").write_text(json.dumps(content))
+    for modality, kind in (("image", Qwen2VLImageProcessor), ("video", Qwen2VLVideoProcessor)):
+        ours = settings_of(tmp_path, modality)
+        if not ours:
+            with pytest.raises(OSError):
+                kind.from_pretrained(tmp_path)
+            continue
+        theirs = kind.from_pretrained(tmp_path)
+        assert {name: value for name, value in json.loads(theirs.to_json_string()).items() if name in ours} == ours
+        if modality == "image":
+            expected = Normalisation(tuple(theirs.image_mean), tuple(theirs.image_std), theirs.rescale_factor)
+            assert Normalisation.from_dir(tmp_path) == expected
+
+
+def from_dir(path: Path, setting: dict[str, Any]) -> Normalisation:
     (path / "preprocessor_config.json").write_text(json.dumps({"patch_size": 14} | setting))
     return Normalisation.from_dir(path)
 
 
-def test_what_is_said_and_what_is_not(tmp_path):
+def test_absent_settings_are_clips_and_an_absent_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"no preprocessor_config.json in {tmp_path}, and no processor_config"):
+        Normalisation.from_dir(tmp_path)
     found = from_dir(tmp_path, {"image_std": [0.5, 1, 2], "rescale_factor": 0.25})
     assert found == Normalisation(CLIP_MEAN, (0.5, 1, 2), 0.25)
 
@@ -23,16 +71,14 @@ def test_what_is_said_and_what_is_not(tmp_path):
     "setting",
     [
         {"image_std": [0.5, 0, 0.5]},
-        {"image_std": [0.5, 0.5]},
         {"image_std": 0.5},
         {"image_mean": [0.5]},
         {"image_mean": ["a", "b", "c"]},
         {"image_mean": [float("nan")] * 3},
-        {"rescale_factor": 0},
         {"rescale_factor": "x"},
     ],
 )
-def test_colours_that_cannot_be_normalised(setting, tmp_path):
+def test_colours_that_cannot_be_normalised_are_refused(setting, tmp_path):
     """A deviation of zero would make infinities of every image; of one channel, a worker would die at its first."""
     with pytest.raises(ConfigError, match=rf"say {re.escape(next(iter(setting)))} .*; copy them from where the model"):
         from_dir(tmp_path, setting)

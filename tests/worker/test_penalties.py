@@ -1,97 +1,134 @@
-"""Each adjustment of a row's logits against a plain loop or transformers' own; a greedy choice after all of them."""
+"""Adjustments of all rows at once against plain loops row by row, over batches that go on for some steps; and tokens
+under a repetition penalty against transformers'."""
 
+from __future__ import annotations
+
+import random
 from collections import Counter
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import RepetitionPenaltyLogitsProcessor
+from torch import Tensor
 
 from mini_engine.messages import SamplingParams
-from mini_engine.worker.penalties import adjust, adjusts
-from mini_engine.worker.sampler import Recipe, Row, sample
+from mini_engine.worker.batch import IntBuffer
+from mini_engine.worker.penalties import Adjustments
+from mini_engine.worker.sampler import Recipe
+from tests.worker import script, tiny
+from tests.worker.conftest import NUM_BLOCKS
 
-VOCABULARY = 50
-PROMPT = [4, 4, 9, 30]
-OUTPUT = [9, 11, 11, 4, 11]
-TOKENS = np.array(PROMPT + OUTPUT)
+VOCABULARY = 40
+CPU = torch.device("cpu")
+COUNT = 20
+HF_PENALTY = {"repetition_penalty": 1.3}
 
 
-def params(**given) -> SamplingParams:
-    return SamplingParams(**({"max_tokens": 100, "seed": 1, "temperature": 0.0} | given))
+@dataclass
+class Sequenced:
+    """What the adjustments read of a sequence."""
+
+    recipe: Recipe
+    tokens: IntBuffer
+    prompt_length: int
 
 
-def adjusted(logits: torch.Tensor, index: int = len(OUTPUT), tokens: np.ndarray = TOKENS, **given) -> torch.Tensor:
-    scores = logits.clone()
-    adjust(scores, params(**given), index, tokens)
+def sequence(prompt: list[int], output: list[int] = [], **params: Any) -> Sequenced:  # noqa: B006
+    recipe = Recipe.of(SamplingParams(**({"max_tokens": 100, "seed": 1, "temperature": 0.0} | params)))
+    return Sequenced(recipe, IntBuffer(prompt + output), len(prompt))
+
+
+def some_params(draw: random.Random) -> dict[str, Any]:
+    """Each adjustment in about half of all."""
+    choices: dict[str, Any] = {
+        "repetition_penalty": draw.uniform(0.5, 2),
+        "presence_penalty": draw.uniform(-2, 2),
+        "frequency_penalty": draw.uniform(-2, 2),
+        "logit_bias": {draw.randrange(VOCABULARY): draw.uniform(-100, 100) for _ in range(3)},
+        "stop_token_ids": [draw.randrange(VOCABULARY) for _ in range(3)],
+        "min_tokens": draw.randrange(1, 9),
+    }
+    chosen = {name: value for name, value in choices.items() if draw.random() < 0.5}
+    return chosen if draw.random() < 0.8 else {}
+
+
+def reference(scores: Tensor, one: Sequenced, tokens: list[int]) -> Tensor:
+    """One row: bias, bar, repetition (CTRL, prompt included), then presence and frequency (OpenAI, output alone)."""
+    params, scores = one.recipe.params, scores.double()
+    output = Counter(tokens[one.prompt_length :])
+    for token, value in params.logit_bias.items():
+        scores[token] += value
+    if output.total() < params.min_tokens:
+        scores[params.stop_token_ids] = float("-inf")
+    for token in set(tokens):
+        scores[token] *= params.repetition_penalty if scores[token] < 0 else 1 / params.repetition_penalty
+    for token, times in output.items():
+        scores[token] -= times * params.frequency_penalty + params.presence_penalty
     return scores
 
 
-@pytest.fixture
-def logits() -> torch.Tensor:
-    return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("number", range(30))
+def test_all_rows_at_once_are_as_row_by_row(number):
+    draw = random.Random(number)
+    torch.manual_seed(number)
+
+    def some(count: int) -> list[int]:  # from a small range, so that many come again
+        return [draw.randrange(8) for _ in range(count)]
+
+    batch = [
+        sequence(some(draw.randrange(1, 12)), some(draw.randrange(6)), **some_params(draw))
+        for _ in range(draw.randrange(1, 7))
+    ]
+    histories = [one.tokens.array.tolist() for one in batch]
+    stops = [len(tokens) for tokens in histories]
+    for one in batch:  # later tokens, from before a restart, do not count
+        one.tokens.extend_at(len(one.tokens), some(draw.randrange(3)))
+    adjustments = Adjustments(batch, stops, VOCABULARY, CPU)
+    for _ in range(12):
+        logits = 3 * torch.randn(len(batch), VOCABULARY)
+        rows = [reference(row, one, tokens) for row, one, tokens in zip(logits, batch, histories, strict=True)]
+        ours = adjustments.apply(logits.clone())
+        torch.testing.assert_close(ours.double(), torch.stack(rows), atol=3e-5, rtol=0)
+        tokens = some(len(batch))
+        adjustments.count(torch.tensor(tokens))
+        for history, token in zip(histories, tokens, strict=True):
+            history.append(token)
 
 
-@pytest.mark.parametrize("penalty", [0.7, 1.2, 3.0])
-@pytest.mark.parametrize("tokens", [TOKENS, np.arange(VOCABULARY), np.array([7])], ids=["some", "all", "one"])
-def test_repetition_penalty_is_that_of_transformers(logits, penalty, tokens):
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.from_numpy(tokens)[None], logits[None])[0]
-    ours = adjusted(logits, index=0, tokens=tokens, repetition_penalty=penalty)
-    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
+def test_the_defaults_adjust_nothing():
+    logits = torch.randn(2, VOCABULARY)
+    batch = [sequence([1]), sequence([2], min_tokens=10)]  # without a stop token there is nothing to bar
+    assert Adjustments(batch, [1, 1], VOCABULARY, CPU).apply(logits) is logits
 
 
-@pytest.mark.parametrize(("presence", "frequency"), [(0.5, 0.0), (0.0, 0.3), (-1.0, 2.0)])
-def test_presence_and_frequency_count_the_output_alone(logits, presence, frequency):
-    expected = logits.clone()
-    for token, count in Counter(OUTPUT).items():
-        expected[token] -= presence + frequency * count
-    given = {"presence_penalty": presence, "frequency_penalty": frequency}
-    torch.testing.assert_close(adjusted(logits, **given), expected, atol=1e-6, rtol=0)
-    assert torch.equal(adjusted(logits, index=0, tokens=np.array(PROMPT), **given), logits)
+@pytest.fixture(scope="module")
+def penalised(checkpoint) -> dict[str, list[int]]:
+    """transformers' greedy tokens for each of `mixed_requests`, under its own repetition penalty."""
+    media = tiny.MemoryMedia()
+    return {
+        new.request_id: tiny.generate(checkpoint, media, new, COUNT, **HF_PENALTY) for new in tiny.mixed_requests(media)
+    }
 
 
-def test_bias_is_added(logits):
-    expected = logits.clone()
-    expected[3] += 5
-    expected[49] -= 100
-    assert torch.equal(adjusted(logits, logit_bias={3: 5.0, 49: -100.0}), expected)
+@pytest.mark.parametrize(("ahead", "preempt_at"), [(0, ()), (2, ()), (1, (9, 14, 15))])
+def test_penalised_tokens_are_those_of_transformers(ahead, preempt_at, make_runner, penalised, expected):
+    media = tiny.MemoryMedia()
+    steps = script.write_steps(tiny.mixed_requests(media, **HF_PENALTY), COUNT, 64, 16, NUM_BLOCKS, preempt_at)
+    assert script.run(make_runner(media), steps, ahead) == penalised != expected
 
 
-@pytest.mark.parametrize(("index", "barred"), [(0, True), (4, True), (5, False), (6, False)])
-def test_stop_tokens_are_barred_up_to_min_tokens(logits, index, barred):
-    scores = adjusted(logits, index=index, min_tokens=5, stop_token_ids=[2, 8])
-    assert scores.isinf().nonzero().flatten().tolist() == ([2, 8] if barred else [])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_adjusted_tokens_are_the_same_whatever_the_batches(temperature, make_runner):
+    sampling: dict[str, Any] = {
+        "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.5, "logit_bias": {5: 1.5, 9: -2.0},
+        "stop_token_ids": [4, 9, 11], "min_tokens": 7, "logprobs": 2, "temperature": temperature,
+    }  # fmt: skip
 
+    def run(ahead: int, budget: int, preempt_at: tuple[int, ...] = ()) -> dict[str, list[int]]:
+        media = tiny.MemoryMedia()
+        requests = tiny.mixed_requests(media, **sampling)
+        steps = script.write_steps(requests, COUNT, budget, 16, NUM_BLOCKS, preempt_at)
+        return script.run(make_runner(media), steps, ahead)
 
-def test_no_bias_lifts_the_bar_and_penalties_act_on_what_the_bias_left(logits):
-    scores = adjusted(
-        logits, logit_bias={2: 100.0, 11: 10.0}, min_tokens=9, stop_token_ids=[2], repetition_penalty=2.0,
-        presence_penalty=0.5,
-    )  # fmt: skip
-    assert scores[2] == float("-inf")
-    assert scores[11].item() == pytest.approx((logits[11].item() + 10) / 2 - 0.5, abs=1e-5)
-
-
-def test_a_greedy_row_takes_the_largest_of_what_is_left():
-    """The choice moves from token to token as each adjustment comes in."""
-    logits = torch.zeros(1, VOCABULARY)
-    logits[0, [2, 11, 30, 5]] = torch.tensor([9.0, 8.0, 7.0, 6.0])
-    given: dict = {}
-    for more, chosen in (
-        ({}, 2),
-        ({"min_tokens": 9, "stop_token_ids": [2]}, 11),
-        ({"frequency_penalty": 1.0}, 30),
-        ({"repetition_penalty": 1.5}, 5),
-        ({"logit_bias": {40: 6.5}}, 40),
-    ):
-        given |= more
-        row = Row(Recipe.of(params(**given)), len(OUTPUT), TOKENS)
-        assert sample(logits.clone(), [row]).tokens.item() == chosen
-        assert row.recipe.adjusts == bool(given)
-
-
-def test_the_defaults_adjust_nothing(logits):
-    assert not adjusts(params())
-    assert torch.equal(adjusted(logits), logits)
-    # Without a stop token there is nothing to bar.
-    assert torch.equal(adjusted(logits, min_tokens=10), logits)
+    assert run(2, 100_000) == run(0, 64) == run(1, 64, (9, 14, 15))

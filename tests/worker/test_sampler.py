@@ -1,4 +1,5 @@
-"""The sampler against exact distributions and against transformers' own processors."""
+"""The sampler against exact distributions and against transformers' own processors; top_p by its likeliest tokens
+against a full sort."""
 
 import numpy as np
 import pytest
@@ -14,14 +15,13 @@ from transformers import (
 
 from mini_engine.messages import SamplingParams
 from mini_engine.worker import sampler
-from mini_engine.worker.sampler import Recipe, Row, noise, stream_of
+from mini_engine.worker.sampler import Recipe, Row, keep_top_k, keep_top_p, noise, stream_of
 
-NO_TOKENS = np.array([0], dtype=np.int64)
 VOCABULARY = 50
 
 
-def row(index: int = 0, tokens: np.ndarray = NO_TOKENS, **params) -> Row:
-    return Row(Recipe.of(SamplingParams(**({"max_tokens": 100, "seed": 1} | params))), index, tokens)
+def row(index: int = 0, **params) -> Row:
+    return Row(Recipe.of(SamplingParams(**({"max_tokens": 100, "seed": 1} | params))), index)
 
 
 def sample(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
@@ -101,12 +101,6 @@ PARAMETERS = st.fixed_dictionaries(
         "top_k": st.sampled_from([1, 3, 40, 1000]),
         "top_p": st.floats(0.01, 1.0),
         "min_p": st.floats(0.0, 1.0),
-        "repetition_penalty": st.floats(0.5, 2.0),
-        "presence_penalty": st.floats(-2.0, 2.0),
-        "frequency_penalty": st.floats(-2.0, 2.0),
-        "logit_bias": st.dictionaries(st.integers(0, VOCABULARY - 1), st.floats(-100, 100), max_size=3),
-        "stop_token_ids": st.lists(st.integers(0, VOCABULARY - 1), max_size=3),
-        "min_tokens": st.integers(0, 6),
         "logprobs": st.integers(0, 5),
     },
 )
@@ -119,8 +113,7 @@ def test_a_row_is_the_same_in_any_company(choices, number, halved):
     logits = 3 * torch.randn(len(choices), VOCABULARY, generator=generator)
     if halved:  # many equal logits
         logits = logits.mul(2).round().div(2).bfloat16()
-    tokens = [torch.randint(0, VOCABULARY, (3 + i,), generator=generator).numpy() for i in range(len(choices))]
-    rows = [row(min(i, 3), tokens[i], **params) for i, params in enumerate(choices)]
+    rows = [row(min(i, 3), **params) for i, params in enumerate(choices)]
     together = sampler.sample(logits.clone(), rows)
     for i, one in enumerate(rows):
         alone = sampler.sample(logits[i : i + 1].clone(), [one])
@@ -134,9 +127,10 @@ def test_a_row_is_the_same_in_any_company(choices, number, halved):
 def test_logprobs_are_those_of_the_raw_logits():
     torch.manual_seed(2)
     logits = torch.randn(4, VOCABULARY)
-    changed = {"logit_bias": {7: 100.0}, "repetition_penalty": 2.0, "temperature": 0.3, "top_k": 2}
+    changed = {"temperature": 0.3, "top_k": 2}
     rows = [row(0, logprobs=3, **changed), row(0), row(0, logprobs=0, temperature=0.0), row(0, logprobs=1000)]
-    sampled = sampler.sample(logits.clone(), rows)
+    bias = 100.0 * (torch.arange(VOCABULARY) == 7)
+    sampled = sampler.sample(logits.clone(), rows, adjust=lambda scores: scores + bias)
     assert sampled.tokens[0] == 7
     assert sorted(sampled.logprobs) == [0, 2, 3]
     for i, wanted in ((0, 3), (2, 0), (3, VOCABULARY)):
@@ -148,14 +142,6 @@ def test_logprobs_are_those_of_the_raw_logits():
             assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=1e-5)
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"top_k": 1, "temperature": 5.0}])
-def test_greedy_rows_take_the_largest(params, monkeypatch):
-    monkeypatch.setattr(sampler, "_draw", None)
-    torch.manual_seed(6)  # without two largest that a temperature makes equal
-    logits = torch.randn(7, VOCABULARY)
-    assert torch.equal(sample(logits, [row(i, **params) for i in range(7)]), logits.argmax(-1))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_plain_sample_is_what_the_rows_would_give(dtype):
     logits = torch.randn(9, VOCABULARY).mul(2).round().to(dtype)  # the first of equals
@@ -165,19 +151,8 @@ def test_a_plain_sample_is_what_the_rows_would_give(dtype):
     ))  # fmt: skip
     expected = [values.index(max(values)) for values in logits.tolist()]
     assert sampler.sample_plain(logits).tokens.tolist() == expected
-    assert sample(logits.clone(), [row(i, temperature=0.0) for i in range(9)]).tolist() == expected
-
-
-def test_ties_at_the_edge_of_top_p_go_to_the_smaller_ids():
-    assert frequencies(torch.zeros(8), 400, top_p=0.5).nonzero().flatten().tolist() == [0, 1, 2, 3]
-
-
-def test_bfloat16_logits():
-    logits = torch.randn(4, VOCABULARY).bfloat16()
-    rows = [
-        row(i, **kind) for i, kind in enumerate([{"temperature": 0.0}, {}, {"top_p": 0.5}, {"repetition_penalty": 2.0}])
-    ]
-    assert torch.equal(sample(logits.clone(), rows), sample(logits.float(), rows))
+    for greedy in ({"temperature": 0.0}, {"top_k": 1, "temperature": 0.5}):
+        assert sample(logits.clone(), [row(i, **greedy) for i in range(9)]).tolist() == expected
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -189,3 +164,34 @@ def test_logits_that_are_not_finite_give_some_token_and_leave_the_other_rows_alo
     tokens = sample(logits, rows).tolist()
     assert 0 <= tokens[0] < 50
     assert tokens[1:] == alone
+
+
+def top_p_of_one(probabilities: torch.Tensor, p: float) -> torch.Tensor:
+    """One row, by a stable sort and a plain loop."""
+    kept, total = torch.zeros_like(probabilities), 0.0
+    for token in sorted(range(len(probabilities)), key=lambda t: (-float(probabilities[t]), t)):
+        kept[token] = probabilities[token]
+        total += float(probabilities[token])
+        if total >= p:
+            break
+    return kept
+
+
+@pytest.mark.parametrize("top_k", [0, 3, 40])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("widths", [sampler.WIDTHS, (4, 32), (1,), (), (1000,), (2000,)], ids=str)
+def test_top_p_is_that_of_a_full_sort(widths, ties, top_k, monkeypatch):
+    """Whether it looks at the probabilities, as on the CPU, or not, as on a device."""
+    monkeypatch.setattr(sampler, "WIDTHS", widths)
+    torch.manual_seed(4)
+    scores = torch.randn(24, 1000) * torch.linspace(1, 8, 24)[torch.randperm(24)].unsqueeze(1)
+    if ties:
+        scores = scores.round()
+    keep_top_k(scores, [top_k] * 24)
+    probabilities = scores.softmax(-1)
+    top_p = [(0.0, 0.05, 0.3, 0.8, 0.999, 1.0)[i % 6] for i in range(24)]
+    for look in (True, False):
+        ours = probabilities.clone()
+        keep_top_p(ours, top_p, [top_k] * 24, look)
+        for one, before, p in zip(ours, probabilities, top_p, strict=True):
+            assert torch.equal(one, before if p == 1.0 else top_p_of_one(before, p))

@@ -4,17 +4,16 @@ that the test opens, so that steps can be seen to be launched before."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 import zmq
 
 from mini_engine.messages import Step, StepResult
 from mini_engine.transport.codec import Encoder, decode
-from mini_engine.worker.launched import Launched
-from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.model_runner import Launched, ModelRunner
 from mini_engine.worker.serving import AHEAD, Watch, serve, serve_ahead
 from tests.transport.conftest import eventually
 from tests.worker import script, tiny
@@ -48,7 +47,7 @@ class Core:
             core.connect("inproc://core")
             if not self._ahead:
                 serve(core, Encoder("worker 0.0", 1), self._runner)
-            with contextlib.closing(Watch(self._context, lambda _: self.gate.acquire())) as watch:
+            with contextlib.closing(Watch(lambda _: self.gate.acquire())) as watch:
                 serve_ahead(core, Encoder("worker 0.0", 1), self._runner, watch)
 
     def send(self, message: object) -> None:
@@ -106,30 +105,12 @@ def test_some_steps_are_launched_before_one_has_ended_and_no_more(core):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_device_that_fails_ends_the_loop_with_its_own_words(make_runner):
-    """Without a further step from the core: the worker must not wait for one that has failed."""
-
+def test_a_device_that_fails_is_reported_without_a_further_step():
     def wait(step: Launched) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    context = zmq.Context()
-    with context.socket(zmq.PAIR) as engine, context.socket(zmq.PAIR) as core:
-        engine.bind("inproc://failing")
-        core.connect("inproc://failing")
-        engine.send(ENCODER.encode(Step(0)))
-        serving = functools.partial(serve_ahead, core, Encoder("worker 0.0", 1), make_runner(tiny.MemoryMedia()))
-        raised: list[BaseException] = []
-
-        def work() -> None:
-            with contextlib.closing(Watch(context, wait)) as watch:
-                try:
-                    serving(watch)
-                except RuntimeError as error:
-                    raised.append(error)
-
-        worker = threading.Thread(target=work, daemon=True)
-        worker.start()
-        worker.join(60)
-        assert not worker.is_alive(), "it waits for a step that never ends"
-        assert "illegal memory access" in str(raised[0].__cause__)
-    context.term()
+    with contextlib.closing(Watch(wait)) as watch:
+        watch.start(Launched(StepResult(0), None, torch.device("cpu")))
+        with pytest.raises(RuntimeError, match="the device has failed in a step") as raised:
+            watch.take()
+    assert "illegal memory access" in str(raised.value.__cause__)

@@ -32,6 +32,7 @@ from mini_engine.worker import worker
 
 INCARNATION = 5
 TIMEOUT_MS = 60_000
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def test_from_hello_to_tokens_and_an_end_on_error(tmp_path, links, start, checkp
 
 
 @pytest.mark.parametrize(("backend", "who"), [("shm", "rank 1"), ("gloo", "a rank")])
-def test_who_loses_another_rank_says_so_in_a_line_and_does_not_end_before_it(
+def test_a_rank_that_loses_another_logs_a_line_and_does_not_exit_first(
     tmp_path, links, start, checkpoint, backend, who
 ):
     """The supervisor is to find one death, and this is it."""
@@ -148,45 +149,31 @@ def test_threads(given, threads, monkeypatch):
     assert worker.choose_threads(EngineConfig(tensor_parallel_size=2, data_parallel_size=2)) == threads
 
 
-def test_never_less_than_one_thread(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert worker.choose_threads(EngineConfig(tensor_parallel_size=1000)) == 1
-
-
-def test_more_workers_than_devices_is_an_error(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match="worker 0.1 needs CUDA device 1, but there are 1"):
-        worker.choose_device(EngineConfig(device="cuda", tensor_parallel_size=2), 0, 1)
-
-
-@pytest.mark.parametrize(("backend", "devices"), [("auto", [0, 1, 2, 3]), ("gloo", [0, 1, 2, 0])])
-def test_workers_share_devices_where_gloo_is_asked_for(backend, devices, monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    config = EngineConfig(device="cuda", tensor_parallel_size=2, data_parallel_size=2, distributed_backend=backend)
-    for number, index in enumerate(devices):
-        if index == 3:
-            with pytest.raises(ConfigError, match="or let workers share devices: --distributed-backend gloo"):
-                worker.choose_device(config, number // 2, number % 2)
-        else:
-            assert worker.choose_device(config, number // 2, number % 2) == torch.device("cuda", index) == chosen[-1]
-
-
-def test_backends():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    names = {("auto", cpu): "shm", ("auto", cuda): "nccl", ("gloo", cuda): "gloo", ("gloo", cpu): "gloo"}
+def test_collectives():
+    names = {("auto", CPU): "shm", ("auto", CUDA): "nccl", ("gloo", CUDA): "gloo", ("gloo", CPU): "gloo"}
     for (asked, device), name in names.items():
         assert worker.choose_collectives(EngineConfig(distributed_backend=asked), device) == name
     with pytest.raises(ConfigError, match="nccl needs CUDA devices, and there is none here; use shm or auto"):
-        worker.choose_collectives(EngineConfig(distributed_backend="nccl"), cpu)
+        worker.choose_collectives(EngineConfig(distributed_backend="nccl"), CPU)
     with pytest.raises(ConfigError, match="shm is for workers on the CPU; use nccl, gloo or auto"):
-        worker.choose_collectives(EngineConfig(distributed_backend="shm"), cuda)
+        worker.choose_collectives(EngineConfig(distributed_backend="shm"), CUDA)
 
 
-def test_dtype():
-    assert worker.choose_dtype(EngineConfig()) is None
-    names = {"bfloat16": torch.bfloat16, "half": torch.float16, "float16": torch.float16, "float": torch.float32}
-    assert {name: worker.choose_dtype(EngineConfig(dtype=name)) for name in names} == names
+def test_attention_backends_on_the_cpu():
+    assert worker.choose_backend("auto", CPU) == worker.choose_backend("sdpa", CPU) == "sdpa"
+    with pytest.raises(ConfigError, match="--attention-backend triton: .*; choose auto"):
+        worker.choose_backend("triton", CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_takes_the_kernels():
+    assert worker.choose_backend("auto", CUDA) == worker.choose_backend("triton", CUDA) == "triton"
+
+
+def test_a_worker_on_the_cpu_needs_no_triton_and_no_worker_transformers():
+    code = "import sys; sys.modules['triton'] = None; import mini_engine.worker.worker, mini_engine.bench.cli"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    unwanted = "{'triton.language', 'transformers'}"
+    loaded = f"import sys, mini_engine.worker.worker; sys.exit(not {unwanted}.isdisjoint(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", loaded]).returncode == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mini_engine.messages import (
-    MediaItem,
-    MessageId,
-    NewSequence,
-    SamplingParams,
-    StoreHandle,
-    TensorHandle,
-)
-from mini_engine.transport.arena import ReadableMemory, WritableMemory
-from mini_engine.transport.memory import create_sparse
-from mini_engine.transport.pages import PAGE_BYTES, Extent
+from mini_engine.messages import MediaItem, MessageId, NewSequence, SamplingParams, TensorHandle
+from mini_engine.transport.arena import ReadableMemory
 from mini_engine.worker.normalisation import Normalisation
 from tests.model import families
 from tests.model.families import IMAGE, PATCH_DIM, VIDEO, placeholders
@@ -38,7 +28,7 @@ def build(folder: Path, family: str = "qwen2_5_vl") -> Path:
 
 
 class MemoryMedia:
-    """Stands where `MediaInputs` stands; notes what it is told."""
+    """Stands where `MediaInputs` stands; keeps the calls."""
 
     def __init__(self) -> None:
         self.tensors: dict[MessageId, Tensor] = {}
@@ -65,19 +55,6 @@ class MemoryMedia:
 
     def drop_sender(self, incarnation: int) -> None:
         self.dropped.append(incarnation)
-
-
-class StoreInMemory:
-    """A media store and who writes to it: `put` gives the handle of patches that lie in these extents."""
-
-    def __init__(self, pages: int):
-        fd = create_sparse(pages * PAGE_BYTES)
-        self.writable, self.readable = WritableMemory(fd), ReadableMemory(fd)
-        os.close(fd)
-
-    def put(self, extents: list[Extent], patches: Tensor) -> StoreHandle:
-        self.writable.write(extents, patches.view(-1))
-        return StoreHandle(extents, tuple(patches.shape))
 
 
 def make_request(
@@ -150,13 +127,6 @@ def generate(folder: Path, media: MemoryMedia, request: NewSequence, count: int,
             inputs[grids] = torch.tensor([item.grid_thw for item in items])
     if "video_grid_thw" in inputs and oracle.config.model_type == "qwen2_5_vl":
         inputs["second_per_grid_ts"] = torch.ones(len(inputs["video_grid_thw"]))
-    output = oracle.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        do_sample=False,
-        pad_token_id=0,
-        **inputs,
-        **more,
-    )
+    common = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+    output = oracle.generate(input_ids=ids, max_new_tokens=count, **common, **inputs, **more)
     return output[0, ids.shape[1] :].tolist()

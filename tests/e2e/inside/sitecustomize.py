@@ -105,7 +105,7 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "mini_engine.api.media_store": {"INLINE_COPY_BYTES": 0},
     "mini_engine.api.sending": {"INLINE_COPY_BYTES": 0},
     # So that no test has to wait for minutes.
-    "mini_engine.launch.restarting": {"FIRST_PAUSE_SECONDS": 0.5, "LONGEST_PAUSE_SECONDS": 0.5},
+    "mini_engine.launch.supervisor": {"FIRST_PAUSE_SECONDS": 0.5, "LONGEST_PAUSE_SECONDS": 0.5},
 }
 
 # module -> the functions that have a barrier, or are changed, and how
@@ -114,9 +114,9 @@ BARRIERS: dict[str, dict[str, Wrap]] = {
     "mini_engine.launch.supervisor": {
         "resolve_model": behind("resolving"),
         "bind_listeners": behind("binding"),
-        "Family": behind("founding"),
+        "ProcessGroup": behind("founding"),
+        "Restarts.next_pause": behind("backing-off"),
     },
-    "mini_engine.launch.restarting": {"Restarts.next_pause": behind("backing-off")},
     "mini_engine.log": {"setup": behind("greeting", lambda process, _: process != "supervisor")},
     "mini_engine.api.server": {"load": behind("loading-api"), "HttpServer.startup": behind("listening")},
     "mini_engine.worker.worker": {"load_model": behind("loading-worker"), "warm_up": behind("warming-up")},

@@ -1,7 +1,7 @@
-"""Figures over several processes, as API servers count them."""
+"""Metrics over several processes, as API servers count them."""
 
-import ast
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mini_engine import metrics
+from mini_engine.metrics_files import FILE_BYTES, forget_gauges, make_files
 from tests.shortages import no_descriptors
 
 COUNT = """
@@ -18,8 +19,8 @@ from mini_engine.messages import EngineCounters, EngineStats, EngineTimes
 metrics.ipc_messages_total.labels("torch_shm").inc(3)
 metrics.ipc_buffered_bytes.set(100)
 metrics.ipc_buffered_tensors.set(3)
-engine = metrics.EngineFigures(0, 1000)
-metrics.EngineFigures(1, 1000)
+engine = metrics.EngineMetrics(0, 1000)
+metrics.EngineMetrics(1, 1000)
 engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5), EngineCounters(10, 4, 3, 2, 1, 6))
 engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5), EngineCounters())
 clock = RequestClock()
@@ -30,16 +31,17 @@ clock.end("abort")
 """
 
 
-def run(code: str, directory: Path) -> str:
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(directory)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    return done.stdout
+def run(code: str, directory: Path, number: int = 0) -> str:
+    """What `code` prints in a process that counts in the files of `number`."""
+    make_files(directory, number)
+    code = f"from mini_engine.metrics_files import count_into; count_into({str(directory)!r}, {number})\n{code}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-def test_the_figures_of_all_processes_are_summed(tmp_path: Path) -> None:
+def test_the_metrics_of_all_processes_are_summed(tmp_path: Path) -> None:
     run(COUNT.format(running=5), tmp_path)
     show = COUNT.format(running=2) + "print(metrics.exposition().decode())"
-    lines = run(show, tmp_path).splitlines()
+    lines = run(show, tmp_path, 1).splitlines()
     for line in (
         'mini_engine:ipc_messages_total{transport="torch_shm"} 6.0',
         'mini_engine:ipc_messages_total{transport="direct_rpc"} 0.0',
@@ -82,82 +84,62 @@ def test_the_figures_of_all_processes_are_summed(tmp_path: Path) -> None:
         assert line in lines
 
 
-# All figures are read whenever a file is opened for writing.
-SCRAPED = """
-import os
-from prometheus_client import CollectorRegistry, multiprocess
-real = os.fstat
-def scrape(fd):
-    os.fstat = real
-    list(multiprocess.MultiProcessCollector(CollectorRegistry()).collect())
-    os.fstat = scrape
-    return real(fd)
-os.fstat = scrape
-from mini_engine import metrics
-"""
-
-
-def test_figures_can_be_read_while_a_process_begins_to_count(tmp_path: Path) -> None:
-    run(SCRAPED, tmp_path)
+def test_an_import_makes_no_files(tmp_path: Path) -> None:
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    code = "from mini_engine import metrics; metrics.media_decodes_total.inc(); "
+    code += "print(metrics.samples()['media_decodes_total'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ | {"PYTHONPATH": os.getcwd()},
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert done.stdout == "[1.0]\n" and not list(tmp_path.iterdir())
 
 
 MANY = """
 from mini_engine import metrics
 for engine in range(64):
-    metrics.EngineFigures(engine, 1000)
+    metrics.EngineMetrics(engine, 1000)
     metrics.mm_tensor_ipc_info.labels(str(engine), "torch_shm", "x" * 500).set(1)
-print(metrics.FILE_BYTES)
 """
 
 
 def test_the_files_have_the_size_that_was_set_aside_however_many_engines_there_are(tmp_path: Path) -> None:
-    planned = ast.literal_eval(run(MANY, tmp_path))
-    assert {path.name.rpartition("_")[0]: path.stat().st_size for path in tmp_path.iterdir()} == planned
+    run(MANY, tmp_path)
+    assert {path.name.rpartition("_")[0]: path.stat().st_size for path in tmp_path.iterdir()} == FILE_BYTES
     assert all(512 * path.stat().st_blocks >= path.stat().st_size for path in tmp_path.iterdir())
     used = {path.name.rpartition("_")[0] for path in tmp_path.iterdir() if path.read_bytes()[:4] != bytes(4)}
-    assert used == planned.keys()
+    assert used == FILE_BYTES.keys()
 
 
-LEDGER = """
-import os
-os.environ["MINI_ENGINE_LEDGER"] = "3"
+TWO = """
 from mini_engine import metrics
 metrics.prompt_tokens_total.inc()
-metrics.EngineFigures(0, 1000)
+metrics.EngineMetrics(0, 1000)
 print(metrics.samples()["prompt_tokens_total"], metrics.samples()["mm_store_bytes"])
 """
 
 
 def test_a_process_counts_on_in_the_files_of_the_one_before_it(tmp_path: Path) -> None:
-    assert run(LEDGER, tmp_path) == "[1.0] [1000.0]\n"
-    with (tmp_path / "gauge_livemostrecent_3.db").open("r+b") as gauges:
-        gauges.write(bytes(8))
+    assert run(TWO, tmp_path, 3) == "[1.0] [1000.0]\n"
+    forget_gauges(tmp_path, 3)
     nothing = "from mini_engine import metrics\nprint(metrics.samples().get('mm_store_bytes'))"
-    assert run(nothing, tmp_path) == "None\n"
-    assert run(LEDGER, tmp_path).startswith("[2.0] ")
-    assert {path.stem.rpartition("_")[2] for path in tmp_path.iterdir()} - {"3"}  # those of `nothing`
+    assert run(nothing, tmp_path, 4) == "None\n"
+    assert run(TWO, tmp_path, 3).startswith("[2.0] ")
 
 
-SCARCE = """
-import resource
-resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 10, 100 << 10))
-from mini_engine import metrics
-metrics.prompt_tokens_total.inc()
-assert metrics.samples()["prompt_tokens_total"] == [1.0]
-assert b"prompt_tokens_total 1.0" in metrics.exposition()
-print(metrics.obstacle)
-"""
-
-
-def test_a_process_without_room_for_files_counts_for_itself(tmp_path: Path) -> None:
-    assert run(SCARCE, tmp_path) == "no room in TMPDIR for the figures of an API server (File too large)\n"
+def test_no_file_is_left_where_there_is_no_room(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100 << 10, hard))
+    try:
+        with pytest.raises(OSError, match="no room in TMPDIR for the metrics of an API server .File too large"):
+            make_files(tmp_path, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.iterdir())
 
 
-def test_figures_that_cannot_be_read_are_no_empty_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_that_cannot_be_read_are_no_empty_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scraper would take it for a server that counts nothing any more."""
     run(COUNT.format(running=5), tmp_path)
-    monkeypatch.setattr(metrics, "_directory", str(tmp_path))
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
         metrics.exposition()
     assert b"num_requests_running" in metrics.exposition()

@@ -1,58 +1,59 @@
-"""Flags of vLLM's server that this one does not have: what there is in their place, and which values change nothing."""
+"""Flags of vLLM's server that this one does not have: what there is instead, and which values change nothing."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from mini_engine.config.option import ConfigError
+from mini_engine.config.options import ConfigError
 
 _CHUNKS = "prompts longer than --max-num-batched-tokens are always computed in chunks"
+_COMPILATION = "--enforce-eager is the only choice"
 _GENERATES = "MODEL always generates text"
-_LORA = "not supported: LoRA adapters; merge the adapter into the weights"
-_ONE_HOST = "not supported: all processes run on one host"
-_SPECULATION = "not supported: speculative decoding"
-_STRUCTURE = "not supported: structured output"
-_TOOLS = "not supported: tool calls"
-_FILES = "not supported: it is read from the directory of MODEL; put the files there"
-_LAYERS = "layers are not dealt out to workers; --tensor-parallel-size shares out each of them"
-_QUANTISED = "not supported: quantised weights; --dtype has the formats there are"
+_LORA = "LoRA adapters; merge the adapter into the weights"
+_ONE_HOST = "all processes run on one host"
+_SPECULATION = "speculative decoding"
+_STRUCTURE = "structured output"
+_TOOLS = "tool calls"
+_FILES = "it is read from the directory of MODEL; put the files there"
+_LAYERS = "layers are not distributed to workers; --tensor-parallel-size splits each of them"
+_QUANTISED = "quantised weights; --dtype lists the formats"
 
-ELSEWHERE = {
+NOT_SUPPORTED = {
     "--data-parallel-address": _ONE_HOST,
     "--data-parallel-size-local": _ONE_HOST,
     "--headless": _ONE_HOST,
-    "--no-enable-chunked-prefill": f"not supported: {_CHUNKS}",
-    "--kv-transfer-config": "not supported: the KV cache of an engine is its own",
+    "--no-enable-chunked-prefill": _CHUNKS,
+    "--kv-transfer-config": "the KV cache of an engine is its own",
     "--quantization": _QUANTISED,
     "-q": _QUANTISED,
     "--speculative-config": _SPECULATION,
     "--speculative-model": _SPECULATION,
     "--num-speculative-tokens": _SPECULATION,
-    "--compilation-config": "not supported: --enforce-eager is all there is to choose",
-    "-O": "not supported: --enforce-eager is all there is to choose",
+    "--compilation-config": _COMPILATION,
+    "-O": _COMPILATION,
     "--enable-lora": _LORA,
     "--lora-modules": _LORA,
     "--tool-call-parser": _TOOLS,
     "--enable-auto-tool-choice": _TOOLS,
-    "--reasoning-parser": "not supported: reasoning is not told from the answer",
+    "--reasoning-parser": "reasoning is not separated from the answer",
     "--guided-decoding-backend": _STRUCTURE,
     "--structured-outputs-config": _STRUCTURE,
     "--tokenizer": _FILES,
     "--hf-overrides": _FILES,
-    "--video-pruning-rate": "not supported: all of a video counts; --media-io-kwargs has fewer frames taken",
+    "--video-pruning-rate": "all of a video counts; --media-io-kwargs samples fewer frames",
     "--disable-mm-preprocessor-cache": "use --mm-processor-cache-gb 0",
-    "--override-generation-config": "not supported: --generation-config names a directory with such a file",
-    "--otlp-traces-endpoint": "not supported: traces; /metrics has histograms of each stage of a request",
+    "--override-generation-config": "--generation-config names a directory with such a file",
+    "--otlp-traces-endpoint": "traces; /metrics has histograms of each stage of a request",
 }
 
-# Of these some values ask for nothing that is missing: those that the pattern matches whole; None: the flag takes none.
+# Some values of these ask for nothing that is missing: those that the pattern matches whole; None: it takes no value.
 NO_EFFECT: dict[str, tuple[str | None, str]] = {
     "--pipeline-parallel-size": ("1", _LAYERS),
     "-pp": ("1", _LAYERS),
     "--distributed-executor-backend": ("mp|uni", "workers are processes of this host"),
-    "--nnodes": ("1", "all processes run on one host"),
-    "--node-rank": ("0", "all processes run on one host"),
+    "--nnodes": ("1", _ONE_HOST),
+    "--node-rank": ("0", _ONE_HOST),
     "--enable-chunked-prefill": (None, _CHUNKS),
     "--scheduling-policy": ("fcfs|priority", "requests go by their `priority`, and then by their arrival"),
     "--swap-space": (r"[\d.]+", "a preempted request is computed again"),
@@ -64,7 +65,7 @@ NO_EFFECT: dict[str, tuple[str | None, str]] = {
     "--convert": ("auto|none", _GENERATES),
     "--max-logprobs": ("20", "a request may ask for up to 20 logprobs of a token"),
     "--chat-template-content-format": ("auto|openai", "a chat template gets content in the form that the message has"),
-    "--interleave-mm-strings": (None, "media stand where the message has them"),
+    "--interleave-mm-strings": (None, "media stay where the message has them"),
     "--skip-mm-profiling": (None, "on CUDA the memory that media need is measured at start"),
     "--response-role": ("assistant", "answers are of the role assistant"),
     "--enable-prompt-tokens-details": (None, "the answer's usage always has them"),
@@ -76,13 +77,13 @@ NO_EFFECT: dict[str, tuple[str | None, str]] = {
 
 
 def no_effect_line(flag: str, value: Any) -> str:
-    """The line of the log on a flag of `NO_EFFECT` with its value as typed or in a file; None or True: without one.
+    """The line of the log on a flag of `NO_EFFECT` with its value as typed or in a file; True: without one.
 
     Raises:
         ConfigError: the value asks for more than there is.
     """
     accepted, why = NO_EFFECT[flag]
-    given = flag if value is None else f"{flag} {value}"
-    if not re.fullmatch(accepted or "None|True", str(value)):
+    given = flag if value is True else f"{flag} {value}"
+    if not re.fullmatch(accepted or "True", str(value)):
         raise ConfigError(f"{given}: not supported: {why}")
     return f"{given}: accepted, has no effect: {why}"

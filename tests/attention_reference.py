@@ -1,13 +1,21 @@
-"""What paged attention must compute: a plain softmax in float64, one query at a time. For tests and comparisons."""
+"""What paged attention must compute: a plain softmax in float64, one query at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mini_engine.worker.paged_attention import Span
+from mini_engine.worker.attention import Span
+
+
+def slots_of(spans: list[Span], block_size: int) -> Tensor:
+    """Where the tokens of the spans are kept, one span after the other."""
+    index = [np.arange(span.start, span.context) for span in spans]
+    places = [span.blocks[i // block_size] * block_size + i % block_size for span, i in zip(spans, index, strict=True)]
+    return torch.from_numpy(np.concatenate(places))
 
 
 def reference_attention(q: Tensor, keys: Tensor, values: Tensor, spans: Sequence[Span]) -> Tensor:

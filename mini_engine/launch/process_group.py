@@ -1,0 +1,313 @@
+"""The child processes: start one, send to one, wait for what any of them does.
+
+All are started from the main thread, since the kernel's parent-death signal follows the parent thread. Knows nothing of
+what is to be done about what happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from mini_engine.child import ChildSpec
+from mini_engine.config import ConfigError
+from mini_engine.log import LogSettings
+from mini_engine.messages import AnyMessage, ControlReply, PeerGone, Role
+from mini_engine.metrics_files import forget_gauges, make_files
+from mini_engine.transport import sockets
+from mini_engine.transport.codec import Encoder, decode
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+DEATH_SECONDS = 30.0  # how long a process that was killed may take to die: it may have much memory to give back
+
+
+class ChildProcess:
+    """One started child. It logs to the supervisor's stderr. `pidfd` becomes readable at its death."""
+
+    def __init__(self, spec: ChildSpec, popen: subprocess.Popen[bytes]):
+        self.role: Role = spec.role
+        self.index = spec.index
+        self.name = f"{spec.role} {spec.index}"
+        self.incarnation = spec.incarnation
+        self.metrics_number = spec.metrics_number
+        self.pid = popen.pid
+        self.pidfd = os.pidfd_open(popen.pid)
+        self.peer = b""  # its address on the supervisor's ROUTER, known from its Hello
+        self.generation = 0  # which start of the engines it belongs to
+        self.ready = False  # built and connected
+        self.started = False  # API server: it was sent `Start`
+        self.serving = False  # takes requests
+        self.dismissed = False  # it was asked to exit, or killed, because it is not needed any more
+        self.turns = 0  # of `launch/liveness.py` since it was started, or since it last answered
+        self.kill_reason: str | None = None  # why the supervisor has killed it
+        self.killed_at: float | None = None  # when first, by `time.monotonic`
+        self._popen = popen
+
+    @classmethod
+    def start(cls, spec: ChildSpec, environment: dict[str, str], module: str = "mini_engine.child") -> ChildProcess:
+        """Start `module` in a fresh interpreter, which inherits the descriptors of `spec`. Call it from the main thread
+        only.
+
+        Raises:
+            OSError: the host gives no process, or no descriptors for it.
+        """
+        popen = subprocess.Popen(
+            [sys.executable, "-m", module, msgspec.json.encode(spec).decode()],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what libraries print is part of the log
+            env={**os.environ, **environment},
+            pass_fds=[*spec.media_stores, *([] if spec.listen_fd is None else [spec.listen_fd])],
+        )
+        try:
+            return cls(spec, popen)
+        except OSError:  # no descriptor to watch it by
+            popen.kill()
+            popen.wait()
+            raise
+
+    @property
+    def title(self) -> str:
+        """For the log: `worker 0.1 (pid 4711)`."""
+        return f"{self.name} (pid {self.pid})"
+
+    @property
+    def engine(self) -> str | None:
+        """The number of the engine that a core or a worker belongs to."""
+        return None if self.role == "api" else self.index.partition(".")[0]
+
+    @property
+    def state(self) -> str:
+        """The letter by which `ps` shows what it does; see proc(5)."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0]
+        except OSError:
+            return "?"
+
+    def set_serving(self) -> None:
+        """It takes requests, and is asked for signs of life from now on."""
+        if not self.serving:
+            self.serving, self.turns = True, 0
+
+    def reap(self) -> str:
+        """Collect a dead child; returns how it died in words."""
+        status = self._popen.wait()
+        self.close()
+        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+    def close(self) -> None:
+        """Close the descriptor: it is not watched any more."""
+        os.close(self.pidfd)
+
+    def terminate(self) -> None:
+        """Ask an API server to exit at once, answering its clients. One that does not serve yet dies by the signal."""
+        self.dismissed = True
+        self._popen.send_signal(signal.SIGUSR1)  # not SIGTERM, which others may send to all processes of the group
+
+    def kill(self) -> None:
+        """End it at once: it dies within moments, unless it is in the kernel and cannot be interrupted there."""
+        if self.killed_at is None:
+            self.killed_at = time.monotonic()
+        self._popen.kill()
+
+
+@dataclass(frozen=True)
+class Received:
+    """A child has sent a message."""
+
+    child: ChildProcess
+    body: AnyMessage
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A child is no child any more; the others of its generation were notified."""
+
+    child: ChildProcess
+    how: str  # in words, such as "died: killed by SIGKILL"
+    by_signal: bool
+    reaped: bool = True  # False: it was killed and lives on, since a device or a disk blocks it in the kernel
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """This process got signals that stop the server."""
+
+    numbers: list[int]  # at least one
+
+
+Event = Received | Gone | Interrupted
+
+
+class StopSignals:
+    """SIGINT and SIGTERM, as a descriptor that a poller can wait for. From its making on they end nothing else."""
+
+    def __init__(self) -> None:
+        self.fd, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda *_: None)  # the number arrives through the wake-up descriptor
+
+    def take(self) -> list[Event]:
+        """Those that have come, as one event; `fd` is readable."""
+        numbers = [number for number in os.read(self.fd, 64) if number in STOP_SIGNALS]
+        return [Interrupted(numbers)] if numbers else []
+
+
+class ProcessGroup:
+    """All children, of the engines that serve and of those before them, on one ROUTER in `runtime_dir`.
+
+    Raises:
+        ConfigError: there is no room in it.
+    """
+
+    def __init__(self, runtime_dir: Path, log: LogSettings, signals: StopSignals):
+        self.children: list[ChildProcess] = []
+        self._metrics_dir = runtime_dir / "metrics"
+        self._tmpdir = runtime_dir / "tmp"
+        self._log = log
+        self._signals = signals
+        self._incarnations = itertools.count(1)
+        self._encoder = Encoder("supervisor", 0)
+        self._endpoint = f"ipc://{runtime_dir}/supervisor"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._metrics_dir.mkdir()
+            self._tmpdir.mkdir()
+            self._router = sockets.bind_router(self._context, self._endpoint)
+        except (OSError, zmq.ZMQError) as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(
+                f"no room for a directory in {runtime_dir.parent} ({error.strerror}): set TMPDIR to where there is"
+            ) from None
+
+    def start(
+        self, role: Role, index: str, generation: int, listener: socket.socket | None = None,
+        media_stores: Sequence[int] = (),
+    ) -> ChildProcess:  # fmt: skip
+        """Start a child that belongs to the engines of this `generation` and inherits these descriptors.
+
+        Raises OSError: the host gives no process, or no room for the metrics files of an API server.
+        """
+        number = None
+        if role == "api":
+            taken = {child.metrics_number for child in self.api_servers()}
+            number = next(number for number in itertools.count() if number not in taken)
+            make_files(self._metrics_dir, number)
+        spec = ChildSpec(
+            role,
+            index,
+            next(self._incarnations),
+            os.getpid(),
+            self._endpoint,
+            self._log,
+            None if listener is None else listener.fileno(),
+            list(media_stores),
+            str(self._metrics_dir),
+            number,
+        )
+        child = ChildProcess.start(spec, {"TMPDIR": str(self._tmpdir)})  # what libraries leave there goes in the end
+        child.generation = generation
+        self.children.append(child)
+        return child
+
+    def api_servers(self) -> list[ChildProcess]:
+        """Those of all generations."""
+        return [child for child in self.children if child.role == "api"]
+
+    def engines(self) -> list[ChildProcess]:
+        """Cores and workers."""
+        return [child for child in self.children if child.role != "api"]
+
+    def engine_of(self, child: ChildProcess) -> list[ChildProcess]:
+        """The processes of its engine, if it belongs to one, that live."""
+        return [
+            other for other in self.engines() if (other.generation, other.engine) == (child.generation, child.engine)
+        ]
+
+    def send(self, child: ChildProcess, body: AnyMessage) -> None:
+        """A child that does not take it is dying or hangs: its death or a time-out has the last word."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._router.send_multipart([child.peer, self._encoder.encode(body)], zmq.NOBLOCK)
+
+    def wait(self, seconds: float | None) -> list[Event]:
+        """What has happened, in this order: messages, signals, deaths, and processes that were killed and do not die.
+
+        Of deaths that are found at once, those by a signal come first: a process that exits by itself has often lost
+        another. Waits for the first event for so long at most.
+        """
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._signals.fd, zmq.POLLIN)
+        children = list(self.children)
+        for child in children:
+            poller.register(child.pidfd, zmq.POLLIN)
+        waits = [DEATH_SECONDS - age for child in children if (age := _since_kill(child)) is not None]
+        waits += [] if seconds is None else [seconds]
+        ready = dict(poller.poll(max(0, int(min(waits) * 1000) + 1) if waits else None))
+        events: list[Event] = self._receive() if self._router in ready else []
+        if self._signals.fd in ready:
+            events += self._signals.take()
+        deaths = [self._reap(child) for child in children if child.pidfd in ready]
+        deaths.sort(key=lambda death: not death.by_signal)
+        overdue = [child for child in self.children if (_since_kill(child) or 0.0) > DEATH_SECONDS]
+        return [*events, *deaths, *(self._give_up(child) for child in overdue)]
+
+    def close(self) -> None:
+        """Without children."""
+        assert not self.children
+        self._context.destroy(linger=0)
+
+    def _receive(self) -> list[Event]:
+        received: list[Event] = []
+        while True:
+            try:
+                peer, frame = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return received
+            envelope = decode(frame)
+            for child in self.children:
+                if child.incarnation != envelope.incarnation:
+                    continue
+                child.peer = peer
+                if isinstance(envelope.body, ControlReply):
+                    child.turns = 0
+                else:
+                    received.append(Received(child, envelope.body))
+
+    def _reap(self, child: ChildProcess) -> Gone:
+        status = child.reap()
+        self._remove(child)
+        how = f"died: {status}" if child.kill_reason is None else f"was killed: {child.kill_reason}"
+        return Gone(child, how, by_signal=status.startswith("killed"))
+
+    def _give_up(self, child: ChildProcess) -> Gone:
+        self._remove(child)
+        child.close()
+        how = f"does not die {DEATH_SECONDS:g} s after it was killed (state in proc(5): {child.state})"
+        return Gone(child, how, by_signal=False, reaped=False)
+
+    def _remove(self, child: ChildProcess) -> None:
+        self.children.remove(child)
+        if child.metrics_number is not None:
+            with contextlib.suppress(OSError):  # out of descriptors: its last values stay until its successor serves
+                forget_gauges(self._metrics_dir, child.metrics_number)
+        for other in self.children:
+            if other.generation == child.generation:
+                self.send(other, PeerGone(child.name, child.incarnation))
+
+
+def _since_kill(child: ChildProcess) -> float | None:
+    """Seconds."""
+    return None if child.killed_at is None else time.monotonic() - child.killed_at

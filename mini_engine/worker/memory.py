@@ -1,0 +1,259 @@
+"""How many blocks the KV cache of a rank has, and what else a CUDA device must have room for.
+
+On CUDA a step of the worst kind is run before there is a cache, and measured: so the first large video finds the memory
+that it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.free_memory import CUDA_CONTEXT_BYTES, available_memory, processor_bytes, processor_memory
+from mini_engine.messages import Chunk, MediaCachePlan, NewSequence, SamplingParams, Step
+from mini_engine.model.config import ModelConfig, VisionConfig
+from mini_engine.model.rope import Grid
+from mini_engine.model.vision_language import AttentionShape
+from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.normalisation import Modality, settings_of
+
+logger = logging.getLogger(__name__)
+
+CPU_MEMORY = 1 << 30  # bytes for the blocks where no flag says how many
+STEP_REMEDY = (
+    "lower --max-num-batched-tokens, --max-num-encoder-input-tokens or --max-model-len, or raise --tensor-parallel-size"
+)
+# What CUDA, cuBLAS and NCCL write into errors that torch passes on as they are.
+OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")
+# Every way of choosing a token that needs memory of the vocabulary's size. Without top_k: with it, top_p looks at the
+# likeliest alone, and without it sorts all.
+HUNGRY_SAMPLING = SamplingParams(
+    max_tokens=1, seed=0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, logprobs=20
+)
+
+
+@contextlib.contextmanager
+def room_for(what: str, remedy: str, device: torch.device) -> Iterator[None]:
+    """Around what takes memory of the device.
+
+    Raises:
+        ConfigError: there is none left; the text names `what`, and then `remedy`: one line in the place of a traceback.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # A graph's recording that runs out of memory raises a second error, which says only that it was not completed.
+        causes: list[BaseException] = [error]
+        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+            causes.append(cause)
+        if any(sign in str(cause) for cause in causes for sign in OUT_OF_MEMORY):
+            raise ConfigError(f"{device} has no room for {what}; {remedy}") from None
+        raise
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes of a CUDA device that one worker cannot have for its KV cache, and how many workers share the device."""
+
+    total: int  # of the device
+    workers: int
+    outside: int  # in use, but not by this process's tensors: CUDA's own and other programs'
+    weights: int
+    step: int  # beside the weights, at the peak of a step of the worst kind
+    media: int  # media and their embeddings, when all that may be kept is kept; what API servers take to make them
+
+    def left(self, share: float) -> int:
+        """Bytes for this worker's KV cache if the workers may take `share` of the device; may be below 0."""
+        return int(self.total * share) // self.workers - (self.outside + self.weights + self.step + self.media)
+
+    def __str__(self) -> str:
+        parts = ((self.weights, "weights"), (self.step, "a step"), (self.media, "media"), (self.outside, "others"))
+        return ", ".join(f"{what} {nbytes / 2**30:.2f} GiB" for nbytes, what in parts)
+
+
+def count_blocks(
+    config: EngineConfig,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    longest: int,
+    device: torch.device,
+    use: MemoryUse | None = None,
+) -> int:
+    """How many blocks to allocate: `--num-gpu-blocks-override`, or what fits into the memory for them, but no more than
+    `--max-num-seqs` sequences of `longest` tokens fill.
+
+    `use` is what all else takes of a CUDA device; needed there unless one of the flags gives the size.
+
+    Raises:
+        ConfigError: not a single block fits, or the device has less memory than a flag asks for.
+    """
+    block_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize * config.block_size
+    if config.num_gpu_blocks_override is not None:
+        _check_free(config, config.num_gpu_blocks_override * block_bytes, "--num-gpu-blocks-override", device)
+        return config.num_gpu_blocks_override
+    memory, origin = _memory(config, use)
+    fit = memory // block_bytes
+    if fit < 1:
+        raise ConfigError(
+            f"{origin} leaves {memory} bytes for the KV cache, but one block needs {block_bytes}; "
+            f"raise {'it' if origin.startswith('--') else '--kv-cache-memory-bytes'}, or lower --block-size"
+        )
+    count = min(fit, config.max_num_seqs * -(-longest // config.block_size))
+    if config.kv_cache_memory_bytes is not None:
+        _check_free(config, count * block_bytes, "--kv-cache-memory-bytes", device)
+    return count
+
+
+def _check_free(config: EngineConfig, nbytes: int, flag: str, device: torch.device) -> None:
+    """Raises ConfigError when a cache of that size cannot be had; on the CPU nothing else would, until it is full."""
+    if device.type == "cpu":
+        workers = config.tensor_parallel_size * config.data_parallel_size
+        free, whose = available_memory(), f" for each of {workers} workers" if workers > 1 else ""
+        short = nbytes * workers > free
+    else:
+        free, whose = torch.cuda.mem_get_info(device)[0], f" on {device}"
+        short = nbytes > free
+    if short:
+        raise ConfigError(
+            f"{flag}: a KV cache of {nbytes / 2**30:.1f} GiB{whose} cannot be had, "
+            f"{free / 2**30:.1f} GiB of memory are free; lower it"
+        )
+
+
+def _memory(config: EngineConfig, use: MemoryUse | None) -> tuple[int, str]:
+    """Bytes for all blocks of one rank, and what set them."""
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes, f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
+    if use is None:
+        return CPU_MEMORY, "the CPU's default"
+    share = config.gpu_memory_utilization
+    return use.left(share), f"--gpu-memory-utilization {share:g} ({use})"
+
+
+def profile(
+    config: EngineConfig, model_dir: str, media_cache: MediaCachePlan, model: ModelConfig,
+    device: torch.device, runner_with: Callable[[int], ModelRunner],
+) -> MemoryUse | None:  # fmt: skip
+    """What of its CUDA device this rank cannot have for the KV cache; None where that does not set the cache's size.
+
+    `runner_with` makes a runner of the loaded model, with a KV cache of so many blocks. A collective: it runs a step.
+
+    Raises:
+        ConfigError: there is no room for the step.
+    """
+    flags = (config.kv_cache_memory_bytes, config.num_gpu_blocks_override)
+    if device.type == "cpu" or flags != (None, None):
+        return None
+    runner = runner_with(1)
+    grids = worst_grids(config, model.vision, model_dir)
+    step = worst_step(config, config.sequence_tokens(model.text.max_position_embeddings))
+    ranks = config.tensor_parallel_size * config.data_parallel_size
+    devices = torch.cuda.device_count()
+    workers = -(-ranks // devices)  # more than one only where they share devices
+    # Whether the API servers have taken theirs yet cannot be told; where they have, it counts among `outside` too.
+    media = media_bytes(config, model, runner.dtype, media_cache) + processor_bytes(config, devices) // workers
+    use = measure(device, workers, media, partial(run_worst, runner, model.vision, grids, step))
+    logger.info("memory of %s beside the KV cache: %s", device, use)
+    return use
+
+
+def measure(device: torch.device, workers: int, media: int, run: Callable[[], None]) -> MemoryUse:
+    """The memory of a CUDA device on which the weights lie already, `run` being a step of the worst kind.
+
+    Raises:
+        ConfigError: there is no room for the step.
+    """
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    weights = torch.cuda.memory_reserved(device)
+    what = f"the largest step beside the weights, {weights / 2**30:.1f} GiB"
+    with room_for(what, STEP_REMEDY, device):
+        run()
+        torch.cuda.synchronize(device)
+    step = torch.cuda.max_memory_reserved(device) - weights
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    # Where several workers share a device, what the others take cannot be told apart.
+    outside = total - free - torch.cuda.memory_reserved(device) if workers == 1 else CUDA_CONTEXT_BYTES
+    return MemoryUse(total, workers, outside, weights, step, media)
+
+
+def run_worst(runner: ModelRunner, vision: VisionConfig, grids: Sequence[Grid], step: Step) -> None:
+    """Encode raw patches of these grids, then run the step and forget its sequences."""
+    if grids:
+        runner.encode_patches([torch.zeros(t * h * w, vision.patch_dim, dtype=torch.uint8) for t, h, w in grids], grids)
+    runner.execute(step)
+    runner.execute(Step(0, finished=[new.request_id for new in step.started]))
+
+
+def media_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, cache: MediaCachePlan) -> int:
+    """Bytes on a worker's device of media: embeddings, those kept in its own cache, and those on their way."""
+    if not _modalities(config):
+        return 0
+    embeddings = config.encoder_cache_tokens * model.vision.row_size * dtype.itemsize
+    kept = cache.nbytes if cache.kind == "lru" else 0
+    # Of what lies in an API server's slots a rank has a copy, too, as long as it lies there.
+    slots = processor_memory(config).slots // config.data_parallel_size
+    return embeddings + kept + config.api_server_count * (config.mm_ipc_memory_bytes + slots)
+
+
+def worst_grids(config: EngineConfig, vision: VisionConfig, model_dir: str | Path) -> list[Grid]:
+    """The temporal grids of the largest call of the vision tower: as many of the largest as a step may encode, at least
+    one; none where `--limit-mm-per-prompt` allows no media.
+
+    The largest is what the model's processor and the limits on pixels let through, as `--mm-processor-kwargs` has it.
+    """
+    modalities = _modalities(config)
+    if not modalities:
+        return []
+    merge = vision.spatial_merge_size
+    pixels = max(_most_pixels(config, model_dir, modality) for modality in modalities)
+    largest = max(1, min(pixels // (merge * vision.patch_size) ** 2, config.encoder_cache_tokens))
+    rows = math.isqrt(largest)
+    grid = (1, rows * merge, largest // rows * merge)
+    return [grid] * max(1, config.step_media_tokens("cuda") // largest)
+
+
+def worst_step(config: EngineConfig, longest: int) -> Step:
+    """As many tokens and sequences as a step may have: the end of a prompt of `longest` tokens, and new ones beside it.
+
+    All lie in block 0, whose contents mean nothing, so that a cache of one block is enough.
+    """
+    left, started, chunks = config.step_tokens("cuda"), [], []
+    for number in range(config.max_num_seqs):
+        after = min(config.max_num_seqs - number - 1, left - 1)  # a token for each of the others
+        count = min(longest, left - after)
+        start = 0 if number else longest - count
+        blocks = [0] * -(-(start + count) // config.block_size)
+        name = f"worst {number}"
+        started.append(NewSequence(name, [0] * (start + count), HUNGRY_SAMPLING, []))
+        chunks.append(Chunk(name, start, count, blocks, True))
+        left -= count
+        if not left:
+            break
+    return Step(0, started=started, chunks=chunks)
+
+
+def _modalities(config: EngineConfig) -> list[Modality]:
+    every: tuple[Modality, ...] = ("image", "video")
+    return [each for each in every if config.item_limits.get(each) != 0]
+
+
+def _most_pixels(config: EngineConfig, model_dir: str | Path, modality: Modality) -> int:
+    """Most pixels of an image, or of a video's frame, as it reaches the vision tower."""
+    accepted = config.max_image_pixels if modality == "image" else config.max_frame_pixels
+    settings = settings_of(model_dir, modality)
+    size = {**(settings.get("size") or {}), **config.mm_processor_kwargs.get("size", {})}
+    bounds = {**settings, **config.mm_processor_kwargs}
+    least = size.get("shortest_edge") or bounds.get("min_pixels") or 0
+    most = size.get("longest_edge") or bounds.get("max_pixels") or accepted
+    # The processor enlarges what is smaller than its own least.
+    return min(most, max(least, accepted))

@@ -1,0 +1,292 @@
+"""POST /v1/chat/completions: what clients get for good requests and bad ones, and what reaches the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+from typing import Any
+
+import openai
+import pytest
+
+from mini_engine.api.protocol import ChatRequest
+from mini_engine.media.processor import MediaProcessor
+from tests.api.patience import eventually
+from tests.api.peers import as_requests, logprobs_of
+from tests.api.serving import (
+    ANSWER,
+    CLIP,
+    LIMITS,
+    MAX_MEDIA_BYTES,
+    MAX_MODEL_LEN,
+    Counted,
+    Serve,
+    Served,
+    SlowWeb,
+    check_error,
+    choices_of,
+    events_of,
+    image,
+    media_loader,
+    video,
+)
+
+CUT = CLIP[: len(CLIP) * 7 // 10]
+LARGE = b"x" * (MAX_MEDIA_BYTES + 1)
+streamed_or_whole = pytest.mark.parametrize("stream", [False, True])
+
+
+def with_usage(stream: bool) -> dict[str, Any]:
+    return {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+@streamed_or_whole
+async def test_answer_and_its_usage(served: Served, stream: bool) -> None:
+    counted = Counted("prompt_tokens_total", "generation_tokens_total", "request_success_total{finished_reason=length}")
+    answer = await choices_of(await served.ask(**with_usage(stream)))
+    assert (answer.texts, answer.reasons) == (["".join(ANSWER)], ["length"])
+    (request,) = served.core.requests
+    prompt, generated = len(request.prompt_token_ids), sum(map(len, map(served.encode, ANSWER)))
+    used = answer.usage
+    assert (used.prompt_tokens, used.completion_tokens, used.total_tokens) == (prompt, generated, prompt + generated)
+    assert counted.since() == [prompt, generated, 1]
+    assert (request.media, request.siblings) == ([], [])
+
+
+async def test_headers_and_end_of_a_stream(served: Served) -> None:
+    response = await served.post(stream=True)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    request_id = response.headers["x-request-id"]
+    assert request_id == served.core.requests[0].request_id and request_id.startswith("chatcmpl-")
+    assert {event["id"] for event in events_of(response)} == {request_id} and "usage" not in response.text
+
+
+@streamed_or_whole
+async def test_choices(served: Served, stream: bool) -> None:
+    texts = [["a red", " circle"], ["the blue", " square", " stands"], ["moving"]]
+    served.core.script = lambda request: [served.encode(text) for text in texts[request.sampling.seed]]
+    served.core.cached = 16
+    answer = await choices_of(await served.ask([image()], n=3, seed=0, stop="square", **with_usage(stream)), 3)
+    assert answer.texts == ["a red circle", "the blue ", "moving"]
+    assert answer.reasons == ["length", "stop", "length"]
+    (request,) = served.core.requests
+    assert [one.request_id for one in as_requests(request)] == [f"{request.request_id}-{index}" for index in (1, 2)]
+    assert len(request.media) == 1
+    assert answer.usage.prompt_tokens == len(request.prompt_token_ids)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 16
+    delivered = ["a red", " circle", "the blue", " square", "moving"]  # with the token that completes the stop string
+    assert answer.usage.completion_tokens == sum(map(len, map(served.encode, delivered)))
+
+
+@streamed_or_whole
+async def test_stop_string_ends_the_request(served: Served, stream: bool) -> None:
+    served.says("a red", " circ", "le moving", " left")
+    served.core.hold = True
+    answer = await choices_of(await served.ask(stop=["circle"], stream=stream))
+    assert (answer.texts, answer.reasons) == (["a red "], ["stop"])
+    await eventually(lambda: bool(served.core.finishes))
+    assert [finish.reason for finish in served.core.finishes] == ["stop"]
+
+
+END_TOKENS: list[tuple[str, dict[str, Any], str]] = [
+    ("x", {}, "a red"),
+    ("x", {"include_stop_str_in_output": True}, "a redx"),
+    ("<|im_end|>", {"skip_special_tokens": False}, "a red"),
+    ("<|im_end|>", {"skip_special_tokens": False, "include_stop_str_in_output": True}, "a red<|im_end|>"),
+    ("<|im_end|>", {"include_stop_str_in_output": True}, "a red"),
+]
+
+
+async def test_stop_token_is_in_the_text_where_it_is_asked_for(served: Served) -> None:
+    served.says("a red")
+    served.core.hold = True
+    for count, (text, fields, expected) in enumerate(END_TOKENS, 1):
+        (token,) = served.encode(text)
+        asking = asyncio.create_task(served.ask(extra_body={"stop_token_ids": [token], **fields}))
+        await served.core.end(await served.core.has_requests(count), "stop", tokens=[token])
+        answer = await asking
+        assert answer.choices[0].finish_reason == "stop"
+        assert (answer.choices[0].message.content, answer.usage.completion_tokens) == (
+            expected,
+            len(served.encode("a red")) + 1,
+        )
+
+
+@streamed_or_whole
+async def test_logprobs(served: Served, stream: bool) -> None:
+    served.says("a red", " circ", "le 🎈", " left", " x")
+    answer = await choices_of(await served.ask(logprobs=True, top_logprobs=2, stop=["left"], stream=stream))
+    listed = [one for part in answer.logprobs for one in part.content]
+    assert answer.texts == ["a red circle 🎈 "]
+    assert b"".join(bytes(one.bytes) for one in listed).startswith(answer.texts[0].encode())
+    assert "".join(one.token for one in listed).startswith("a red circle ")
+    _, *likeliest = logprobs_of(0, 2)
+    for one in listed:
+        assert (one.logprob, [other.logprob for other in one.top_logprobs]) == (-0.25, [-1.0, -2.0])
+    assert [other.logprob for other in likeliest] == [-1.0, -2.0]
+    assert (await served.ask()).choices[0].logprobs is None
+    assert served.core.requests[1].sampling.logprobs is None
+
+
+async def test_error_of_the_engine(served: Served) -> None:
+    served.says("a")
+    served.core.hold = True
+    whole = served.asking()
+    await served.core.end(await served.core.has_requests(), "error", "the media are lost")
+    check_error(await whole, 500, "internal_error", "the media are lost")
+
+    stream = await served.ask(stream=True)
+    assert (await anext(stream)).choices[0].delta.content == "a"
+    await served.core.end(served.core.requests[1], "error", "the media are lost")
+    with pytest.raises(openai.APIError, match="the media are lost") as caught:
+        [chunk async for chunk in stream]
+    assert caught.value.body["type"] == "server_error"
+
+
+async def test_conversation_is_forgotten_once_the_engine_has_it(served: Served) -> None:
+    """As text its media are as large as they are themselves, and an answer may take long."""
+    gc.collect()  # what other tests have left in cycles
+    served.core.hold = True
+    for count, stream in enumerate((False, True), 1):
+        await served.connect_chat(content=[image()], stream=stream)
+        await served.core.output(await served.core.has_requests(count), [65])
+        await eventually(lambda: not any(type(one) is ChatRequest for one in gc.get_objects()))
+
+
+# --- media -----------------------------------------------------------------------------------------------------------
+
+
+async def test_media_take_their_places_in_the_prompt(served: Served) -> None:
+    counted = Counted("media_decodes_total")
+    await served.ask([image(56), {"type": "text", "text": "what?"}, image(112)])
+    (request,) = served.core.requests
+    (placeholder,) = served.encode("<|image_pad|>")
+    for item in request.media:
+        place = slice(item.offset, item.offset + item.num_tokens)
+        assert request.prompt_token_ids[place] == [placeholder] * item.num_tokens
+    assert [item.grid_thw for item in request.media] == [(1, 4, 4), (1, 8, 8)]
+    assert counted.since() == [2]
+
+
+FEWER: list[dict[str, Any]] = [
+    {"media_io_kwargs": {"video": {"num_frames": 4}}},
+    {"mm_processor_kwargs": {"num_frames": 4}},
+    {"media_io_kwargs": {"video": {"start": 0.4, "end": 0.8}}},
+    {"media_io_kwargs": {"video": {"fps": 3.0, "max_frames": None}, "image": {}}, "mm_processor_kwargs": {}},
+]
+
+
+SMALLER = {"mm_processor_kwargs": {"size": {"longest_edge": 8 * 28 * 28}}}
+SETTINGS: list[tuple[dict[str, Any], list[tuple[dict[str, Any], int]]]] = [
+    (video(), [({}, 24), *((fewer, 8) for fewer in FEWER)]),
+    (image(140), [({}, 25), (SMALLER, 4), (FEWER[0], 25)]),  # an image does not depend on what is said of videos
+]
+
+
+@pytest.mark.parametrize(("part", "cases"), SETTINGS)
+async def test_request_may_ask_for_fewer_frames_or_smaller_items(served: Served, part: Any, cases: Any) -> None:
+    served.core.keeps = True
+    for fields, tokens in [*cases, *cases]:
+        assert (await served.post([part], **fields)).json()["usage"]["media"][0]["tokens"] == tokens
+    items = [request.media[0] for request in served.core.requests]
+    assert all(item.patches is None for item in items[len(cases) :])
+    hashes = [item.media_hash for item in items[: len(cases)]]
+    assert hashes[0] != hashes[1] and (hashes[0] == hashes[2]) == (part == image(140))
+
+
+@streamed_or_whole
+async def test_usage_says_what_the_model_saw(served: Served, stream: bool) -> None:
+    served.core.keeps = True
+    for is_cached in (False, True):
+        answer = await served.ask([image(140), video()], extra_body=FEWER[0], **with_usage(stream))
+        assert (await choices_of(answer)).usage.media == [
+            {"type": "image", "width": 140, "height": 140, "tokens": 25},
+            {"type": "video", "width": 56, "height": 56, "tokens": 8, "frames": 4, "seconds_per_frame": 0.3},
+        ]
+        assert [item.patches is None for item in served.core.requests[-1].media] == [is_cached] * 2
+    assert not hasattr((await choices_of(await served.ask(**with_usage(stream)))).usage, "media")
+
+
+async def test_part_of_a_video_is_answered_with_a_warning_where_the_server_says_so(
+    serve: Serve, processor: MediaProcessor
+) -> None:
+    async with serve(media=media_loader(processor, allow_partial_video=True)) as served:
+        served.core.keeps = True
+        content = [video(CUT), image(), video(CUT)]
+        for _ in range(2):
+            first, second = (await served.post(content, n=2)).json()["warnings"]
+            assert first.startswith(f"video 1: {len(CUT)} of at least {len(CLIP)} bytes are there; ")
+            assert first.endswith(" frames were read") and second == first.replace("video 1", "video 2")
+        for options in ({}, {"stream_options": {"include_usage": True}}):
+            response = await served.post(content, stream=True, return_timings=True, **options)
+            *others, last = events_of(response)
+            assert last["warnings"] == [first, second] and "metrics" in last and ("usage" in last) == bool(options)
+            assert not any("warnings" in chunk or "metrics" in chunk for chunk in others)
+        assert "warnings" not in (await served.post([video()])).json()
+        cold, again = served.core.requests[:2]
+        assert [item.patches is None for item in again.media] == [False, True, False]  # a part is never a hit
+        assert [item.cacheable for item in cold.media] == [False, True, False]
+        assert len({request.media[0].media_hash for request in (cold, again)}) == 2
+
+
+# --- requests that are refused ---------------------------------------------------------------------------------------
+
+
+def file_part(path: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"file://{path}"}}
+
+
+def data_part(data: bytes, kind: str = "image") -> dict[str, Any]:
+    url = f"data:;base64,{base64.b64encode(data).decode()}"
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str, str | None, str]] = [
+    ("hello", {"model": "other"}, "model_not_found", "model", "does not exist; this server has tiny, alias."),
+    ("hello", {"frobnicate": 1}, "unknown_parameter", "frobnicate", "Unknown parameter: 'frobnicate'"),
+    ("hello", {"messages": None}, "invalid_value", "messages", "got `null`"),
+    ("hello", {"tools": [{}]}, "unsupported_parameter", "tools", "not supported by this server"),
+    ("hello", {"temperature": 3}, "invalid_value", "temperature", "<= 2.0"),
+    ("word " * 700, {}, "context_length_exceeded", "messages", f"{MAX_MODEL_LEN}"),
+    ("hello", {"max_tokens": MAX_MODEL_LEN}, "context_length_exceeded", "max_tokens", "Ask for at most"),
+    ("a <|image_pad|>", {}, "invalid_value", "messages", "<|image_pad|>"),
+    ([{"type": "sound"}], {}, "invalid_value", "messages[0].content[0].type", "sound"),
+    ([image()] * 6, {}, "invalid_value", "messages", "6 image items, more than the 5"),
+    ([data_part(b"AAAA")], {}, "invalid_media", "messages", "image 1"),
+    ([image(), data_part(LARGE)], {}, "invalid_media", "messages", "--max-media-bytes"),
+    ([file_part("/etc/hostname")], {}, "invalid_media", "messages", "no such regular file"),
+    ([file_part("{allowed}/large")] * 5, {}, "media_too_large", "messages", "--max-inflight-media-gb"),
+    ([video(), video(CUT)], {}, "invalid_media", "messages", "video 2: the file is cut short or damaged"),
+    ([image(140), image(141)], {}, "media_too_large", "messages", "--encoder-cache-tokens 50"),
+    ([video()], {"media_io_kwargs": {"video": {"x": 3}}}, "invalid_value", "media_io_kwargs", "unknown field `x`"),
+    ("hello", {"media_io_kwargs": {"image": {"x": 1}}}, "invalid_value", "media_io_kwargs", "images take no"),
+    ("hello", {"mm_processor_kwargs": {"x": 0}}, "invalid_value", "mm_processor_kwargs", "unknown field `x`"),
+]
+
+
+@streamed_or_whole
+async def test_refused_requests(serve: Serve, stream: bool) -> None:
+    async with serve(limit_mm_per_prompt={"image": 5}) as served:
+        (served.allowed / "large").write_bytes(b"x" * MAX_MEDIA_BYTES)
+        for content, fields, code, param, says in REFUSED:
+            if content[0] == file_part("{allowed}/large"):
+                content = [file_part(f"{served.allowed}/large")] * 5
+            response = await served.post(content, stream=stream, **fields)
+            check_error(response, 404 if code == "model_not_found" else 400, code, says)
+            error = response.json()["error"]
+            assert (error["type"], error["param"]) == ("invalid_request_error", param)
+            assert str(served.allowed) not in response.text and "/etc" not in response.text
+            assert served.at_rest()
+        assert served.core.requests == []
+        await served.ask([image(140), image(140)])  # the same twice is encoded once
+        assert sum(item.num_tokens for item in served.core.requests[0].media) > LIMITS.max_prompt_media_tokens
+
+
+async def test_token_ids_are_checked_before_media_are_loaded(served: Served, web: SlowWeb) -> None:
+    response = await served.post([web.part], logit_bias={"99999": 1})
+    check_error(response, 400, "invalid_value", "token id 99999 out of range")
+    assert not web.dialled

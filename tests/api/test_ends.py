@@ -1,0 +1,179 @@
+"""A request ends at each stage of its path: its client leaves, the engine dies, or the server stops.
+
+Its client is told, its engine only if that has it, and all that the request held is released: each server checks
+that at its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from mini_engine.api.engine_client import EngineClient
+from mini_engine.api.errors import shutting_down
+from mini_engine.media.policy import MediaPolicy
+from mini_engine.media.processor import MediaProcessor
+from mini_engine.transport.pages import PAGE_BYTES
+from tests.api.patience import PATIENCE, cancelled, eventually
+from tests.api.peers import make_queue
+from tests.api.serving import (
+    MAX_MEDIA_BYTES,
+    Counted,
+    GatedProcessor,
+    Serve,
+    Served,
+    SlowWeb,
+    check_error,
+    image,
+    media_loader,
+)
+
+Asking = asyncio.Task[httpx.Response]
+
+
+@dataclass
+class Ground:
+    served: Served
+    gated: GatedProcessor
+    web: SlowWeb
+    ahead: list[Asking] = field(default_factory=list)  # requests that the one in question waits for
+
+
+@pytest.fixture
+async def ground(serve: Serve, processor: MediaProcessor, web: SlowWeb) -> AsyncIterator[Ground]:
+    """A server with room for the tensors of one request, which keeps one item and holds what it is sent."""
+    gated = GatedProcessor(processor)
+    gated.door.set()
+    media = media_loader(gated, MediaPolicy(None, MAX_MEDIA_BYTES, ["127.0.0.1"]))
+    async with serve(media=media, queue=make_queue(PAGE_BYTES)) as served:
+        served.core.keeps = True
+        await served.post([image(84)])
+        served.core.hold = True
+        ground = Ground(served, gated, web)
+        yield ground
+        gated.door.set()
+        for asking in ground.ahead:
+            await cancelled(asking)
+
+
+async def downloading(ground: Ground) -> Asking:
+    asking = ground.served.asking([ground.web.part, image()])
+    await eventually(ground.web.asked.is_set)
+    return asking
+
+
+async def queued_for_decoding(ground: Ground) -> Asking:
+    admission = ground.served.context.admission
+    ground.gated.door.clear()
+    ground.ahead.append(ground.served.asking([image(56 + number) for number in range(admission.limit)]))
+    await eventually(lambda: admission.num_admitted == admission.limit)
+    asking = ground.served.asking([image()])
+    await eventually(lambda: admission.num_waiting == 1)
+    return asking
+
+
+async def looked_up(ground: Ground) -> Asking:
+    ground.served.core.answers_look_ups = False
+    asking = ground.served.asking([image(84)])
+    await eventually(lambda: len(ground.served.core.look_ups) == 2)
+    return asking
+
+
+async def processed(ground: Ground) -> Asking:
+    ground.gated.door.clear()
+    asking = ground.served.asking([image(84), image()])
+    await eventually(lambda: ground.gated.inside == 1)
+    return asking
+
+
+async def waiting_for_room(ground: Ground) -> Asking:
+    ground.ahead.append(ground.served.asking([image(56)]))
+    await ground.served.core.has_requests(2)
+    asking = ground.served.asking([image(57)])
+    await eventually(lambda: len(ground.served.context.engines.engines[0].requests) == 2)
+    return asking
+
+
+async def sent(ground: Ground) -> Asking:
+    ground.served.core.accepts = False
+    asking = ground.served.asking([image()], n=2)
+    await ground.served.core.has_requests(2)
+    return asking
+
+
+async def sent_again(ground: Ground) -> Asking:
+    ground.served.core.accepts = False
+    asking = ground.served.asking([image(84), image()])
+    await ground.served.core.turn_down(await ground.served.core.has_requests(2))
+    await ground.served.core.has_requests(3)
+    return asking
+
+
+async def answered(ground: Ground) -> Asking:
+    asking = ground.served.asking([image()], n=3)
+    await eventually(lambda: len(ground.served.core.running) == 3)
+    return asking
+
+
+async def streamed(ground: Ground) -> Asking:
+    counted = Counted("generation_tokens_total")
+    asking = ground.served.asking("hello", stream=True)
+    await eventually(lambda: counted.since() != [0])
+    return asking
+
+
+Stage = Callable[[Ground], Awaitable[Asking]]
+BEFORE_ENGINE: list[Stage] = [downloading, queued_for_decoding, looked_up, processed, waiting_for_room]
+AT_ENGINE: list[Stage] = [sent, sent_again, answered, streamed]
+UNKNOWN_TO_CACHE = (downloading, queued_for_decoding, streamed)
+every_stage = pytest.mark.parametrize("stage", BEFORE_ENGINE + AT_ENGINE, ids=lambda stage: stage.__name__)
+
+
+@every_stage
+async def test_client_leaves(ground: Ground, stage: Stage) -> None:
+    core, counted = ground.served.core, Counted("request_success_total{finished_reason=abort}")
+    asking = await stage(ground)
+    await cancelled(asking)
+    await eventually(lambda: counted.since() == [1])
+    if stage in AT_ENGINE:
+        request = core.requests[-1]
+        await core.has_aborted(request.request_id, *(sibling.request_id for sibling in request.siblings))
+    else:
+        assert not core.finishes
+    if stage not in UNKNOWN_TO_CACHE:
+        await eventually(lambda: core.look_ups[-1].request_id in core.unreserved)
+
+
+ENDS: dict[str, Callable[[EngineClient], None]] = {
+    "engine_unavailable": lambda engines: engines.peer_gone("worker 0.1"),
+    "shutting_down": lambda engines: engines.stop(shutting_down()),
+}
+
+
+@pytest.mark.parametrize("code", ENDS)
+@every_stage
+async def test_engine_or_server_ends(ground: Ground, stage: Stage, code: str) -> None:
+    served, counted = ground.served, Counted("request_success_total{finished_reason=error}")
+    asking = await stage(ground)
+    engines = served.context.engines
+    engines.peer_gone("api 1")  # another API server is no matter of this one's requests
+    assert not asking.done() and engines.alive
+    ENDS[code](engines)
+    ground.gated.door.set()
+    ground.web.go.set()
+    async with asyncio.timeout(PATIENCE):
+        response = await asking
+    if stage is streamed:
+        assert f'"code":"{code}"' in response.text.splitlines()[-2] and "[DONE]" not in response.text
+    else:
+        status = 500 if code == "engine_unavailable" and stage in AT_ENGINE else 503
+        check_error(response, status, code)
+        assert response.headers.get("retry-after") == (None if status == 500 else "5")
+    assert counted.since() >= [1]
+    check_error(await served.post([image()]), 503, code)
+    check_error(await served.http.get("/health"), 503, "engine_unavailable")
+    assert not served.core.finishes

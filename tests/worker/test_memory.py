@@ -1,0 +1,201 @@
+"""How many blocks the KV cache has, and which step is taken for the worst on a CUDA device."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
+from mini_engine.messages import MediaCachePlan
+from mini_engine.model.config import ModelConfig
+from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.vision_language import AttentionShape
+from mini_engine.worker import memory, worker
+from mini_engine.worker.memory import (
+    HUNGRY_SAMPLING,
+    MemoryUse,
+    count_blocks,
+    media_bytes,
+    profile,
+    room_for,
+    run_worst,
+    worst_grids,
+    worst_step,
+)
+from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.normalisation import Normalisation
+from tests.worker import tiny
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(layers=3, kv_heads=2, head_dim=8)
+BLOCK_BYTES = 3 * 2 * 16 * 2 * 8 * 4
+MODEL = ModelConfig.from_dir(BUNDLED_MODEL)
+VISION = dataclasses.replace(MODEL.vision, patch_size=14, spatial_merge_size=2)  # 784 pixels are a token
+NO_MEDIA = {"image": 0, "video": 0}
+OFF = MediaCachePlan("off", 0, "")
+
+
+def count(longest: int = 4096, dtype: torch.dtype = torch.float32, **settings: object) -> int:
+    return count_blocks(EngineConfig(**settings), SHAPE, dtype, longest, CPU)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "given"),
+    [
+        (10, {"kv_cache_memory_bytes": 10 * BLOCK_BYTES + 5}),
+        (20, {"kv_cache_memory_bytes": 10 * BLOCK_BYTES + 5, "dtype": torch.bfloat16}),
+        (9, {"max_num_seqs": 3, "longest": 33}),  # no more than can be filled
+        ((1 << 30) // BLOCK_BYTES, {"max_num_seqs": 10**6}),  # a gibibyte where no flag says
+        (10**5, {"num_gpu_blocks_override": 10**5, "kv_cache_memory_bytes": 100, "max_num_seqs": 1}),
+    ],
+)
+def test_count_blocks(blocks, given):
+    assert count(**given) == blocks
+
+
+@pytest.mark.parametrize(
+    ("message", "settings"),
+    [
+        (f"--kv-cache-memory-bytes 100 leaves 100 .* one block needs {BLOCK_BYTES}", {"kv_cache_memory_bytes": 100}),
+        (
+            r"--num-gpu-blocks-override: .* of \d+\.\d GiB cannot be had, .* lower it",
+            {"num_gpu_blocks_override": 10**9},
+        ),
+        (r"--kv-cache-memory-bytes: a KV cache .* lower it", {"kv_cache_memory_bytes": 2 << 40, "max_num_seqs": 10**9}),
+    ],
+)
+def test_a_cache_that_cannot_be_had_is_an_error(message, settings):
+    with pytest.raises(ConfigError, match=message):
+        count(**settings)
+
+
+def test_the_memory_of_all_workers_counts(monkeypatch):
+    monkeypatch.setattr(memory, "available_memory", lambda: 10 * BLOCK_BYTES)
+    assert count(num_gpu_blocks_override=6) == 6
+    with pytest.raises(ConfigError, match="for each of 2 workers"):
+        count(num_gpu_blocks_override=6, data_parallel_size=2)
+
+
+def test_what_is_left_of_a_device():
+    use = MemoryUse(total=1000 * BLOCK_BYTES, workers=1, outside=5 * BLOCK_BYTES, weights=60 * BLOCK_BYTES,
+                    step=20 * BLOCK_BYTES, media=5 * BLOCK_BYTES)  # fmt: skip
+
+    def count(share: float, use: MemoryUse = use) -> int:
+        config = EngineConfig(gpu_memory_utilization=share)
+        return count_blocks(config, SHAPE, torch.float32, 4096, torch.device("cuda", 0), use)
+
+    assert count(0.5) == 500 - 90
+    assert count(0.5, dataclasses.replace(use, workers=2)) == 250 - 90
+    with pytest.raises(ConfigError, match=r"--gpu-memory-utilization 0.05 \(weights 0.00 GiB, .*\) leaves -\d+ bytes"):
+        count(0.05)
+
+
+def test_a_lack_of_room_is_one_line_and_other_errors_are_not_taken_for_it():
+    with pytest.raises(RuntimeError, match="illegal memory access"), room_for("it", "lower it", CPU):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(ConfigError, match="cpu has no room for it; lower it"), room_for("it", "lower it", CPU):
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    with pytest.raises(ConfigError, match="cpu has no room for it; lower it"), room_for("it", "lower it", CPU):
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        finally:  # what is left of a recording by `torch.cuda.graph`
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+HUB = {"preprocessor_config.json": {"min_pixels": 784 * 4, "max_pixels": 784 * 100}}
+SIZED = {
+    "preprocessor_config.json": {"size": {"shortest_edge": 3136, "longest_edge": 784 * 9}},
+    "video_preprocessor_config.json": {"size": {"longest_edge": 784 * 25}},
+}
+JOINT = {"image_processor": {"max_pixels": 784 * 4}, "video_processor": {"max_pixels": 784 * 9}}
+STEP = {"max_num_encoder_input_tokens": 90}
+SMALL = STEP | {"max_image_pixels": 784 * 9, "max_frame_pixels": 784 * 9}
+
+
+@pytest.mark.parametrize(
+    ("side", "number", "processors", "settings"),
+    [
+        (20, 10, HUB, {"max_num_encoder_input_tokens": 1000}),
+        (10, 3, SIZED, STEP),  # a video's frame
+        (6, 10, SIZED, STEP | {"limit_mm_per_prompt": {"video": 0}}),
+        (4, 22, SIZED, STEP | {"mm_processor_kwargs": {"size": {"longest_edge": 784 * 4}}}),
+        (6, 1, {"processor_config.json": JOINT}, {"max_num_encoder_input_tokens": 9}),
+        (6, 10, HUB, SMALL),
+        (4, 22, HUB, SMALL | {"max_image_pixels": 1, "max_frame_pixels": 1}),  # enlarged
+        # One temporal grid is encoded whole, whatever a step may have; no prompt has more than the encoder cache.
+        (20, 1, HUB, {"max_num_encoder_input_tokens": 10}),
+        (8, 1, HUB, {"max_num_encoder_input_tokens": 10, "encoder_cache_tokens": 16}),
+        (0, 0, HUB, {"limit_mm_per_prompt": NO_MEDIA}),
+    ],
+)
+def test_the_largest_frame_is_what_the_processor_and_the_limits_let_through(
+    side, number, processors, settings, tmp_path
+):
+    for name, values in processors.items():
+        (tmp_path / name).write_text(json.dumps(values))
+    assert worst_grids(EngineConfig(**settings), VISION, tmp_path) == [(1, side, side)] * number
+
+
+def test_what_media_take():
+    config = EngineConfig(encoder_cache_tokens=100, mm_ipc_memory_bytes=7, api_server_count=3)
+    assert media_bytes(config, MODEL, torch.bfloat16, OFF) == 100 * 128 * 2 + 21
+    assert media_bytes(config, MODEL, torch.float32, MediaCachePlan("shm", 5, "")) == 100 * 128 * 4 + 21
+    assert media_bytes(config, MODEL, torch.float32, MediaCachePlan("lru", 5, "")) == 100 * 128 * 4 + 21 + 5
+    # A quarter of it are slots, shared out among the engines; a rank copies what comes in those of its own.
+    made_there = dataclasses.replace(
+        config, mm_processor_device="cuda", mm_ipc_gpu_memory_gb=24.0, data_parallel_size=2
+    )
+    assert media_bytes(made_there, MODEL, torch.bfloat16, OFF) == 100 * 128 * 2 + 21 + (3 << 30)
+    none = dataclasses.replace(config, limit_mm_per_prompt=NO_MEDIA)
+    assert media_bytes(none, MODEL, torch.float32, MediaCachePlan("lru", 5, "")) == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seqs", "longest", "counts"),
+    [
+        (None, 3, 10_000, [2046, 1, 1]),
+        (100, 3, 1000, [98, 1, 1]),
+        (100, 3, 60, [60, 39, 1]),
+        (100, 3, 20, [20, 20, 20]),
+        (2, 64, 1000, [1, 1]),
+        (1, 1, 1000, [1]),
+    ],
+)
+def test_the_worst_step(tokens, seqs, longest, counts):
+    step = worst_step(EngineConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs), longest)
+    assert [chunk.num_tokens for chunk in step.chunks] == counts
+    assert step.chunks[0].start + counts[0] == longest
+    for chunk, new in zip(step.chunks, step.started, strict=True):
+        assert chunk.start + chunk.num_tokens == len(new.prompt_token_ids) <= 16 * len(chunk.block_ids)
+        assert set(chunk.block_ids) == {0} and new.sampling == HUNGRY_SAMPLING
+
+
+def test_the_worst_step_runs_in_a_cache_of_one_block(make_runner, model):
+    config = EngineConfig(max_num_batched_tokens=100, max_num_seqs=4)
+    runner = make_runner(tiny.MemoryMedia(), num_blocks=1)
+    run_worst(runner, model.config.vision, [(1, 8, 10), (1, 8, 10)], worst_step(config, 1000))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_worst_step_fits_beside_the_cache():
+    """With all blocks allocated it runs again, and no more than the share of the device is taken."""
+    cuda, config = torch.device("cuda", 0), EngineConfig(gpu_memory_utilization=0.3, max_num_seqs=512)
+    torch.cuda.set_device(cuda)
+    model = worker.load(BUNDLED_MODEL, config, TensorParallel(), cuda)
+    normalise = Normalisation.from_dir(BUNDLED_MODEL)
+
+    def runner_with(num_blocks: int) -> ModelRunner:
+        attention = worker.make_attention(config, model, "triton", num_blocks)
+        return ModelRunner(model, attention, tiny.MemoryMedia(), normalise, TensorParallel())
+
+    use = profile(config, BUNDLED_MODEL, OFF, model.config, cuda, runner_with)
+    assert use is not None
+    runner = runner_with(worker.choose_num_blocks(config, model, use))
+    vision = model.config.vision
+    run_worst(runner, vision, worst_grids(config, vision, BUNDLED_MODEL), worst_step(config, 65536))
+    free, total = torch.cuda.mem_get_info(cuda)
+    assert total - free <= 0.3 * use.total
