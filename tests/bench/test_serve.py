@@ -192,7 +192,7 @@ def test_a_server_of_its_own_is_not_left_behind(killed: bool):
         ("--save-detailed", "need --save-result"),
         ("--plot out.jepg", "--plot: out.jepg is not a file in a folder that exists, with one of ."),
         ('--launch "\'"', "--launch: No closing quotation"),
-        ("ab --a '' --b --max-num-seqs=0", "--b: --max-num-seqs: 0 is not a whole number of at least 1"),
+        ("ab --a '' --b --max-num-seqs=0", "--b: --max-num-seqs: '0' is not a whole number of at least 1"),
         ("sweep --flag no-such-flag --values 1,2", "--flag: unknown flag --no-such-flag"),
         ("sweep --flag max-num-seqs --values 1,2 --port 80", "--flag: --max-num-seqs is not a flag of this client"),
         ("sweep --flag seed --values 1 --plot /no/such/out.png", "--plot: /no/such/out.png is not a file in a folder"),
