@@ -55,8 +55,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
             chosen = _read(path)
         ends: list[Any] = []
         for file in (own, chosen, config, config.get("text_config", {})):
-            end = file.get("eos_token_id", [])
-            ends += end if isinstance(end, list) else [end]
+            end = file.get("eos_token_id")
+            ends += end if isinstance(end, list) else [] if end is None else [end]
         try:
             return msgspec.convert({**chosen, "eos_token_id": list(dict.fromkeys(ends))}, cls)
         except msgspec.ValidationError as error:

@@ -111,7 +111,7 @@ def test_the_time_for_it_is_bounded():
         stream = begin(server, FOR_MINUTES)
         begun = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        with pytest.raises(openai.APIError, match="stopping") as cut:
+        with pytest.raises(openai.APIError, match="shutting down") as cut:
             list(stream)
         assert cut.value.code == "shutting_down"
         assert 1 <= time.monotonic() - begun < EngineConfig().shutdown_timeout
