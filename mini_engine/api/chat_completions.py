@@ -50,7 +50,7 @@ async def start(context: AppContext, chat: ChatRequest, request_id: str, clock: 
     Raises:
         ApiError, MediaError, DecoderUnavailable, Shortage: see `errors.explain`.
     """
-    async with contextlib.AsyncExitStack() as held:
+    async with context.engines.while_running(), contextlib.AsyncExitStack() as held:
         # Row 2: the media references, the prompt with a placeholder for each, their settings.
         context.sampling.check(chat)
         refs = collect_media(chat.messages, context.config.item_limits)

@@ -48,19 +48,20 @@ async def start(
         ApiError: 400 for a prompt; see `SamplingResolver`.
         EngineError: an engine is gone.
     """
-    context.sampling.check(asked)
-    generations = []
-    for number, prompt in enumerate(asked.prompts):
-        token_ids = await _encode(context, asked, prompt) if isinstance(prompt, str) else _check(context, prompt)
-        own_id = f"{request_id}-prompt{number}" if number else request_id
-        request = context.sampling.new_request(asked, own_id, token_ids, [])
-        texts = sample_texts(context.vocabulary, asked, request.sampling, number * asked.num_choices)
-        generations.append((Generation(request, texts, RequestClock() if number else clock), request))
-    with contextlib.ExitStack() as submitted:
-        for generation, request in generations:
-            await _submit(context, generation, request)
-            submitted.enter_context(generation)
-        submitted.pop_all()
+    async with context.engines.while_running():
+        context.sampling.check(asked)
+        generations = []
+        for number, prompt in enumerate(asked.prompts):
+            token_ids = await _encode(context, asked, prompt) if isinstance(prompt, str) else _check(context, prompt)
+            own_id = f"{request_id}-prompt{number}" if number else request_id
+            request = context.sampling.new_request(asked, own_id, token_ids, [])
+            texts = sample_texts(context.vocabulary, asked, request.sampling, number * asked.num_choices)
+            generations.append((Generation(request, texts, RequestClock() if number else clock), request))
+        with contextlib.ExitStack() as submitted:
+            for generation, request in generations:
+                await _submit(context, generation, request)
+                submitted.enter_context(generation)
+            submitted.pop_all()
     return [generation for generation, _ in generations]
 
 

@@ -57,6 +57,7 @@ class Surroundings:
     media_capacity: int  # most bytes of cached media that an engine can read; 0: none are cached
     max_object_bytes: int  # of an item in the media store
     on_memory: Callable[[], None]  # the memory of tensors on their way has changed
+    on_stop: Callable[[], None]  # an engine serves no more
     on_lost: Callable[[int], None]  # the engine of this number cannot be reached, and nothing has said that it died
 
 
@@ -84,6 +85,7 @@ class Engine:
         self._socket = socket
         self._encoder = surroundings.encoder
         self._on_lost = surroundings.on_lost
+        self._on_stop = surroundings.on_stop
         self._figures = metrics.EngineMetrics(number, surroundings.media_capacity)
         self._numbers = itertools.count(1)
         self._replies: dict[int, asyncio.Future[ControlReply | None]] = {}  # to control requests, by number
@@ -199,6 +201,7 @@ class Engine:
             reply.set_result(None)
         self._replies.clear()
         self._sender.close(why)
+        self._on_stop()
 
     def die(self) -> None:
         """The engine is dead."""

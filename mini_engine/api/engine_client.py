@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import zmq.asyncio
@@ -50,10 +50,13 @@ class EngineClient:
         max_object_bytes: int = 0,
     ):
         name = sockets.identity(encoder.sender, encoder.incarnation)
+        self._blocks: set[asyncio.Timeout] = set()  # that last no longer than the engines
         self._gone: set[int] = set()  # engines whose death was reported
         self._unreachable = asyncio.Event()
         self.draining = False  # this process ends by itself, when its last request has
-        shared = Surroundings(encoder, media_capacity, max_object_bytes, self._show_memory, self._on_lost)
+        shared = Surroundings(
+            encoder, media_capacity, max_object_bytes, self._show_memory, self._end_blocks, self._on_lost
+        )
         self.engines = [
             Engine(number, sockets.connect_dealer(context, endpoint, name), queue, store, shared)
             for number, (endpoint, queue, store) in enumerate(zip(endpoints, queues, stores, strict=True))
@@ -63,6 +66,25 @@ class EngineClient:
         """Raises EngineError when no engine runs: then a request need not be looked at."""
         if not self._running:
             self.engines[0].check()
+
+    @contextlib.asynccontextmanager
+    async def while_running(self) -> AsyncIterator[None]:
+        """When the last engine stops the block is cancelled, as when the client disconnects.
+
+        Raises:
+            EngineError: no engine runs, at first or any more.
+        """
+        self.check()
+        try:
+            async with asyncio.timeout(None) as block:
+                self._blocks.add(block)
+                try:
+                    yield
+                finally:
+                    self._blocks.discard(block)
+        except TimeoutError:
+            self.check()
+            raise
 
     @property
     def alive(self) -> bool:
@@ -156,6 +178,12 @@ class EngineClient:
     async def _watch_lost(self) -> None:
         await self._unreachable.wait()
         raise EngineLost("an engine that is alive cannot be reached any more: this API server ends, to be replaced")
+
+    def _end_blocks(self) -> None:
+        """Without effect while an engine runs. They end in the loop's next turn, after the requests of the engine."""
+        if not self._running:
+            for block in self._blocks:
+                block.reschedule(0)
 
     def _show_memory(self) -> None:
         metrics.ipc_buffered_bytes.set(sum(engine.queue.buffered_bytes for engine in self.engines))

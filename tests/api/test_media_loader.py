@@ -37,7 +37,7 @@ async def fetch(one: MediaLoader, refs: list[MediaRef]) -> list[FetchedItem]:
     processor: Any = one.processor
     whole = processor.processor if isinstance(processor, GatedProcessor) else processor
     keyed = KeyedSettings.of(media_settings(whole).server, ("tiny", None))
-    return await one.fetch(refs, [keyed] * len(refs), await one.download(refs, lambda _: None))
+    return await one.fetch(refs, keyed, await one.download(refs, lambda _: None))
 
 
 async def load(one: MediaLoader, *refs: MediaRef) -> list[ProcessedItem]:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from mini_engine.api.body import decode_body
-from mini_engine.api.chat import MediaRef
 from mini_engine.api.errors import ApiError
 from mini_engine.api.media_settings import KeyedSettings, MediaSettingsResolver, at_most, updated
 from mini_engine.api.protocol import ChatRequest
@@ -29,11 +28,11 @@ def resolver(processor: MediaProcessor, **kwargs: Any) -> MediaSettingsResolver:
     return MediaSettingsResolver(processor, (processor.hf_processor.tokenizer.name_or_path, None), kwargs)
 
 
-def of_request(server: MediaSettingsResolver, part: Any = (), **kwargs: Any) -> MediaSettings:
-    """Those of a video in a part with settings, in a request with mm_processor_kwargs."""
-    body = chat_body([video() | dict(part)], mm_processor_kwargs=kwargs)
+def of_request(server: MediaSettingsResolver, **kwargs: Any) -> MediaSettings:
+    """Those of a request with mm_processor_kwargs."""
+    body = chat_body([video()], mm_processor_kwargs=kwargs)
     chat = decode_body(json.dumps(body).encode(), ChatRequest, ["tiny"])
-    return server.resolve(chat, 10**6, [MediaRef("video", "", "video 1", dict(part))])[0].settings
+    return server.resolve(chat, 10**6).settings
 
 
 # --- hashes ----------------------------------------------------------------------------------------------------------
@@ -59,12 +58,8 @@ def test_bytes_and_every_setting_change_the_hash() -> None:
 # --- sizes -----------------------------------------------------------------------------------------------------------
 
 
-def test_settings_of_a_part_win_over_those_of_the_request(processor: MediaProcessor) -> None:
-    """As the models' cards and qwen_vl_utils write them."""
+def test_settings_as_models_cards_write_them(processor: MediaProcessor) -> None:
     server = resolver(processor)
-    settings = of_request(server, {"fps": 1.0, "max_pixels": 8000}, num_frames=4, size={"longest_edge": 9000})
-    assert (settings.sampling.fps, settings.sampling.num_frames) == (1.0, None)
-    assert settings.calls["video"]["size"]["longest_edge"] == 8000
     assert of_request(server, fps=2, do_sample_frames=True).sampling.fps == 2.0
     assert of_request(server, num_frames=-1).sampling.num_frames == 768  # all, but for --max-video-frames-kept
 

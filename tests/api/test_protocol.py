@@ -56,20 +56,13 @@ def test_ignored_and_neutral_fields_change_nothing() -> None:
     parse(messages=[message, {"role": "assistant", "content": "y", "refusal": None, "tool_calls": []}])
 
 
-def test_media_parts_have_a_url_and_settings() -> None:
+def test_media_parts_have_a_url() -> None:
     content = [
-        {"type": "image_url", "image_url": {"url": "a", "detail": "low"}, "max_pixels": 5},
-        {"type": "image", "image": "b"},
-        {"type": "video_url", "video_url": "c", "fps": 2},
-        {"type": "video", "url": "d", "num_frames": 4, "min_pixels": None},
+        {"type": "image_url", "image_url": {"url": "a", "detail": "low"}},
+        {"type": "video_url", "video_url": "c", "uuid": "1"},
     ]
     parts: Any = parse(messages=[{"role": "user", "content": content}]).messages[0].content
-    assert [(part.modality, part.location, part.settings) for part in parts] == [
-        ("image", "a", {"max_pixels": 5}),
-        ("image", "b", {}),
-        ("video", "c", {"fps": 2.0}),
-        ("video", "d", {"num_frames": 4}),
-    ]
+    assert [(part.modality, part.url) for part in parts] == [("image", "a"), ("video", "c")]
 
 
 def user(*content: Any) -> dict[str, Any]:
@@ -105,8 +98,7 @@ def user(*content: Any) -> dict[str, Any]:
         (user({"type": "image_url", "image_url": {}}), "messages[0].content[0].image_url.url", "Missing"),
         (user({"type": "image_url", "image_url": ""}), "messages[0].content[0].image_url", "length >= 1"),
         (user({"type": "image_url", "image_url": "x", "fps": 1}), "messages[0].content[0].fps", "Unknown parameter"),
-        (user({"type": "image", "image": "x", "url": "y"}), "messages[0].content[0]", "one of `image` and `url`"),
-        (user({"type": "video"}), "messages[0].content[0]", "one of `video` and `url`"),
+        (user({"type": "video", "video": "x"}), "messages[0].content[0].type", "'video'"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only allowed"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "Unknown parameter"),
         ({"media_io_kwargs": {"audio": {}}}, "media_io_kwargs", "'audio'"),
