@@ -89,7 +89,11 @@ def test_prompts(processor):
         decoded(4, 48, 64, fps=2, start=1.0, end=4.0),
     ]
     content = [{"type": "video"}, {"type": "text", "text": " and "}, {"type": "image"}, {"type": "video"}]
-    parts = [part if part["type"] == "text" else part | {"url": "x"} for part in content]
+    kinds = [part["type"] for part in content]
+    parts = [
+        part if kind == "text" else {"type": f"{kind}_url", f"{kind}_url": "x"}
+        for kind, part in zip(kinds, content, strict=True)
+    ]
     own = own_settings(processor)
     items = [
         processor.process_video(*media[0], own),
