@@ -2,7 +2,7 @@
 
 They are those of prometheus_client's multiprocess mode. The supervisor makes the files of an API server before it
 starts the process, numbered, whole, and with their room on the disk set aside: prometheus_client would make sparse
-ones, and a page that the disk has no room for kills the process that touches it. The successor of a dead API server
+ones, and a page that the disk has no room for kills the process that touches it. The replacement of a dead API server
 counts on in its files, so that deaths fill no disk.
 """
 
