@@ -22,7 +22,7 @@ from prometheus_client import (
 )
 from prometheus_client.metrics_core import Metric
 
-from mini_engine.messages import EngineCounters, EngineStats, FinishReason, TransportName
+from mini_engine.messages import EngineStats, FinishReason, TransportName
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 REGISTRY = CollectorRegistry()
@@ -41,7 +41,6 @@ REJECTION_REASONS = ("queued_requests", "inflight_bodies", "inflight_media", "ho
 DECODER_ENDINGS = ("crash", "timeout", "memory", "killed", "cancelled", "surplus")
 
 TRANSPORTS = (*get_args(TransportName), "shm_store")
-NOTHING_HAPPENED = EngineCounters()
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 _E2E_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2, 2.0, 3.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
@@ -217,9 +216,9 @@ class EngineMetrics:
 
     def forget(self) -> None:
         """The engine is gone, and all that it held."""
-        self.update(EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0.0), NOTHING_HAPPENED)
+        self.update(EngineStats())
 
-    def update(self, stats: EngineStats, counters: EngineCounters) -> None:
+    def update(self, stats: EngineStats) -> None:
         """Set the gauges, and add what has happened since the engine last reported."""
         self._running.set(stats.running)
         self._waiting.set(stats.waiting)
@@ -233,9 +232,9 @@ class EngineMetrics:
             self._store[state].set(nbytes)
         self._references.set(stats.media_references)
         self._oldest.set(stats.media_oldest_seconds)
-        if counters != NOTHING_HAPPENED:  # spares a write to the file for each
-            for name, counter in self._counters.items():
-                counter.inc(getattr(counters, name))
+        for name, counter in self._counters.items():
+            if events := getattr(stats, name):  # spares a write to the file
+                counter.inc(events)
 
 
 class _Files(multiprocess.MultiProcessCollector):

@@ -15,14 +15,14 @@ from tests.shortages import no_descriptors
 COUNT = """
 from mini_engine import metrics
 from mini_engine.api.timings import RequestClock
-from mini_engine.messages import EngineCounters, EngineStats, EngineTimes
+from mini_engine.messages import EngineStats, EngineTimes
 metrics.ipc_messages_total.labels("torch_shm").inc(3)
 metrics.ipc_buffered_bytes.set(100)
 metrics.ipc_buffered_tensors.set(3)
 engine = metrics.EngineMetrics(0, 1000)
 metrics.EngineMetrics(1, 1000)
-engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5), EngineCounters(10, 4, 3, 2, 1, 6))
-engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5), EngineCounters())
+engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5, 10, 4, 3, 2, 1, 6))
+engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5))
 clock = RequestClock()
 clock.tokens(10, 2)
 clock.tokens(10, 3)

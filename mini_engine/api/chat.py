@@ -228,13 +228,12 @@ def prompt_sources(
 def _placed(media_hash: bytes, item: ProcessedItem | CachedMedia, offsets: list[int]) -> MediaItem:
     return MediaItem(
         item.modality,
-        offsets[0],
+        offsets,
         item.num_tokens,
         item.grid_thw,
         item.second_per_grid,
         None if isinstance(item, CachedMedia) else item.patches,
         media_hash,
-        more_offsets=offsets[1:],
         placeholder=item.placeholder,
         cacheable=isinstance(item, CachedMedia) or item.missing is None,
     )

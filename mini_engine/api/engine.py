@@ -86,7 +86,7 @@ class Engine:
         self._encoder = surroundings.encoder
         self._on_lost = surroundings.on_lost
         self._on_stop = surroundings.on_stop
-        self._figures = metrics.EngineMetrics(number, surroundings.media_capacity)
+        self._metrics = metrics.EngineMetrics(number, surroundings.media_capacity)
         self._numbers = itertools.count(1)
         self._replies: dict[int, asyncio.Future[ControlReply | None]] = {}  # to control requests, by number
         self._ping_reply: asyncio.Future[ControlReply | None] | None = None
@@ -156,10 +156,10 @@ class Engine:
         if request_id in self.requests:
             self.tell(Finish(request_id, reason))
 
-    async def refresh_figures(self) -> None:
+    async def refresh_metrics(self) -> None:
         """Bring the engine's metrics up to date; without effect when it is gone. Cancelling it stops the wait only."""
         if self.stopped is None:
-            await asyncio.wait([self._control("figures")])
+            await asyncio.wait([self._control("stats")])
 
     async def reset_caches(self) -> None:
         """Have the core drop all that its caches hold and no running request uses. Cancelling it stops the wait only.
@@ -192,7 +192,7 @@ class Engine:
         if self.stopped is not None:
             return
         self.stopped = why
-        self._figures.forget()
+        self._metrics.forget()
         self.media.close(why)
         requests, self.requests = self.requests, {}
         for sample in requests.values():
@@ -236,13 +236,13 @@ class Engine:
                 self.media.on_found(body)
             case Reserved():
                 self.media.on_reserved(body)
-            case ControlReply(number=number, figures=figures):
-                if figures is not None:
-                    self._figures.update(figures.stats, figures.counters)
+            case ControlReply(number=number, stats=stats):
+                if stats is not None:
+                    self._metrics.update(stats)
                 if (reply := self._replies.pop(number, None)) is not None:
                     reply.set_result(body)
 
-    def _control(self, action: Literal["ping", "figures", "reset_caches"]) -> asyncio.Future[ControlReply | None]:
+    def _control(self, action: Literal["ping", "stats", "reset_caches"]) -> asyncio.Future[ControlReply | None]:
         """Send a control request. The future is None when the engine is gone; nothing cancels it."""
         number = next(self._numbers)
         reply = self._replies[number] = asyncio.get_running_loop().create_future()

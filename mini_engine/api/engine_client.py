@@ -130,9 +130,9 @@ class EngineClient:
         finally:
             engine.preparing -= samples
 
-    async def refresh_figures(self) -> None:
+    async def refresh_metrics(self) -> None:
         """Bring the engines' metrics up to date; those of an engine that does not answer in time stay as they are."""
-        asking = [asyncio.create_task(engine.refresh_figures()) for engine in self.engines]
+        asking = [asyncio.create_task(engine.refresh_metrics()) for engine in self.engines]
         await asyncio.wait(asking, timeout=FIGURES_SECONDS)
         for task in asking:
             task.cancel()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-import msgspec
+from msgspec.structs import replace
 
 from mini_engine import metrics
 from mini_engine.api.errors import EngineError
@@ -30,10 +30,7 @@ from mini_engine.messages import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from mini_engine.transport.arena import WritableMemory
-    from mini_engine.transport.pages import Extent
 
 INLINE_COPY_BYTES = 256 << 10  # copies up to this size cost less than handing them to a thread, even to new pages
 SHM_STORE = "shm_store"  # beside the transports' names, in the metrics
@@ -117,11 +114,9 @@ class MediaStoreClient:
             return request
         brought = {item.media_hash: item for item in request.media if item.patches is not None and item.cacheable}
         stored = await asyncio.gather(*(self._store(request.request_id, item) for item in brought.values()))
-        names = {value for value, is_stored in zip(brought, stored, strict=True) if is_stored}
-        media = [
-            msgspec.structs.replace(item, patches=None) if item.media_hash in names else item for item in request.media
-        ]
-        return msgspec.structs.replace(request, media=media)
+        by_name = dict(zip(brought, stored, strict=True))
+        media = [replace(item, patches=None) if by_name.get(item.media_hash) else item for item in request.media]
+        return replace(request, media=media)
 
     def on_found(self, found: Found) -> None:
         """The answer to a `Lookup`."""
@@ -184,17 +179,14 @@ class MediaStoreClient:
 
     async def _copied(self, item: MediaItem, reserved: Reserved) -> bool:
         """Copy the item to its pages; False: no memory for them."""
+        assert self._memory is not None
         metrics.mm_store_fragmented_total.inc(len(reserved.extents) > 1)
         payload = item.patches.view(-1)  # type: ignore[union-attr]
         try:
             if payload.nbytes <= INLINE_COPY_BYTES:
-                self._copy(reserved.extents, payload)
+                self._memory.write(reserved.extents, payload)
             else:
-                await asyncio.get_running_loop().run_in_executor(None, self._copy, reserved.extents, payload)
+                await asyncio.get_running_loop().run_in_executor(None, self._memory.write, reserved.extents, payload)
         except OSError:
             return False
         return True
-
-    def _copy(self, extents: Sequence[Extent], payload: torch.Tensor) -> None:
-        assert self._memory is not None
-        self._memory.write(extents, payload)

@@ -102,7 +102,7 @@ async def show_metrics(request: Request) -> Response:
 
     503 when the host gives no descriptors to read them with.
     """
-    await context_of(request).engines.refresh_figures()
+    await context_of(request).engines.refresh_metrics()
     return Response(await asyncio.to_thread(metrics.exposition), headers={"content-type": metrics.CONTENT_TYPE})
 
 
@@ -121,7 +121,7 @@ STATS_SECONDS = 10.0
 
 
 class Stats:
-    """What has happened between one look at the figures and the next."""
+    """What has happened between one reading of /metrics and the next."""
 
     def __init__(self) -> None:
         self._before = metrics.samples()
@@ -163,6 +163,6 @@ async def log_stats(engines: EngineClient) -> None:
             elif (line := await asyncio.to_thread(stats.line)) is not None:
                 logger.info("%s", line)
         except OSError as error:  # no descriptor is free: the next line counts it all
-            logger.debug("the figures cannot be read now: %s", error)
+            logger.debug("metrics cannot be read, retrying: %s", error)
         await asyncio.sleep(STATS_SECONDS)
-        await engines.refresh_figures()
+        await engines.refresh_metrics()

@@ -61,7 +61,6 @@ class RequestSender:
                 await self._submit_by_host(request, tensors)
         finally:
             self._on_memory()
-        logger.debug("%s sent, with %d tensors", request.request_id, len(tensors), extra=about(request.request_id))
 
     def consumed(self, messages: Iterable[MessageId]) -> None:
         """No rank will read these again."""
@@ -89,10 +88,9 @@ class RequestSender:
         return True
 
     async def _submit_by_host(self, request: NewRequest, tensors: list[Any]) -> None:
-        nbytes, on_host = sum(tensor.nbytes for tensor in tensors), True
-        if any(tensor.device.type != "cpu" for tensor in tensors):
-            metrics.ipc_fallbacks_total.labels("cuda_ipc").inc()
-            on_host = False
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        on_host = all(tensor.device.type == "cpu" for tensor in tensors)
+        metrics.ipc_fallbacks_total.labels("cuda_ipc").inc(not on_host)
         try:
             outgoing = await self.queue.reserve(tensors)
             inline = on_host and nbytes <= INLINE_COPY_BYTES

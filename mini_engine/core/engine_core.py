@@ -28,11 +28,9 @@ from mini_engine.messages import (
     AnyMessage,
     ControlReply,
     ControlRequest,
-    EngineCounters,
     EngineLimits,
     EngineStats,
     Envelope,
-    Figures,
     Finish,
     FinishReason,
     Found,
@@ -156,8 +154,8 @@ class EngineCore:
         match body:
             case ControlRequest(number=number, action="ping"):
                 self.steps.pings.append((peer, number))
-            case ControlRequest(number=number, action="figures"):
-                self.links.send(peer, ControlReply(number, self._figures()))
+            case ControlRequest(number=number, action="stats"):
+                self.links.send(peer, ControlReply(number, self._stats()))
             case ControlRequest(number=number, action="reset_caches"):
                 self.blocks.forget_prefixes()
                 self.encoder.forget_unused()
@@ -346,10 +344,12 @@ class EngineCore:
     def _output(self, request: Request, output: RequestOutput) -> None:
         self.outbox.output(sockets.identity(request.sender, request.incarnation), output)
 
-    def _figures(self) -> Figures:
-        """The gauges, and the counters since the last call."""
+    def _stats(self) -> EngineStats:
+        """The gauges, and the events since the last call."""
         running = len(self.scheduler.running)
-        stats = EngineStats(
+        counters, self.scheduler.counters = self.scheduler.counters, Counters()
+        evictions, self.media.num_evictions = self.media.num_evictions, 0
+        return EngineStats(
             running,
             len(self.requests) - running,
             self.blocks.num_used,
@@ -359,10 +359,9 @@ class EngineCore:
             self.media.num_bytes_pinned,
             self.media.num_references,
             self.media.oldest_seconds(),
+            **dataclasses.asdict(counters),
+            media_evictions=evictions,
         )
-        counters, self.scheduler.counters = self.scheduler.counters, Counters()
-        evictions, self.media.num_evictions = self.media.num_evictions, 0
-        return Figures(stats, EngineCounters(**dataclasses.asdict(counters), media_evictions=evictions))
 
 
 def run(child: Child) -> None:

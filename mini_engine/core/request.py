@@ -129,7 +129,7 @@ class Request:
             digest = hashlib.blake2b(self.hashes[-1] if self.hashes else self.prefix_salt, digest_size=HASH_BYTES)
             digest.update(array.array("q", self.tokens[start:end]).tobytes())
             for item in self.media:
-                if item.offset < end and item.end > start:
+                if item.offsets[0] < end and item.end > start:
                     digest.update(item.media_hash)
             self.hashes.append(digest.digest())
         return self.hashes

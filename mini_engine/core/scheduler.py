@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Iterator
 
 import msgspec
 
@@ -74,7 +75,7 @@ class Plan:
 
 @dataclasses.dataclass
 class Counters:
-    """Events since the last `Figures`; see `messages.EngineCounters`."""
+    """Events since the last `EngineStats`, which describes them."""
 
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
@@ -304,10 +305,13 @@ class Scheduler:
             entry.encoded_by = request.id
             plan.encoded_hashes.append(item.media_hash)
 
-    def _items_between(self, request: Request, end: int) -> list[tuple[MediaItem, int]]:
+    def _items_between(self, request: Request, end: int) -> Iterator[tuple[MediaItem, int]]:
         """The items that its tokens up to `end` need, each with the first token that needs it."""
-        firsts = [(item, item.first_from(request.num_computed)) for item in request.media]
-        return [(item, first) for item, first in firsts if first is not None and first < end]
+        start = request.num_computed
+        for item in request.media:
+            first = next((max(offset, start) for offset in item.offsets if offset + item.run_length > start), end)
+            if first < end:
+                yield item, first
 
     def _extend_blocks(self, request: Request, length: int) -> bool:
         needed = self.blocks.blocks_for(request.num_computed + length) - len(request.blocks)

@@ -18,8 +18,8 @@ from mini_engine.messages.handshake import (
     Role, Serving, Start, TransportChoice,
 )  # fmt: skip
 from mini_engine.messages.requests import (
-    Abandoned, CachedMedia, ControlReply, ControlRequest, EngineCounters, EngineStats, EngineTimes, Figures, Finish,
-    FinishReason, Found, Lookup, MediaMiss, NewRequest, Outputs, RequestOutput, Reserve, Reserved, SamplingParams,
+    Abandoned, CachedMedia, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason, Found,
+    Lookup, MediaMiss, NewRequest, Outputs, RequestOutput, Reserve, Reserved, SamplingParams,
     Sibling, TokenLogprob, Unreserve, Written,
 )  # fmt: skip
 from mini_engine.messages.steps import (

@@ -116,8 +116,7 @@ class Unreserve(Message, frozen=True):
 
 
 class MediaMiss(Message, frozen=True):
-    """Core -> API server: request turned down, since a rank cannot read its tensors; send it again. Its references to
-    cached media stay."""
+    """Core -> API server: a rank cannot read the request's tensors; send it again. Its references stay."""
 
     request_id: str
     late: bool = False  # timed out: the tensors are still in the streams, so that sending them again would not help
@@ -134,8 +133,8 @@ class ControlRequest(Message, frozen=True):
     """API server -> core; "ping" also supervisor -> core and supervisor -> API server."""
 
     number: int  # comes back in `ControlReply`
-    # ping: health check; figures: the metrics of the engine; reset_caches: drop all that no running request uses
-    action: Literal["ping", "figures", "reset_caches"] = "ping"
+    # ping: health check; stats: the metrics of the engine; reset_caches: drop all that no running request uses
+    action: Literal["ping", "stats", "reset_caches"] = "ping"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -146,8 +145,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineTimes(msgspec.Struct, frozen=True, array_like=True):
-    """Times of a request at its engine, in order: seconds of `time.monotonic()`, one clock for all processes of a
-    host."""
+    """Times of a request at its engine, in order: seconds of `time.monotonic()`, which all processes share."""
 
     accepted: float  # all ranks have its media
     scheduled: float  # dispatch of its first step
@@ -169,35 +167,24 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """Gauges of one engine core."""
+    """Metrics of one engine core: gauges, and events since the last `EngineStats`, to whichever API server."""
 
-    running: int
-    waiting: int
-    kv_blocks_used: int  # held by requests; other cached blocks are free
-    kv_blocks_total: int
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_used: int = 0  # held by requests; other cached blocks are free
+    kv_blocks_total: int = 0
     encoder_cache_tokens: int = 0
     media_bytes: int = 0  # of cached media
     media_bytes_pinned: int = 0  # of those, items with references
     media_references: int = 0  # from running requests to cached media
     media_oldest_seconds: float = 0.0  # since the last use of the longest unused item
-
-
-class EngineCounters(msgspec.Struct, frozen=True, array_like=True):
-    """Events in an engine core since the last `Figures`, to whichever API server."""
-
+    # Events:
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # prompt tokens found
     encoder_cache_queries: int = 0  # media items needed
     encoder_cache_hits: int = 0  # media items found encoded, or being encoded
     preemptions: int = 0
     media_evictions: int = 0  # cached media dropped to make room
-
-
-class Figures(msgspec.Struct, frozen=True, array_like=True):
-    """Metrics of one engine core."""
-
-    stats: EngineStats
-    counters: EngineCounters
 
 
 class Outputs(Message, frozen=True):
@@ -212,4 +199,4 @@ class ControlReply(Message, frozen=True):
     """Answer to `ControlRequest(number)`. A core answers a ping when all ranks have reported a step since then."""
 
     number: int
-    figures: Figures | None = None
+    stats: EngineStats | None = None

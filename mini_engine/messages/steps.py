@@ -18,8 +18,7 @@ class NewSequence(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Compute tokens `start .. start + num_tokens` of a sequence. The ranks know those past the prompt: they sampled
-    them."""
+    """Compute tokens `start .. start + num_tokens` of a sequence; the ranks sampled those past the prompt."""
 
     request_id: str
     start: int

@@ -46,36 +46,25 @@ class MediaItem(msgspec.Struct, frozen=True):
     """One image or video of a prompt, as the vision tower needs it."""
 
     modality: Modality
-    offset: int  # index of its first placeholder in the prompt's token ids
+    offsets: list[int]  # in the prompt's token ids, of each run of placeholders, all equally long, text in between
     num_tokens: int  # placeholders, that is merged patches: t * h * w / merge_size**2
     grid_thw: tuple[int, int, int]  # patches: frames / temporal_patch_size, height / patch_size, width / patch_size
     second_per_grid: float | None  # seconds between temporal patches; None for an image
     # uint8 [t * h * w, 3 * temporal_patch_size * patch_size**2], neither rescaled nor normalised. None: cached by hash.
     patches: Tensor | StoreHandle | None
     media_hash: bytes  # 16 bytes, of the media's bytes, the sampling, the processor's settings and the model
-    more_offsets: list[int] = []  # of each further run of placeholders, all equally long, with other tokens in between
     placeholder: str | None = None  # see `CachedMedia`
     cacheable: bool = True  # False: no cache of media keeps it, since no later request will have this hash
 
     @property
-    def offsets(self) -> list[int]:
-        """The first placeholder of each run, in order."""
-        return [self.offset, *self.more_offsets]
-
-    @property
     def run_length(self) -> int:
         """Placeholders in each run."""
-        return self.num_tokens // (1 + len(self.more_offsets))
+        return self.num_tokens // len(self.offsets)
 
     @property
     def end(self) -> int:
         """Index after its last placeholder."""
         return self.offsets[-1] + self.run_length
-
-    def first_from(self, start: int) -> int | None:
-        """The first of its placeholders at `start` or after it."""
-        length = self.run_length
-        return next((max(offset, start) for offset in self.offsets if offset + length > start), None)
 
 
 class TensorMessage(Message, frozen=True):

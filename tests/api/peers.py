@@ -18,10 +18,8 @@ from mini_engine.messages import (
     CachedMedia,
     ControlReply,
     ControlRequest,
-    EngineCounters,
     EngineStats,
     EngineTimes,
-    Figures,
     Finish,
     Found,
     Lookup,
@@ -44,9 +42,6 @@ def make_queue(nbytes: int = 16 << 20) -> TensorIpcSender:
     return TensorIpcSender(Encoder("api 0", 7), [], Arena(nbytes, lambda: 1 << 40))
 
 
-STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=8)
-
-
 class ScriptedCore:
     """An engine core that keeps the contract: one final output for each request; it reports consumed tensors.
 
@@ -61,7 +56,7 @@ class ScriptedCore:
         self.script: Callable[[NewRequest], list[list[int]]] = lambda request: []
         self.hold = False
         self.cached = 0  # tokens that each prompt finds in the prefix cache
-        self.counters = EngineCounters()  # told to who asks
+        self.stats = EngineStats(kv_blocks_total=8)
         self.accepts = True
         self.keeps = False
         self.kept: dict[bytes, CachedMedia] = {}
@@ -69,7 +64,7 @@ class ScriptedCore:
         self.answers_look_ups = True
         self.unreserved: list[str] = []
         self.callers: dict[bytes, None] = {}
-        self.replies_to = {"ping", "figures", "reset_caches"}
+        self.replies_to = {"ping", "stats", "reset_caches"}
         self.controls: dict[str, list[int]] = {action: [] for action in self.replies_to}  # numbers of requests
         self.requests: list[NewRequest] = []
         self.finishes: list[Finish] = []
@@ -97,8 +92,8 @@ class ScriptedCore:
                 case ControlRequest(number=number, action=action):
                     self.controls[action].append(number)
                     if action in self.replies_to:
-                        figures = Figures(STATS, self.counters) if action == "figures" else None
-                        await self._socket.send_multipart([peer, self._encoder.encode(ControlReply(number, figures))])
+                        stats = self.stats if action == "stats" else None
+                        await self._socket.send_multipart([peer, self._encoder.encode(ControlReply(number, stats))])
 
     async def _on_media(self, body: Lookup | Unreserve, peer: bytes) -> None:
         if isinstance(body, Unreserve):

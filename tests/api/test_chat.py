@@ -111,8 +111,8 @@ def source(modality: Any, num_tokens: int, text: str | None = None) -> tuple[byt
     return b"hash", CachedMedia(b"hash", modality, num_tokens, (1, 2, 2), None, text)
 
 
-def places(media: list[MediaItem]) -> list[tuple[int, int, list[int]]]:
-    return [(item.offset, item.num_tokens, item.more_offsets) for item in media]
+def places(media: list[MediaItem]) -> list[tuple[list[int], int]]:
+    return [(item.offsets, item.num_tokens) for item in media]
 
 
 def test_placeholders_become_as_long_as_their_items(hf: Any, renderer: ChatRenderer) -> None:
@@ -120,7 +120,7 @@ def test_placeholders_become_as_long_as_their_items(hf: Any, renderer: ChatRende
     wanted = [source("video", 3), source("video", 1), source("image", 2)]
     token_ids, media = renderer.expand([1, clip, clip, 2, picture], wanted)
     assert token_ids == [1, clip, clip, clip, clip, 2, picture, picture]
-    assert places(media) == [(1, 3, []), (4, 1, []), (6, 2, [])]
+    assert places(media) == [([1], 3), ([4], 1), ([6], 2)]
     for items in ([], [("image", 3)], [("video", 0)], [("video", 1), ("video", 1)]):
         with pytest.raises(ValueError, match="item"):
             renderer.expand([1, clip], [source(*item) for item in items])
@@ -134,7 +134,7 @@ def test_text_between_the_runs_of_an_item(hf: Any, renderer: ChatRenderer) -> No
     first = 1 + len(times[0])
     second = first + 3 + len(times[1])
     assert token_ids == [1, *times[0], *[clip] * 3, *times[1], *[clip] * 3, *[clip] * 2, 2]
-    assert places(media) == [(first, 6, [second]), (second + 3, 2, [])]
+    assert places(media) == [([first, second], 6), ([second + 3], 2)]
 
 
 def test_threads_at_once(renderer: ChatRenderer) -> None:

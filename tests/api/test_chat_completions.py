@@ -166,7 +166,7 @@ async def test_media_take_their_places_in_the_prompt(served: Served) -> None:
     (request,) = served.core.requests
     (placeholder,) = served.encode("<|image_pad|>")
     for item in request.media:
-        place = slice(item.offset, item.offset + item.num_tokens)
+        place = slice(item.offsets[0], item.offsets[0] + item.num_tokens)
         assert request.prompt_token_ids[place] == [placeholder] * item.num_tokens
     assert [item.grid_thw for item in request.media] == [(1, 4, 4), (1, 8, 8)]
     assert counted.since() == [2]

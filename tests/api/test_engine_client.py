@@ -102,7 +102,7 @@ def request(name: str = "a", siblings: int = 0) -> NewRequest:
 
 def test_generation_keeps_no_tensors() -> None:
     patches = torch.zeros((1, 4), dtype=torch.uint8)
-    asked = NewRequest("a", [5], SamplingParams(8, 1), [MediaItem("image", 0, 1, (1, 2, 2), None, patches, b"h")])
+    asked = NewRequest("a", [5], SamplingParams(8, 1), [MediaItem("image", [0], 1, (1, 2, 2), None, patches, b"h")])
     seen = weakref.ref(patches)
     generation = Generation(asked, [TokensAsText(0)], RequestClock())  # type: ignore[list-item]
     del asked, patches

@@ -61,7 +61,7 @@ async def test_line_for_each_hop_of_a_request(served: Served, caplog: pytest.Log
     request_id = served.core.requests[0].request_id
     *hops, refused = [record.getMessage() for record in caplog.records]
     words = [line.removeprefix(request_id + " ").split(",")[0].split(":")[0] for line in hops]
-    assert words == ["admitted", "sent", "is at engine 0", "finished"]
+    assert words == ["admitted", "is at engine 0", "finished"]
     assert re.fullmatch(r"chatcmpl-\w+: 400 invalid_value: Invalid 'max_tokens': .*", refused)
     assert {record.request_id for record in caplog.records[:-1]} == {request_id}
     assert "private" not in " ".join(hops)

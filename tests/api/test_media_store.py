@@ -43,11 +43,11 @@ A, B, C = (bytes([number]) * 16 for number in (1, 2, 3))
 def item(value: bytes, pages: int = 1, **more: Any) -> MediaItem:
     """Its patches are the first byte of its hash."""
     patches = torch.full((pages, PAGE_BYTES), value[0], dtype=torch.uint8)
-    return MediaItem("video", 0, 1, (pages, 1, 1), 1.0, patches, value, **more)
+    return MediaItem("video", [0], 1, (pages, 1, 1), 1.0, patches, value, **more)
 
 
 def without_tensors(media: Sequence[MediaItem]) -> list[MediaItem]:
-    return [MediaItem(one.modality, 0, 1, one.grid_thw, 1.0, None, one.media_hash) for one in media]
+    return [MediaItem(one.modality, [0], 1, one.grid_thw, 1.0, None, one.media_hash) for one in media]
 
 
 class HeldMemory(WritableMemory):

@@ -16,7 +16,7 @@ from mini_engine.api.media_loader import start_thread_pool
 from mini_engine.api.operations import RESET_SECONDS, Stats
 from mini_engine.api.timings import RequestClock
 from mini_engine.media.errors import DecoderUnavailable
-from mini_engine.messages import ControlReply, EngineCounters
+from mini_engine.messages import ControlReply, EngineStats
 from tests.api.patience import cancelled, eventually, settle, skip
 from tests.api.serving import Counted, Serve, Served, check_error, png
 from tests.shortages import no_descriptors, no_threads
@@ -29,9 +29,9 @@ WITHIN = 0.3
 async def test_pages(served: Served) -> None:
     assert (await served.http.get("/version")).json()["version"]
     assert "/v1/chat/completions" in (await served.http.get("/openapi.json")).json()["paths"]
-    figures = await served.http.get("/metrics")
-    assert 'mini_engine:ipc_messages_total{transport="direct_rpc"}' in figures.text
-    assert figures.headers["content-type"].startswith("text/plain")
+    scraped = await served.http.get("/metrics")
+    assert 'mini_engine:ipc_messages_total{transport="direct_rpc"}' in scraped.text
+    assert scraped.headers["content-type"].startswith("text/plain")
 
 
 @pytest.mark.parametrize(
@@ -100,16 +100,16 @@ async def test_health_of_an_engine_that_hangs(serve: Serve) -> None:
 
 async def test_metrics_are_those_of_the_engines_at_this_moment(served: Served) -> None:
     counted = Counted("prefix_cache_hits_total{engine=0}")
-    served.core.counters = EngineCounters(10, 4, 0, 0, 0)
+    served.core.stats = EngineStats(prefix_cache_queries=10, prefix_cache_hits=4)
     for reads in (1, 2):
         assert 'mini_engine:prefix_cache_hits_total{engine="0"}' in (await served.http.get("/metrics")).text
         assert counted.since() == [4 * reads]
 
 
 async def test_metrics_can_be_read_while_an_engine_is_silent_or_gone(served: Served) -> None:
-    served.core.replies_to.discard("figures")
+    served.core.replies_to.discard("stats")
     asking = asyncio.create_task(served.http.get("/metrics"))
-    await eventually(lambda: bool(served.core.controls["figures"]))
+    await eventually(lambda: bool(served.core.controls["stats"]))
     skip(FIGURES_SECONDS)
     assert "mini_engine:num_requests_running" in (await asking).text
     served.context.engines.stop(shutting_down())

@@ -29,7 +29,7 @@ ARENA_BYTES = 4 << 20
 
 
 def request(name: str, *patches: Any) -> NewRequest:
-    media = [MediaItem("image", 0, 1, (1, 2, 2), None, each, b"%d" % number) for number, each in enumerate(patches)]
+    media = [MediaItem("image", [0], 1, (1, 2, 2), None, each, b"%d" % number) for number, each in enumerate(patches)]
     return NewRequest(name, [5], SamplingParams(8, 1), media)
 
 
@@ -148,7 +148,7 @@ def broken(frame):
 me = Encoder("api 0", 41)
 sender = RequestSender(me, TensorIpcSender(me, [], Arena(1 << 20, lambda: 1 << 40)), broken, lambda: None)
 sender.queue.placement = "direct_rpc"
-item = MediaItem("image", 0, 1, (1, 2, 2), None, torch.zeros(1, 4, dtype=torch.uint8), b"h")
+item = MediaItem("image", [0], 1, (1, 2, 2), None, torch.zeros(1, 4, dtype=torch.uint8), b"h")
 asyncio.run(sender.submit(NewRequest("r7", [5], SamplingParams(8, 1), [item])))
 """
 

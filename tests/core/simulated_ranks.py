@@ -29,8 +29,7 @@ def token_of(request_id: str, index: int) -> int:
 
 def places_of(item: MediaItem) -> list[int]:
     """The index of each of its placeholders."""
-    length = item.num_tokens // (1 + len(item.more_offsets))
-    return [offset + i for offset in [item.offset, *item.more_offsets] for i in range(length)]
+    return [offset + i for offset in item.offsets for i in range(item.run_length)]
 
 
 class Sequence:

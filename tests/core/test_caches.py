@@ -21,7 +21,7 @@ def test_a_prompt_seen_before_is_computed_but_for_its_last_block():
     finish(world, "second")
     assert world.cached == {"first": 0, "second": 12}
     assert world.links.num_computed - before == 2
-    counters = world.figures().counters
+    counters = world.stats()
     assert counters.prefix_cache_queries == 28 and counters.prefix_cache_hits == 12
     world.assert_at_rest()
 
@@ -105,9 +105,9 @@ def test_a_video_is_encoded_once_for_all_its_requests():
         world.media_ready(message(number))
     finish(world, "r1", "r2", "r3")
     assert world.links.num_encoded == 1
-    counters = world.figures().counters
+    counters = world.stats()
     assert counters.encoder_cache_queries == 3 and counters.encoder_cache_hits == 2
-    assert world.figures().counters.encoder_cache_queries == 0  # each event is told once
+    assert world.stats().encoder_cache_queries == 0  # each event is told once
     assert set(world.consumed) == {message(1), message(2), message(3)}
     world.assert_at_rest()
 
@@ -346,7 +346,7 @@ def test_a_preempted_request_needs_no_media_again():
     world.request("video", prompt=12, max_tokens=14, media=[item(message(1), 2, 8)])
     world.media_ready(message(1))
     finish(world, "first", "video")
-    assert world.figures().counters.preemptions > 0
+    assert world.stats().preemptions > 0
     assert world.links.num_encoded == 1
     assert world.tokens["video"] == [token_of("video", i) for i in range(14)]
     world.assert_at_rest()

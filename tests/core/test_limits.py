@@ -32,10 +32,10 @@ BAD = {
     "another number of tokens than the grid has": request([replace(GOOD, num_tokens=1)]),
     "patches of another width": request([replace(GOOD, patches=replace(GOOD.patches, shape=(8, 12)))]),
     "patches of another dtype": request([replace(GOOD, patches=replace(GOOD.patches, dtype="float32"))]),
-    "beside its placeholders": request([replace(GOOD, offset=2)]),
-    "past the end of the prompt": request([replace(GOOD, offset=5)]),
+    "beside its placeholders": request([replace(GOOD, offsets=[2])]),
+    "past the end of the prompt": request([replace(GOOD, offsets=[5])]),
     "of the other modality": request([replace(GOOD, modality="image")]),
-    "in more runs than it is placed in": request([replace(GOOD, more_offsets=[2])]),
+    "in more runs than it is placed in": request([replace(GOOD, offsets=[1, 2])]),
     "two on the same placeholders": request([GOOD, GOOD]),
     "placeholders without media": request([]),
     "a token outside of the vocabulary": request([], [5, MODEL.text.vocab_size]),
@@ -75,10 +75,10 @@ def test_a_video_in_runs_has_one_for_each_temporal_grid():
     good = item(MESSAGE, 1, 4, grids=2, gap=2)
     assert problem_with(request([good], tokens), TIMED, limits) is None
     wrong = {
-        "1 runs of placeholders, not 2": replace(good, more_offsets=[]),
-        "3 runs of placeholders, not 2": replace(good, more_offsets=[5, 6]),
-        "item 1 does not lie on its placeholders": replace(good, more_offsets=[4]),
-        "does not lie on its placeholders": replace(good, offset=5, more_offsets=[1]),
+        "1 runs of placeholders, not 2": replace(good, offsets=[1]),
+        "3 runs of placeholders, not 2": replace(good, offsets=[1, 5, 6]),
+        "item 1 does not lie on its placeholders": replace(good, offsets=[1, 4]),
+        "does not lie on its placeholders": replace(good, offsets=[5, 1]),
     }
     for problem, media in wrong.items():
         assert problem in problem_with(request([media], tokens), TIMED, limits)

@@ -32,7 +32,7 @@ def test_what_a_dead_api_server_still_says_makes_nobody_of_it(runtime, context):
     with core_links(runtime, context, 7, 8) as (links, apis):
 
         def say(number: int) -> None:
-            apis[number].send(Encoder(f"api {number}", number).encode(ControlRequest(0, "figures")))
+            apis[number].send(Encoder(f"api {number}", number).encode(ControlRequest(0, "stats")))
             assert [envelope.incarnation for envelope in links.receive(60)] == [number]
 
         say(7)
@@ -47,7 +47,7 @@ def test_what_api_servers_say_while_ranks_load_is_kept(runtime, context):
     """They are often ready before: of what they asked then they would wait for the answer forever."""
     with core_links(runtime, context, 7, 8) as (links, apis):
         for number, api in apis.items():
-            api.send(Encoder(f"api {number}", number).encode(ControlRequest(0, "figures")))
+            api.send(Encoder(f"api {number}", number).encode(ControlRequest(0, "stats")))
         links.poller.poll()
         with sockets.connect_dealer(context, f"ipc://{runtime}/workers", b"worker 0.0:2") as worker:
             worker.send(Encoder("worker 0.0", 2).encode(WorkerReady(0, 100, "cpu")))
@@ -63,7 +63,7 @@ def test_what_api_servers_say_while_ranks_load_is_kept(runtime, context):
 def test_an_api_server_that_reads_nothing_is_named_once_and_holds_nobody_up(runtime, context, monkeypatch, caplog):
     monkeypatch.setattr(sockets, "HIGH_WATER_MARK", 2)
     with core_links(runtime, context, 7) as (links, apis):
-        apis[7].send(Encoder("api 7", 7).encode(ControlRequest(0, "figures")))
+        apis[7].send(Encoder("api 7", 7).encode(ControlRequest(0, "stats")))
         links.receive(60)
         huge = Found("r", [CachedMedia(bytes(1 << 20), "image", 1, (1, 1, 1), None)])
         for _ in range(20):

@@ -239,7 +239,7 @@ def test_a_full_store_says_so_and_reads_nothing_wrongly():
     finish(world, "running", "waits", "new")
     assert world.idle == [A]
     stored(world, B)
-    assert world.idle == [B] and world.figures().counters.media_evictions == 1
+    assert world.idle == [B] and world.stats().media_evictions == 1
     world.assert_at_rest()
 
 
@@ -274,7 +274,7 @@ def test_the_longest_unused_copy_is_evicted_and_a_look_up_is_a_use():
     finish(world, "by name")
     seen(world, "r3", 3, C)
     assert world.idle == [A, C]
-    assert world.figures().counters.media_evictions == 1
+    assert world.stats().media_evictions == 1
     world.assert_at_rest()
 
 

@@ -48,7 +48,7 @@ def facts(value: bytes, rows: int | None = None) -> CachedMedia:
 
 def named(value: bytes, rows: int | None = None) -> MediaItem:
     """An item without a tensor."""
-    return MediaItem("video", 0, 1, facts(value, rows).grid_thw, 1.0, None, value)
+    return MediaItem("video", [0], 1, facts(value, rows).grid_thw, 1.0, None, value)
 
 
 def new_request(owner: Owner, values) -> NewRequest:
@@ -306,7 +306,7 @@ class CopiesAgainstModel(RuleBasedStateMachine):
     def arrive(self, value):
         rows = ROWS[value[0]] % 20 + 1
         handle = TensorHandle(MessageId(API, 1), (rows, 1), "uint8")
-        self.copies.arrived(MediaItem("video", 0, 1, (1, 1, rows), 1.0, handle, value))
+        self.copies.arrived(MediaItem("video", [0], 1, (1, 1, rows), 1.0, handle, value))
 
     @rule()
     def dispatch(self):

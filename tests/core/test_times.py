@@ -82,7 +82,7 @@ def test_a_preempted_request_keeps_its_first_moments(clock):
     for number, name in enumerate(names):
         world.request(name, prompt=8, max_tokens=16, first_token=20 + 40 * number)
     clock.run(world)
-    assert world.figures().counters.preemptions > 0
+    assert world.stats().preemptions > 0
     for name in names:
         first, last = world.times[name]
         assert first.accepted == first.scheduled == 100 and first.first_token == 101

@@ -13,9 +13,9 @@ from mini_engine.messages import (
     CachedMedia,
     ControlReply,
     ControlRequest,
+    EngineStats,
     EngineTimes,
     Envelope,
-    Figures,
     Found,
     Lookup,
     MediaFailed,
@@ -122,11 +122,11 @@ class World:
             self.ends.setdefault(output.request_id, []).append(output.finish_reason)
             self.errors[output.request_id] = output.error
 
-    def figures(self) -> Figures:
-        """What the engine says when it is asked; it counts anew from then on."""
-        self.receive(ControlRequest(0, "figures"))
+    def stats(self) -> EngineStats:
+        """The engine's gauges, and events since the last call."""
+        self.receive(ControlRequest(0, "stats"))
         self.turn()
-        return next(body.figures for body in reversed(self.told) if isinstance(body, ControlReply) and body.figures)
+        return next(body.stats for body in reversed(self.told) if isinstance(body, ControlReply) and body.stats)
 
     @property
     def idle(self):
@@ -171,8 +171,8 @@ def item(message, offset, num_tokens=2, index=0, media_hash=None, grids=1, gap=0
     media_hash = media_hash or b"%d %d" % (message.number, index)
     patches = TensorHandle(message, (4 * num_tokens, MODEL.vision.patch_dim), "uint8")
     grid = (grids, 2, 2 * num_tokens // grids)
-    later = [offset + number * (num_tokens // grids + gap) for number in range(1, grids)] if gap else []
-    return MediaItem("video", offset, num_tokens, grid, 1.0, patches if message else None, media_hash, later)
+    offsets = [offset + number * (num_tokens // grids + gap) for number in range(grids if gap else 1)]
+    return MediaItem("video", offsets, num_tokens, grid, 1.0, patches if message else None, media_hash)
 
 
 def message(number):

@@ -107,7 +107,7 @@ def test_prompts(processor):
     assert token_ids == list(theirs["input_ids"][0])
     for placed, item in zip(placed_items, items, strict=True):
         token = hf.image_token_id if item.modality == "image" else hf.video_token_id
-        runs = [placed.offset, *placed.more_offsets]
+        runs = placed.offsets
         assert len(runs) == (1 if item.placeholder is None else item.grid_thw[0])
         length = item.num_tokens // len(runs)
         assert all(token_ids[run - 1 : run + length + 1].count(token) == length for run in runs)

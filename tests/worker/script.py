@@ -81,7 +81,7 @@ def _announce(one: _Running, step: Step, stop: int, encoded: set[bytes]) -> None
     if not one.started:
         step.started.append(one.new)
         one.started = True
-    while one.announced < len(one.new.media) and one.new.media[one.announced].offset < stop:
+    while one.announced < len(one.new.media) and one.new.media[one.announced].offsets[0] < stop:
         item = one.new.media[one.announced]
         if item.media_hash not in encoded:
             encoded.add(item.media_hash)

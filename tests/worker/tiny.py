@@ -77,17 +77,15 @@ def make_request(
         patches = torch.randint(0, 256, (t * h * w, PATCH_DIM), generator=generator, dtype=torch.uint8)
         written = placeholders(family, token, (t, h, w))
         starts = [at for at, each in enumerate(written) if each == token and written[at - 1] != token]
-        first, *more = (len(tokens) + start for start in starts)
         items.append(
             MediaItem(
                 modality="video" if t > 1 else "image",
-                offset=first,
+                offsets=[len(tokens) + start for start in starts],
                 num_tokens=t * h * w // 4,
                 grid_thw=(t, h, w),
                 second_per_grid=1.0 if t > 1 else None,
                 patches=media.put(patches),
                 media_hash=hashlib.blake2b(patches.numpy().tobytes(), digest_size=16).digest(),
-                more_offsets=more,
             )
         )
         tokens += written
