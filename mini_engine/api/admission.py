@@ -29,18 +29,14 @@ class RequestAdmission:
         self.limit = limit
         self.unfinished = 0
 
-    def check(self) -> None:
-        """Raises ApiError, a 429, if there are too many."""
+    @contextlib.contextmanager
+    def admit(self) -> Iterator[None]:
+        """Count a request while the block runs. Raises ApiError, a 429, if there are too many."""
         if self.unfinished >= self.limit:
             raise too_much_work(
                 "queued_requests",
                 f"This API server has {self.unfinished} unfinished requests, the limit of --max-num-queued-reqs",
             )
-
-    @contextlib.contextmanager
-    def admit(self) -> Iterator[None]:
-        """Count a request while the block runs. Raises ApiError, a 429, if there are too many."""
-        self.check()
         self.unfinished += 1
         try:
             yield

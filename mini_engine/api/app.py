@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from mini_engine.api import chat_completions, completions, operations
-from mini_engine.api.body import REF, described
+from mini_engine.api.body import ERRORS, REF, described
 from mini_engine.api.context import AppContext
 from mini_engine.api.errors import ApiError, Code
 from mini_engine.api.middleware import ActiveRequests, RequestMiddleware
@@ -56,7 +56,7 @@ def create_app(context: AppContext) -> FastAPI:
             expose_headers=["x-request-id", "retry-after"],
         )
     for router in ROUTERS:
-        app.include_router(router)
+        app.include_router(router, responses=ERRORS)
     app.add_exception_handler(HTTPException, _http_error)
     return app
 

@@ -1,6 +1,6 @@
-"""Bodies in general: JSON -> a typed and checked `Body`, and what `/openapi.json` says of the types of a route.
+"""Request bodies in general: JSON -> a typed and checked `Body`, and what `/openapi.json` says of them.
 
-`protocol.py` has the request bodies of each endpoint, `responses.py` the others. Knows nothing of what the fields mean.
+`protocol.py` has the bodies of each endpoint. Knows nothing of what the fields mean.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 import functools
 import re
 from collections.abc import Callable, Sequence
-from http import HTTPStatus
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
@@ -127,35 +126,20 @@ async def run_sized(work: Callable[[], T], size: int, inline: int) -> T:
 # --- the OpenAPI document ---------------------------------------------------------------------------------------------
 
 REF = "#/components/schemas/{name}"
-described: set[type[msgspec.Struct]] = set()  # types that routes refer to
+described: set[type[Struct]] = {ErrorResponse}  # types that routes refer to
 
 
 def takes(kind: type[Body]) -> dict[str, Any]:
     """The `openapi_extra` of a route that takes a `kind` as JSON."""
     _decoder(kind)  # now, while modules are imported: msgspec crashes if several threads make a type's first decoder
+    described.add(kind)
     return {"requestBody": {"required": True, "content": _content(kind)}}
 
 
-def in_path(name: str) -> dict[str, Any]:
-    """The `openapi_extra` of a route with a text in its path."""
-    return {"parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]}
-
-
-def answers(kind: type[msgspec.Struct]) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that answers with a `kind` as JSON."""
-    return {200: {"description": HTTPStatus.OK.phrase, "content": _content(kind)}}
-
-
-def refuses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that may answer with an error of these statuses."""
-    content = _content(ErrorResponse)
-    return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
-
-
-def _content(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    described.add(kind)
+def _content(kind: type[Struct]) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": REF.format(name=kind.__name__)}}}
 
 
-GENERATION_ERRORS = refuses(400, 401, 404, 408, 413, 415, 429, 500, 503)
-GUARDED = refuses(401, 503)  # of a route that needs an API key, and is refused while the server drains
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "default": {"description": "An error in OpenAI's form", "content": _content(ErrorResponse)}
+}

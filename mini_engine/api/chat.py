@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mini_engine.api.errors import ChatError, bad_request
+from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatMessage, MediaPart, TextPart
 from mini_engine.api.responses import MediaUsage
 from mini_engine.media.hashing import HASH_BYTES
@@ -71,7 +71,7 @@ class ChatRenderer:
     def render(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Returns the prompt's token ids, the start of the answer included, with one placeholder id for each item.
 
-        Raises ChatError for text that contains the model's placeholder tokens, and when the template refuses the
+        Raises ApiError, a 400, for text that contains the model's placeholder tokens, and when the template refuses the
         conversation or leaves out an item.
         """
         text = self._apply_template([self._for_template(message) for message in messages])
@@ -80,9 +80,10 @@ class ChatRenderer:
         wanted = [part.modality for message in messages for part in media_parts(message)]
         placed = [self._modality_of[token] for token in token_ids if token in self._modality_of]
         if placed != wanted:
-            raise ChatError(
-                f"the chat template wrote {len(placed)} placeholders for {len(wanted)} media items, or in another order"
+            text = (
+                f"the chat template wrote {len(placed)} placeholders for {len(wanted)} media items, or in other order"
             )
+            raise bad_request(text, "messages")
         return token_ids
 
     @property
@@ -93,8 +94,8 @@ class ChatRenderer:
     def encode(self, text: str, add_special_tokens: bool, allow_placeholders: bool = False) -> list[int]:
         """The token ids of a text that is no conversation.
 
-        Raises ChatError for one that is too long however it is tokenised, or that holds the model's placeholder tokens
-        unless they are allowed.
+        Raises ApiError, a 400, for one that is too long however it is tokenised, or that holds the model's placeholder
+        tokens unless they are allowed.
         """
         if not allow_placeholders:
             self._check_text(text, "prompt")
@@ -105,7 +106,7 @@ class ChatRenderer:
         """Refuse what no tokenisation could make short enough, since tokenising it would delay all other requests."""
         least = len(text) // self._longest_token
         if self.max_tokens is not None and least > self.max_tokens:
-            raise ChatError(
+            raise bad_request(
                 f"the prompt has {len(text)} characters, which is at least {least} tokens; this server takes "
                 f"{self.max_tokens} tokens for prompt and answer together",
                 param,
@@ -115,7 +116,6 @@ class ChatRenderer:
         """The prompt with each placeholder as long as its item, with the text that belongs to it, and the items with
         their places. `sources` are in order.
 
-        Raises ValueError when the items are not those of the placeholders: a mistake of the caller, not of the client.
         """
         expanded: list[int] = []
         placed: list[MediaItem] = []
@@ -125,9 +125,8 @@ class ChatRenderer:
             if modality is None:
                 expanded.append(token)
                 continue
-            media_hash, item = next(remaining, (b"", None))
-            if item is None or item.modality != modality or item.num_tokens < 1:
-                raise ValueError(f"placeholder {len(placed)} is for a {modality}, the item is {item}")
+            media_hash, item = next(remaining)
+            assert item.modality == modality
             # By itself: in a model's own template a special token stands on either side, which no token reaches across.
             text = item.placeholder
             written = [token] if text is None else self._encoder.encode(text, add_special_tokens=False).ids
@@ -140,8 +139,6 @@ class ChatRenderer:
                 else:
                     expanded.append(each)
             placed.append(_placed(media_hash, item, offsets))
-        if len(placed) != len(sources):
-            raise ValueError(f"{len(sources)} items for {len(placed)} placeholders")
         return expanded, placed
 
     def _for_template(self, message: ChatMessage) -> dict[str, Any]:
@@ -161,7 +158,7 @@ class ChatRenderer:
     def _check_text(self, text: str, param: str = "messages") -> None:
         for token in self._reserved:
             if token in text:
-                raise ChatError(f"the text holds {token}, which stands for media in this model; remove it", param)
+                raise bad_request(f"the text holds {token}, which stands for media in this model; remove it", param)
 
     def _apply_template(self, messages: list[dict[str, Any]]) -> str:
         import jinja2
@@ -171,13 +168,13 @@ class ChatRenderer:
                 messages, chat_template=self._template, tokenize=False, add_generation_prompt=True
             )
         except (jinja2.TemplateError, TypeError) as error:  # templates raise too, as for roles in a wrong order
-            raise ChatError(f"the chat template refuses these messages: {str(error)[:200]}") from error
+            raise bad_request(f"the chat template refuses these messages: {str(error)[:200]}", "messages") from error
 
 
 def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) -> list[MediaRef]:
     """Returns the media of a conversation in order. `limits` is --limit-mm-per-prompt; absent means no limit.
 
-    Raises ChatError for more items than a limit allows.
+    Raises ApiError, a 400, for more items than a limit allows.
     """
     refs: list[MediaRef] = []
     counts: Counter[str] = Counter()
@@ -188,9 +185,10 @@ def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) ->
             refs.append(MediaRef(part.modality, part.url, name))
     for limited, limit in limits.items():
         if counts[limited] > limit:
-            raise ChatError(
+            raise bad_request(
                 f"the conversation has {counts[limited]} {limited} items, more than the {limit} that "
-                f"--limit-mm-per-prompt allows; send fewer"
+                f"--limit-mm-per-prompt allows; send fewer",
+                "messages",
             )
     return refs
 

@@ -12,7 +12,7 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mini_engine.api.body import GENERATION_ERRORS, INLINE_CHARACTERS, answers, read_body, run_sized, takes
+from mini_engine.api.body import INLINE_CHARACTERS, read_body, run_sized, takes
 from mini_engine.api.chat import check_budget, collect_media, media_usage, prompt_sources, text_length
 from mini_engine.api.context import AppContext, context_of
 from mini_engine.api.detokenizer import sample_texts
@@ -20,7 +20,7 @@ from mini_engine.api.generation import Generation, Responder
 from mini_engine.api.media_loader import missing_parts
 from mini_engine.api.media_settings import video_tokens
 from mini_engine.api.protocol import ChatRequest
-from mini_engine.api.responses import ChatCompletion, ChatWriter
+from mini_engine.api.responses import ChatWriter
 from mini_engine.api.timings import RequestClock
 from mini_engine.log import about
 
@@ -29,15 +29,14 @@ logger = logging.getLogger(__name__)
 router = APIRouter()
 
 
-@router.post(
-    "/v1/chat/completions", openapi_extra=takes(ChatRequest), responses=answers(ChatCompletion) | GENERATION_ERRORS
-)
+@router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
     context, request_id = context_of(request), request.state.request_id
     chat = await read_body(request, ChatRequest, context.config.served_names)
     responder = Responder(chat, ChatWriter(request_id, context.config.served_names[0], chat.include_usage))
     generation = await start(context, chat, request_id, request.state.clock)
+    request.state.cleanup.enter_context(generation)
     del chat  # its media are as large as text as they are themselves
     return await responder.respond([generation])
 

@@ -6,70 +6,51 @@ an engine. The others, in vLLM's form, ask no engine.
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
-from mini_engine.api.body import GENERATION_ERRORS, INLINE_CHARACTERS, answers, read_body, refuses, run_sized, takes
+from mini_engine.api.body import INLINE_CHARACTERS, read_body, run_sized, takes
 from mini_engine.api.chat import collect_media, text_length
 from mini_engine.api.context import AppContext, context_of
 from mini_engine.api.detokenizer import sample_texts
 from mini_engine.api.errors import bad_request
 from mini_engine.api.generation import Generation, Responder
 from mini_engine.api.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
-from mini_engine.api.responses import Completion, CompletionWriter, Text, Tokens, json_response
+from mini_engine.api.responses import CompletionWriter
 from mini_engine.api.timings import RequestClock
 from mini_engine.messages import NewRequest
 
 router = APIRouter()
 
 
-@router.post(
-    "/v1/completions", openapi_extra=takes(CompletionRequest), responses=answers(Completion) | GENERATION_ERRORS
-)
+@router.post("/v1/completions", openapi_extra=takes(CompletionRequest))
 async def completions(request: Request) -> Response:
-    """Continue one or several texts, as OpenAI's legacy completions."""
+    """Continue one or several texts, as OpenAI's legacy completions.
+
+    Choice i of prompt p has the index p * n + i. No prompt is sent to an engine unless all are valid.
+    """
     context, request_id = context_of(request), request.state.request_id
     asked = await read_body(request, CompletionRequest, context.config.served_names)
     responder = Responder(asked, CompletionWriter(request_id, context.config.served_names[0], asked.include_usage))
-    return await responder.respond(await start(context, asked, request_id, request.state.clock))
-
-
-async def start(
-    context: AppContext, asked: CompletionRequest, request_id: str, clock: RequestClock
-) -> list[Generation]:
-    """One generation for each prompt, all at their engines. No prompt is sent unless all are valid.
-
-    Choice i of prompt p has the index p * n + i.
-
-    Raises:
-        ApiError: 400 for a prompt; see `SamplingResolver`.
-        EngineError: an engine is gone.
-    """
     async with context.engines.while_running():
         context.sampling.check(asked)
-        generations = []
+        generations: dict[Generation, NewRequest] = {}
         for number, prompt in enumerate(asked.prompts):
             token_ids = await _encode(context, asked, prompt) if isinstance(prompt, str) else _check(context, prompt)
             own_id = f"{request_id}-prompt{number}" if number else request_id
-            request = context.sampling.new_request(asked, own_id, token_ids, [])
-            texts = sample_texts(context.vocabulary, asked, request.sampling, number * asked.num_choices)
-            generations.append((Generation(request, texts, RequestClock() if number else clock), request))
-        with contextlib.ExitStack() as submitted:
-            for generation, request in generations:
-                await _submit(context, generation, request)
-                submitted.enter_context(generation)
-            submitted.pop_all()
-    return [generation for generation, _ in generations]
-
-
-async def _submit(context: AppContext, generation: Generation, request: NewRequest) -> None:
-    generation.clock.enter("transport")
-    with context.engines.choose(samples=len(generation.samples)) as engine:
-        await engine.submit(generation, request)
-    generation.clock.enter("other")
+            new = context.sampling.new_request(asked, own_id, token_ids, [])
+            texts = sample_texts(context.vocabulary, asked, new.sampling, number * asked.num_choices)
+            generations[Generation(new, texts, RequestClock() if number else request.state.clock)] = new
+        for generation, new in generations.items():
+            generation.clock.enter("transport")
+            with context.engines.choose(samples=len(generation.samples)) as engine:
+                await engine.submit(generation, new)
+            request.state.cleanup.enter_context(generation)
+            generation.clock.enter("other")
+    return await responder.respond(list(generations))
 
 
 async def _encode(context: AppContext, asked: CompletionRequest, prompt: str) -> list[int]:
@@ -92,29 +73,26 @@ def _check(context: AppContext, token_ids: list[int]) -> list[int]:
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
-ERRORS = refuses(400, 401, 404, 408, 413, 415, 429, 503)
-
-
-@router.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=answers(Tokens) | ERRORS)
+@router.post("/tokenize", openapi_extra=takes(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """The token ids of a text, or of a conversation with one placeholder for each image and video."""
     context = context_of(request)
     asked = await read_body(request, TokenizeRequest, context.config.served_names)
     size = len(asked.prompt or "") + text_length(asked.messages or [])
-    return json_response(await run_sized(partial(_tokens, context, asked), size, INLINE_CHARACTERS))
+    return JSONResponse(await run_sized(partial(_tokens, context, asked), size, INLINE_CHARACTERS))
 
 
-@router.post("/detokenize", openapi_extra=takes(DetokenizeRequest), responses=answers(Text) | ERRORS)
+@router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     context = context_of(request)
     asked = await read_body(request, DetokenizeRequest, context.config.served_names)
     context.sampling.check_tokens("tokens", asked.tokens)
     decode = partial(context.tokenizer.backend_tokenizer.decode, asked.tokens, skip_special_tokens=False)
-    return json_response(Text(await run_sized(decode, len(asked.tokens), INLINE_CHARACTERS)))
+    return JSONResponse({"prompt": await run_sized(decode, len(asked.tokens), INLINE_CHARACTERS)})
 
 
-def _tokens(context: AppContext, asked: TokenizeRequest) -> Tokens:
+def _tokens(context: AppContext, asked: TokenizeRequest) -> dict[str, Any]:
     if asked.prompt is not None:
         tokens = context.renderer.encode(asked.prompt, asked.add_special_tokens is not False, allow_placeholders=True)
     else:
@@ -122,4 +100,5 @@ def _tokens(context: AppContext, asked: TokenizeRequest) -> Tokens:
         collect_media(messages, context.config.item_limits)
         tokens = context.renderer.render(messages)
     names = context.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
-    return Tokens(len(tokens), context.sampling.max_model_len, tokens, names)
+    limit = context.limits.max_model_len
+    return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": names}

@@ -36,7 +36,7 @@ REMEDIES = {
 Code = Literal[
     "context_length_exceeded", "engine_unavailable", "internal_error", "invalid_api_key", "invalid_http",
     "invalid_json", "invalid_media", "invalid_value", "media_too_large", "method_not_allowed",
-    "missing_required_parameter", "model_not_found", "origin_not_allowed", "overloaded", "request_timeout",
+    "missing_required_parameter", "model_not_found", "overloaded", "request_timeout",
     "request_too_large", "shutting_down", "timeout", "unknown_parameter", "unknown_url", "unsupported_parameter",
 ]  # fmt: skip
 
@@ -80,13 +80,6 @@ class ApiError(Exception):
     def encode(self) -> bytes:
         """The error response's body as JSON."""
         return msgspec.json.encode(ErrorResponse(self.body))
-
-
-class ChatError(ApiError):
-    """Messages, or a text, that cannot become a prompt."""
-
-    def __init__(self, message: str, param: str = "messages"):
-        super().__init__(400, message, param=param, code="invalid_value")
 
 
 class EngineError(ApiError):

@@ -242,8 +242,6 @@ class Responder:
         """The response, once all of `generations` have ended, or as events from their first piece on. The choices of a
         generation follow those of the one before it.
 
-        Whatever ends this early, or the response when it is a stream, aborts what is not over.
-
         Raises:
             EngineError: an engine has failed at the request before the first event.
         """
@@ -251,10 +249,9 @@ class Responder:
             events = self._events(generations)
             return EventStream(await anext(events), events)
         choices: dict[int, list[Piece]] = {}
-        with contextlib.ExitStack() as running:
-            async with contextlib.aclosing(_pieces(generations, running)) as pieces:
-                async for piece in pieces:
-                    choices.setdefault(piece.index, []).append(piece)
+        async with contextlib.aclosing(_pieces(generations)) as pieces:
+            async for piece in pieces:
+                choices.setdefault(piece.index, []).append(piece)
         remarks = generations[0].remarks(self._with_timings)
         body = self._writer.whole([choices[index] for index in sorted(choices)], _usage(generations), remarks)
         return Response(body, media_type="application/json")
@@ -263,24 +260,23 @@ class Responder:
         """The events, of which the last leave together. What fails after the first is an event too."""
         first, started = generations[0], False
         unfinished = sum(len(generation.samples) for generation in generations)
-        with contextlib.ExitStack() as running:
-            try:
-                async with contextlib.aclosing(_pieces(generations, running)) as pieces:
-                    async for piece in pieces:
-                        unfinished -= piece.finish_reason is not None
-                        remarks = NO_REMARKS if unfinished else first.remarks(self._with_timings)
-                        event = self._writer.event(piece, NO_REMARKS if self._include_usage else remarks)
-                        if not unfinished and self._include_usage:
-                            event += self._writer.usage_event(_usage(generations), remarks)
-                        if not unfinished:
-                            event += DONE
-                        if event:
-                            started = True
-                            yield event
-            except Exception as error:  # noqa: BLE001 - explain() logs what it does not know
-                if not started:
-                    raise
-                yield error_event(explain(error, first.request_id, first.clock))
+        try:
+            async with contextlib.aclosing(_pieces(generations)) as pieces:
+                async for piece in pieces:
+                    unfinished -= piece.finish_reason is not None
+                    remarks = NO_REMARKS if unfinished else first.remarks(self._with_timings)
+                    event = self._writer.event(piece, NO_REMARKS if self._include_usage else remarks)
+                    if not unfinished and self._include_usage:
+                        event += self._writer.usage_event(_usage(generations), remarks)
+                    if not unfinished:
+                        event += DONE
+                    if event:
+                        started = True
+                        yield event
+        except Exception as error:  # noqa: BLE001 - explain() logs what it does not know
+            if not started:
+                raise
+            yield error_event(explain(error, first.request_id, first.clock))
 
 
 class EventStream(Response):
@@ -308,10 +304,8 @@ class EventStream(Response):
             await self._events.aclose()
 
 
-async def _pieces(generations: Sequence[Generation], running: contextlib.ExitStack) -> AsyncGenerator[Piece, None]:
-    """The pieces of all generations as they come; `running` aborts them when it is left early."""
-    for generation in generations:
-        running.enter_context(generation)
+async def _pieces(generations: Sequence[Generation]) -> AsyncGenerator[Piece, None]:
+    """The pieces of all generations as they come."""
     if len(generations) == 1:
         async for piece in generations[0]:
             yield piece

@@ -65,8 +65,8 @@ class ActiveRequests:
 
 
 class RequestMiddleware:
-    """See the module. The application finds `request_id` and `clock` in `scope["state"]`; its `receive` gives the body
-    in one message, after that nothing but `http.disconnect`.
+    """See the module. The application finds `request_id`, `clock` and `cleanup`, an ExitStack, in `scope["state"]`; its
+    `receive` gives the body in one message, after that nothing but `http.disconnect`.
     """
 
     def __init__(self, app: ASGIApp, context: AppContext, requests: ActiveRequests):
@@ -120,14 +120,14 @@ class Exchange:
         self._limit = asyncio.timeout(None)
         self._cause: Exception | None = None  # why `end` was called
         self._disconnect: asyncio.Task[None] | None = None
-        self._place = contextlib.ExitStack()  # among the unfinished requests
-        scope["state"] |= {"request_id": self.id, "clock": self.clock}
+        self._cleanup = contextlib.ExitStack()  # at the end of the request, however it ends
+        scope["state"] |= {"request_id": self.id, "clock": self.clock, "cleanup": self._cleanup}
 
     async def run(self, answer: Callable[[Exchange], Awaitable[None]]) -> None:
         """Run `answer`; what it raises becomes the response."""
         error: Exception | None = None
         try:
-            with self._place:
+            with self._cleanup:
                 async with self._limit:
                     await answer(self)
         except asyncio.CancelledError:  # uvicorn's time for requests to end has passed
@@ -158,7 +158,7 @@ class Exchange:
             return {"type": "http.disconnect"}
         if self.path in GENERATION_PATHS:
             self._context.engines.check()
-            self._context.requests.check()
+            self._cleanup.enter_context(self._context.requests.admit())
         self.receiving, config = True, self._context.config
         try:
             body = await receive_body(
@@ -166,8 +166,6 @@ class Exchange:
             )
         finally:
             self.receiving = False
-        if self.path in GENERATION_PATHS:
-            self._place.enter_context(self._context.requests.admit())
         self._disconnect = asyncio.create_task(self._watch())
         return {"type": "http.request", "body": body, "more_body": False}
 

@@ -6,16 +6,15 @@ import asyncio
 import importlib.metadata
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mini_engine import metrics
-from mini_engine.api.body import GUARDED, answers, check_model, in_path, refuses
+from mini_engine.api.body import check_model
 from mini_engine.api.context import context_of
 from mini_engine.api.errors import ApiError, EngineError
-from mini_engine.api.responses import Model, ModelList, json_response
 
 if TYPE_CHECKING:
     from mini_engine.api.engine_client import EngineClient
@@ -26,24 +25,29 @@ RESET_SECONDS = 30.0  # for the engines to answer; a step may run first
 router = APIRouter()
 
 
-@router.get("/v1/models", responses=answers(ModelList) | GUARDED)
+@router.get("/v1/models")
 async def models(request: Request) -> Response:
     """The names of the model that is served."""
-    context = context_of(request)
-    created, limit = request.app.state.created, context.sampling.max_model_len
-    return json_response(ModelList([Model(name, created, limit) for name in context.config.served_names]))
+    names = context_of(request).config.served_names
+    return JSONResponse({"object": "list", "data": [_model(request, name) for name in names]})
 
 
-@router.get("/v1/models/{name:path}", openapi_extra=in_path("name"), responses=answers(Model) | GUARDED | refuses(404))
-async def model(request: Request) -> Response:
+@router.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> Response:
     """One of these names."""
-    context, name = context_of(request), request.path_params["name"]
-    check_model(name, context.config.served_names)
-    return json_response(Model(name, request.app.state.created, context.sampling.max_model_len))
+    check_model(name, context_of(request).config.served_names)
+    return JSONResponse(_model(request, name))
+
+
+def _model(request: Request, name: str) -> dict[str, Any]:
+    """OpenAI's description of a model, with vLLM's limit on tokens of prompt and answer together."""
+    limit = context_of(request).limits.max_model_len
+    created = request.app.state.created
+    return {"id": name, "object": "model", "created": created, "owned_by": "mini-engine", "max_model_len": limit}
 
 
 @router.head("/health", include_in_schema=False)
-@router.get("/health", responses=refuses(503))
+@router.get("/health")
 async def health(request: Request) -> Response:
     """200 when every engine answers a ping through all of its ranks within `--health-timeout`.
 
@@ -65,14 +69,12 @@ async def live() -> Response:
     return Response()
 
 
-@router.post("/reset_caches", responses=refuses(401, 403, 503, 504))
+@router.post("/reset_caches")
 async def reset_caches(request: Request) -> Response:
     """Empty the prefix, encoder and media caches of every engine, but for what running requests use.
 
-    200 when all have done so; 403 for a page of an origin that is not allowed; 503 when an engine is gone; 504 when
-    one does not answer in time.
+    200 when all have done so; 503 when an engine is gone; 504 when one does not answer in time.
     """
-    _check_origin(request)
     try:
         async with asyncio.timeout(RESET_SECONDS):
             await context_of(request).engines.reset_caches()
@@ -82,21 +84,7 @@ async def reset_caches(request: Request) -> Response:
     return Response()
 
 
-def _check_origin(request: Request) -> None:
-    """Any page may make a browser send a POST without a body; the browser names the page's origin.
-
-    Raises:
-        ApiError: 403; it is neither this server's own nor one of `--allowed-origins`.
-    """
-    origin, allowed = request.headers.get("origin"), context_of(request).config.allowed_origins
-    if origin is None or "*" in allowed or origin in allowed:
-        return
-    if origin.partition("://")[2] != request.headers.get("host"):
-        text = f"A page of {origin[:200]!r} may not do this; --allowed-origins would have to name it."
-        raise ApiError(403, text, code="origin_not_allowed")
-
-
-@router.get("/metrics", responses=refuses(401, 503))
+@router.get("/metrics")
 async def show_metrics(request: Request) -> Response:
     """Metrics of all API servers, and of the engines at this moment, in Prometheus's text format.
 
@@ -106,7 +94,7 @@ async def show_metrics(request: Request) -> Response:
     return Response(await asyncio.to_thread(metrics.exposition), headers={"content-type": metrics.CONTENT_TYPE})
 
 
-@router.get("/version", responses=GUARDED)
+@router.get("/version")
 async def version() -> Response:
     """The version of this server."""
     return JSONResponse({"version": importlib.metadata.version("mini-engine")})

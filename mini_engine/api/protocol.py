@@ -171,10 +171,6 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
     def check(self) -> None:
         """See `Body.check`."""
         super().check()
-        limit = self.token_limit
-        if self.min_tokens is not None and limit is not None and self.min_tokens > limit:
-            text = f"Invalid 'min_tokens': must be at most {limit}, the most tokens asked for."
-            raise bad_request(text, "min_tokens", "invalid_value")
         if self.stream_options is not None and not self.stream:
             raise bad_request("'stream_options' is only allowed when 'stream' is true.", "stream_options")
 

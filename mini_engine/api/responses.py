@@ -1,4 +1,4 @@
-"""Response bodies and stream events, as OpenAI writes them: chat completions, legacy completions, models.
+"""Response bodies and stream events, as OpenAI writes them: chat completions, legacy completions.
 
 Encoded by msgspec, since a stream has one event for each step. Knows nothing of engines.
 """
@@ -10,11 +10,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
-from starlette.responses import Response
 
 from mini_engine.messages import Modality
 
@@ -72,12 +71,9 @@ class LikelyToken(Struct, frozen=True):
     bytes: list[int]
 
 
-class ListedToken(Struct, frozen=True):
+class ListedToken(LikelyToken, frozen=True):
     """A token of the answer, and the likeliest at its place."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
     top_logprobs: list[LikelyToken]
 
 
@@ -98,6 +94,12 @@ class Remarks:
     timings: Timings | None = None
     warnings: Sequence[str] = ()  # what the answer does not rest on, such as the missing part of a video
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Of the response."""
+        said = {"metrics": self.timings, "warnings": self.warnings}
+        return {name: value for name, value in said.items() if value}
+
 
 NO_REMARKS = Remarks()
 
@@ -105,34 +107,41 @@ NO_REMARKS = Remarks()
 class Writer(ABC):
     """Writes the response to one request, whole or as the events of a stream."""
 
-    def __init__(self, request_id: str, model: str, include_usage: bool):
-        self._head = (request_id, int(time.time()), model)
-        self._usage = None if include_usage else UNSET  # in all events but the last
+    whole_object: str
+    event_object: str
 
-    @abstractmethod
+    def __init__(self, request_id: str, model: str, include_usage: bool):
+        self._head = {"id": request_id, "created": int(time.time()), "model": model}
+        self._include_usage = include_usage
+
     def whole(self, choices: Sequence[Sequence[Piece]], used: Usage, remarks: Remarks) -> bytes:
         """The body of a response that is not streamed, of all pieces of each choice."""
+        written = [self._whole_choice(joined(pieces)) for pieces in choices]
+        body = {"object": self.whole_object, "choices": written, "usage": used}
+        return msgspec.json.encode(self._head | body | remarks.fields)
 
-    @abstractmethod
     def event(self, piece: Piece, remarks: Remarks = NO_REMARKS) -> bytes:
         """The event of a piece; empty for a piece that brings nothing new."""
+        choice = self._event_choice(piece)
+        if choice is None:
+            return b""
+        usage = {"usage": None} if self._include_usage else {}  # null in all events but the last
+        return self._event({"choices": [choice]} | usage | remarks.fields)
 
-    @abstractmethod
     def usage_event(self, used: Usage, remarks: Remarks) -> bytes:
         """The event that `include_usage` asks for."""
+        return self._event({"choices": [], "usage": used} | remarks.fields)
 
+    def _event(self, body: dict[str, Any]) -> bytes:
+        return b"data: " + msgspec.json.encode(self._head | {"object": self.event_object} | body) + b"\n\n"
 
-_encoder = msgspec.json.Encoder()
+    @abstractmethod
+    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
+        """All of a choice."""
 
-
-def event_of(body: Struct) -> bytes:
-    """A server-sent event with `body` as JSON."""
-    return b"data: " + _encoder.encode(body) + b"\n\n"
-
-
-def json_response(body: Struct) -> Response:
-    """`body` as a whole response."""
-    return Response(_encoder.encode(body), media_type="application/json")
+    @abstractmethod
+    def _event_choice(self, piece: Piece) -> dict[str, Any] | None:
+        """What a piece adds to a choice; None: nothing."""
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
@@ -142,115 +151,47 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     return Piece(last.index, "".join(piece.text for piece in pieces), last.finish_reason, listed)
 
 
-# --- chat completions ------------------------------------------------------------------------------------------------
-
-
-class ChoiceLogprobs(Struct, frozen=True):
-    """Logprobs of the tokens of a choice."""
-
-    content: list[ListedToken]
-    refusal: None = None
-
-
-class AnswerMessage(Struct, frozen=True):
-    """The answer."""
-
-    content: str
-    role: Literal["assistant"] = "assistant"
-    refusal: None = None
-
-
-class ChatChoice(Struct, frozen=True):
-    """One choice of a whole response."""
-
-    index: int
-    message: AnswerMessage
-    finish_reason: FinishedBy
-    logprobs: ChoiceLogprobs | None
-
-
-class ChatCompletion(Struct, frozen=True):
-    """The response to a chat completion request that is not streamed."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    object: Literal["chat.completion"] = "chat.completion"
-    metrics: Timings | UnsetType = UNSET  # for `return_timings`
-    warnings: Sequence[str] | UnsetType = UNSET
-
-
-class Delta(Struct, frozen=True, omit_defaults=True):
-    """What a piece adds to a choice. The first has the role."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-
-
-class ChunkChoice(Struct, frozen=True):
-    """One choice of an event."""
-
-    index: int
-    delta: Delta
-    finish_reason: FinishedBy | None
-    logprobs: ChoiceLogprobs | None
-
-
-class ChatCompletionChunk(Struct, frozen=True):
-    """An event of a streamed chat completion."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    usage: Usage | None | UnsetType = UNSET  # null until the last event, if it was asked for
-    metrics: Timings | UnsetType = UNSET  # in the last event, if it was asked for
-    warnings: Sequence[str] | UnsetType = UNSET  # in the last event, if there are any
-
-
 class ChatWriter(Writer):
-    """Remarks on the request are in the last event."""
+    """Chat completions. The first event of each choice has the role."""
+
+    whole_object = "chat.completion"
+    event_object = "chat.completion.chunk"
 
     def __init__(self, request_id: str, model: str, include_usage: bool):
         super().__init__(request_id, model, include_usage)
         self._begun: set[int] = set()
 
-    def whole(self, choices: Sequence[Sequence[Piece]], used: Usage, remarks: Remarks) -> bytes:
-        """See `Writer`."""
-        written = []
-        for pieces in choices:
-            one = joined(pieces)
-            assert one.finish_reason is not None
-            listed = None if one.logprobs is None else ChoiceLogprobs(one.logprobs)
-            written.append(ChatChoice(one.index, AnswerMessage(one.text), one.finish_reason, listed))
-        timings, warnings = remarks.timings or UNSET, remarks.warnings or UNSET
-        return _encoder.encode(ChatCompletion(*self._head, written, used, metrics=timings, warnings=warnings))
+    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
+        return self._choice(piece, "message", {"role": "assistant", "content": piece.text, "refusal": None})
 
-    def event(self, piece: Piece, remarks: Remarks = NO_REMARKS) -> bytes:
-        """See `Writer`."""
-        role: Literal["assistant"] | None = None
+    def _event_choice(self, piece: Piece) -> dict[str, Any] | None:
+        delta = {"content": piece.text} if piece.text else {}
         if piece.index not in self._begun:
             self._begun.add(piece.index)
-            role = "assistant"
-        elif not piece.text and piece.finish_reason is None:
-            return b""
-        delta = Delta(role, piece.text if piece.text or role else None)
-        listed = ChoiceLogprobs(piece.logprobs) if piece.logprobs else None
-        return self._event([ChunkChoice(piece.index, delta, piece.finish_reason, listed)], self._usage, remarks)
+            delta = {"role": "assistant", "content": piece.text}
+        return self._choice(piece, "delta", delta) if delta or piece.finish_reason else None
 
-    def usage_event(self, used: Usage, remarks: Remarks) -> bytes:
-        """See `Writer`."""
-        return self._event([], used, remarks)
-
-    def _event(self, choices: list[ChunkChoice], used: Usage | None | UnsetType, remarks: Remarks) -> bytes:
-        timings, warnings = remarks.timings or UNSET, remarks.warnings or UNSET
-        return event_of(ChatCompletionChunk(*self._head, choices, usage=used, metrics=timings, warnings=warnings))
+    def _choice(self, piece: Piece, name: str, content: dict[str, Any]) -> dict[str, Any]:
+        listed = None if piece.logprobs is None else {"content": piece.logprobs, "refusal": None}
+        return {"index": piece.index, name: content, "finish_reason": piece.finish_reason, "logprobs": listed}
 
 
-# --- legacy completions ----------------------------------------------------------------------------------------------
+class CompletionWriter(Writer):
+    """Legacy completions, whose events have the form of the whole."""
+
+    whole_object = event_object = "text_completion"
+
+    def __init__(self, request_id: str, model: str, include_usage: bool):
+        super().__init__(request_id, model, include_usage)
+        self._logprobs: dict[int, _LogprobWriter] = {}  # by choice
+
+    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
+        writer = self._logprobs.setdefault(piece.index, _LogprobWriter())
+        listed = None if piece.logprobs is None else writer.write(piece.logprobs)
+        return {"index": piece.index, "text": piece.text, "logprobs": listed, "finish_reason": piece.finish_reason}
+
+    def _event_choice(self, piece: Piece) -> dict[str, Any] | None:
+        return self._whole_choice(piece) if piece.text or piece.finish_reason else None
 
 
 class Logprobs(Struct, frozen=True):
@@ -260,56 +201,6 @@ class Logprobs(Struct, frozen=True):
     token_logprobs: list[float]
     tokens: list[str]
     top_logprobs: list[dict[str, float]]  # the token itself and the likeliest
-
-
-class CompletionChoice(Struct, frozen=True):
-    """One choice of a response or an event."""
-
-    index: int
-    text: str
-    logprobs: Logprobs | None
-    finish_reason: FinishedBy | None  # null in the events before a choice's last
-
-
-class Completion(Struct, frozen=True):
-    """A whole response to a completion request, or an event of a streamed one."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    object: Literal["text_completion"] = "text_completion"
-    usage: Usage | None | UnsetType = UNSET
-
-
-class CompletionWriter(Writer):
-    """Completions have no remarks."""
-
-    def __init__(self, request_id: str, model: str, include_usage: bool):
-        super().__init__(request_id, model, include_usage)
-        self._logprobs: dict[int, _LogprobWriter] = {}  # by choice
-
-    def whole(self, choices: Sequence[Sequence[Piece]], used: Usage, remarks: Remarks) -> bytes:  # noqa: ARG002
-        """See `Writer`."""
-        return _encoder.encode(self._body([self._choice(joined(pieces)) for pieces in choices], used))
-
-    def event(self, piece: Piece, remarks: Remarks = NO_REMARKS) -> bytes:  # noqa: ARG002
-        """See `Writer`."""
-        if not piece.text and piece.finish_reason is None:
-            return b""
-        return event_of(self._body([self._choice(piece)], self._usage))
-
-    def usage_event(self, used: Usage, remarks: Remarks) -> bytes:  # noqa: ARG002
-        """See `Writer`."""
-        return event_of(self._body([], used))
-
-    def _body(self, choices: list[CompletionChoice], used: Usage | None | UnsetType) -> Completion:
-        return Completion(*self._head, choices, usage=used)
-
-    def _choice(self, piece: Piece) -> CompletionChoice:
-        writer = self._logprobs.setdefault(piece.index, _LogprobWriter())
-        listed = None if piece.logprobs is None else writer.write(piece.logprobs)
-        return CompletionChoice(piece.index, piece.text, listed, piece.finish_reason)
 
 
 class _LogprobWriter:
@@ -337,38 +228,3 @@ def _token_name(data: Sequence[int]) -> str:
         return bytes(data).decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-# --- models, tokens --------------------------------------------------------------------------------------------------
-
-
-class Model(Struct, frozen=True):
-    """A name of the served model."""
-
-    id: str
-    created: int
-    max_model_len: int  # vLLM's: tokens of prompt and answer together
-    object: Literal["model"] = "model"
-    owned_by: str = "mini-engine"
-
-
-class ModelList(Struct, frozen=True):
-    """All names of the served model."""
-
-    data: list[Model]
-    object: Literal["list"] = "list"
-
-
-class Tokens(Struct, frozen=True):
-    """The response to a tokenize request. `token_strs`: the tokens as the vocabulary writes them, if asked for."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class Text(Struct, frozen=True):
-    """The response to a detokenize request, special tokens included."""
-
-    prompt: str

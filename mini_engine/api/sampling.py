@@ -100,11 +100,8 @@ class SamplingResolver:
         defaults = self.defaults
         max_tokens = self._max_tokens(request, prompt_tokens)
         if request.min_tokens is not None and request.min_tokens > max_tokens:
-            raise bad_request(
-                f"Invalid 'min_tokens': must be at most {max_tokens}, the most tokens that the answer may have.",
-                "min_tokens",
-                "invalid_value",
-            )
+            text = f"Invalid 'min_tokens': must be at most {max_tokens}, the most tokens that the answer may have."
+            raise bad_request(text, "min_tokens")
         temperature = _first(request.temperature, defaults.temperature)
         greedy = temperature < GREEDY_BELOW
         ends = [] if request.ignore_eos else self._ends

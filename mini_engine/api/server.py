@@ -36,13 +36,13 @@ from mini_engine.media.decoder_pool import DecoderPool
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.messages import ControlReply, ControlRequest, Drain, EngineLimits, Init, PeerGone, Serving, Start
 from mini_engine.model.config import ModelConfig
+from mini_engine.transport.arena import WritableMemory
 from mini_engine.transport.codec import decode
+from mini_engine.transport.tensor_ipc import TensorIpcSender
 
 if TYPE_CHECKING:
     from mini_engine.child import Child
     from mini_engine.media.processor import MediaProcessor
-    from mini_engine.transport.arena import WritableMemory
-
 logger = logging.getLogger(__name__)
 
 WORK_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as asyncio's own
@@ -107,15 +107,8 @@ def load(init: Init, index: int) -> ModelFront:
         renderer = ChatRenderer(processor.hf_processor, template)
         vocabulary = Vocabulary(processor.hf_processor.tokenizer)
         model_config = ModelConfig.from_dir(init.model_dir)
-    except ConfigError:
-        raise
     except (OSError, ValueError, ApiError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    except Exception as error:  # of any kind: what the libraries meet in files that somebody has changed
-        raise ConfigError(
-            f"{init.model_dir}: its processor, tokenizer or chat template fails: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}; copy these files from where the model is from"
-        ) from error
     return ModelFront(
         processor,
         renderer,
@@ -142,32 +135,24 @@ def media_policy(config: EngineConfig) -> MediaPolicy:
         raise ConfigError(f"--allowed-media-domains: {error}") from None
 
 
-def decode_limits(config: EngineConfig) -> DecodeLimits:
-    """What decoding may cost: each limit is the option of that name."""
-    return DecodeLimits(**{field.name: getattr(config, field.name) for field in fields(DecodeLimits)})
-
-
 def media_loader(config: EngineConfig, index: int, processor: MediaProcessor) -> MediaLoader:
     """The media path of API server `index`, with no decoder process yet."""
-    threads = media_threads(config)
-    decoders = DecoderPool(f"api {index}", threads, decode_limits(config), config.max_media_bytes)
+    threads = max(1, len(os.sched_getaffinity(0)) // config.api_server_count)  # this server's part of the cores
+    limits = DecodeLimits(**{field.name: getattr(config, field.name) for field in fields(DecodeLimits)})
+    decoders = DecoderPool(f"api {index}", threads, limits, config.max_media_bytes)
     return MediaLoader(
         processor, media_policy(config), decoders, threads, allow_partial_video=config.allow_partial_video
     )
-
-
-def media_threads(config: EngineConfig) -> int:
-    """This server's part of the cores it may run on."""
-    return max(1, len(os.sched_getaffinity(0)) // config.api_server_count)
 
 
 async def _main(child: Child, init: Init, front: ModelFront) -> None:
     asyncio.get_running_loop().set_default_executor(start_thread_pool(WORK_THREADS, "work"))
     arena = transports.make_arena(init.config)
     make_slots = staging_slots(init.config, int(child.index), len(init.cores))
-    usable = [
-        transports.connect(init.config, child.encoder, arena, engine, init.ranks, make_slots)
-        for engine in range(len(init.cores))
+    engines_ranks = [[rank for rank in init.ranks if rank.engine == engine] for engine in range(len(init.cores))]
+    queues = [TensorIpcSender(child.encoder, ranks, arena) for ranks in engines_ranks]
+    choices = [
+        transports.choose(engine, init.config.mm_tensor_ipc, queue, make_slots) for engine, queue in enumerate(queues)
     ]
     plan = init.media_cache
     # The same context, so the same I/O thread, seen through asyncio.
@@ -176,13 +161,13 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
         context,
         child.encoder,
         init.cores,
-        [one.queue for one in usable],
+        queues,
         media_capacity=plan.nbytes,
-        stores=open_stores(child.media_stores) or [None] * len(init.cores),
+        stores=[WritableMemory(fd) for fd in child.media_stores] or [None] * len(init.cores),
         max_object_bytes=init.config.mm_shm_cache_max_object_size_mb << 20,
     )
     await front.media.decoders.start()
-    child.ready(transports=[one.choice for one in usable])
+    child.ready(transports=choices)
     link = SupervisorLink(child, engines)
     background = [asyncio.create_task(link.run()), asyncio.create_task(engines.run())]
     if child.index == "0" and not init.config.disable_log_stats:
@@ -201,20 +186,6 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
         engines.close()
         arena.close_memory()
         link.socket.close()
-
-
-def open_stores(descriptors: list[int]) -> list[WritableMemory | None]:
-    """The media stores of the engines, mapped for writing.
-
-    Raises:
-        ConfigError: there is no room for them in this process's address space.
-    """
-    from mini_engine.transport.arena import WritableMemory
-
-    try:
-        return [WritableMemory(fd) for fd in descriptors]
-    except OSError as error:
-        raise ConfigError(f"--mm-processor-cache-gb: the media store cannot be mapped ({error}); lower it") from error
 
 
 async def _serve(

@@ -7,30 +7,21 @@ Knows the placements' names and their order, not how they work.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
 from mini_engine import metrics
 from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig, TensorIpc
 from mini_engine.free_memory import available_memory, processor_memory
-from mini_engine.messages import RankAddress, TransportChoice, TransportName
+from mini_engine.messages import TransportChoice, TransportName
 from mini_engine.transport.arena import Arena
-from mini_engine.transport.codec import Encoder, TransportError
+from mini_engine.transport.codec import TransportError
 from mini_engine.transport.cuda_memory import StagingSlots
 from mini_engine.transport.pages import MARK_PAGES, PAGE_BYTES
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 
 ORDER: tuple[TransportName, ...] = ("torch_shm", "direct_rpc")
 PROBE_SECONDS = 60.0  # the ranks answer as soon as they run, while their model still loads
-
-
-@dataclass(frozen=True)
-class EngineTransport:
-    """The queue to all ranks of one engine, whose probe passed."""
-
-    queue: TensorIpcSender
-    choice: TransportChoice
 
 
 def make_arena(config: EngineConfig) -> Arena:
@@ -44,34 +35,19 @@ def make_arena(config: EngineConfig) -> Arena:
     return Arena(config.mm_ipc_memory_bytes, available)
 
 
-def connect(
-    config: EngineConfig,
-    encoder: Encoder,
-    arena: Arena,
+def choose(
     engine: int,
-    ranks: list[RankAddress],
+    mode: TensorIpc,
+    queue: TensorIpcSender,
     make_slots: Callable[[], StagingSlots] | None = None,
-) -> EngineTransport:
-    """Probe the queue towards `engine`, whose ranks are among `ranks`. Blocks.
+    timeout: float = PROBE_SECONDS,
+) -> TransportChoice:
+    """Have `queue`, to the ranks of `engine`, use the first placement allowed by `mode` that passes its probe. Blocks.
 
     `make_slots` makes staging slots for CUDA tensors towards one engine; None: this server makes no such tensors.
 
     Raises:
         ConfigError: the placement that was asked for, or every one under `auto`, fails its probe.
-    """
-    queue = TensorIpcSender(encoder, [rank for rank in ranks if rank.engine == engine], arena)
-    timeout = min(PROBE_SECONDS, config.startup_timeout)
-    choice = choose(engine, config.mm_tensor_ipc, queue, timeout)
-    if make_slots is not None and config.mm_tensor_ipc != "direct_rpc":
-        choice = add_slots(queue, choice, config.mm_tensor_ipc, make_slots, timeout)
-    return EngineTransport(queue, choice)
-
-
-def choose(engine: int, mode: TensorIpc, queue: TensorIpcSender, timeout: float) -> TransportChoice:
-    """Have `queue` use the first placement allowed by `mode` that passes its probe.
-
-    Raises:
-        ConfigError: see `connect`.
     """
     failures: dict[TransportName, TransportError] = {}
     for name in ORDER if mode == "auto" else (mode,):
@@ -88,7 +64,10 @@ def choose(engine: int, mode: TensorIpc, queue: TensorIpcSender, timeout: float)
     # Without the errors' texts: they may hold addresses, and metrics are read by others than logs.
     label = "asked_for" if mode != "auto" else "_".join([*failures, "failed"]) if failures else "probe_passed"
     metrics.mm_tensor_ipc_info.labels(str(engine), queue.placement, label).set(1)
-    return TransportChoice(engine, queue.placement, reason)
+    choice = TransportChoice(engine, queue.placement, reason)
+    if make_slots is not None and mode != "direct_rpc":
+        return add_slots(queue, choice, mode, make_slots, timeout)
+    return choice
 
 
 def add_slots(
@@ -108,14 +87,14 @@ def add_slots(
             queue.probe(choice.transport, timeout)
         except TransportError as again:
             raise ConfigError(_refusal(choice.engine, mode, {choice.transport: again})) from again
-        return msgspec.structs.replace(choice, reason=f"{choice.reason}; CUDA tensors go by way of the host: {error}")
+        return msgspec.structs.replace(choice, reason=f"{choice.reason}; CUDA tensors are copied to the host: {error}")
     return choice
 
 
 def _refusal(engine: int, mode: TensorIpc, failures: Mapping[TransportName, TransportError]) -> str:
     why = "; ".join(f"{name}: {error}" for name, error in failures.items())
     remedy = "" if mode == "auto" else " Use --mm-tensor-ipc auto to take whichever works."
-    return f"--mm-tensor-ipc {mode}: no tensor gets through to all workers of engine {engine}: {why}.{remedy}"
+    return f"--mm-tensor-ipc {mode}: no transport reaches every worker of engine {engine}: {why}.{remedy}"
 
 
 # --- the device of the processor --------------------------------------------------------------------------------------

@@ -184,20 +184,6 @@ async def test_allowed_methods_and_headers(serve: Serve) -> None:
         assert (await preflight(served, **mine)).status_code == 200
 
 
-@pytest.mark.parametrize(("allowed", "others"), [([], 403), ([PAGE], 403), (["*"], 200)])
-async def test_origins_that_may_reset_caches(serve: Serve, allowed: list[str], others: int) -> None:
-    """A browser sends a POST without a body without a preflight."""
-    async with serve(allowed_origins=allowed) as served:
-        own = f"http://127.0.0.1:{served.port}"  # that of /docs
-        expected = {PAGE: 200 if allowed else 403, own: 200, "https://other.test": others, "null": others}
-        for origin, status in expected.items():
-            response = await served.http.post("/reset_caches", headers={"Origin": origin})
-            assert response.status_code == status, origin
-            if status == 403:
-                check_error(response, 403, "origin_not_allowed")
-        assert (await served.http.post("/reset_caches")).status_code == 200
-
-
 async def test_below_a_path_of_a_proxy(serve: Serve) -> None:
     async with serve(root_path="/engine", api_key=["k"]) as served:
         key = {"Authorization": "Bearer k"}

@@ -78,7 +78,6 @@ def user(*content: Any) -> dict[str, Any]:
         ({"max_tokens": True}, "max_tokens", "got `bool`"),
         ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens", "not both"),
         ({"n": 129}, "n", "<= 128"),
-        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "at most 5"),
         ({"top_logprobs": 2}, "top_logprobs", "only allowed when 'logprobs' is true"),
         ({"logit_bias": {"5": 101}}, "logit_bias[...]", "<= 100"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "expected `int`"),

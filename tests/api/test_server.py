@@ -17,8 +17,6 @@ from mini_engine.decode_limits import DecodeLimits
 from mini_engine.messages import Init, MediaCachePlan
 from tests import tiny_processor
 
-IMAGE_PROCESSOR = '{"image_processor_type": "Qwen2VLImageProcessor", "size": %s}'
-
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -74,22 +72,6 @@ def test_settings_reach_the_media_path(model_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("tokenizer.json", '{"added_tokens": 3}'),
-        ("preprocessor_config.json", IMAGE_PROCESSOR % '{"shortest_edge": 0}'),
-        ("preprocessor_config.json", IMAGE_PROCESSOR % '"x"'),
-        ("processor_config.json", '{"processor_class": 3}'),
-    ],
-)
-def test_damaged_files_are_refused_in_one_line(name: str, text: str, tmp_path: Path) -> None:
-    (write_model(tmp_path) / name).write_text(text)
-    with pytest.raises(ConfigError, match="files from where the model is from") as caught, loaded(tmp_path):
-        pass
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("settings", "says"),
     [
         ({"media_io_kwargs": {"video": {"fps": 3}}, "mm_processor_kwargs": {"num_frames": 2}}, "exactly one of"),
@@ -103,8 +85,3 @@ def test_damaged_files_are_refused_in_one_line(name: str, text: str, tmp_path: P
 def test_settings_that_cannot_be_served_with(model_dir: Path, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says), loaded(model_dir, **settings):
         pass
-
-
-def test_media_threads_share_the_cores() -> None:
-    assert server.media_threads(EngineConfig()) >= 1
-    assert server.media_threads(EngineConfig(api_server_count=64)) == 1

@@ -84,7 +84,7 @@ def test_cuda_tensors_are_copied_to_the_host_where_no_slots_can_be_made() -> Non
     first = TransportChoice(3, "torch_shm", "the first")
     assert add_slots(queue_to(), first, "auto", lambda: StagingSlots(HostStaging(), 1, 512), 1) == first
     replaced = add_slots(queue_to(), first, "auto", fail, 1)
-    assert replaced.reason == "the first; CUDA tensors go by way of the host: out of memory"
+    assert replaced.reason == "the first; CUDA tensors are copied to the host: out of memory"
     with pytest.raises(ConfigError, match="--mm-tensor-ipc torch_shm: .*auto"):
         add_slots(queue_to(), first, "torch_shm", fail, 1)
     with pytest.raises(ConfigError):
