@@ -127,7 +127,7 @@ class Engine:
             request = await self.media.place(request)
             for again in (False, True):
                 await self._sender.submit(request)
-                accepted = generation.sent_to(self)
+                accepted = generation.sent(self.finish)
                 if not request.media or await accepted:
                     at_engine = request.request_id, self.number, len(request.media)
                     logger.debug("%s is at engine %d, with %d media", *at_engine, extra=about(request.request_id))
@@ -140,7 +140,7 @@ class Engine:
                     metrics.ipc_fallbacks_total.labels("lost").inc()
             raise MediaNotSent()
         except BaseException:
-            if generation.engine is not None:
+            if generation.finish_at_engine is not None:
                 generation.abort()
             else:
                 self._forget(generation)

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 # batch cost a request some milliseconds, while decoding a video again costs hundreds.
 LOAD_MARGIN = 4
 LOST_SECONDS = 5.0  # for the supervisor to report the death of an engine that cannot be reached
-FIGURES_SECONDS = 1.0  # for the engines to say how they are; Prometheus gives a whole scrape ten
+METRICS_SECONDS = 1.0  # for the engines to report; Prometheus gives a whole scrape ten
 
 
 class EngineLost(Exception):
-    """An engine that lives cannot be reached from this process: another one may."""
+    """A running engine cannot be reached from this process: another process may reach it."""
 
 
 class EngineClient:
@@ -52,7 +52,7 @@ class EngineClient:
         name = sockets.identity(encoder.sender, encoder.incarnation)
         self._blocks: set[asyncio.Timeout] = set()  # that last no longer than the engines
         self._gone: set[int] = set()  # engines whose death was reported
-        self._unreachable = asyncio.Event()
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.draining = False  # this process ends by itself, when its last request has
         shared = Surroundings(
             encoder, media_capacity, max_object_bytes, self._show_memory, self._end_blocks, self._on_lost
@@ -101,7 +101,7 @@ class EngineClient:
         Raises:
             EngineLost: this process is to be replaced.
         """
-        await asyncio.gather(self._watch_lost(), *(engine.receive() for engine in self.engines))
+        await asyncio.gather(self._lost, *(engine.receive() for engine in self.engines))
 
     @contextlib.contextmanager
     def choose(self, media_hash: bytes | None = None, samples: int = 1) -> Iterator[Engine]:
@@ -133,7 +133,7 @@ class EngineClient:
     async def refresh_metrics(self) -> None:
         """Bring the engines' metrics up to date; those of an engine that does not answer in time stay as they are."""
         asking = [asyncio.create_task(engine.refresh_metrics()) for engine in self.engines]
-        await asyncio.wait(asking, timeout=FIGURES_SECONDS)
+        await asyncio.wait(asking, timeout=METRICS_SECONDS)
         for task in asking:
             task.cancel()
 
@@ -172,12 +172,8 @@ class EngineClient:
         asyncio.get_running_loop().call_later(LOST_SECONDS, self._check_lost, engine)
 
     def _check_lost(self, engine: int) -> None:
-        if engine not in self._gone and not self.draining:
-            self._unreachable.set()
-
-    async def _watch_lost(self) -> None:
-        await self._unreachable.wait()
-        raise EngineLost("an engine that is alive cannot be reached any more: this API server ends, to be replaced")
+        if engine not in self._gone and not self.draining and not self._lost.done():
+            self._lost.set_exception(EngineLost("a running engine cannot be reached; this API server exits"))
 
     def _end_blocks(self) -> None:
         """Without effect while an engine runs. They end in the loop's next turn, after the requests of the engine."""

@@ -11,8 +11,7 @@ import collections
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 from starlette.responses import Response
@@ -29,11 +28,7 @@ from mini_engine.messages import EngineTimes, FinishReason, NewRequest, RequestO
 logger = logging.getLogger(__name__)
 
 
-class Engine(Protocol):
-    """Runs requests: `engine.Engine`, as far as a generation calls it."""
-
-    def finish(self, request_id: str, reason: FinishReason) -> None:
-        """End a sample there."""
+FinishAtEngine = Callable[[str, FinishReason], None]  # ends a sample, by its id
 
 
 class Sample:
@@ -103,7 +98,7 @@ class Generation:
         self.request_id, self.num_prompt_tokens = request.request_id, len(request.prompt_token_ids)
         self.clock = clock
         self.samples = [Sample(self, request_id, text) for request_id, text in zip(ids, texts, strict=True)]
-        self.engine: Engine | None = None  # that has the request
+        self.finish_at_engine: FinishAtEngine | None = None  # of the engine that has the request
         self._media = media
         self._warnings = warnings
         self._error: EngineError | None = None
@@ -167,10 +162,10 @@ class Generation:
 
     # --- for the engine ----------------------------------------------------------------------------------------------
 
-    def sent_to(self, engine: Engine) -> asyncio.Future[bool]:
-        """`engine` was sent the request. The future is True once it has accepted or ended it, False if it turned the
+    def sent(self, finish_at_engine: FinishAtEngine) -> asyncio.Future[bool]:
+        """An engine was sent the request. The future is True once it has accepted or ended it, False if it turned the
         request down."""
-        self.engine = engine
+        self.finish_at_engine = finish_at_engine
         self._accepted = asyncio.get_running_loop().create_future()
         if self._waiting or self._error:
             self._accepted.set_result(True)
@@ -179,7 +174,7 @@ class Generation:
     def answer(self, accepted: bool) -> None:
         """The engine has accepted the request, or turned it down: then it knows nothing of it any more."""
         if not accepted:
-            self.engine = None
+            self.finish_at_engine = None
         if self._accepted is not None and not self._accepted.done():
             self._accepted.set_result(accepted)
 
@@ -217,8 +212,8 @@ class Generation:
         if sample.is_waiting:
             self._waiting.remove(sample)
         sample.end()
-        if self.engine is not None:
-            self.engine.finish(sample.request_id, reason)  # without effect if the engine has ended it
+        if self.finish_at_engine is not None:
+            self.finish_at_engine(sample.request_id, reason)  # without effect if the engine has ended it
 
     def _wake(self) -> None:
         self.answer(True)

@@ -169,7 +169,6 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def check(self) -> None:
-        """See `Body.check`."""
         super().check()
         if self.stream_options is not None and not self.stream:
             raise bad_request("'stream_options' is only allowed when 'stream' is true.", "stream_options")
@@ -204,16 +203,13 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
 
     @property
     def token_limit(self) -> int | None:
-        """See `GenerationRequest.token_limit`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `GenerationRequest.num_logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
-        """See `Body.check`."""
         super().check()
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise bad_request("Send either 'max_completion_tokens' or 'max_tokens', not both.", "max_tokens")
@@ -239,7 +235,6 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `GenerationRequest.num_logprobs`."""
         return self.logprobs
 
     @property
@@ -249,7 +244,6 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
         return [one] if isinstance(one, str) or isinstance(one[0], int) else one
 
     def check(self) -> None:
-        """See `Body.check`."""
         super().check()
         if not isinstance(self.prompt, str) and len({type(item) for item in self.prompt}) > 1:
             raise bad_request("Invalid 'prompt': texts, token ids and lists of them cannot be mixed.", "prompt")
@@ -271,7 +265,6 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
     add_generation_prompt: Annotated[Any, only(True)] = None
 
     def check(self) -> None:
-        """See `Body.check`."""
         super().check()
         if (self.prompt is None) == (self.messages is None):
             raise bad_request("Send either 'prompt' or 'messages'.", "prompt", "missing_required_parameter")

@@ -207,7 +207,6 @@ class RankCopies(MediaDirectory):
         self.keep.append(KeepMedia(value, item.patches))
 
     def kept(self, value: bytes) -> None:
-        """See `MediaDirectory`."""
         entry = self._unready.pop(value)
         self.num_bytes_pinned -= entry.nbytes
         self._list(entry)

@@ -164,7 +164,6 @@ class SdpaBackend:
         self.cache = cache
 
     def step(self, slots: Tensor, spans: Sequence[Span]) -> SdpaAttention:
-        """See `AttentionBackend`."""
         return SdpaAttention(self.cache, slots, spans)
 
 
@@ -183,7 +182,6 @@ class SdpaAttention:
             first += span.length
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `StepAttention`."""
         cache = self._cache
         cache.write(layer, self._slots, k, v)
         keys, values = cache.keys(layer), cache.values(layer)

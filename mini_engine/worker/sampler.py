@@ -104,7 +104,6 @@ class Sampled(NamedTuple):
 
     @property
     def logprobs(self) -> dict[int, list[TokenLogprob]]:
-        """See `Report.read`."""
         return {} if self.report is None else self.report.read()
 
 

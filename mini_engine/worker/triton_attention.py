@@ -71,7 +71,6 @@ class TritonBackend:
         self._longest = longest
 
     def step(self, slots: Tensor, spans: Sequence[Span]) -> TritonAttention:
-        """See `attention.AttentionBackend`."""
         singles = sum(span.length == 1 for span in spans)
         decode = prefill = None
         if singles:
@@ -138,7 +137,6 @@ class TritonAttention:
         self.decode, self._prefill = decode, prefill
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `attention.StepAttention`."""
         self._cache.write(layer, self._slots, k, v)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for part in (self.decode, self._prefill):
@@ -147,7 +145,6 @@ class TritonAttention:
         return out
 
     def advance(self, slots: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> bool:
-        """See `attention.StepAttention`."""
         assert self.decode is not None and self._prefill is None
         assert isinstance(self.decode.tables, StepTables)
         self._slots = slots
