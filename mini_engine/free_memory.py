@@ -59,7 +59,7 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[_Group]:
     """Those around this process whose files can be read.
 
     In a container the path in /proc may be the host's while the directory shows the container's own group at its root,
-    so what is missing on the way up is passed over.
+    so missing files on the way up are skipped.
     """
     for line in (proc / "self" / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

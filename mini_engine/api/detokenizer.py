@@ -18,7 +18,7 @@ from mini_engine.api.protocol import GenerationRequest
 from mini_engine.api.responses import FinishedBy, LikelyToken, ListedToken, Piece
 from mini_engine.messages import FinishReason, SamplingParams, TokenLogprob
 
-LEAST_LOGPROB = -9999.0  # OpenAI's figure for what is all but impossible; JSON has no infinity
+LEAST_LOGPROB = -9999.0  # OpenAI's value for a token that is all but impossible; JSON has no infinity
 
 
 class Vocabulary:

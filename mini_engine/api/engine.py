@@ -146,15 +146,15 @@ class Engine:
                 self._forget(generation)
             raise
 
-    def tell(self, body: AnyMessage) -> None:
+    def send(self, body: AnyMessage) -> None:
         """Send what is no request; it is dropped if the engine is gone."""
         with contextlib.suppress(EngineError):
             self._send(self._encoder.encode(body))
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
-        """Tell the core to end a request. Its entry stays until the core's final output for it."""
+        """Have the core end a request. Its entry stays until the core's final output for it."""
         if request_id in self.requests:
-            self.tell(Finish(request_id, reason))
+            self.send(Finish(request_id, reason))
 
     async def refresh_metrics(self) -> None:
         """Bring the engine's metrics up to date; without effect when it is gone. Cancelling it stops the wait only."""
@@ -246,7 +246,7 @@ class Engine:
         """Send a control request. The future is None when the engine is gone; nothing cancels it."""
         number = next(self._numbers)
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
-        self.tell(ControlRequest(number, action))
+        self.send(ControlRequest(number, action))
         return reply
 
     def _on_turned_down(self, request_id: str, late: bool) -> None:

@@ -70,7 +70,7 @@ class SamplingResolver:
         self.defaults = defaults
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        # The incarnation makes API servers, and a server's successor, draw different seeds.
+        # The incarnation makes API servers, and a server's replacement, draw different seeds.
         self._random = random.Random(f"{seed}/{incarnation}")
         # Others in the model's files are never sampled, and a worker has no logits for them to bar before `min_tokens`.
         self._ends = [token for token in defaults.eos_token_id if 0 <= token < vocab_size]

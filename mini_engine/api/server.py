@@ -258,5 +258,5 @@ class SupervisorLink:
                     send_now(self.socket, self._encoder.encode(ControlReply(number)))
 
     def say_serving(self) -> None:
-        """Tell the supervisor that connections are accepted."""
+        """Report to the supervisor that connections are accepted."""
         send_now(self.socket, self._encoder.encode(Serving()))

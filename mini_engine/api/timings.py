@@ -3,7 +3,7 @@
     arrival ► fetch ► admission ► media_decode ► process ► transport ► queue ► encode ► prefill ► generation ► end
 
 (what no other server has is fetched after `admission`), and what lies between and beside them is `other`: reading the
-body, the chat template, text. The API server's part is measured as it happens; the engine tells its part by moments of
+body, the chat template, text. The API server's part is measured as it happens; the engine reports its part as times of
 the clock that all processes of a host share. Knows nothing of HTTP or media.
 """
 
@@ -26,7 +26,7 @@ class RequestClock:
     """
 
     def __init__(self) -> None:
-        self.failed = False  # the client was told of an error, be it in a stream whose status was 200
+        self.failed = False  # an error was sent to the client, perhaps in a stream whose status was 200
         self._arrived = self._entered = time.monotonic()
         self._prompt = self._generated = 0  # tokens
         self._gaps, self._gap_seconds = 0, 0.0  # between tokens of one choice, of all choices

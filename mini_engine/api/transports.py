@@ -60,7 +60,7 @@ def choose(
         raise ConfigError(_refusal(engine, mode, failures))
     reason = "asked for by --mm-tensor-ipc" if mode != "auto" else "the first whose probe passed"
     for failed, why in failures.items():
-        reason += f"; {failed} was passed over: {why}"
+        reason += f"; {failed} failed its probe: {why}"
     # Without the errors' texts: they may hold addresses, and metrics are read by others than logs.
     label = "asked_for" if mode != "auto" else "_".join([*failures, "failed"]) if failures else "probe_passed"
     metrics.mm_tensor_ipc_info.labels(str(engine), queue.placement, label).set(1)

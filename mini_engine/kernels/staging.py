@@ -14,7 +14,7 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     What is there already, and all on the CPU, is `host` itself.
     """
     # From pageable memory torch would wait until the device has done all that is queued. Pinned memory comes from a
-    # cache that gives it to nobody else before the copy has been made.
+    # cache that reuses it only after the copy has been made.
     return host if device.type == "cpu" or host.is_cuda else host.pin_memory().to(device, non_blocking=True)
 
 

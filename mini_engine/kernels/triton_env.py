@@ -12,7 +12,7 @@ import os
 import triton
 import triton.language as tl
 
-# A product and a sum become one operation, with one rounding. Unless told so Triton 3.9 warns, and 3.10 will not do it.
+# A product and a sum become one operation, with one rounding. Without it Triton 3.9 warns, and 3.10 will not do it.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")

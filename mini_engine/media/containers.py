@@ -18,7 +18,7 @@ def declared_size(data: bytes | mmap.mmap) -> int:
         return _end_of_riff(data)
     if data[:3] == b"GIF":  # the last picture's empty block and the trailer (GIF89a, appendix B), maybe padded
         return len(data) + (not data[-1024:].rstrip(b"\0").endswith(b"\0;"))
-    return 0  # an mp4's index tells which frames its `mdat` lacks; most others are streams without a length
+    return 0  # an mp4's index shows which frames its `mdat` lacks; most others are streams without a length
 
 
 def _end_of_matroska(data: bytes | mmap.mmap) -> int:

@@ -40,7 +40,7 @@ class PacketTable:
         # Each is later than the one before, and the first is no sooner than the first key frame.
         stamps = (self.stamp(0) - 1, *map(self.stamp, places)) if is_known else ()
         self.can_seek = is_known and all(before < stamp for before, stamp in pairwise(stamps))
-        """Whether each frame has a time of its own, and key frames tell the packets that a frame needs."""
+        """Whether each frame has a time of its own, and key frames show which packets a frame needs."""
 
     def __len__(self) -> int:
         return len(self._packets)

@@ -1,6 +1,6 @@
 """Bytes of a video file -> the sampled frames as RGB, upright, with PyAV, in memory.
 
-First the packets are read. That costs next to nothing and tells how many frames there should be and when, which
+First the packets are read. That costs next to nothing and shows how many frames there should be and when, which
 predicts the frames that the sampling takes. If the key frames show that these need few of the packets, only those are
 decoded. Otherwise, and whenever anything comes out that was not predicted, every packet is decoded, and sampling over
 the decoded frames decides: if it asks for frames that were not kept (headers and packets can lie), a second walk

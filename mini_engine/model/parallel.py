@@ -109,7 +109,7 @@ class TensorParallel:
 
     @staticmethod
     def _together(collective: Callable[..., None], *tensors: Tensor) -> None:
-        """Do it; the loss of a rank is told with its name."""
+        """Run it; an error names the rank that was lost."""
         try:
             collective(*tensors)
         except RuntimeError as error:

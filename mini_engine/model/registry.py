@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 VideoTime = Literal["steps", "seconds", "text"]
-"""What tells the decoder when a temporal grid of a video is: its place among the grids, one step of the time axis each;
+"""How the decoder learns the time of a temporal grid: its place among the grids, one step of the time axis each;
 the seconds between them, as steps of the time axis; or text between them, each grid being placed like an image."""
 
 

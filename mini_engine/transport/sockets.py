@@ -1,7 +1,7 @@
 """The ZMQ sockets between processes, with the same settings everywhere. Torch-free.
 
 Every endpoint is a unix socket in the runtime directory. A ROUTER names its peers by `sender:incarnation`: the
-successor of a dead process never gets messages for it.
+replacement of a dead process never gets messages for it.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class StepAttention(Protocol):
             entered: (row, block) of those whose new token is the first in a block.
 
         Returns:
-            False: build anew; this object is of no more use.
+            False: build a new one and drop this one.
         """
 
 

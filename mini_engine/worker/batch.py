@@ -249,7 +249,7 @@ class DecodeBatch:
     def advance(self, chunks: Sequence[Chunk]) -> bool:
         """Go on to a step with these chunks, whose blocks are in the tables already.
 
-        False: the step does not follow upon the last. Build anew then; this object is of no more use.
+        False: the step does not follow upon the last. Build a new one then and drop this one.
         """
         if not self._follows(chunks):
             return False

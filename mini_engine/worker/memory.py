@@ -158,7 +158,7 @@ def profile(
     ranks = config.tensor_parallel_size * config.data_parallel_size
     devices = torch.cuda.device_count()
     workers = -(-ranks // devices)  # more than one only where they share devices
-    # Whether the API servers have taken theirs yet cannot be told; where they have, it counts among `outside` too.
+    # Whether the API servers have allocated theirs yet is unknown; where they have, it counts among `outside` too.
     media = media_bytes(config, model, runner.dtype, media_cache) + processor_bytes(config, devices) // workers
     use = measure(device, workers, media, partial(run_worst, runner, model.vision, grids, step))
     logger.info("memory of %s beside the KV cache: %s", device, use)
@@ -181,7 +181,7 @@ def measure(device: torch.device, workers: int, media: int, run: Callable[[], No
     step = torch.cuda.max_memory_reserved(device) - weights
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    # Where several workers share a device, what the others take cannot be told apart.
+    # Where several workers share a device, what each of the others takes is unknown.
     outside = total - free - torch.cuda.memory_reserved(device) if workers == 1 else CUDA_CONTEXT_BYTES
     return MemoryUse(total, workers, outside, weights, step, media)
 

@@ -51,7 +51,7 @@ class PinnedMemory:
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, contiguous, on the device, for what follows on the current stream. It may lie in any memory.
 
-        The copy may begin before what the device has been told earlier ends, and end after this call: the bytes must
+        The copy may begin before earlier work on the device ends, and end after this call: the bytes must
         stay until a later event of the current stream has come. A single copy may not cross the border of a registered
         range: CUDA refuses it as an invalid argument.
         """

@@ -108,7 +108,7 @@ class _Prefill:
     def __init__(self, cache: KVCache, spans: Sequence[Span], first: int, device: torch.device) -> None:
         self._cache, self._spans, self._first, self._device = cache, spans, first, device
         self._tables = StepTables(spans, cache.block_size, device)
-        self._tiles: Tensor | None = None  # made at the first call, which tells how many heads share a key
+        self._tiles: Tensor | None = None  # made at the first call, which shows how many heads share a key
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
         keys, values = self._cache.keys(layer), self._cache.values(layer)

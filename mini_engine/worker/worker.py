@@ -322,7 +322,7 @@ def warm_up(runner: ModelRunner, vision: VisionConfig) -> None:
     """One small image and a short prompt: what is set up at first use is set up before the first request."""
     side = 2 * vision.spatial_merge_size
     runner.encode_patches([torch.zeros(side * side, vision.patch_dim, dtype=torch.uint8)], [(1, side, side)])
-    # A prefill of two tokens and a step of one, as a decode is, in the first blocks of the cache: nobody has them yet.
+    # A prefill of two tokens and a step of one, as a decode is, in the first blocks of the cache, which are still free.
     new = NewSequence("warm-up", [0, 0, 0], SamplingParams(max_tokens=1, seed=0), [])
     blocks = list(range(-(-3 // runner.block_size)))
     runner.execute(Step(0, started=[new], chunks=[Chunk("warm-up", 0, 2, blocks, False)]))

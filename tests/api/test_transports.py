@@ -48,7 +48,7 @@ def no_shared_memory() -> Iterator[None]:
     ("mode", "host", "chosen", "reason", "label"),
     [
         ("auto", contextlib.nullcontext, "torch_shm", "the first whose probe passed", "probe_passed"),
-        ("auto", no_shared_memory, "direct_rpc", "torch_shm was passed over: ", "torch_shm_failed"),
+        ("auto", no_shared_memory, "direct_rpc", "torch_shm failed its probe: ", "torch_shm_failed"),
         ("torch_shm", contextlib.nullcontext, "torch_shm", "asked for by --mm-tensor-ipc", "asked_for"),
         ("direct_rpc", no_shared_memory, "direct_rpc", "asked for by --mm-tensor-ipc", "asked_for"),
     ],
