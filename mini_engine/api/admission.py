@@ -55,11 +55,8 @@ class ByteBudget:
 
     @contextlib.contextmanager
     def reserve(self, nbytes: int = 0) -> Iterator[Reservation]:
-        """Count the `nbytes` that are known, and what `Reservation.receive` adds, while the block runs.
-
-        Raises:
-            ApiError: see `Reservation.receive`.
-        """
+        """Count the `nbytes` that are known, and what `Reservation.receive` adds, while the block runs. Raises
+        ApiError: see `Reservation.receive`."""
         reservation = Reservation(self)
         try:
             reservation.receive(nbytes)
@@ -68,11 +65,8 @@ class ByteBudget:
             self.count(-reservation.nbytes)
 
     def check(self, nbytes: int, further: int) -> None:
-        """Whether a request may have `nbytes` in all, `further` of which are not counted yet.
-
-        Raises:
-            ApiError: see `Reservation.receive`.
-        """
+        """Whether a request may have `nbytes` in all, `further` of which are not counted yet. Raises ApiError: see
+        `Reservation.receive`."""
         if nbytes > self.max_bytes:
             raise bad_request(
                 f"The images and videos of this prompt have {nbytes} bytes together, more than the {self.max_bytes} "
@@ -100,11 +94,8 @@ class Reservation:
         self._budget = budget
 
     def receive(self, nbytes: int) -> None:
-        """Count so many further bytes, before they are stored.
-
-        Raises:
-            ApiError: 400 if the request can never fit, 429 if it does not fit beside others.
-        """
+        """Count so many further bytes, before they are stored. Raises ApiError: 400 if the request can never fit, 429
+        if it does not fit beside others."""
         self._budget.check(self.nbytes + nbytes, nbytes)
         self._change(nbytes)
 

@@ -63,11 +63,8 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def decode_body(body: bytes, kind: type[BodyT], served_names: Sequence[str]) -> BodyT:
-    """The request in `body`.
-
-    Raises:
-        ApiError: 400 that names the field and what it may hold; 404 for a model that is not served.
-    """
+    """The request in `body`. Raises ApiError: 400 that names the field and what it may hold; 404 for a model that is
+    not served."""
     try:
         request: BodyT = _decoder(kind).decode(body)
     except msgspec.ValidationError as error:

@@ -248,11 +248,8 @@ def media_usage(item: MediaItem, processor: MediaProcessor) -> MediaUsage:
 
 
 def check_budget(media: Sequence[MediaItem], limits: EngineLimits) -> None:
-    """Refuse what no encoder cache could hold. An item that comes twice counts once.
-
-    Raises:
-        ApiError: 400 that says how much would be needed, and which flag raises the limit.
-    """
+    """Refuse what no encoder cache could hold. An item that comes twice counts once. Raises ApiError: 400 that says how
+    much would be needed, and which flag raises the limit."""
     needed = sum({item.media_hash: item.num_tokens for item in media}.values())
     if needed > limits.max_prompt_media_tokens:
         raise bad_request(

@@ -117,10 +117,8 @@ class Engine:
 
         What finds room in the store is written there; for the rest this waits for room for its tensors, which leave
         before the request does, straight to the ranks; and, if there are media, until the engine has accepted the
-        request. Cancelling it leaves nothing behind, inside of `media.holding`.
-
-        Raises:
-            EngineError: the engine is gone, or the tensors cannot be sent or do not arrive (MediaNotSent).
+        request. Cancelling it leaves nothing behind, inside of `media.holding`. Raises EngineError: the engine is gone,
+        or the tensors cannot be sent or do not arrive (MediaNotSent).
         """
         self.requests |= {sample.request_id: sample for sample in generation.samples}
         try:
@@ -163,10 +161,7 @@ class Engine:
 
     async def reset_caches(self) -> None:
         """Have the core drop all that its caches hold and no running request uses. Cancelling it stops the wait only.
-
-        Raises:
-            EngineError: the engine is gone.
-        """
+        Raises EngineError: the engine is gone."""
         self.check()
         if await asyncio.shield(self._control("reset_caches")) is None:
             self.check()

@@ -69,11 +69,8 @@ class EngineClient:
 
     @contextlib.asynccontextmanager
     async def while_running(self) -> AsyncIterator[None]:
-        """When the last engine stops the block is cancelled, as when the client disconnects.
-
-        Raises:
-            EngineError: no engine runs, at first or any more.
-        """
+        """When the last engine stops the block is cancelled, as when the client disconnects. Raises EngineError: no
+        engine runs, at first or any more."""
         self.check()
         try:
             async with asyncio.timeout(None) as block:
@@ -96,11 +93,7 @@ class EngineClient:
         return all(await asyncio.gather(*(engine.answers_ping(within) for engine in self.engines)))
 
     async def run(self) -> None:
-        """Take what the cores send, until cancelled.
-
-        Raises:
-            EngineLost: this process is to be replaced.
-        """
+        """Take what the cores send, until cancelled. Raises EngineLost: this process is to be replaced."""
         await asyncio.gather(self._lost, *(engine.receive() for engine in self.engines))
 
     @contextlib.contextmanager
@@ -111,10 +104,8 @@ class EngineClient:
         one that rendezvous hashing prefers (Thaler and Ravishankar 1998): so all API servers send the same media to the
         same engine, which caches them, without a word between them.
 
-        While the block runs the request counts as the engine's; it is to be submitted at once afterwards.
-
-        Raises:
-            EngineError: no engine runs.
+        While the block runs the request counts as the engine's; it is to be submitted at once afterwards. Raises
+        EngineError: no engine runs.
         """
         self.check()
         running = self._running
@@ -139,10 +130,7 @@ class EngineClient:
 
     async def reset_caches(self) -> None:
         """Empty the caches of every engine, but for what running requests use. Cancelling it stops the wait only.
-
-        Raises:
-            EngineError: an engine is gone.
-        """
+        Raises EngineError: an engine is gone."""
         await asyncio.gather(*(engine.reset_caches() for engine in self.engines))
 
     def peer_gone(self, sender: str) -> None:

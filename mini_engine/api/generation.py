@@ -129,11 +129,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> Piece:
-        """Wait for tokens of any sample.
-
-        Raises:
-            EngineError: the engine has failed at the request, or is gone.
-        """
+        """Wait for tokens of any sample. Raises EngineError: the engine has failed at the request, or is gone."""
         if self.over:
             raise StopAsyncIteration
         while not (self._waiting or self._error):
@@ -235,11 +231,8 @@ class Responder:
 
     async def respond(self, generations: Sequence[Generation]) -> Response:
         """The response, once all of `generations` have ended, or as events from their first piece on. The choices of a
-        generation follow those of the one before it.
-
-        Raises:
-            EngineError: an engine has failed at the request before the first event.
-        """
+        generation follow those of the one before it. Raises EngineError: an engine has failed at the request before the
+        first event."""
         if self._stream:
             events = self._events(generations)
             return EventStream(await anext(events), events)

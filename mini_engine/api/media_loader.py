@@ -96,11 +96,8 @@ class MediaLoader:
             tls_context()
 
     async def known_bytes(self, refs: Sequence[MediaRef]) -> int:
-        """The most bytes of all items that no other server has. Fetches nothing.
-
-        Raises:
-            MediaError: an item would not be fetched.
-        """
+        """The most bytes of all items that no other server has. Fetches nothing. Raises MediaError: an item would not
+        be fetched."""
 
         def known_bytes() -> int:
             return sum(declared_size(ref.url, self.policy, ref.name) or 0 for ref in refs)
@@ -127,11 +124,8 @@ class MediaLoader:
         self, refs: Sequence[MediaRef], keyed: KeyedSettings, downloads: Mapping[str, bytes]
     ) -> list[FetchedItem]:
         """The items in the order of `refs`, with their hashes under `keyed`: taken from `downloads`, or read here.
-        Cancelling it, or the failure of one item, ends the work on the others.
-
-        Raises:
-            MediaError: an item cannot be fetched.
-        """
+        Cancelling it, or the failure of one item, ends the work on the others. Raises MediaError: an item cannot be
+        fetched."""
         return await _all(
             _in_thread(self._reading, partial(self._fetch_and_hash, ref, keyed, downloads.get(ref.name)))
             for ref in refs
@@ -255,11 +249,8 @@ START_SECONDS = 60.0
 
 def start_thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
     """A pool of `threads` running threads. ThreadPoolExecutor alone starts them on demand; where it cannot, it raises
-    RuntimeError and keeps the work, which would run when its memory is used by others.
-
-    Raises:
-        RuntimeError: a thread cannot be started.
-    """
+    RuntimeError and keeps the work, which would run when its memory is used by others. Raises RuntimeError: a thread
+    cannot be started."""
     pool = ThreadPoolExecutor(threads, name)
     barrier = threading.Barrier(threads)
     try:

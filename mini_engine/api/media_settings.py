@@ -106,11 +106,8 @@ class MediaSettingsResolver:
         self._model = model
 
     def resolve(self, chat: ChatRequest, video_tokens: int) -> KeyedSettings:
-        """The settings for all items of `chat`, of which a video has at most `video_tokens` tokens.
-
-        Raises:
-            ApiError: 400 for settings that there are not, or that ask for more than the server allows.
-        """
+        """The settings for all items of `chat`, of which a video has at most `video_tokens` tokens. Raises ApiError:
+        400 for settings that there are not, or that ask for more than the server allows."""
         io_kwargs, processor_kwargs = chat.media_io_kwargs or {}, chat.mm_processor_kwargs or {}
         asked, rest = _split(processor_kwargs, io_kwargs.get("video") or {})
         server = self.server

@@ -267,10 +267,7 @@ async def receive_body(headers: Headers, receive: Receive, budget: ByteBudget, m
 
 def check_headers(headers: Headers, max_bytes: int) -> None:
     """A page of any origin may make a browser send text, a form, or a body without a type; JSON only where CORS allows.
-
-    Raises:
-        ApiError: 413 or 415.
-    """
+    Raises ApiError: 413 or 415."""
     given = headers.get("content-type")
     if given is None or given.partition(";")[0].strip().lower() != JSON:
         what = "no Content-Type" if given is None else f"the Content-Type {given[:80]!r}, which is not supported"

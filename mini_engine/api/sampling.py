@@ -39,10 +39,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     def load(cls, model_dir: str, source: str) -> SamplingDefaults:
         """`source` is `--generation-config`: `auto`, `vllm`, or a directory.
 
-        The end-of-sequence tokens are the model's own whatever `source` says.
-
-        Raises:
-            ConfigError: the directory holds no readable generation_config.json, or one with an invalid value.
+        The end-of-sequence tokens are the model's own whatever `source` says. Raises ConfigError: the directory holds
+        no readable generation_config.json, or one with an invalid value.
         """
         own, config = _read(Path(model_dir) / GENERATION_CONFIG), _read(Path(model_dir) / "config.json")
         chosen = own
@@ -76,11 +74,8 @@ class SamplingResolver:
         self._ends = [token for token in defaults.eos_token_id if 0 <= token < vocab_size]
 
     def check(self, request: GenerationRequest) -> None:
-        """What can be refused before the prompt is known.
-
-        Raises:
-            ApiError: 400; a token id that the model does not have.
-        """
+        """What can be refused before the prompt is known. Raises ApiError: 400; a token id that the model does not
+        have."""
         self.check_tokens("stop_token_ids", request.stop_token_ids or ())
         self.check_tokens("logit_bias", request.logit_bias or {})
 
@@ -92,11 +87,8 @@ class SamplingResolver:
             raise bad_request(f"Invalid '{name}': {problem}.", name, "invalid_value")
 
     def resolve(self, request: GenerationRequest, prompt_tokens: int) -> SamplingParams:
-        """The parameters of `request`, whose expanded prompt has `prompt_tokens` tokens.
-
-        Raises:
-            ApiError: 400; the prompt, or the prompt and what may follow it, is longer than the model takes.
-        """
+        """The parameters of `request`, whose expanded prompt has `prompt_tokens` tokens. Raises ApiError: 400; the
+        prompt, or the prompt and what may follow it, is longer than the model takes."""
         defaults = self.defaults
         max_tokens = self._max_tokens(request, prompt_tokens)
         if request.min_tokens is not None and request.min_tokens > max_tokens:
@@ -124,11 +116,8 @@ class SamplingResolver:
     def new_request(
         self, asked: GenerationRequest, request_id: str, token_ids: list[int], media: list[MediaItem]
     ) -> NewRequest:
-        """What an engine gets of `asked`, with its expanded prompt.
-
-        Raises:
-            ApiError: 400; see `resolve`, or the prompt has a token that only the tokenizer has, not the model.
-        """
+        """What an engine gets of `asked`, with its expanded prompt. Raises ApiError: 400; see `resolve`, or the prompt
+        has a token that only the tokenizer has, not the model."""
         self.check_tokens(asked.prompt_field, token_ids)
         sampling = self.resolve(asked, len(token_ids))
         return NewRequest(

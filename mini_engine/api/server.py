@@ -82,11 +82,8 @@ def run(child: Child) -> None:
 
 
 def load(init: Init, index: int) -> ModelFront:
-    """Load processor, tokenizer and chat template for API server `index`; a few seconds, most of them imports.
-
-    Raises:
-        ConfigError: a setting that the model cannot be served with.
-    """
+    """Load processor, tokenizer and chat template for API server `index`; a few seconds, most of them imports. Raises
+    ConfigError: a setting that the model cannot be served with."""
     import torch
 
     from mini_engine.media.processor import MediaProcessor

@@ -45,9 +45,7 @@ def choose(
     """Have `queue`, to the ranks of `engine`, use the first placement allowed by `mode` that passes its probe. Blocks.
 
     `make_slots` makes staging slots for CUDA tensors towards one engine; None: this server makes no such tensors.
-
-    Raises:
-        ConfigError: the placement that was asked for, or every one under `auto`, fails its probe.
+    Raises ConfigError: the placement that was asked for, or every one under `auto`, fails its probe.
     """
     failures: dict[TransportName, TransportError] = {}
     for name in ORDER if mode == "auto" else (mode,):
@@ -73,11 +71,8 @@ def choose(
 def add_slots(
     queue: TensorIpcSender, choice: TransportChoice, mode: TensorIpc, make: Callable[[], StagingSlots], timeout: float
 ) -> TransportChoice:
-    """Have `queue` send CUDA tensors by the slots that `make` makes, if their probe passes.
-
-    Raises:
-        ConfigError: it does not, and the tensor queue was asked for by name.
-    """
+    """Have `queue` send CUDA tensors by the slots that `make` makes, if their probe passes. Raises ConfigError: it does
+    not, and the tensor queue was asked for by name."""
     try:
         queue.probe(choice.transport, timeout, make())
     except TransportError as error:
@@ -104,11 +99,8 @@ SLOT_ROOM = 64 << 10  # what a slot takes beside its message, and more
 
 
 def processor_device(config: EngineConfig, index: int) -> str | None:
-    """The CUDA device on which API server `index` makes patches; None: it does so on the CPU.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The CUDA device on which API server `index` makes patches; None: it does so on the CPU. Raises ConfigError: there
+    is none."""
     if config.mm_processor_device == "cpu":
         return None
     import torch
@@ -132,10 +124,8 @@ def limit_memory(config: EngineConfig, device: str) -> None:
 def staging_slots(config: EngineConfig, index: int, engines: int) -> Callable[[], StagingSlots] | None:
     """What makes the staging slots for patches on the device towards one engine; None where there are no such patches.
 
-    They are this server's share of a quarter of `--mm-ipc-gpu-memory-gb` for the engine.
-
-    Raises:
-        ConfigError: there is no device.
+    They are this server's share of a quarter of `--mm-ipc-gpu-memory-gb` for the engine. Raises ConfigError: there is
+    no device.
     """
     device = processor_device(config, index)
     if device is None:

@@ -13,11 +13,8 @@ logger = logging.getLogger(__name__)
 
 
 def engine_limits(config: EngineConfig, model: ModelConfig, num_blocks: int, device: str) -> EngineLimits:
-    """Limits of one request: the model's, or less if the KV cache holds less.
-
-    Raises:
-        ConfigError: the KV cache holds less than `--max-model-len`.
-    """
+    """Limits of one request: the model's, or less if the KV cache holds less. Raises ConfigError: the KV cache holds
+    less than `--max-model-len`."""
     wanted = config.sequence_tokens(model.text.max_position_embeddings)
     capacity = num_blocks * config.block_size
     if config.max_model_len is not None and capacity < wanted:

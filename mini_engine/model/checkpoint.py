@@ -44,9 +44,7 @@ def find_tensors(directory: Path, rename: Callable[[str], str]) -> dict[str, Sto
     """Every tensor of the checkpoint by its name after `rename`. Reads headers only.
 
     With an index, its files and what it says to be in each; else `model.safetensors`; else all safetensors there are.
-
-    Raises:
-        CheckpointError: no safetensors, a file that is missing or cannot be read, one tensor in two files.
+    Raises CheckpointError: no safetensors, a file that is missing or cannot be read, one tensor in two files.
     """
     index = _read_index(directory / INDEX_FILE)
     found: dict[str, Stored] = {}

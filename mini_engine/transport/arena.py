@@ -53,11 +53,8 @@ def checksum(content: torch.Tensor) -> int:
 
 
 class WritableMemory:
-    """The memory behind `fd`, mapped for writing; `fd` stays the caller's. Unmapped with its last reference.
-
-    Raises:
-        OSError: no room in the address space.
-    """
+    """The memory behind `fd`, mapped for writing; `fd` stays the caller's. Unmapped with its last reference. Raises
+    OSError: no room in the address space."""
 
     def __init__(self, fd: int):
         self._mapping: mmap.mmap = memory.map_sparse(fd)
@@ -65,11 +62,8 @@ class WritableMemory:
         self._populated = np.zeros(self._bytes.numel() // PAGE_BYTES + 1, bool)  # pages in this process's page table
 
     def write(self, extents: Sequence[Extent], payload: torch.Tensor) -> None:
-        """Copy `payload` (uint8, one dimension, CPU) to `extents`. For any thread.
-
-        Raises:
-            OSError: no memory for these pages.
-        """
+        """Copy `payload` (uint8, one dimension, CPU) to `extents`. For any thread. Raises OSError: no memory for these
+        pages."""
         source = payload.numpy()
         for start, nbytes in _pieces(extents, 0, payload.numel()):
             # Entered into the page table at once: a first touch, page by page, costs several times the copy.
@@ -85,11 +79,8 @@ class WritableMemory:
 
 class ReadableMemory:
     """The memory behind `fd`, mapped read-only: a write through a view ends the process. `fd` stays the caller's, `pin`
-    is for `register`. Unmapped when neither it nor a view is left.
-
-    Raises:
-        OSError: `fd` is no sealed memfd, or there is no room in the address space.
-    """
+    is for `register`. Unmapped when neither it nor a view is left. Raises OSError: `fd` is no sealed memfd, or there is
+    no room in the address space."""
 
     def __init__(self, fd: int, pin: Pin | None = None):
         self._pages = memory.map_for_reading(fd)
@@ -175,11 +166,8 @@ class Arena:
         return extents
 
     def write(self, extents: Sequence[Extent], content: torch.Tensor) -> None:
-        """Copy `content` (uint8, one dimension, CPU) there. For any thread; `written` is to follow.
-
-        Raises:
-            TransportError: no memory for it.
-        """
+        """Copy `content` (uint8, one dimension, CPU) there. For any thread; `written` is to follow. Raises
+        TransportError: no memory for it."""
         try:
             if self._memory is None:  # the first write, by a probe
                 self.descriptor = memory.create_sparse(self._pages.capacity * PAGE_BYTES)

@@ -39,11 +39,8 @@ class Encoder:
         self._plain = msgspec.msgpack.Encoder()
 
     def encode(self, body: AnyMessage, tensors: OOBTensorConsumer | None = None) -> bytes:
-        """`body` in its envelope, as msgpack; its tensors go to `tensors`, in the order of the fields.
-
-        Raises:
-            TypeError: `body` holds something that is neither plain data nor a tensor that `tensors` takes.
-        """
+        """`body` in its envelope, as msgpack; its tensors go to `tensors`, in the order of the fields. Raises
+        TypeError: `body` holds something that is neither plain data nor a tensor that `tensors` takes."""
         envelope = Envelope(self.sender, self.incarnation, body)
         if tensors is None:
             return self._plain.encode(envelope)

@@ -88,11 +88,8 @@ class CudaStaging:
 
 
 class StagingSlots:
-    """An API server's slots for tensors on their way to one engine, each for one tensor of up to `nbytes`.
-
-    Raises:
-        TransportError: cannot allocate the memory.
-    """
+    """An API server's slots for tensors on their way to one engine, each for one tensor of up to `nbytes`. Raises
+    TransportError: cannot allocate the memory."""
 
     def __init__(self, staging: CudaStaging, slots: int, nbytes: int):
         self.staging = staging

@@ -44,10 +44,7 @@ def pack_frame(head: bytes, num_bytes: int = 0, descriptors: int = 0) -> bytes:
 
 class FrameSender:
     """An API server's end of a stream, connected to `path`. Blocks at first; `watch_end` gives it to the event loop.
-
-    Raises:
-        TransportError: nothing accepts it by `deadline`, a time of `time.monotonic`.
-    """
+    Raises TransportError: nothing accepts it by `deadline`, a time of `time.monotonic`."""
 
     def __init__(self, path: str, deadline: float):
         self._socket = _connect(path, deadline)
@@ -65,10 +62,7 @@ class FrameSender:
     def enqueue_frame(self, head: bytes, payload: memoryview | None = None, descriptor: int | None = None) -> None:
         """Write a frame, or queue it until the rank reads. `payload` (bytes) is kept until then; `descriptor` is sent
         at once, so that nothing may be queued. A frame for a stream that has ended is dropped, and the end reported.
-
-        Raises:
-            TransportError: the stream has ended, before `watch_end`.
-        """
+        Raises TransportError: the stream has ended, before `watch_end`."""
         if self._socket.fileno() == -1:
             return
         frame = memoryview(pack_frame(head, len(payload or b""), descriptor is not None))
@@ -81,11 +75,8 @@ class FrameSender:
             self._write_queued()
 
     def receive_answer(self, deadline: float) -> bytes:
-        """The head of the next frame from the rank; meanwhile writes what is queued. Blocks.
-
-        Raises:
-            TransportError: the stream has ended, or the deadline has passed.
-        """
+        """The head of the next frame from the rank; meanwhile writes what is queued. Blocks. Raises TransportError: the
+        stream has ended, or the deadline has passed."""
         received = bytearray()
         while len(received) < HEADER.size or len(received) < HEADER.size + HEADER.unpack_from(received)[0]:
             poller = select.poll()  # not select.select, which cannot wait for descriptors above 1023
@@ -199,11 +190,8 @@ class FrameReceiver:
         self._filled = 0
 
     def read_frames(self) -> Iterator[Frame]:
-        """Read up to `TURN_BYTES` without blocking, and yield the frames that are complete.
-
-        Raises:
-            TransportError: the stream has ended, or is no stream of frames: close it.
-        """
+        """Read up to `TURN_BYTES` without blocking, and yield the frames that are complete. Raises TransportError: the
+        stream has ended, or is no stream of frames: close it."""
         turn = TURN_BYTES
         while turn > 0 and (count := self._fill()):
             turn -= count

@@ -24,10 +24,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def create_sparse(nbytes: int) -> int:
     """Descriptor of `nbytes` of new memory, sealed in size, whose pages come with `populate_for_writing`.
 
-    A read or write of a page without memory allocates it; where there is none the kernel kills a process.
-
-    Raises:
-        OSError: out of descriptors, or `nbytes` is above this process's limit for a file.
+    A read or write of a page without memory allocates it; where there is none the kernel kills a process. Raises
+    OSError: out of descriptors, or `nbytes` is above this process's limit for a file.
     """
     fd = os.memfd_create("mini-engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -52,11 +50,7 @@ def create_sealed(nbytes: int) -> int:
 
 def map_sparse(fd: int, nbytes: int = 0) -> mmap.mmap:
     """The first `nbytes` behind `fd`, or all of it, writable; `fd` may be closed afterwards. Nothing is entered into
-    the page table yet. Unmapped with its last reference.
-
-    Raises:
-        OSError: no room in the address space.
-    """
+    the page table yet. Unmapped with its last reference. Raises OSError: no room in the address space."""
     return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
@@ -65,9 +59,7 @@ def populate_for_writing(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
 
     Not by MAP_POPULATE: Python's mmap holds the interpreter's lock meanwhile, for 256 MB a quarter of a second in which
     no other thread of the process runs. A kernel that does not know the advice does both at each page's first access.
-
-    Raises:
-        OSError: no memory for them.
+    Raises OSError: no memory for them.
     """
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE
     failed = _advise(np.frombuffer(mapping, np.uint8)[start : offset + nbytes], _MADV_POPULATE_WRITE)
@@ -84,10 +76,8 @@ def map_for_reading(fd: int) -> Any:
     """The memory behind `fd` as a ctypes array; `fd` may be closed afterwards.
 
     The mapping is read-only and other processes view the same pages: a write through the array ends the process. It is
-    unmapped with the last reference to the array.
-
-    Raises:
-        OSError: `fd` is no memfd, is not sealed against shrinking, or there is no room in the address space.
+    unmapped with the last reference to the array. Raises OSError: `fd` is no memfd, is not sealed against shrinking, or
+    there is no room in the address space.
     """
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise OSError("the memory is not sealed: its owner could shrink it below a view")

@@ -112,11 +112,8 @@ class TensorIpcSender:
 
     def probe(self, placement: TransportName, timeout: float, slots: StagingSlots | None = None) -> None:
         """Connect to every rank and prove `placement` by a checksum, and the `slots` if they are given, which this
-        sender owns from now on. Blocks; for the start only. After an error nothing is connected.
-
-        Raises:
-            TransportError: with the reason, and which rank.
-        """
+        sender owns from now on. Blocks; for the start only. After an error nothing is connected. Raises TransportError:
+        with the reason, and which rank."""
         self._disconnect()
         self.placement, self._slots = placement, slots
         deadline = time.monotonic() + timeout

@@ -64,11 +64,8 @@ class IntBuffer:
 
 
 class SequenceState:
-    """One sequence on one rank, from `Step.started` to `Step.finished`.
-
-    Raises:
-        ValueError: the prompt's placeholders do not match its media.
-    """
+    """One sequence on one rank, from `Step.started` to `Step.finished`. Raises ValueError: the prompt's placeholders do
+    not match its media."""
 
     def __init__(self, new: NewSequence, config: ModelConfig) -> None:
         self.request_id = new.request_id
@@ -112,10 +109,8 @@ class SequenceState:
     def embeddings_within(self, start: int, stop: int, encoded: Mapping[bytes, Tensor]) -> Iterator[tuple[int, Tensor]]:
         """(first token, rows) for each piece of a media item among the tokens `start .. stop`.
 
-        `encoded`: embeddings `[num_tokens, row_size]` of whole items by media hash.
-
-        Raises:
-            KeyError: an item is not there that one of these tokens needs.
+        `encoded`: embeddings `[num_tokens, row_size]` of whole items by media hash. Raises KeyError: an item is not
+        there that one of these tokens needs.
         """
         for item in self.media:
             for run, offset in enumerate(item.offsets):

@@ -47,10 +47,8 @@ class MediaInputs:
 
         `to_device` is called in the receiver thread, once for each tensor, before its message is reported ready, and
         what it returns is kept; a RuntimeError of it fails that message alone. None: the CPU, where tensors stay where
-        they are. `pin` and `map_slots` are called in that thread, too: see `TensorIpcReceiver`.
-
-        Raises:
-            OSError: the address is taken, or its path is too long.
+        they are. `pin` and `map_slots` are called in that thread, too: see `TensorIpcReceiver`. Raises OSError: the
+        address is taken, or its path is too long.
         """
         self.store: ReadableMemory | None = None  # the engine's media store
         self._me = me
@@ -80,10 +78,7 @@ class MediaInputs:
 
     def rows(self, handle: TensorHandle, first: int, stop: int) -> torch.Tensor:
         """Rows `first .. stop` of the tensor that `handle` stands for. On a device they are for the current stream.
-
-        Raises:
-            KeyError: its message has not arrived, or was released.
-        """
+        Raises KeyError: its message has not arrived, or was released."""
         self.check()
         with self._lock:
             received = self._table[handle.message]

@@ -42,11 +42,8 @@ HUNGRY_SAMPLING = SamplingParams(
 
 @contextlib.contextmanager
 def room_for(what: str, remedy: str, device: torch.device) -> Iterator[None]:
-    """Around what takes memory of the device.
-
-    Raises:
-        ConfigError: there is none left; the text names `what`, and then `remedy`: one line in the place of a traceback.
-    """
+    """Around what takes memory of the device. Raises ConfigError: there is none left; the text names `what`, and then
+    `remedy`: one line in the place of a traceback."""
     try:
         yield
     except RuntimeError as error:
@@ -90,10 +87,8 @@ def count_blocks(
     """How many blocks to allocate: `--num-gpu-blocks-override`, or what fits into the memory for them, but no more than
     `--max-num-seqs` sequences of `longest` tokens fill.
 
-    `use` is what all else takes of a CUDA device; needed there unless one of the flags gives the size.
-
-    Raises:
-        ConfigError: not a single block fits, or the device has less memory than a flag asks for.
+    `use` is what all else takes of a CUDA device; needed there unless one of the flags gives the size. Raises
+    ConfigError: not a single block fits, or the device has less memory than a flag asks for.
     """
     block_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize * config.block_size
     if config.num_gpu_blocks_override is not None:
@@ -145,9 +140,7 @@ def profile(
     """What of its CUDA device this rank cannot have for the KV cache; None where that does not set the cache's size.
 
     `runner_with` makes a runner of the loaded model, with a KV cache of so many blocks. A collective: it runs a step.
-
-    Raises:
-        ConfigError: there is no room for the step.
+    Raises ConfigError: there is no room for the step.
     """
     flags = (config.kv_cache_memory_bytes, config.num_gpu_blocks_override)
     if device.type == "cpu" or flags != (None, None):
@@ -166,11 +159,8 @@ def profile(
 
 
 def measure(device: torch.device, workers: int, media: int, run: Callable[[], None]) -> MemoryUse:
-    """The memory of a CUDA device on which the weights lie already, `run` being a step of the worst kind.
-
-    Raises:
-        ConfigError: there is no room for the step.
-    """
+    """The memory of a CUDA device on which the weights lie already, `run` being a step of the worst kind. Raises
+    ConfigError: there is no room for the step."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     weights = torch.cuda.memory_reserved(device)

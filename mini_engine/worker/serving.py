@@ -64,11 +64,8 @@ class Watch:
         self._steps.put(step)
 
     def take(self) -> None:
-        """Take one step off `done`. Waits if it is not readable.
-
-        Raises:
-            RuntimeError: the device failed at a step that was waited for; its cause is what CUDA said.
-        """
+        """Take one step off `done`. Waits if it is not readable. Raises RuntimeError: the device failed at a step that
+        was waited for; its cause is what CUDA said."""
         os.eventfd_read(self.done)
         if self._crash is not None:
             raise RuntimeError("the device has failed in a step") from self._crash

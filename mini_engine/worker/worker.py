@@ -107,11 +107,8 @@ def _run(child: Child) -> None:
 
 
 def load(model_dir: str, config: EngineConfig, tp: TensorParallel, device: torch.device) -> VisionLanguageModel:
-    """This rank's part of the model.
-
-    Raises:
-        ConfigError: the weights cannot be used, or the device has no room for them.
-    """
+    """This rank's part of the model. Raises ConfigError: the weights cannot be used, or the device has no room for
+    them."""
     try:
         with room_for("the weights", "raise --tensor-parallel-size, or choose --dtype bfloat16", device):
             spread = config.mm_encoder_tp_mode == "data"
@@ -130,11 +127,7 @@ def choose_threads(config: EngineConfig) -> int:
 
 
 def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:
-    """The rank's device, made current.
-
-    Raises:
-        ConfigError: there is no CUDA, or fewer devices than workers.
-    """
+    """The rank's device, made current. Raises ConfigError: there is no CUDA, or fewer devices than workers."""
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -170,11 +163,8 @@ def choose_backend(wanted: AttentionBackendName, device: torch.device) -> Attent
 
 
 def _check_compiler() -> None:
-    """Triton compiles, at the first use of a kernel, what launches it: an extension of Python, in C.
-
-    Raises:
-        ConfigError: there is no compiler, or no Python.h where it would look.
-    """
+    """Triton compiles, at the first use of a kernel, what launches it: an extension of Python, in C. Raises
+    ConfigError: there is no compiler, or no Python.h where it would look."""
     needs = "Triton needs a C compiler and Python's headers at the first use of a kernel"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         raise ConfigError(f"{needs}, and there is no compiler: install gcc and libc6-dev, or name one in CC")
@@ -198,11 +188,8 @@ def leave_out_cudnn() -> None:
 
 
 def choose_collectives(config: EngineConfig, device: torch.device) -> str:
-    """What carries tensors between ranks: "shm", or torch.distributed with "nccl" or "gloo".
-
-    Raises:
-        ConfigError: what was asked for does not work on the device.
-    """
+    """What carries tensors between ranks: "shm", or torch.distributed with "nccl" or "gloo". Raises ConfigError: what
+    was asked for does not work on the device."""
     asked = config.distributed_backend
     if asked == "auto":
         return "nccl" if device.type == "cuda" else "shm"
@@ -275,11 +262,7 @@ def choose_num_blocks(config: EngineConfig, model: VisionLanguageModel, use: Mem
 def make_attention(
     config: EngineConfig, model: VisionLanguageModel, backend: AttentionBackendName, num_blocks: int
 ) -> AttentionBackend:
-    """Attention over a KV cache of the model's device and dtype.
-
-    Raises:
-        ConfigError: the device has no room for it.
-    """
+    """Attention over a KV cache of the model's device and dtype. Raises ConfigError: the device has no room for it."""
     some, size = next(model.parameters()), config.block_size
     # Decode steps are recorded on CUDA, with kernels and collectives that wait for nothing on the host.
     waits = dist.is_initialized() and dist.get_backend() != "nccl"
