@@ -13,11 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatMessage, MediaPart, TextPart
-from mini_engine.api.responses import MediaUsage
 from mini_engine.media.hashing import HASH_BYTES
 from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality
 
@@ -237,14 +234,16 @@ def _placed(media_hash: bytes, item: ProcessedItem | CachedMedia, offsets: list[
     )
 
 
-def media_usage(item: MediaItem, processor: MediaProcessor) -> MediaUsage:
-    """What the response says of an item."""
+def media_usage(item: MediaItem, processor: MediaProcessor) -> dict[str, Any]:
+    """What the response says of an item: its size in pixels after sampling and resizing, and its tokens. Of a video
+    also its frames, of which the last is repeated to fill the last temporal patch, and the seconds between them."""
     steps, height, width = item.grid_thw
-    used = MediaUsage(item.modality, width * processor.patch_size, height * processor.patch_size, item.num_tokens)
+    size = {"width": width * processor.patch_size, "height": height * processor.patch_size}
+    used = {"type": item.modality, **size, "tokens": item.num_tokens}
     if item.second_per_grid is None:
         return used
     seconds = round(item.second_per_grid / processor.step, 4)
-    return msgspec.structs.replace(used, frames=steps * processor.step, seconds_per_frame=seconds)
+    return used | {"frames": steps * processor.step, "seconds_per_frame": seconds}
 
 
 def check_budget(media: Sequence[MediaItem], limits: EngineLimits) -> None:

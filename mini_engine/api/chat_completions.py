@@ -16,11 +16,11 @@ from mini_engine.api.body import INLINE_CHARACTERS, read_body, run_sized, takes
 from mini_engine.api.chat import check_budget, collect_media, media_usage, prompt_sources, text_length
 from mini_engine.api.context import AppContext, context_of
 from mini_engine.api.detokenizer import sample_texts
-from mini_engine.api.generation import Generation, Responder
+from mini_engine.api.generation import Generation
 from mini_engine.api.media_loader import missing_parts
 from mini_engine.api.media_settings import video_tokens
 from mini_engine.api.protocol import ChatRequest
-from mini_engine.api.responses import ChatWriter
+from mini_engine.api.responses import ChatResponder
 from mini_engine.api.timings import RequestClock
 from mini_engine.log import about
 
@@ -34,7 +34,7 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
     context, request_id = context_of(request), request.state.request_id
     chat = await read_body(request, ChatRequest, context.config.served_names)
-    responder = Responder(chat, ChatWriter(request_id, context.config.served_names[0], chat.include_usage))
+    responder = ChatResponder(chat, request_id, context.config.served_names[0])
     generation = await start(context, chat, request_id, request.state.clock)
     request.state.cleanup.enter_context(generation)
     del chat  # its media are as large as text as they are themselves

@@ -17,9 +17,9 @@ from mini_engine.api.chat import collect_media, text_length
 from mini_engine.api.context import AppContext, context_of
 from mini_engine.api.detokenizer import sample_texts
 from mini_engine.api.errors import bad_request
-from mini_engine.api.generation import Generation, Responder
+from mini_engine.api.generation import Generation
 from mini_engine.api.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
-from mini_engine.api.responses import CompletionWriter
+from mini_engine.api.responses import CompletionResponder
 from mini_engine.api.timings import RequestClock
 from mini_engine.messages import NewRequest
 
@@ -34,7 +34,7 @@ async def completions(request: Request) -> Response:
     """
     context, request_id = context_of(request), request.state.request_id
     asked = await read_body(request, CompletionRequest, context.config.served_names)
-    responder = Responder(asked, CompletionWriter(request_id, context.config.served_names[0], asked.include_usage))
+    responder = CompletionResponder(asked, request_id, context.config.served_names[0])
     async with context.engines.while_running():
         context.sampling.check(asked)
         generations: dict[Generation, NewRequest] = {}

@@ -10,15 +10,41 @@ from __future__ import annotations
 import codecs
 import collections
 from collections.abc import Collection, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from msgspec import Struct
 from tokenizers import decoders
 
 from mini_engine.api.protocol import GenerationRequest
-from mini_engine.api.responses import FinishedBy, LikelyToken, ListedToken, Piece
 from mini_engine.messages import FinishReason, SamplingParams, TokenLogprob
 
+FinishedBy = Literal["stop", "length"]
 LEAST_LOGPROB = -9999.0  # OpenAI's value for a token that is all but impossible; JSON has no infinity
+
+
+class LikelyToken(Struct, frozen=True):
+    """A token that was likely at a place. `bytes` may be a part of a character; `token` has U+FFFD for it."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ListedToken(LikelyToken, frozen=True):
+    """A token of the answer, and the likeliest at its place."""
+
+    top_logprobs: list[LikelyToken]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some text of one choice, perhaps none. `finish_reason` is set with the choice's last."""
+
+    index: int
+    text: str
+    finish_reason: FinishedBy | None
+    logprobs: list[ListedToken] | None  # of the tokens that `text` is made of; None: not asked for
 
 
 class Vocabulary:

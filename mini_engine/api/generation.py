@@ -1,6 +1,6 @@
-"""A request at its engine, the text of each of its samples as it comes, and the HTTP response made of it.
+"""A request at its engine, and the text of each of its samples as it comes.
 
-`Generation` alone decides whether a request is over: it is an iterator for `Responder`, and `Engine` calls the rest.
+`Generation` alone decides whether a request is over: it is an iterator for `responses.py`, and `Engine` calls the rest.
 Shared by chat and legacy completions. Belongs to the event loop's thread.
 """
 
@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from mini_engine.api.detokenizer import SampleText
-from mini_engine.api.errors import EngineError, error_event, explain
-from mini_engine.api.protocol import ChatRequest, GenerationRequest
-from mini_engine.api.responses import DONE, NO_REMARKS, MediaUsage, Piece, PromptTokensDetails, Remarks, Usage, Writer
+from mini_engine.api.detokenizer import Piece, SampleText
+from mini_engine.api.errors import EngineError
 from mini_engine.api.timings import RequestClock
 from mini_engine.log import about
 from mini_engine.messages import EngineTimes, FinishReason, NewRequest, RequestOutput
@@ -82,7 +78,8 @@ class Generation:
     Args:
         request: with its siblings; the first sample has the request's own id.
         texts: of its samples, in order.
-        media, warnings: for `usage` and `remarks`.
+        media: what the response says of the images and videos, in the order of the prompt.
+        warnings: what the answer does not rest on, such as the missing part of a video.
     """
 
     def __init__(
@@ -90,7 +87,7 @@ class Generation:
         request: NewRequest,
         texts: Sequence[SampleText],
         clock: RequestClock,
-        media: Sequence[MediaUsage] = (),
+        media: Sequence[dict[str, Any]] = (),
         warnings: Sequence[str] = (),
     ):
         ids = [request.request_id, *(sibling.request_id for sibling in request.siblings)]
@@ -99,8 +96,8 @@ class Generation:
         self.clock = clock
         self.samples = [Sample(self, request_id, text) for request_id, text in zip(ids, texts, strict=True)]
         self.finish_at_engine: FinishAtEngine | None = None  # of the engine that has the request
-        self._media = media
-        self._warnings = warnings
+        self.media = media
+        self.warnings = warnings
         self._error: EngineError | None = None
         self._waiting: collections.deque[Sample] = collections.deque()  # samples with outputs, each once
         self._accepted: asyncio.Future[bool] | None = None
@@ -112,16 +109,9 @@ class Generation:
         return all(sample.over for sample in self.samples)
 
     @property
-    def usage(self) -> Usage:
-        """Tokens so far."""
-        prompt, first = self.num_prompt_tokens, self.samples[0]
-        completion = sum(sample.text.completion_tokens for sample in self.samples)
-        cached = PromptTokensDetails(first.num_cached_tokens)  # the other samples find what the first has computed
-        return Usage(prompt, completion, prompt + completion, cached, self._media or msgspec.UNSET)
-
-    def remarks(self, with_timings: bool) -> Remarks:
-        """What the response says of the request at its end."""
-        return Remarks(self.clock.timings() if with_timings else None, self._warnings)
+    def completion_tokens(self) -> int:
+        """Delivered so far."""
+        return sum(sample.text.completion_tokens for sample in self.samples)
 
     # --- for the HTTP side -------------------------------------------------------------------------------------------
 
@@ -199,7 +189,7 @@ class Generation:
     def _end(self, reason: FinishReason) -> None:
         self.abort()
         self.clock.end(reason, None if reason in ("abort", "error") else self.samples[0].times)
-        request_id, tokens = self.request_id, self.usage.completion_tokens
+        request_id, tokens = self.request_id, self.completion_tokens
         logger.debug("%s finished: %s, %d tokens", request_id, reason, tokens, extra=about(request_id))
 
     def _finish(self, sample: Sample, reason: FinishReason) -> None:
@@ -215,110 +205,3 @@ class Generation:
         self.answer(True)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
-
-
-# --- responses --------------------------------------------------------------------------------------------------------
-
-
-class Responder:
-    """Makes the response to one request. Keeps nothing of the request but what it asks of the response."""
-
-    def __init__(self, asked: GenerationRequest, writer: Writer):
-        self._writer = writer
-        self._stream = bool(asked.stream)
-        self._include_usage = asked.include_usage
-        self._with_timings = isinstance(asked, ChatRequest) and bool(asked.return_timings)
-
-    async def respond(self, generations: Sequence[Generation]) -> Response:
-        """The response, once all of `generations` have ended, or as events from their first piece on. The choices of a
-        generation follow those of the one before it. Raises EngineError: an engine has failed at the request before the
-        first event."""
-        if self._stream:
-            events = self._events(generations)
-            return EventStream(await anext(events), events)
-        choices: dict[int, list[Piece]] = {}
-        async with contextlib.aclosing(_pieces(generations)) as pieces:
-            async for piece in pieces:
-                choices.setdefault(piece.index, []).append(piece)
-        remarks = generations[0].remarks(self._with_timings)
-        body = self._writer.whole([choices[index] for index in sorted(choices)], _usage(generations), remarks)
-        return Response(body, media_type="application/json")
-
-    async def _events(self, generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
-        """The events, of which the last leave together. What fails after the first is an event too."""
-        first, started = generations[0], False
-        unfinished = sum(len(generation.samples) for generation in generations)
-        try:
-            async with contextlib.aclosing(_pieces(generations)) as pieces:
-                async for piece in pieces:
-                    unfinished -= piece.finish_reason is not None
-                    remarks = NO_REMARKS if unfinished else first.remarks(self._with_timings)
-                    event = self._writer.event(piece, NO_REMARKS if self._include_usage else remarks)
-                    if not unfinished and self._include_usage:
-                        event += self._writer.usage_event(_usage(generations), remarks)
-                    if not unfinished:
-                        event += DONE
-                    if event:
-                        started = True
-                        yield event
-        except Exception as error:  # noqa: BLE001 - explain() logs what it does not know
-            if not started:
-                raise
-            yield error_event(explain(error, first.request_id, first.clock))
-
-
-class EventStream(Response):
-    """A response of server-sent events. The headers leave with `first`, then each of `events` as it comes.
-
-    `events` is closed however the response ends.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]):
-        super().__init__(headers={"cache-control": "no-cache"})
-        del self.headers["content-length"]
-        self._first = first
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            await self._events.aclose()
-
-
-async def _pieces(generations: Sequence[Generation]) -> AsyncGenerator[Piece, None]:
-    """The pieces of all generations as they come."""
-    if len(generations) == 1:
-        async for piece in generations[0]:
-            yield piece
-        return
-    coming = {asyncio.ensure_future(anext(generation)): generation for generation in generations}
-    try:
-        while coming:
-            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                generation = coming.pop(task)
-                piece = task.result()
-                if not generation.over:
-                    coming[asyncio.ensure_future(anext(generation))] = generation
-                yield piece
-    finally:
-        for task in coming:
-            task.cancel()
-        await asyncio.gather(*coming, return_exceptions=True)
-
-
-def _usage(generations: Sequence[Generation]) -> Usage:
-    """The tokens of all generations."""
-    each = [generation.usage for generation in generations]
-    if len(each) == 1:
-        return each[0]
-    prompt, completion = sum(one.prompt_tokens for one in each), sum(one.completion_tokens for one in each)
-    cached = PromptTokensDetails(sum(one.prompt_tokens_details.cached_tokens for one in each))
-    return Usage(prompt, completion, prompt + completion, cached)

@@ -1,139 +1,93 @@
-"""Response bodies and stream events, as OpenAI writes them: chat completions, legacy completions.
+"""The HTTP response to a request for text: chat completions and legacy completions, whole or as server-sent events.
 
-Encoded by msgspec, since a stream has one event for each step. Knows nothing of engines.
+In OpenAI's form. Encoded by msgspec, since a stream has one event for each step. Knows nothing of engines.
 """
 
 from __future__ import annotations
 
+import asyncio
 import codecs
+import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import Struct
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from mini_engine.messages import Modality
+from mini_engine.api.detokenizer import ListedToken, Piece
+from mini_engine.api.errors import error_event, explain
+from mini_engine.api.generation import Generation
+from mini_engine.api.protocol import ChatRequest, GenerationRequest
 
-FinishedBy = Literal["stop", "length"]
 DONE = b"data: [DONE]\n\n"
 
 
-class PromptTokensDetails(Struct, frozen=True):
-    """How many of the prompt's tokens the prefix cache held."""
-
-    cached_tokens: int
-
-
-class MediaUsage(Struct, frozen=True, omit_defaults=True):
-    """What the model saw of an image or video, sampled and resized."""
-
-    type: Modality
-    width: int  # pixels
-    height: int
-    tokens: int  # that hold its content
-    frames: int | None = None  # of a video; the last is repeated where they do not fill the last temporal patch
-    seconds_per_frame: float | None = None  # from one to the next, on average
-
-
-class Usage(Struct, frozen=True):
-    """Tokens of the prompt, with its images and videos and once for all choices, and tokens delivered."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    media: Sequence[MediaUsage] | UnsetType = UNSET  # in the prompt's order; absent: there are none
-
-
-class Timings(Struct, frozen=True):
-    """Seconds that each stage of a request took, from its arrival to its last token. Their sum is the whole time."""
-
-    admission: float  # queued for a place among the requests whose media are decoded
-    fetch: float  # the media's bytes, and their hashes
-    media_decode: float  # until the last item is decoded, except `process`
-    process: float  # the processor runs, and no item is decoded
-    transport: float  # from placing the tensors until all ranks have them and the engine the request
-    queue: float  # until the first step
-    encode: float  # until the last item's embeddings are computed; 0 if they were cached
-    prefill: float  # until the first token
-    generation: float  # until the last token
-    other: float  # the rest: body, chat template, text
-
-
-class LikelyToken(Struct, frozen=True):
-    """A token that was likely at a place. `bytes` may be a part of a character; `token` has U+FFFD for it."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ListedToken(LikelyToken, frozen=True):
-    """A token of the answer, and the likeliest at its place."""
-
-    top_logprobs: list[LikelyToken]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Some text of one choice, perhaps none. `finish_reason` is set with the choice's last."""
-
-    index: int
-    text: str
-    finish_reason: FinishedBy | None
-    logprobs: list[ListedToken] | None  # of the tokens that `text` is made of; None: not asked for
-
-
-@dataclass(frozen=True, slots=True)
-class Remarks:
-    """What a response says of the request itself, at its end; what is None or empty is left out."""
-
-    timings: Timings | None = None
-    warnings: Sequence[str] = ()  # what the answer does not rest on, such as the missing part of a video
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Of the response."""
-        said = {"metrics": self.timings, "warnings": self.warnings}
-        return {name: value for name, value in said.items() if value}
-
-
-NO_REMARKS = Remarks()
-
-
-class Writer(ABC):
-    """Writes the response to one request, whole or as the events of a stream."""
+class Responder(ABC):
+    """Makes the response to one request. Keeps nothing of the request but what it asks of the response."""
 
     whole_object: str
     event_object: str
 
-    def __init__(self, request_id: str, model: str, include_usage: bool):
+    def __init__(self, asked: GenerationRequest, request_id: str, model: str):
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
-        self._include_usage = include_usage
+        self._stream = bool(asked.stream)
+        self._include_usage = asked.include_usage
+        self._with_timings = isinstance(asked, ChatRequest) and bool(asked.return_timings)
 
-    def whole(self, choices: Sequence[Sequence[Piece]], used: Usage, remarks: Remarks) -> bytes:
-        """The body of a response that is not streamed, of all pieces of each choice."""
-        written = [self._whole_choice(joined(pieces)) for pieces in choices]
-        body = {"object": self.whole_object, "choices": written, "usage": used}
-        return msgspec.json.encode(self._head | body | remarks.fields)
+    async def respond(self, generations: Sequence[Generation]) -> Response:
+        """The response, once all of `generations` have ended, or as events from their first piece on. The choices of a
+        generation follow those of the one before it. Raises EngineError: an engine has failed at the request before the
+        first event."""
+        if self._stream:
+            events = self._events(generations)
+            return EventStream(await anext(events), events)
+        choices: dict[int, list[Piece]] = {}
+        async with contextlib.aclosing(_pieces(generations)) as pieces:
+            async for piece in pieces:
+                choices.setdefault(piece.index, []).append(piece)
+        written = [self._whole_choice(joined(choices[index])) for index in sorted(choices)]
+        body = {"object": self.whole_object, "choices": written, "usage": _usage(generations)}
+        content = msgspec.json.encode(self._head | body | self._remarks(generations[0]))
+        return Response(content, media_type="application/json")
 
-    def event(self, piece: Piece, remarks: Remarks = NO_REMARKS) -> bytes:
-        """The event of a piece; empty for a piece that brings nothing new."""
-        choice = self._event_choice(piece)
-        if choice is None:
-            return b""
-        usage = {"usage": None} if self._include_usage else {}  # null in all events but the last
-        return self._event({"choices": [choice]} | usage | remarks.fields)
+    async def _events(self, generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
+        """The events, of which the last leave together. What fails after the first is an event too."""
+        first, started = generations[0], False
+        unfinished = sum(len(generation.samples) for generation in generations)
+        try:
+            async with contextlib.aclosing(_pieces(generations)) as pieces:
+                async for piece in pieces:
+                    unfinished -= piece.finish_reason is not None
+                    choice = self._event_choice(piece)
+                    if choice is not None:
+                        started = True
+                        yield self._event(choice) if unfinished else self._last_events(choice, generations)
+        except Exception as error:  # noqa: BLE001 - explain() logs what it does not know
+            if not started:
+                raise
+            yield error_event(explain(error, first.request_id, first.clock))
 
-    def usage_event(self, used: Usage, remarks: Remarks) -> bytes:
-        """The event that `include_usage` asks for."""
-        return self._event({"choices": [], "usage": used} | remarks.fields)
+    def _event(self, *choices: dict[str, Any], **fields: Any) -> bytes:
+        if self._include_usage:
+            fields = {"usage": None} | fields  # null in all events but the last
+        body = {"object": self.event_object, "choices": choices} | fields
+        return b"data: " + msgspec.json.encode(self._head | body) + b"\n\n"
 
-    def _event(self, body: dict[str, Any]) -> bytes:
-        return b"data: " + msgspec.json.encode(self._head | {"object": self.event_object} | body) + b"\n\n"
+    def _last_events(self, choice: dict[str, Any], generations: Sequence[Generation]) -> bytes:
+        remarks = self._remarks(generations[0])
+        if not self._include_usage:
+            return self._event(choice, **remarks) + DONE
+        return self._event(choice) + self._event(usage=_usage(generations), **remarks) + DONE
+
+    def _remarks(self, generation: Generation) -> dict[str, Any]:
+        """What a response says of the request itself, at its end."""
+        timings = generation.clock.timings() if self._with_timings else None
+        remarks = {"metrics": timings, "warnings": generation.warnings}
+        return {name: value for name, value in remarks.items() if value}
 
     @abstractmethod
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
@@ -144,21 +98,14 @@ class Writer(ABC):
         """What a piece adds to a choice; None: nothing."""
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
-    """Consecutive pieces of one choice as one."""
-    last = pieces[-1]
-    listed = None if last.logprobs is None else [token for piece in pieces for token in piece.logprobs or ()]
-    return Piece(last.index, "".join(piece.text for piece in pieces), last.finish_reason, listed)
-
-
-class ChatWriter(Writer):
+class ChatResponder(Responder):
     """Chat completions. The first event of each choice has the role."""
 
     whole_object = "chat.completion"
     event_object = "chat.completion.chunk"
 
-    def __init__(self, request_id: str, model: str, include_usage: bool):
-        super().__init__(request_id, model, include_usage)
+    def __init__(self, asked: GenerationRequest, request_id: str, model: str):
+        super().__init__(asked, request_id, model)
         self._begun: set[int] = set()
 
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
@@ -176,13 +123,13 @@ class ChatWriter(Writer):
         return {"index": piece.index, name: content, "finish_reason": piece.finish_reason, "logprobs": listed}
 
 
-class CompletionWriter(Writer):
+class CompletionResponder(Responder):
     """Legacy completions, whose events have the form of the whole."""
 
     whole_object = event_object = "text_completion"
 
-    def __init__(self, request_id: str, model: str, include_usage: bool):
-        super().__init__(request_id, model, include_usage)
+    def __init__(self, asked: GenerationRequest, request_id: str, model: str):
+        super().__init__(asked, request_id, model)
         self._logprobs: dict[int, _LogprobWriter] = {}  # by choice
 
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
@@ -228,3 +175,68 @@ def _token_name(data: Sequence[int]) -> str:
         return bytes(data).decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class EventStream(Response):
+    """A response of server-sent events. The headers leave with `first`, then each of `events` as it comes.
+
+    `events` is closed however the response ends.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]):
+        super().__init__(headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await self._events.aclose()
+
+
+async def _pieces(generations: Sequence[Generation]) -> AsyncGenerator[Piece, None]:
+    """The pieces of all generations as they come."""
+    if len(generations) == 1:
+        async for piece in generations[0]:
+            yield piece
+        return
+    coming = {asyncio.ensure_future(anext(generation)): generation for generation in generations}
+    try:
+        while coming:
+            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                generation = coming.pop(task)
+                piece = task.result()
+                if not generation.over:
+                    coming[asyncio.ensure_future(anext(generation))] = generation
+                yield piece
+    finally:
+        for task in coming:
+            task.cancel()
+        await asyncio.gather(*coming, return_exceptions=True)
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Consecutive pieces of one choice as one."""
+    last = pieces[-1]
+    listed = None if last.logprobs is None else [token for piece in pieces for token in piece.logprobs or ()]
+    return Piece(last.index, "".join(piece.text for piece in pieces), last.finish_reason, listed)
+
+
+def _usage(generations: Sequence[Generation]) -> dict[str, Any]:
+    """Tokens of the prompts, with images and videos and once for all choices, and tokens delivered."""
+    prompt = sum(one.num_prompt_tokens for one in generations)
+    completion = sum(one.completion_tokens for one in generations)
+    # The other samples of a request find in the prefix cache what its first has computed.
+    cached = {"cached_tokens": sum(one.samples[0].num_cached_tokens for one in generations)}
+    used = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    media = {"media": generations[0].media} if generations[0].media else {}
+    return used | {"prompt_tokens_details": cached} | media

@@ -13,7 +13,6 @@ import time
 from typing import Literal
 
 from mini_engine import metrics
-from mini_engine.api.responses import Timings
 from mini_engine.messages import EngineTimes, FinishReason
 
 Stage = Literal["admission", "fetch", "media_decode", "process", "transport", "other"]
@@ -83,9 +82,9 @@ class RequestClock:
         for stage, histogram in metrics.stage_seconds.items():
             histogram.observe(self._spent[stage])
 
-    def timings(self) -> Timings:
+    def timings(self) -> dict[str, float]:
         """The seconds of each stage, to the microsecond. For a request that has ended with an answer."""
-        return Timings(**{stage: round(seconds, 6) for stage, seconds in self._spent.items()})
+        return {stage: round(seconds, 6) for stage, seconds in self._spent.items()}
 
     def _add_engine(self, times: EngineTimes, now: float) -> None:
         """Divide the time since transport was left; it has lasted until the engine had accepted the request."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import openai
 import pytest
 
-from mini_engine.api.responses import CompletionWriter, LikelyToken, ListedToken, Piece
 from tests.api.patience import eventually
 from tests.api.serving import ANSWER, MAX_MODEL_LEN, Counted, Served, check_error, choices_of, events_of, image
 
@@ -64,24 +62,6 @@ async def test_logprobs(served: Served, stream: bool) -> None:
     assert {value for part in answer.logprobs for value in part.token_logprobs} == {-0.25}
     for token, likely in zip(tokens, [one for part in answer.logprobs for one in part.top_logprobs], strict=True):
         assert likely.pop(token) == -0.25 and list(likely.values()) == [-1.0, -2.0]
-
-
-def test_tokens_that_are_parts_of_a_character() -> None:
-    def listed(data: bytes, *likely: bytes) -> ListedToken:
-        others = [LikelyToken("?", -2.0, list(each)) for each in likely]
-        return ListedToken("?", -1.0, list(data), others)
-
-    writer = CompletionWriter("id", "model", False)
-
-    def written(*tokens: ListedToken) -> dict[str, Any]:
-        event = writer.event(Piece(0, "text", None, list(tokens)))
-        return json.loads(event.removeprefix(b"data: "))["choices"][0]["logprobs"]
-
-    first = written(listed(b"ab"), listed("é".encode()[:1], "é".encode()[1:]))
-    assert (first["tokens"], first["text_offset"]) == (["ab", "bytes:\\xc3"], [0, 2])
-    assert first["top_logprobs"] == [{"ab": -1.0}, {"bytes:\\xa9": -2.0, "bytes:\\xc3": -1.0}]
-    then = written(listed("é".encode()[1:]), listed(b"!"))
-    assert (then["tokens"], then["text_offset"]) == (["bytes:\\xa9", "!"], [2, 3])
 
 
 @streamed_or_whole

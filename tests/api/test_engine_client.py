@@ -13,10 +13,10 @@ import pytest
 import torch
 import zmq.asyncio
 
+from mini_engine.api.detokenizer import Piece
 from mini_engine.api.engine_client import LOAD_MARGIN, LOST_SECONDS, EngineClient, EngineLost
 from mini_engine.api.errors import EngineError
 from mini_engine.api.generation import Generation
-from mini_engine.api.responses import Piece
 from mini_engine.api.timings import RequestClock
 from mini_engine.messages import MediaItem, NewRequest, SamplingParams, Sibling
 from mini_engine.transport.arena import Arena

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from mini_engine import metrics
-from mini_engine.api.engine_client import FIGURES_SECONDS
+from mini_engine.api.engine_client import METRICS_SECONDS
 from mini_engine.api.errors import explain, shutting_down
 from mini_engine.api.media_loader import start_thread_pool
 from mini_engine.api.operations import RESET_SECONDS, Stats
@@ -110,7 +110,7 @@ async def test_metrics_can_be_read_while_an_engine_is_silent_or_gone(served: Ser
     served.core.replies_to.discard("stats")
     asking = asyncio.create_task(served.http.get("/metrics"))
     await eventually(lambda: bool(served.core.controls["stats"]))
-    skip(FIGURES_SECONDS)
+    skip(METRICS_SECONDS)
     assert "mini_engine:num_requests_running" in (await asking).text
     served.context.engines.stop(shutting_down())
     assert "mini_engine:num_requests_running" in (await served.http.get("/metrics")).text
