@@ -15,6 +15,7 @@ import msgspec
 
 from mini_engine import metrics
 from mini_engine.api.errors import EngineError
+from mini_engine.failpoints import reach_failpoint
 from mini_engine.messages import (
     Abandoned,
     AnyMessage,
@@ -196,5 +197,6 @@ class MediaStoreClient:
         return True
 
     def _copy(self, extents: Sequence[Extent], payload: torch.Tensor) -> None:
+        reach_failpoint("storing")
         assert self._memory is not None
         self._memory.write(extents, payload)
