@@ -22,7 +22,12 @@ class Asking:
         self._connection = server.connect(api)
         self._response: http.client.HTTPResponse | None = None
         body = {"model": server.model, "messages": [message(one.text, one.urls)], "temperature": 0, **one.more, **more}
-        self._connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        try:
+            self._connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        except BaseException:
+            self._connection.close()
+            raise
         self._socket = self._connection.sock
 
     def reply(self) -> dict:

@@ -17,12 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mini_engine.media.errors import MediaError
-from mini_engine.media.sampling import VideoSampling
 from tests import clips
 from tests.e2e.running_server import message
 from tests.media import corpus as media_files
-from tests.media.decoding import decode_video
 from tests.web import chunked, response
 
 MAX_MEDIA_BYTES = 32 << 20
@@ -116,8 +113,6 @@ def video_inputs() -> Iterator[BadInput]:
     for codec, container in (("libvpx-vp9", "webm"), ("mpeg4", "avi"), ("libx264", "matroska")):
         data = clips.cached(codec, container)
         yield asking(f"half of {container}", data_url(data[: len(data) // 2], f"video/{container}"))
-    for seed, data in damaged(h264, 4):
-        yield asking(f"a mutation, {seed}", data_url(data))
     files = {
         "text": b"This is no video.\n" * 100,
         "zero bytes": bytes(1 << 20),
@@ -128,20 +123,6 @@ def video_inputs() -> Iterator[BadInput]:
     }
     for name, data in files.items():
         yield asking(f"a video: {name}", data_url(data))
-
-
-def damaged(data: bytes, count: int) -> Iterator[tuple[int, bytes]]:
-    """`count` mutations that cannot be decoded."""
-    found = 0
-    for seed in range(100):
-        changed = media_files.mutated(data, seed)
-        try:
-            decode_video(changed, VideoSampling(num_frames=8))
-        except MediaError:
-            yield seed, changed
-            if (found := found + 1) == count:
-                return
-    raise AssertionError(f"only {found} of them are damaged")
 
 
 def image_inputs() -> Iterator[BadInput]:
@@ -213,11 +194,8 @@ def body_inputs() -> Iterator[BadInput]:
         "no JSON": b"<xml/>",
         "half of JSON": b'{"messages": [{"role": "user", "content": "h',
         "no UTF-8": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
-        "half a character": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
         "a list": b"[]",
-        "a list in a list, and so on": b"[" * 1_000_000,
         "an object in an object, and so on": b'{"messages":' * 100_000,
-        "a deep metadata part": as_json({"messages": [{**user, "content": [deep]}]}),
         "deep settings": as_json({"messages": [user], "mm_processor_kwargs": deep}),
         "a vast number": b'{"messages": [], "seed": ' + b"9" * 100_000 + b"}",
         "no messages": as_json({"messages": []}),

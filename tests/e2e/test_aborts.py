@@ -193,7 +193,7 @@ def ground(request: pytest.FixtureRequest) -> Iterator[Ground]:
 
 
 @pytest.mark.parametrize(("ground", "stage", "how"), list(cases()), indirect=["ground"])
-def test_all_comes_back(ground: Ground, stage: str, how: str):
+def test_an_ended_request_frees_all_that_it_held(ground: Ground, stage: str, how: str):
     victim = ground.server.pids()[VICTIM]
     with STAGES[stage](ground) as asking:
         if how == "client leaves":

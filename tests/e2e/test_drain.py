@@ -20,7 +20,7 @@ from tests.e2e.waiting import eventually, stopped
 BUSY, IDLE = "api 0", "api 1"
 
 
-def test_what_runs_ends_well_and_what_comes_is_refused():
+def test_a_drain_finishes_running_requests_and_refuses_new_ones():
     """The signal is sent to all processes, as service managers and `timeout` do; the supervisor acts on it."""
     with RunningServer("--api-server-count", "2", "-tp", "2", "--shutdown-timeout", "600") as server:
         family, pids = descendants(server.process.pid), server.pids()
@@ -60,7 +60,7 @@ def send_half_a_body(server: RunningServer) -> socket.socket:
     return connection
 
 
-def test_the_time_for_it_is_bounded():
+def test_a_drain_ends_at_the_shutdown_timeout():
     with RunningServer("--shutdown-timeout", "1") as server:
         family = descendants(server.process.pid)
         asking = Asking(server, BUSY, TEXT, **ENDLESS)

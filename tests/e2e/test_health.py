@@ -39,11 +39,11 @@ def assert_stopped_is_seen(server: RunningServer, victim: str) -> None:
 
 
 @pytest.mark.parametrize("victim", ["worker 0.0", "worker 0.1", "core 0"])
-def test_a_process_that_stands_still_is_seen_when_idle(ranks, victim):
+def test_health_is_503_while_a_process_is_stopped(ranks, victim):
     assert_stopped_is_seen(ranks, victim)
 
 
-def test_and_when_busy(ranks):
+def test_health_is_503_while_a_busy_process_is_stopped(ranks):
     asking = Asking(ranks, None, TEXT, **ENDLESS)
     asking.read_events(1)
     assert_stopped_is_seen(ranks, "worker 0.1")

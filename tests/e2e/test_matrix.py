@@ -135,7 +135,7 @@ def cases() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("cell", "clients"), list(cases()))
-def test_every_cell(cell: Cell, clients: int, videos: list[Asked]):
+def test_every_combination_answers_right_and_frees_everything(cell: Cell, clients: int, videos: list[Asked]):
     tokens: list[list[list[str]]] = []
     with RunningServer(*cell.flags, own_dev_shm=True) as server:
         crowd = Crowd(cell, videos[:clients], server)

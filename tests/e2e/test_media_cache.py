@@ -52,7 +52,7 @@ def test_copies_of_media_survive_the_api_server_that_brought_them():
         assert_kept(server, 1)
 
 
-def test_a_reservation_of_a_stopped_api_server_ends_with_the_process(server):
+def test_a_reservation_of_a_hung_api_server_ends_with_the_process(server):
     """A thread of it may still write: no time-out frees its pages. Meanwhile others send the item uncached."""
     one, kills = ask_large(8100), server.log.count("replacement ready")
     with server.failpoint("storing") as point:

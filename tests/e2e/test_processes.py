@@ -29,9 +29,10 @@ def proportional_bytes(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
-def test_the_core_maps_no_libtorch(server):
+def test_processes_load_only_what_they_need(server):
     maps = {name: Path(f"/proc/{pid}/maps").read_text() for name, pid in server.pids().items()}
     assert {name for name, text in maps.items() if "libtorch" in text} == {"api 0", "worker 0.0"}
+    assert "libav" not in maps["api 0"]  # FFmpeg is loaded in decoders only
     assert maps.keys() == {"api 0", "worker 0.0", "core 0", "supervisor"}
 
 

@@ -45,21 +45,6 @@ def test_a_stop_string_ends_the_answer_before_it(server, one):
     assert server.ask(one.text, one.urls, stop=[words[2]]) == " ".join(words[:2]) + " "
 
 
-def test_several_choices_with_a_bias_and_the_logprobs_of_their_tokens(server):
-    reply = server.client.chat.completions.create(
-        model=server.model, messages=[message("tell me", [])], temperature=0, max_tokens=4, n=2, seed=1,
-        logit_bias={"70": 100}, logprobs=True, top_logprobs=3,
-    )  # fmt: skip
-    forced = post(server, "/detokenize", {"tokens": [70] * 4})["prompt"]
-    assert [choice.message.content for choice in reply.choices] == [forced] * 2
-    for choice in reply.choices:
-        assert len(choice.logprobs.content) == 4 and choice.finish_reason == "length"
-        for token in choice.logprobs.content:
-            likeliest = [one.logprob for one in token.top_logprobs]
-            assert len(likeliest) == 3 and likeliest == sorted(likeliest, reverse=True)
-            assert token.logprob <= likeliest[0] <= 0
-
-
 def test_local_files_below_the_allowed_root(server, media_root):
     clip = videos.render(3 * 10**9, colour="red", motion="up")
     (media_root / "a clip.mp4").write_bytes(videos.encode(clip))

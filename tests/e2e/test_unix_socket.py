@@ -81,7 +81,7 @@ def check_log(lines: list[dict]) -> None:
     assert (lines[-1]["process"], lines[-1]["message"]) == ("supervisor", "stopped")
 
 
-def test_what_cannot_be_listened_with(certificate: tuple[Path, Path], tmp_path: Path):
+def test_unusable_sockets_and_certificates_are_refused(certificate: tuple[Path, Path], tmp_path: Path):
     a_file = tmp_path / "file"
     a_file.write_text("precious")
     for flags, named in (

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from tests.e2e.asked import Asked
-from tests.e2e.running_server import RunningServer, message
+from tests.e2e.asking import Asking
+from tests.e2e.running_server import RunningServer
 from tests.e2e.waiting import eventually
 
 PATIENCE_SECONDS = 120  # for right answers; errors have a bound of their own
@@ -33,23 +34,15 @@ class Outcome:
     detail: str = ""
 
 
-def ask(
-    server: RunningServer,
-    one: Asked,
-    stream: bool = False,
-    kept: http.client.HTTPConnection | None = None,
-    **more: object,
-) -> Outcome:
-    """One question, on a connection of its own or on one that is kept."""
-    connection = kept or server.connect()
-    body = {"messages": [message(one.text, one.urls)], "temperature": 0, "stream": stream, **more}
-    headers = {"Content-Type": "application/json", "Connection": "keep-alive" if kept else "close"}
+def ask(server: RunningServer, one: Asked, stream: bool = False, api: str | None = None, **more: object) -> Outcome:
+    """One question, on a connection of its own."""
+    with contextlib.ExitStack() as stack:
 
-    def respond() -> http.client.HTTPResponse:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-        return connection.getresponse()
+        def respond() -> http.client.HTTPResponse:
+            asking = Asking(server, api, one, stream=stream, **more)
+            stack.callback(asking.hang_up)
+            return asking.response()
 
-    with contextlib.nullcontext() if kept else contextlib.closing(connection):
         return outcome_of(one, respond)
 
 
@@ -86,9 +79,9 @@ def _judged(one: Asked, response: http.client.HTTPResponse) -> tuple[str, str]:
 
 
 class Load:
-    """`with Load(server, questions) as load:` The clients take the questions in turn, every other request as a stream.
+    """`with Load(server, questions) as load:` The clients take the questions in turn, every other one as a stream.
 
-    If an API server is named, each client keeps one connection to it.
+    `api`: the API server that they ask; None: any.
     """
 
     def __init__(self, server: RunningServer, asked: Sequence[Asked], clients: int = 3, api: str | None = None):
@@ -125,14 +118,13 @@ class Load:
 
     def _run(self) -> None:
         try:
-            with contextlib.closing(self._server.connect(self._api)) if self._api else contextlib.nullcontext() as kept:
-                while not self._over.is_set():
-                    with self._lock:
-                        one, stream = next(self._requests)
-                    outcome = ask(self._server, one, stream, kept)
-                    self.outcomes.append(outcome)
-                    if outcome.kind != "right":
-                        self._over.wait(PAUSE_AFTER_ERROR)
+            while not self._over.is_set():
+                with self._lock:
+                    one, stream = next(self._requests)
+                outcome = ask(self._server, one, stream, self._api)
+                self.outcomes.append(outcome)
+                if outcome.kind != "right":
+                    self._over.wait(PAUSE_AFTER_ERROR)
         except BaseException as error:  # noqa: BLE001 - raised where the load ends
             self._failures.append(error)
 

@@ -120,7 +120,7 @@ def server():
         yield running
 
 
-def test_a_client_that_never_reads_is_given_up(server):
+def test_a_client_that_never_reads_is_disconnected(server):
     """Its request ends, long before its answer would have, and costs little memory until then."""
     api = server.pids()["api 0"]
     before = memory(api, "VmRSS")
@@ -139,16 +139,20 @@ def test_a_client_that_never_reads_is_given_up(server):
 
 
 def test_all_other_processes_work_and_log_while_the_supervisor_is_stopped(server):
+    """Longer than --collective-timeout: it reads answers to its pings late, and kills nothing for that."""
+    pids, begun = server.pids(), time.monotonic()
     with stopped(server.process.pid):
         lines = server.log.count("GET /version: 200")
         for _ in range(2 * PIPE_BYTES // 60):
             assert server.get("/version").status == 200
         assert_right(server, 32_001)
         assert server.log.count("GET /version: 200") > lines
-    assert_right(server, 32_001)
+        time.sleep(max(0, begun + 8 - time.monotonic()))
+    time.sleep(2)
+    assert server.pids() == pids
 
 
-def test_an_engine_that_stands_still_is_ended_and_handled_as_dead(server):
+def test_an_engine_that_hangs_is_killed_and_handled_as_dead(server):
     with in_flight(server):
         core = server.pids()["core 0"]
         os.kill(core, signal.SIGSTOP)
@@ -160,17 +164,7 @@ def test_an_engine_that_stands_still_is_ended_and_handled_as_dead(server):
 
 
 @pytest.mark.slow
-def test_a_supervisor_that_was_stopped_kills_nothing(server):
-    """Answers to its pings are late by more than the time-out, for it did not read them."""
-    pids = server.pids()
-    with stopped(server.process.pid):
-        time.sleep(12)
-    time.sleep(3)
-    assert server.pids() == pids
-
-
-@pytest.mark.slow
-def test_an_api_server_that_stands_still_is_replaced(server):
+def test_an_api_server_that_hangs_is_replaced(server):
     api = server.pids()["api 0"]
     os.kill(api, signal.SIGSTOP)
     eventually(lambda: not alive(api), 30)

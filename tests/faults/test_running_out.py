@@ -18,7 +18,7 @@ import pytest
 
 from tests.e2e.asked import Asked, ask_small
 from tests.e2e.running_server import ROOT, RunningServer, message
-from tests.faults.load import Load, ask
+from tests.faults.load import ask
 from tests.web import WebServer, response
 
 
@@ -39,23 +39,6 @@ def take_descriptors(pid: int) -> None:
     set_limit(pid, next(number for number in itertools.count() if number not in taken))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("role", ["core 0", "worker 0.1"])
-def test_a_process_that_gets_no_more_descriptors_lives(role):
-    """New videos come all along: each is served, by another transport where its own needs a descriptor."""
-    asked = [ask_small(34_100 + number) for number in range(30)]
-    with RunningServer("-tp", "2", "--mm-processor-cache-type", "lru") as server:
-        assert ask(server, asked[0]).kind == "right"
-        pids = server.pids()
-        take_descriptors(pids[role])
-        with Load(server, asked, clients=6) as load:
-            load.wait_for("right", 30)
-        assert not load.tally().keys() & {"wrong", "cut"}, load.tally()
-        set_limit(pids[role], 4096)
-        assert server.pids() == pids
-        assert ask(server, asked[1]).kind == "right"
-
-
 def ask_on(connection: http.client.HTTPConnection, one: Asked) -> tuple[int, str]:
     """The status, and the answer or the error's code, of a question on a connection that stays open."""
     body = {"messages": [message(one.text, one.urls)], "temperature": 0}
@@ -69,7 +52,7 @@ def ask_on(connection: http.client.HTTPConnection, one: Asked) -> tuple[int, str
 
 
 @pytest.mark.slow
-def test_an_api_server_that_gets_no_more_descriptors_blames_no_client(tmp_path):
+def test_an_api_server_without_descriptors_answers_503_where_it_needs_one(tmp_path):
     """Requests that need one are refused; others on open connections are served; new connections wait."""
     one, first, inline, waits = (ask_small(34_200 + number) for number in range(4))
     video = base64.b64decode(one.urls[0][1].partition(",")[2])

@@ -124,7 +124,7 @@ class Soak:
 
 
 @pytest.mark.slow
-def test_nothing_wears_out():
+def test_memory_and_descriptors_do_not_grow_under_load():
     with RunningServer(*FLAGS, own_dev_shm=True) as server:
         server.client.close()
         soak = Soak(server)
