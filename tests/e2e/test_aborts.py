@@ -186,14 +186,26 @@ def cases() -> Iterator[object]:
 
 
 @pytest.fixture(scope="module")
-def ground(request: pytest.FixtureRequest) -> Iterator[Ground]:
-    """pytest sorts the tests by their setup, and starts a server for each."""
-    with RunningServer(*request.param.flags, own_dev_shm=True) as server:
-        yield Ground(server)
+def grounds() -> Iterator[Callable[[Setup], Ground]]:
+    """The ground of a setup, whose server runs until another one is asked for."""
+    with contextlib.ExitStack() as stack:
+        present: dict[Setup, Ground] = {}
+
+        def ground(setup: Setup) -> Ground:
+            if setup not in present:
+                present.clear()
+                stack.close()
+                present[setup] = Ground(stack.enter_context(RunningServer(*setup.flags, own_dev_shm=True)))
+            return present[setup]
+
+        yield ground
 
 
-@pytest.mark.parametrize(("ground", "stage", "how"), list(cases()), indirect=["ground"])
-def test_an_ended_request_frees_all_that_it_held(ground: Ground, stage: str, how: str):
+@pytest.mark.parametrize(("setup", "stage", "how"), list(cases()))
+def test_an_ended_request_frees_all_that_it_held(
+    setup: Setup, stage: str, how: str, grounds: Callable[[Setup], Ground]
+):
+    ground = grounds(setup)
     victim = ground.server.pids()[VICTIM]
     with STAGES[stage](ground) as asking:
         if how == "client leaves":
