@@ -17,6 +17,7 @@ import zmq
 from mini_engine import log
 from mini_engine.config import ConfigError
 from mini_engine.confinement import die_with_parent
+from mini_engine.failpoints import reach_failpoint
 from mini_engine.malloc import keep_freed_memory
 from mini_engine.messages import EngineLimits, Hello, Init, PeerGone, Ready, Refused, Role, TransportChoice
 from mini_engine.metrics_files import count_into
@@ -97,6 +98,7 @@ def main() -> None:
     setproctitle(f"mini-engine: {spec.role} {spec.index}")
     if spec.role == "api":
         keep_freed_memory()  # before the first thread, which writes the log
+    reach_failpoint("starting-child")
     log.setup(f"{spec.role} {spec.index}", spec.log)
     child = Child(spec)
     if spec.metrics_number is not None:

@@ -20,8 +20,8 @@ from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
 from mini_engine.core.media_store import media_directory
 from mini_engine.host import check_model_files, load_model_config, resolve_model, runtime_directory, without_effect
 from mini_engine.messages import CachedMedia, Init, MediaCachePlan
-from tests.e2e.barriers import eventually
 from tests.e2e.running_server import ROOT, descendants
+from tests.e2e.waiting import eventually
 
 # --- the model's files ------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from mini_engine.log import QUEUE_LINES, LineQueue, LineWriter
-from tests.e2e.barriers import eventually
+from tests.e2e.waiting import eventually
 
 MISSING = re.compile(rb"\((\d+) lines of the log could not be written here\)\n")
 

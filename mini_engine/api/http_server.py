@@ -21,6 +21,7 @@ from uvicorn.server import ServerState
 
 from mini_engine.api.errors import log_shortage
 from mini_engine.config import EngineConfig
+from mini_engine.failpoints import reach_failpoint
 from mini_engine.shortage import shortage_in
 
 STOP_SECONDS = 1  # for responses to end after their requests have been ended, before their tasks are cancelled
@@ -147,6 +148,7 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections on `sockets`."""
+        reach_failpoint("listening")
         for listener in sockets or ():
             # Without it, connections that are still closing keep the port from the next server.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -22,6 +22,7 @@ from mini_engine import metrics
 from mini_engine.api.chat import MediaRef
 from mini_engine.api.media_settings import KeyedSettings
 from mini_engine.api.timings import RequestClock
+from mini_engine.failpoints import reach_failpoint
 from mini_engine.media.decoder import Job
 from mini_engine.media.decoder_pool import DecoderPool, Decoding
 from mini_engine.media.errors import ItemError
@@ -214,6 +215,7 @@ class MediaLoader:
     def _process_frames(self, item: FetchedItem, decoding: Decoding) -> ProcessedItem:
         import torch
 
+        reach_failpoint("processing")
         try:
             if decoding.video is None:
                 return self.processor.process_image(decoding.frames[0], item.settings)

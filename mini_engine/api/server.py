@@ -32,6 +32,7 @@ from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.api.transports import limit_memory, processor_device, staging_slots
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.decode_limits import DecodeLimits
+from mini_engine.failpoints import reach_failpoint
 from mini_engine.media.decoder_pool import DecoderPool
 from mini_engine.media.policy import MediaPolicy
 from mini_engine.messages import ControlReply, ControlRequest, Drain, EngineLimits, Init, PeerGone, Serving, Start
@@ -84,6 +85,7 @@ def run(child: Child) -> None:
 def load(init: Init, index: int) -> ModelFront:
     """Load processor, tokenizer and chat template for API server `index`; a few seconds, most of them imports. Raises
     ConfigError: a setting that the model cannot be served with."""
+    reach_failpoint("loading-api")
     import torch
 
     from mini_engine.media.processor import MediaProcessor

@@ -21,7 +21,7 @@ from mini_engine.config.vllm_flags import NO_EFFECT, NOT_SUPPORTED, no_effect_li
 CONFIG_ENV = env_of("config")
 IPC_SWITCH_ENV = env_of("multimodal_tensor_ipc")
 IPC_SWITCH = {"1": "torch_shm", "0": "direct_rpc"}
-NOT_SETTINGS = (env_of("bench_"), env_of("test_"), env_of("failpoints"))  # of benchmarks and tests
+NOT_SETTINGS = (env_of("bench_"), env_of("failpoints"))  # of benchmarks and tests
 
 
 class Given(NamedTuple):

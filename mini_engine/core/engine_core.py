@@ -22,6 +22,7 @@ from mini_engine.core.media_store import MediaDirectory, MediaStore, media_direc
 from mini_engine.core.request import Request, Tensors, family
 from mini_engine.core.scheduler import Budgets, Counters, Plan, Scheduler
 from mini_engine.core.steps import InFlight, Steps
+from mini_engine.failpoints import reach_failpoint
 from mini_engine.log import about
 from mini_engine.messages import (
     Abandoned,
@@ -166,6 +167,7 @@ class EngineCore:
 
     def _accept(self, new: NewRequest, sender: str, incarnation: int) -> None:
         """Register a request and its siblings: each of them ends exactly once from here on."""
+        reach_failpoint("accepting")
         references = self.media.claim((incarnation, new.request_id))
         new = self.media.resolve(new, references)
         lead = family(new, references, sender, incarnation, self.numbers, self.config.enable_prefix_caching)
@@ -371,6 +373,7 @@ def run(child: Child) -> None:
     model = ModelConfig.from_dir(init.model_dir)
     links = Links(child, init.cores[engine], init.core_workers[engine], config.tensor_parallel_size)
     workers = links.wait_for_workers()
+    reach_failpoint("loading-core")
     limits = engine_limits(config, model, min(ready.num_blocks for ready in workers), workers[0].device)
     media = media_directory(init, model.vision.patch_dim, limits.device)
     core = EngineCore(config, model, limits, Budgets.of(config, workers[0].device), media, links)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from mini_engine.config import EngineConfig
+from mini_engine.failpoints import reach_failpoint
 from mini_engine.host import (
     check_model_files,
     check_tls,
@@ -105,6 +106,7 @@ class Supervisor:
         fill_standard_descriptors()
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         raise_descriptor_limit(self.config)
+        reach_failpoint("resolving-model")
         model_dir = resolve_model(self.config)
         self.model_config = load_model_config(model_dir, self.config)
         check_model_files(model_dir, self.model_config, self.config)
@@ -112,10 +114,12 @@ class Supervisor:
         check_tls(self.config)
         signals = StopSignals()
         with contextlib.ExitStack() as held:
+            reach_failpoint("binding-sockets")
             self.listeners = bind_listeners(self.config)
             if self.config.uds is not None:
                 held.callback(sockets.BoundPath(self.config.uds).unlink)
             runtime_dir = held.enter_context(runtime_directory())
+            reach_failpoint("creating-processes")
             log_settings = LogSettings(self.config.log_level, self.config.log_format)
             self.processes = ProcessGroup(runtime_dir, log_settings, signals)
             self.liveness = Liveness(self.config, self.processes)
@@ -311,6 +315,7 @@ class Supervisor:
         self.generation = Generation(over.number + 1, self.ground)  # other deaths of the old one change nothing
         for slot in range(len(self.listeners)):  # those whose API server is dead or does not serve yet
             self._leave_port(slot)
+        reach_failpoint("restarting-engines")
         pause = self.restarts.next_pause()
         if pause is not None:
             logger.error("restart %d of %d in %g s, since %s", self.restarts.in_a_row, self.restarts.most, pause, why)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from mini_engine.failpoints import reach_failpoint
 from mini_engine.transport import memory
 from mini_engine.transport.codec import TransportError
 from mini_engine.transport.pages import PAGE_BYTES, Extent, PageAllocator, pages_for
@@ -64,6 +65,7 @@ class WritableMemory:
     def write(self, extents: Sequence[Extent], payload: torch.Tensor) -> None:
         """Copy `payload` (uint8, one dimension, CPU) to `extents`. For any thread. Raises OSError: no memory for these
         pages."""
+        reach_failpoint("writing")
         source = payload.numpy()
         for start, nbytes in _pieces(extents, 0, payload.numel()):
             # Entered into the page table at once: a first touch, page by page, costs several times the copy.

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 import torch
 import zmq
 
+from mini_engine.failpoints import reach_failpoint
 from mini_engine.messages import MediaFailed, MediaReady, MessageId, RankAddress, TensorHandle
 from mini_engine.transport.arena import Pin, ReadableMemory, bytes_of
 from mini_engine.transport.codec import Encoder
@@ -147,6 +148,7 @@ class MediaInputs:
         """The end of a stream drops nothing: the core may have scheduled what it brought, and a rank that dropped it
         alone would fail a step in which the others enter a collective. A dead sender's messages go by `drop_sender`, on
         all ranks in the same step."""
+        reach_failpoint("receiving")
         for arrival in self._queue.receive(fd):
             self._keep(arrival)
         # Returning drops `arrival`: in the loop above it would keep the last message's memory until the next one.

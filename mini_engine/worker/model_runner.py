@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from mini_engine.failpoints import reach_failpoint
 from mini_engine.kernels.staging import HostCopy, to_device
 from mini_engine.messages import Chunk, EncodeItem, MessageId, SampledToken, Step, StepResult, TensorHandle
 from mini_engine.model.parallel import TensorParallel
@@ -206,6 +207,8 @@ class ModelRunner:
         """All slices of the step through the vision tower in one call."""
         if not items:
             return
+        if any(item.first for item in items):
+            reach_failpoint("encoding")  # in the middle of an item
         media = [self._sequences[item.request_id].media[item.index] for item in items]
         raw: list[Tensor] = []
         grids: list[Grid] = []
@@ -231,6 +234,8 @@ class ModelRunner:
             return self._run(self._decode.batch, self._decode.attend)
         self._take_tokens()
         self._decode = self._adjustments = None
+        if any(chunk.start and not chunk.samples for chunk in chunks):
+            reach_failpoint("prefilling")  # in the middle of a prompt
         work = [(chunk, self._sequences[chunk.request_id]) for chunk in chunks]
         batch, spans = build_batch(work, self._cache.block_size)
         attend = self._attention.step(to_device(batch.slots, self.device), spans)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from mini_engine.child import Child
 from mini_engine.config import AttentionBackendName, ConfigError, EngineConfig
+from mini_engine.failpoints import reach_failpoint
 from mini_engine.kernels.ops import triton_obstacle
 from mini_engine.messages import Chunk, Init, NewSequence, SamplingParams, Step, WorkerReady
 from mini_engine.model.checkpoint import CheckpointError
@@ -109,6 +110,7 @@ def _run(child: Child) -> None:
 def load(model_dir: str, config: EngineConfig, tp: TensorParallel, device: torch.device) -> VisionLanguageModel:
     """This rank's part of the model. Raises ConfigError: the weights cannot be used, or the device has no room for
     them."""
+    reach_failpoint("loading-worker")
     try:
         with room_for("the weights", "raise --tensor-parallel-size, or choose --dtype bfloat16", device):
             spread = config.mm_encoder_tp_mode == "data"
@@ -303,6 +305,7 @@ def record_graphs(runner: ModelRunner) -> None:
 
 def warm_up(runner: ModelRunner, vision: VisionConfig) -> None:
     """One small image and a short prompt: what is set up at first use is set up before the first request."""
+    reach_failpoint("warming-up")
     side = 2 * vision.spatial_merge_size
     runner.encode_patches([torch.zeros(side * side, vision.patch_dim, dtype=torch.uint8)], [(1, side, side)])
     # A prefill of two tokens and a step of one, as a decode is, in the first blocks of the cache, which are still free.

@@ -24,11 +24,7 @@ from tests.e2e.running_server import ROOT, alive, descendants
 
 def moved(server, before: dict[str, float], name: str) -> float:
     """By how much a counter of the server has grown, over all its labels."""
-    return sum(
-        value - before.get(key, 0.0)
-        for key, value in server.metrics().items()
-        if key.partition("{")[0] == f"mini_engine:{name}"
-    )
+    return sum(value - before.get(key, 0.0) for key, value in server.metrics().items() if key.partition("{")[0] == name)
 
 
 def test_table_file_and_counters_agree(bench, server, root, tmp_path: Path):

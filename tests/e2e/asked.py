@@ -19,6 +19,7 @@ class Asked:
     answer: str
     urls: list[tuple[str, str]]
     codec: str = ""
+    more: dict[str, object] = dataclasses.field(default_factory=dict)  # fields of the request
 
 
 def video_url(clip: videos.Clip, container: str = "mp4", codec: str = "h264") -> str:
@@ -43,6 +44,13 @@ def ask_small(seed: int) -> Asked:
     clip = videos.render(10**9 + seed, width=96, height=96, num_frames=16, fps=8)
     question = questions.ask([clip], "describe", seed)
     return Asked(question.text, question.answer, [("video_url", video_url(clip))])
+
+
+def ask_large(seed: int) -> Asked:
+    """The same video in larger frames, and more of them: so many bytes are copied to the media store in a thread."""
+    size = {"shortest_edge": 3136, "longest_edge": 40_000_000}
+    more = {"mm_processor_kwargs": {"size": size}, "media_io_kwargs": {"video": {"num_frames": 16}}}
+    return dataclasses.replace(ask_small(seed), more=more)
 
 
 def ask_image(seed: int) -> Asked:

@@ -1,7 +1,7 @@
 """Requests that a server has to refuse: files that are cut, damaged or lie, URLs that lead astray, bodies of no sense.
 
-`corpus` makes them for one server, whose directory of media `furnish` fills, and for one web server that it may ask,
-which answers with `answer`.
+`corpus` makes some of each kind, for one server, whose directory of media `furnish` fills, and for one web server that
+it may ask, which answers with `answer`. `tests/media` and `tests/api` have more of each kind.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mini_engine.media.errors import MediaError
-from mini_engine.media.sampling import VideoSampling
 from tests import clips
 from tests.e2e.running_server import message
 from tests.media import corpus as media_files
-from tests.media.decoding import decode_video
 from tests.web import chunked, response
 
 MAX_MEDIA_BYTES = 32 << 20
@@ -61,7 +58,6 @@ def furnish(root: Path) -> None:
     (root / "loop.mp4").symlink_to("loop.mp4")
     (root / "empty.mp4").touch()
     (root / "text.mp4").write_text("This is no video.\n" * 100)
-    (root / "zeros.mp4").write_bytes(bytes(4096))
     os.mkfifo(root / "pipe.mp4")
     with open(root / "sparse.mp4", "wb") as file:
         file.truncate(1 << 40)
@@ -94,12 +90,10 @@ ANSWERS = {
     "missing": response(b"no", "404 Not Found"),
     "short": response(b"x" * 100, Content_Length="200"),
     "vast": response(b"x", Content_Length="9" * 30),
-    "negative": response(b"x", Content_Length="-1"),
     "packed": response(b"x", Content_Encoding="gzip"),
     "chunk": response(b"7fffffffffff\r\nx", Transfer_Encoding="chunked"),
     "broken-chunks": response(chunked(b"x" * 100)[:-5], Transfer_Encoding="chunked"),
     "header": b"HTTP/1.1 200 OK\r\nA: " + b"b" * 200_000 + b"\r\n\r\nx",
-    "ssh": b"SSH-2.0-OpenSSH_9.6\r\n",
     "silence": b"",
 }
 
@@ -114,16 +108,13 @@ def corpus(root: Path, port: int) -> list[BadInput]:
 def video_inputs() -> Iterator[BadInput]:
     """Files sent whole that are no whole videos."""
     h264 = clips.cached("libx264", "mp4")
-    for place in range(1, len(h264) - 100, len(h264) // 20):  # what follows the frames' index need not be there
+    for place in range(1, len(h264) - 100, len(h264) // 6):  # what follows the frames' index need not be there
         yield asking(f"an mp4 cut at {place}", data_url(h264[:place]))
     for codec, container in (("libvpx-vp9", "webm"), ("mpeg4", "avi"), ("libx264", "matroska")):
         data = clips.cached(codec, container)
         yield asking(f"half of {container}", data_url(data[: len(data) // 2], f"video/{container}"))
-    for seed, data in damaged(h264, 8):
-        yield asking(f"a mutation, {seed}", data_url(data))
     files = {
         "text": b"This is no video.\n" * 100,
-        "one zero byte": b"\0",
         "zero bytes": bytes(1 << 20),
         "a PNG of too many pixels": media_files.png_of_size(),
         "a playlist": media_files.PLAYLISTS["hls"].format("file:///etc/passwd").encode(),
@@ -134,32 +125,15 @@ def video_inputs() -> Iterator[BadInput]:
         yield asking(f"a video: {name}", data_url(data))
 
 
-def damaged(data: bytes, count: int) -> Iterator[tuple[int, bytes]]:
-    """`count` mutations that cannot be decoded."""
-    found = 0
-    for seed in range(100):
-        changed = media_files.mutated(data, seed)
-        try:
-            decode_video(changed, VideoSampling(num_frames=8))
-        except MediaError:
-            yield seed, changed
-            if (found := found + 1) == count:
-                return
-    raise AssertionError(f"only {found} of them are damaged")
-
-
 def image_inputs() -> Iterator[BadInput]:
     vast_bmp = b"BM" + struct.pack("<IIIIiiHHIIiiII", 54, 0, 54, 40, *[2**31 - 1] * 2, 1, 24, *[0] * 6)
     files = {
         "text": b"This is no image.",
         "zero bytes": bytes(1000),
         "a PNG of 60000 by 60000": media_files.png_of_size(60_000, 60_000),
-        "a PNG of 10000 by 10000": media_files.png_of_size(10_000, 10_000),
         "a PNG of which little is there": media_files.png_of_size(4000, 4000),
         "a PNG without width": media_files.png_of_size(0, 100),
         "a BMP of 2**31 - 1 by 2**31 - 1": vast_bmp,
-        "a PNG of 60,000,000 by 1": media_files.png_of_size(60_000_000, 1),
-        "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
         "SVG": b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>',
     }
     for name, data in files.items():
@@ -168,8 +142,7 @@ def image_inputs() -> Iterator[BadInput]:
 
 def data_url_inputs() -> Iterator[BadInput]:
     for url in (
-        "data:,", "data:video/mp4;base64", "data:;base64,", "data:;base64,ab*d", "data:;base64,QUJD\0QUJD",
-        "data:;base64,QQ==QUJD", "data:;base64,é", "data:" + "x" * 2000 + ";base64,QUJD",
+        "data:,", "data:;base64,ab*d", "data:;base64,é", "data:" + "x" * 2000 + ";base64,QUJD",
     ):  # fmt: skip
         yield asking(f"{url[:30]!r}", url)
     yield asking("huge base64", "data:;base64," + "A" * (MAX_MEDIA_BYTES * 4 // 3 + 8))
@@ -180,36 +153,29 @@ def data_url_inputs() -> Iterator[BadInput]:
 
 def file_inputs(root: Path) -> Iterator[BadInput]:
     for path in (
-        "/../secret.mp4", "/%2e%2e/secret.mp4", "/%2e%2e%2fsecret.mp4", "/%2E./secret.mp4", "/%252e%252e/secret.mp4",
-        "/..%5csecret.mp4", "/./../secret.mp4", "//../../secret.mp4", "/%c0%ae%c0%ae/secret.mp4",
-        "/../../../../../../../../etc/passwd", "/out.mp4", "/out/secret.mp4", "/loop.mp4", "/pipe.mp4", "/empty.mp4",
-        "/text.mp4", "/zeros.mp4", "/sparse.mp4", "/missing.mp4", "/text.mp4/x", "/text.mp4%00", "/text.mp4\0", "/%00",
-        "/text.mp4?x", "", "/" + "x" * 5000, "/" + "x" * 20_000,
+        "/../secret.mp4", "/%2e%2e%2fsecret.mp4", "/%252e%252e/secret.mp4", "/out.mp4", "/out/secret.mp4", "/loop.mp4",
+        "/pipe.mp4", "/empty.mp4", "/text.mp4", "/sparse.mp4", "/missing.mp4", "/text.mp4/x", "/text.mp4\0", "",
+        "/" + "x" * 20_000,
     ):  # fmt: skip
         yield asking(f"a file: {path[:40]!r} and {max(0, len(path) - 40)} characters", f"file://{root}{path}")
     for url in (
-        "file:///etc/passwd", "file:///dev/zero", "file:///proc/self/environ", "file://elsewhere/a.mp4", "file:a.mp4",
-        "file://[", "/etc/passwd", "ftp://127.0.0.1/a", "gopher://127.0.0.1/a", "javascript:alert(1)", "",
+        "file:///etc/passwd", "file:///dev/zero", "file://elsewhere/a.mp4", "file://[", "/etc/passwd",
+        "ftp://127.0.0.1/a", "",
     ):  # fmt: skip
         yield asking(f"a URL: {url!r}", url)
 
 
 def web_inputs(port: int) -> Iterator[BadInput]:
-    """Among them every way to write the address of this machine but the one that is allowed."""
+    """Other ways to write the address of this machine than the one that is allowed, and bad answers."""
     for host in (
-        "localhost", "LOCALHOST.", "127.0.0.2", "127.1", "2130706433", "0x7f000001", "0x7f.0.0.1", "0177.0.0.1",
-        "017700000001", "0", "0.0.0.0", "[::1]", "[::]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]",
-        "[0:0:0:0:0:ffff:127.0.0.1]", "[fe80::1%25lo]", "169.254.169.254", "user@127.0.0.1", "user:word@127.0.0.1",
-        "127.0.0.1#@example.com", "example.com\\@127.0.0.1", "127.0.0.1%2eexample.com", "\uff11\uff12\uff17.0.0.1",
-        "127\u30020\u30020\u30021", "metadata.google.internal", "localtest.me", "127.0.0.1.nip.io",
+        "localhost", "127.0.0.2", "2130706433", "0x7f.0.0.1", "0.0.0.0", "[::1]", "[::ffff:127.0.0.1]",
+        "169.254.169.254", "user@127.0.0.1", "127.0.0.1#@example.com", "\uff11\uff12\uff17.0.0.1",
     ):  # fmt: skip
         yield asking(f"a host: {host!r}", f"http://{host}:{port}/text.mp4")
     own = f"http://127.0.0.1:{port}"
     for path in (
-        *ANSWERS, "drip", "endless", "nested/1", f"to/{own}/to/{own}/to/{own}/text.mp4", "to/file:///etc/passwd",
-        "to/data:,x", f"to/http://localhost:{port}/text.mp4", f"to/http://[::ffff:127.0.0.1]:{port}/text.mp4",
-        f"to/http://2130706433:{port}/text.mp4", f"to///localhost:{port}/text.mp4", "to/http://[::1", "a b",
-        "a\r\nb: c",
+        *ANSWERS, "drip", "endless", "nested/1", "to/file:///etc/passwd", "to/data:,x",
+        f"to/http://localhost:{port}/text.mp4", f"to/http://[::ffff:127.0.0.1]:{port}/text.mp4", "a\r\nb: c",
     ):  # fmt: skip
         yield asking(f"from the web: {path!r}", f"{own}/{path}")
     yield asking("another port of it", f"http://127.0.0.1:{port ^ 1}/text.mp4")
@@ -228,11 +194,8 @@ def body_inputs() -> Iterator[BadInput]:
         "no JSON": b"<xml/>",
         "half of JSON": b'{"messages": [{"role": "user", "content": "h',
         "no UTF-8": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
-        "half a character": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
         "a list": b"[]",
-        "a list in a list, and so on": b"[" * 1_000_000,
         "an object in an object, and so on": b'{"messages":' * 100_000,
-        "a deep metadata part": as_json({"messages": [{**user, "content": [deep]}]}),
         "deep settings": as_json({"messages": [user], "mm_processor_kwargs": deep}),
         "a vast number": b'{"messages": [], "seed": ' + b"9" * 100_000 + b"}",
         "no messages": as_json({"messages": []}),

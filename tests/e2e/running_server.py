@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import http.client
 import os
 import re
 import signal
@@ -10,15 +12,18 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from openai import OpenAI
 
+from tests.e2e.processes import alive, descendants, has_socket, is_mapped, tcp_sockets
+from tests.e2e.waiting import FailPoint, eventually
+
 ROOT = Path(__file__).parent.parent.parent
-START_SECONDS = 240  # on a machine with more at work
-FIGURES_SECONDS = 1.0  # after which `/metrics` shows what is known of an engine that has not answered, see `figures`
+START_SECONDS = 240  # on a busy machine
+ENGINE_SECONDS = 1.0  # after which `/metrics` answers without an engine that is silent
 
 # The types of the media cache, and the flags for each.
 CACHES = {
@@ -26,80 +31,159 @@ CACHES = {
     "lru": ["--mm-processor-cache-type", "lru"],
     "shm": ["--mm-processor-cache-type", "shm"],
 }
+# Gauges that are 0 without requests.
+GAUGES = (
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "ipc_buffered_bytes", "ipc_buffered_tensors",
+    "mm_cache_references", "inflight_media_bytes",
+)  # fmt: skip
 
 
 class RunningServer:
     """`with RunningServer("-tp", "2") as server:` The log goes to a file, so that no full pipe can stop the server.
 
-    With `own_dev_shm` the server's processes see an empty /dev/shm that nobody else writes to, if the system allows it.
+    With `own_dev_shm` the server's processes see an empty /dev/shm that no other program uses, if the system allows it.
     """
 
     def __init__(self, *flags: str, environ: dict[str, str] | None = None, own_dev_shm: bool = False):
         launcher = ["tests/e2e/own_dev_shm.py"] if own_dev_shm else []
         self.command = [sys.executable, *launcher, "serve.py", "--host", "127.0.0.1", "--port", "0", *flags]
         self.environ = environment(flags, environ)
+        self.client: OpenAI | None = None
 
     def __enter__(self) -> RunningServer:
-        self.temporary = tempfile.TemporaryDirectory(prefix="me-test-")
-        self.log_path = Path(self.temporary.name) / "log"
-        self.tmpdir = Path(self.temporary.name) / "tmp"
-        self.tmpdir.mkdir()
-        self.shm_before = set(os.listdir("/dev/shm"))
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                self.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
-                env={**self.environ, "TMPDIR": str(self.tmpdir)}, start_new_session=True,
-            )  # fmt: skip
-        self.url = self._wait_for_url()
-        self.client = self._connect()
-        self.model = self.client.models.list().data[0].id
+        self.launch()
+        try:
+            self.wait_until_serving()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.client.close()
+        if self.client is not None:
+            self.client.close()
         self.stop()
-        self.temporary.cleanup()
+        self._temporary.cleanup()
+
+    def launch(self, armed: str | None = None) -> None:
+        """Start the process, with this fail point armed."""
+        self._temporary = tempfile.TemporaryDirectory(prefix="me-test-")
+        self._log_path = Path(self._temporary.name) / "log"
+        self.tmpdir = Path(self._temporary.name) / "tmp"
+        self._failpoints = Path(self._temporary.name) / "failpoints"
+        self.tmpdir.mkdir()
+        self._failpoints.mkdir()
+        if armed is not None:
+            self.failpoint(armed).arm()
+        self._shm_before = set(os.listdir("/dev/shm"))
+        own = {"TMPDIR": str(self.tmpdir), "MINI_ENGINE_FAILPOINTS": str(self._failpoints)}
+        with self._log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=self.environ | own,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def wait_until_serving(self) -> None:
+        """Raises AssertionError when the process ends instead."""
+        self.url = eventually(self._url_in_log, START_SECONDS)
+        self.client = self._connect()
+        self.model = self.client.models.list().data[0].id
+
+    def failpoint(self, name: str) -> FailPoint:
+        """One of the server's fail points."""
+        return FailPoint(self._failpoints, name)
 
     @property
     def log(self) -> str:
-        return self.log_path.read_text(errors="replace")
+        return self._log_path.read_text(errors="replace")
 
-    def _wait_for_url(self) -> str:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            if match := re.search(r" at (http\S*://\S+/v1) ", self.log):
-                return match[1]
-            if self.process.poll() is not None:
-                raise AssertionError(f"serve.py ended with {self.process.returncode}:\n{self.log}")
-            time.sleep(0.05)
-        self.stop()
-        raise AssertionError(f"serve.py was not ready in time:\n{self.log}")
+    def _url_in_log(self) -> str:
+        if self.process.poll() is not None:
+            raise RuntimeError(f"serve.py ended with {self.process.returncode}:\n{self.log}")
+        match = re.search(r" at (http\S*://\S+/v1) ", self.log)
+        assert match, f"serve.py does not serve:\n{self.log}"
+        return match[1]
 
     def _connect(self) -> OpenAI:
         return OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=120)
 
     # --- requests
 
-    def get(self, path: str) -> str:
-        """The body of a GET on the server's root, such as `/metrics`."""
-        with urllib.request.urlopen(self.url.removesuffix("/v1") + path, timeout=120) as response:
-            return response.read().decode()
+    def connect(self, api: str | None = None, seconds: float = START_SECONDS) -> http.client.HTTPConnection:
+        """A connection, accepted by this API server, such as `api 0`, if one is named.
 
-    def metrics(self) -> dict[str, float]:
-        """`/metrics` by sample name with labels, such as `mini_engine:ipc_messages_total{transport="torch_shm"}`."""
-        samples = {}
-        for line in figures(lambda: self.get("/metrics")).splitlines():
-            if line and not line.startswith("#"):
-                name, _, value = line.rpartition(" ")
-                samples[name] = float(value)
-        return samples
+        The kernel spreads connections over the API servers. The other end of a connection is a socket in /proc/net/tcp,
+        whose inode is among the descriptors of the process that has accepted it.
+        """
+        address = urlsplit(self.url)
+        deadline = time.monotonic() + seconds
+        patience = 0.25  # a busy server takes longer; one that has just died accepts nothing
+        while time.monotonic() < deadline:
+            connection = http.client.HTTPConnection(address.hostname, address.port, timeout=120)
+            if api is None:
+                return connection
+            with contextlib.suppress(ConnectionError, TimeoutError):  # no process listens at the moment
+                connection.connect()
+                inode = self._accepted_as(connection, patience)
+                if inode and has_socket(self.pids().get(api), inode):
+                    return connection
+                patience = patience if inode else min(2 * patience, 2)
+            connection.close()
+            time.sleep(0.01)
+        raise AssertionError(f"{api} accepts no connections\n{self.log}")
 
-    def total(self, name: str) -> float:
-        """A metric summed over its labels; `name` without the prefix."""
-        samples = self.metrics()
-        found = [value for key, value in samples.items() if key.partition("{")[0] == f"mini_engine:{name}"]
-        assert found, f"/metrics has no {name}"
-        return sum(found)
+    def _accepted_as(self, connection: http.client.HTTPConnection, seconds: float) -> int | None:
+        """The inode of the other end; None when it is not accepted in time."""
+        ends = connection.sock.getpeername()[1], connection.sock.getsockname()[1]
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            for local, remote, inode in tcp_sockets():
+                if (local, remote) == ends and inode:
+                    return inode
+            time.sleep(0.005)
+        return None
+
+    def get(self, path: str, api: str | None = None, method: str = "GET") -> http.client.HTTPResponse:
+        """The response, with `body` and the `seconds` that it took, to a request without a body."""
+        with contextlib.closing(self.connect(api)) as connection:
+            begun = time.monotonic()
+            connection.request(method, path)
+            response = connection.getresponse()
+            response.body, response.seconds = response.read().decode(), time.monotonic() - begun
+            return response
+
+    def metrics(self, api: str | None = None) -> dict[str, float]:
+        """`/metrics` by name with labels, without the prefix, such as `ipc_messages_total{transport="torch_shm"}`.
+
+        A response that may lack a silent engine's part is asked for again.
+        """
+        for _ in range(100):
+            response = self.get("/metrics", api)
+            assert response.status == 200, response.body
+            if response.seconds < 0.9 * ENGINE_SECONDS:
+                break
+        lines = [line.rpartition(" ") for line in response.body.splitlines() if line and not line.startswith("#")]
+        return {name.removeprefix("mini_engine:"): float(value) for name, _, value in lines}
+
+    def total(self, name: str, api: str | None = None) -> float:
+        """A metric summed over its labels."""
+        return total(self.metrics(api), name)
+
+    def has_clients(self) -> bool:
+        """Whether an API server has a connection."""
+        port = urlsplit(self.url).port
+        return any(local == port and remote and inode for local, remote, inode in tcp_sockets())
+
+    def assert_at_rest(self, api: str | None = None) -> None:
+        """Soon no request is there, and nothing that one holds."""
+
+        def check() -> None:
+            shown = self.metrics(api)
+            held = {name: total(shown, name) for name in GAUGES}
+            held["pinned"] = sum(value for name, value in shown.items() if 'state="pinned"' in name)
+            assert not any(held.values()), held
+
+        eventually(check)
 
     def ask(self, question: str, urls: list[tuple[str, str]], **more: object) -> str:
         """The answer to one question about media given as (part type, url)."""
@@ -111,17 +195,15 @@ class RunningServer:
     # --- processes
 
     def pids(self) -> dict[str, int]:
-        """The server's processes by title, such as `mini-engine: worker 0.1`; the supervisor is `supervisor`.
-
-        Without the decoders, of which there are as many as the load needs."""
+        """The server's processes by name, such as `worker 0.1`; the supervisor is `supervisor`. Without the decoders,
+        of which there are as many as the load needs."""
         found = {"supervisor": self.process.pid}
         for pid in descendants(self.process.pid):
-            try:
+            with contextlib.suppress(OSError):
                 title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-            except OSError:
-                continue
-            if title.startswith(("mini-engine: api", "mini-engine: core", "mini-engine: worker")):
-                found[title if title not in found else f"{title} #{pid}"] = pid
+                name = title.removeprefix("mini-engine: ")
+                if name != title and name.startswith(("api", "core", "worker")):
+                    found[name if name not in found else f"{name} #{pid}"] = pid
         return found
 
     def assert_dev_shm_never_written(self) -> None:
@@ -130,29 +212,31 @@ class RunningServer:
         if theirs.st_dev != os.stat("/dev/shm").st_dev:
             assert theirs.st_mtime_ns == 0, os.listdir(f"/proc/{self.process.pid}/root/dev/shm")
         else:
-            names = set(os.listdir("/dev/shm")) - self.shm_before
-            assert not any(not in_use(name) for name in names), names
+            names = set(os.listdir("/dev/shm")) - self._shm_before
+            assert all(map(is_mapped, names)), names
 
     def stop(self, number: int = signal.SIGINT, seconds: float = 60) -> int:
         """Send a signal to the supervisor and wait; asserts that nothing is left. Returns the exit status."""
         if self.process.poll() is None:
             family = descendants(self.process.pid)
             self.process.send_signal(number)
-            self.process.wait(seconds)
+            try:
+                self.process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                raise
             self.assert_nothing_left(family)
         return self.process.returncode
 
-    def assert_nothing_left(self, family: list[int], seconds: float = 60) -> None:
-        """No process of `family`, no runtime directory and nothing in /dev/shm is left within `seconds`."""
-        deadline = time.monotonic() + seconds
-        while True:
-            processes = [pid for pid in family if alive(pid)]
-            files = os.listdir(self.tmpdir)
-            names = {name for name in set(os.listdir("/dev/shm")) - self.shm_before if not in_use(name)}
-            if not (processes or files or names):
-                return
-            assert time.monotonic() < deadline, f"left behind: {processes} {files} {names}\n{self.log}"
-            time.sleep(0.05)
+    def assert_nothing_left(self, family: list[int]) -> None:
+        """Soon no process of `family`, no runtime directory and nothing in /dev/shm is left."""
+
+        def check() -> None:
+            processes, files = [pid for pid in family if alive(pid)], os.listdir(self.tmpdir)
+            names = [name for name in set(os.listdir("/dev/shm")) - self._shm_before if not is_mapped(name)]
+            assert not (processes or files or names), f"left behind: {processes} {files} {names}\n{self.log}"
+
+        eventually(check)
 
 
 def environment(flags: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -165,7 +249,7 @@ def environment(flags: Sequence[str], environ: Mapping[str, str] | None = None) 
 
 def where_to_serve(flags: Sequence[str], environ: Mapping[str, str], devices: int) -> dict[str, str]:
     """What to add to the environment where there are CUDA devices, but fewer than workers: `--device auto` would refuse
-    to start. Nothing where somebody says on what the workers run, or how they share devices."""
+    to start. Nothing where a flag or a variable says on what the workers run, or how they share devices."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for names in (("-tp", "--tensor-parallel-size"), ("-dp", "--data-parallel-size")):
         parser.add_argument(*names, type=int, default=1)
@@ -178,58 +262,24 @@ def where_to_serve(flags: Sequence[str], environ: Mapping[str, str], devices: in
     return {"MINI_ENGINE_DEVICE": "cpu"}
 
 
-def figures(ask: Callable[[], str]) -> str:
-    """What `ask` has of `/metrics`, once that came too soon for an engine to have been given up that does not tell how
-    it is: then it is all of this moment.
+def refused(*flags: str, status: int = 1, prefix: Sequence[str] = (), environ: dict[str, str] | None = None) -> str:
+    """What `serve.py` says when it ends with this status instead of starting."""
+    command = [*prefix, sys.executable, "serve.py", "--host", "127.0.0.1", "--port", "0", *flags]
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS, env=environment(flags, environ)
+    )
+    assert ended.returncode == status and not ended.stdout and "Traceback" not in ended.stderr, ended
+    return ended.stderr
 
-    Raises:
-        AssertionError: it never does.
-    """
-    deadline = time.monotonic() + START_SECONDS
-    while (begun := time.monotonic()) < deadline:
-        text = ask()
-        if time.monotonic() - begun < 0.9 * FIGURES_SECONDS:
-            return text
-    raise AssertionError("/metrics always takes as long as if an engine did not answer")
+
+def total(shown: Mapping[str, float], name: str) -> float:
+    """A metric of `shown`, summed over its labels."""
+    found = [value for key, value in shown.items() if key.partition("{")[0] == name]
+    assert found, f"/metrics has no {name}"
+    return sum(found)
 
 
 def message(question: str, urls: list[tuple[str, str]]) -> dict:
     """A user message: the media in order, then the question."""
     parts = [{"type": kind, kind: {"url": url}} for kind, url in urls]
     return {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except OSError:
-        return False
-
-
-def in_use(name: str) -> bool:
-    """Whether a living process maps this name of /dev/shm: then it is another program's."""
-    for entry in os.listdir("/proc"):
-        try:
-            if entry.isdigit() and f"/dev/shm/{name}" in Path(f"/proc/{entry}/maps").read_text():
-                return True
-        except OSError:
-            continue
-    return False
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes below `pid`."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                parent = int(Path(f"/proc/{entry}/stat").read_text().rpartition(") ")[2].split()[1])
-            except OSError:
-                continue
-            children.setdefault(parent, []).append(int(entry))
-    found, line = [], [pid]
-    while line:
-        line += children.get(line[0], [])
-        found.append(line.pop(0))
-    return found[1:]

@@ -5,21 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import openai
 import pytest
 
 from tests.e2e.asked import ask_video
-from tests.e2e.barriers import eventually
-from tests.e2e.pinned import has_socket
-from tests.e2e.running_server import ROOT, START_SECONDS, RunningServer, descendants
+from tests.e2e.processes import descendants, has_socket
+from tests.e2e.running_server import START_SECONDS, RunningServer
+from tests.e2e.waiting import eventually
 
 
 def cpu_seconds(pid: int) -> float:
@@ -27,49 +23,37 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def resident_bytes(pid: int) -> int:
-    """Proportional set size: shared pages count once over all processes."""
+def proportional_bytes(pid: int) -> int:
+    """Resident memory, where shared pages count once over all processes."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
-def test_ps_tells_them_apart(server):
-    assert {"mini-engine: api 0", "mini-engine: core 0", "mini-engine: worker 0.0"} <= set(server.pids())
-
-
-def test_the_core_maps_no_libtorch(server):
-    pids = server.pids()
-    libraries = {name: Path(f"/proc/{pid}/maps").read_text() for name, pid in pids.items()}
-    assert "libtorch" not in libraries["mini-engine: core 0"]
-    assert "libtorch" not in libraries["supervisor"]
-    assert "libtorch" in libraries["mini-engine: worker 0.0"]  # the check can fail
+def test_processes_load_only_what_they_need(server):
+    maps = {name: Path(f"/proc/{pid}/maps").read_text() for name, pid in server.pids().items()}
+    assert {name for name, text in maps.items() if "libtorch" in text} == {"api 0", "worker 0.0"}
+    assert "libav" not in maps["api 0"]  # FFmpeg is loaded in decoders only
+    assert maps.keys() == {"api 0", "worker 0.0", "core 0", "supervisor"}
 
 
 def test_the_log_says_what_was_started(server):
-    assert (
-        "supervisor | serving mini-engine-demo (Qwen2_5_VLForConditionalGeneration) at http://127.0.0.1" in server.log
-    )
-    assert "reach engine 0 by torch_shm" in server.log
-    assert "KV blocks of 16 tokens" in server.log
+    serving = "supervisor | serving mini-engine-demo (Qwen2_5_VLForConditionalGeneration) at http://127.0.0.1"
+    for part in (serving, "reach engine 0 by torch_shm", "KV blocks of 16 tokens"):
+        assert part in server.log
 
 
-def test_an_idle_server_costs_next_to_nothing(server):
+def test_an_idle_server_costs_little_memory_and_no_processor_time(server):
     server.ask("What colour is it?", ask_video(0).urls)
     pids = [server.process.pid, *descendants(server.process.pid)]
+    assert sum(map(proportional_bytes, pids)) < 2 << 30
 
-    def measured() -> None:
+    def check() -> bool:
         before, begun = sum(map(cpu_seconds, pids)), time.monotonic()
         time.sleep(5)
-        used = sum(map(cpu_seconds, pids)) - before
-        assert used / (time.monotonic() - begun) <= 0.01
+        return sum(map(cpu_seconds, pids)) - before <= 0.01 * (time.monotonic() - begun)
 
     time.sleep(1)
-    eventually(measured)  # what ends only then, such as a collection of garbage, is not there all the time
-
-
-def test_resident_memory_stays_below_two_gigabytes(server):
-    server.ask("What colour is it?", ask_video(0).urls)
-    assert sum(map(resident_bytes, [server.process.pid, *descendants(server.process.pid)])) < 2 << 30
+    eventually(check)  # what ends only then, such as a collection of garbage, is not there all the time
 
 
 def test_only_the_http_port_listens_beyond_this_host(server):
@@ -83,71 +67,58 @@ def test_only_the_http_port_listens_beyond_this_host(server):
     assert listening == [int(server.url.rpartition(":")[2].removesuffix("/v1"))]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_leaves_nothing(number):
-    with RunningServer("-tp", "2", "--api-server-count", "2") as server:
-        assert server.stop(number) == 0
-        assert "is killed" not in server.log, "all have ended when they were told to"
-
-
-def test_everything_dies_with_the_supervisor():
-    with RunningServer("-tp", "2") as server:
-        family = descendants(server.process.pid)
-        server.process.kill()
-        server.process.wait()
-        server.assert_nothing_left(family)
-
-
-def test_health_is_not_200_before_a_request_can_be_served():
-    """Asked all through the start; the first 200 is followed by a request at once."""
+@pytest.fixture(scope="module")
+def watched():
+    """A server whose /health was asked all through its start, and the answers. The first 200 is followed by a request
+    at once."""
     seen: list[str] = []
-
-    def watch(port: int) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-            except urllib.error.HTTPError as error:
-                seen.append(str(error.code))
-            except OSError:
-                seen.append("refused")
-            else:
-                client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-                body = [{"role": "user", "content": "hello"}]
-                reply = client.chat.completions.create(model="mini-engine-demo", messages=body, max_tokens=2)
-                seen.append(f"served {reply.usage.completion_tokens}")
-                client.close()
-                return
-            time.sleep(0.02)
-
     with socket.socket() as kept:  # from other programs, until the server has it
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         kept.bind(("127.0.0.1", 0))
-        port = kept.getsockname()[1]
-        watcher = threading.Thread(target=watch, args=(port,))
+        server = RunningServer("-tp", "2", "--port", str(kept.getsockname()[1]))
+        server.url = f"http://127.0.0.1:{kept.getsockname()[1]}/v1"
+
+        def watch() -> None:
+            deadline = time.monotonic() + START_SECONDS
+            while time.monotonic() < deadline and seen[-1:] != ["200"]:
+                try:
+                    seen.append(str(server.get("/health").status))
+                except OSError:
+                    seen.append("refused")
+                time.sleep(0.02)
+            with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+                body = [{"role": "user", "content": "hello"}]
+                reply = client.chat.completions.create(model="mini-engine-demo", messages=body, max_tokens=2)
+                seen.append(f"served {reply.usage.completion_tokens}")
+
+        watcher = threading.Thread(target=watch)
         watcher.start()
-        with RunningServer("--port", str(port)):
+        with server:
             watcher.join()
-    assert seen[0] != seen[-1] == "served 2"
-    assert set(seen[:-1]) <= {"refused", "503"}
+            yield server, seen
 
 
-def test_a_second_server_on_the_same_port_says_so(server):
-    port = server.url.rpartition(":")[2].removesuffix("/v1")
-    command = [sys.executable, "serve.py", "--host", "127.0.0.1", "--port", port]
-    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert second.returncode == 2
-    assert f"port {port}" in second.stderr and "--port" in second.stderr
+def test_health_is_not_200_before_a_request_can_be_served(watched):
+    _, seen = watched
+    assert seen[0] != "200" and seen[-2:] == ["200", "served 2"]
+    assert set(seen[:-2]) <= {"refused", "503"}
 
 
-@pytest.mark.parametrize("backend", ["auto", pytest.param("gloo", marks=pytest.mark.slow)])
-def test_a_rank_that_hangs_ends_the_engine_with_its_requests_answered(backend):
-    with RunningServer("-tp", "2", "--collective-timeout", "6", "--distributed-backend", backend) as server:
+def test_everything_dies_with_the_supervisor(watched):
+    server, _ = watched
+    family = descendants(server.process.pid)
+    server.process.kill()
+    server.process.wait()
+    server.assert_nothing_left(family)
+
+
+def test_a_rank_that_hangs_ends_the_engine_with_its_requests_answered():
+    with RunningServer("-tp", "2", "--collective-timeout", "6") as server:
         one = ask_video(3)
         assert server.ask(one.text, one.urls) == one.answer
         family = descendants(server.process.pid)
-        os.kill(server.pids()["mini-engine: worker 0.1"], signal.SIGSTOP)
+        os.kill(server.pids()["worker 0.1"], signal.SIGSTOP)
         with pytest.raises(openai.APIStatusError) as caught:
             server.ask("hello", [])
         assert caught.value.status_code in (500, 503)

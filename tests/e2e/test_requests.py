@@ -1,16 +1,17 @@
-"""Requests as clients write them: streaming, sampling, stops, local files, and what is refused and how."""
+"""Requests as clients write them: streaming, sampling, stops, local files, token ids, and where their time went."""
 
 from __future__ import annotations
 
 import json
-import urllib.error
+import time
 import urllib.request
 from typing import Any
 
 import pytest
 
+from mini_engine.api.responses import Timings
 from mini_engine.demo import videos
-from tests.e2e.asked import ask_video
+from tests.e2e.asked import Asked, ask_video
 from tests.e2e.running_server import RunningServer, message
 
 
@@ -19,10 +20,10 @@ def one():
     return ask_video(5, "describe")
 
 
-def post(server: RunningServer, path: str, body: bytes) -> Any:
-    """What the server says to `body`, for which the openai client has no call."""
-    url, headers = server.url.removesuffix("/v1") + path, {"Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=120) as response:
+def post(server: RunningServer, path: str, body: dict) -> Any:
+    """The response to `body`, for which the openai client has no call."""
+    url, data = server.url.removesuffix("/v1") + path, json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"})) as response:
         return json.load(response)
 
 
@@ -39,50 +40,9 @@ def test_streaming_gives_the_same_words(server, one):
     assert chunks[-1].usage.completion_tokens > 1 and not chunks[-1].choices
 
 
-def test_usage_and_finish_reason(server, one):
-    reply = server.client.chat.completions.create(
-        model=server.model, messages=[message(one.text, one.urls)], temperature=0, max_tokens=2
-    )
-    assert reply.choices[0].finish_reason == "length"
-    assert reply.usage.completion_tokens == 2
-    assert reply.usage.prompt_tokens > 20
-    assert one.answer.startswith(reply.choices[0].message.content)
-
-
 def test_a_stop_string_ends_the_answer_before_it(server, one):
     words = one.answer.split()
-    reply = server.client.chat.completions.create(
-        model=server.model, messages=[message(one.text, one.urls)], temperature=0, stop=[words[2]]
-    )
-    assert reply.choices[0].message.content == " ".join(words[:2]) + " "
-    assert reply.choices[0].finish_reason == "stop"
-
-
-def test_a_seed_gives_the_same_tokens_again(server):
-    def sample(seed: int) -> str:
-        reply = server.client.chat.completions.create(
-            model=server.model, messages=[message("tell me", [])], temperature=2, seed=seed, max_tokens=24
-        )
-        return reply.choices[0].message.content
-
-    first = sample(1)
-    assert sample(1) == first
-    assert any(sample(seed) != first for seed in (2, 3, 4))
-
-
-def test_several_choices_with_a_bias_and_the_logprobs_of_their_tokens(server):
-    reply = server.client.chat.completions.create(
-        model=server.model, messages=[message("tell me", [])], temperature=0, max_tokens=4, n=2, seed=1,
-        logit_bias={"70": 100}, logprobs=True, top_logprobs=3,
-    )  # fmt: skip
-    forced = post(server, "/detokenize", json.dumps({"tokens": [70] * 4}).encode())["prompt"]
-    assert [choice.message.content for choice in reply.choices] == [forced] * 2
-    for choice in reply.choices:
-        assert len(choice.logprobs.content) == 4 and choice.finish_reason == "length"
-        for token in choice.logprobs.content:
-            likeliest = [one.logprob for one in token.top_logprobs]
-            assert len(likeliest) == 3 and likeliest == sorted(likeliest, reverse=True)
-            assert token.logprob <= likeliest[0] <= 0
+    assert server.ask(one.text, one.urls, stop=[words[2]]) == " ".join(words[:2]) + " "
 
 
 def test_local_files_below_the_allowed_root(server, media_root):
@@ -93,15 +53,72 @@ def test_local_files_below_the_allowed_root(server, media_root):
 
 def test_a_conversation_as_token_ids_has_the_same_completion(server):
     chat = server.ask("hello", [], max_tokens=8)
-    tokens = post(server, "/tokenize", json.dumps({"messages": [message("hello", [])]}).encode())["tokens"]
-    prompts = [tokens, tokens[:5]]
-    reply = server.client.completions.create(model=server.model, prompt=prompts, temperature=0, max_tokens=8)
+    tokens = post(server, "/tokenize", {"messages": [message("hello", [])]})["tokens"]
+    asked = {"model": server.model, "prompt": [tokens, tokens[:5]], "temperature": 0, "max_tokens": 8}
+    reply = server.client.completions.create(**asked)
     assert reply.choices[0].text == chat
-    assert len(reply.choices) == 2
-    stream = server.client.completions.create(
-        model=server.model, prompt=prompts, temperature=0, max_tokens=8, stream=True, logprobs=1
-    )
     texts = ["", ""]
-    for chunk in stream:
+    for chunk in server.client.completions.create(**asked, stream=True, logprobs=1):
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == [choice.text for choice in reply.choices]
+
+
+# --- shared work ------------------------------------------------------------------------------------------------------
+
+
+def counted(server: RunningServer) -> tuple[float, float, float]:
+    """Prefix cache hits in tokens, and the encoder cache's queries and hits."""
+    names = ("prefix_cache_hits_total", "encoder_cache_queries_total", "encoder_cache_hits_total")
+    return tuple(server.total(name) for name in names)
+
+
+def test_a_second_question_about_a_video_skips_the_tower_and_the_shared_prefill(server):
+    one, other = ask_video(101, "colour"), ask_video(102, "colour")
+    server.ask(one.text, one.urls)
+    prefix, queries, hits = counted(server)
+    server.ask("Which way does it move?", one.urls)
+    second = counted(server)
+    assert second[0] >= prefix + 16 and second[1:] == (queries + 1, hits + 1)
+    server.ask(one.text, other.urls)
+    third = counted(server)
+    assert third[0] - second[0] < 32, "blocks of another video were found"
+    assert third[1:] == (queries + 2, hits + 1)
+
+
+def test_samples_of_one_request_share_its_prompt(server):
+    one = ask_video(7, "describe")
+    prefix, queries, _ = counted(server)
+    reply = server.client.chat.completions.create(
+        model=server.model, messages=[message(one.text, one.urls)], n=4, temperature=0
+    )
+    assert [(choice.index, choice.message.content) for choice in reply.choices] == [(i, one.answer) for i in range(4)]
+    after = counted(server)
+    assert after[0] >= prefix + 3 * 16 and after[1] == queries + 1
+
+
+# --- timings ----------------------------------------------------------------------------------------------------------
+
+
+def timings(server: RunningServer, one: Asked, stream: bool) -> dict[str, float]:
+    """The `metrics` of the answer: seconds in each stage, which are no more than the client's."""
+    started = time.monotonic()
+    reply = server.client.chat.completions.create(
+        model=server.model, messages=[message(one.text, one.urls)], temperature=0, stream=stream, max_tokens=64,
+        extra_body={"return_timings": True, "ignore_eos": True},
+    )  # fmt: skip
+    if stream:
+        *_, reply = reply
+    spent = reply.model_extra["metrics"]
+    assert list(spent) == list(Timings.__struct_fields__)
+    assert all(value >= 0 for value in spent.values()), spent
+    assert sum(spent.values()) <= time.monotonic() - started, spent
+    assert all(spent[stage] > 0 for stage in ("fetch", "transport", "queue", "prefill", "generation")), spent
+    return spent
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_timings_of_a_cold_and_a_cached_video(server, stream):
+    one = ask_video(7002 + stream, "describe")
+    cold, warm = (timings(server, one, stream) for _ in range(2))
+    assert all(cold[stage] > 0 for stage in ("media_decode", "process", "encode")), cold
+    assert warm["media_decode"] == warm["process"] == warm["encode"] == 0, warm

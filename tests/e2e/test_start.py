@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +10,8 @@ import torch
 from mini_engine.cli import parse
 from mini_engine.config import BUNDLED_MODEL
 from tests.e2e.asked import ask_video
-from tests.e2e.running_server import ROOT, RunningServer, environment
+from tests.e2e.running_server import RunningServer, refused
+from tests.test_host import put_in_cache
 
 # As published, but for the program's name.
 PUBLISHED = {
@@ -58,26 +57,38 @@ def test_the_published_command_lines_serve(name, right):
         assert logged == len(useless) == 0
 
 
-# Who finds it, the flags, and what is said.
+# By the process that finds it: flags, exit status, and what is said.
 REFUSED = {
-    "a worker": (["--block-size", "999999999", "-tp", "2"], "bytes for the KV cache, but one block needs"),
-    "a device": (["--device", "cuda", "-tp", "2"], "choose --device cpu"),
-    "a size": (["--kv-cache-memory-bytes", "1"], "--kv-cache-memory-bytes 1 leaves 1 bytes for the KV cache"),
-    "too many blocks": (["--num-gpu-blocks-override", "1000000000"], "--num-gpu-blocks-override: a KV cache of"),
-    "the core": (["--max-model-len", "60000", "--num-gpu-blocks-override", "4"], "--max-model-len: the KV cache holds"),
-    "an API server": (["--mm-processor-kwargs", '{"x": 1}'], "--mm-processor-kwargs has no x; "),
+    "the supervisor": (["--mm-processor-cache-gb", "100000"], 2, "--mm-processor-cache-gb: 100000 GiB"),
+    "a worker": (["--block-size", "999999999", "-tp", "2"], 1, "bytes for the KV cache, but one block needs"),
+    "a device": (["--device", "cuda", "-tp", "2"], 1, "choose --device cpu"),
+    "collectives": (["--distributed-backend", "nccl", "-tp", "2"], 1, "--distributed-backend: nccl needs CUDA devices"),
+    "a size": (["--kv-cache-memory-bytes", "1"], 1, "--kv-cache-memory-bytes 1 leaves 1 bytes for the KV cache"),
+    "blocks": (["--num-gpu-blocks-override", "1000000000"], 1, "--num-gpu-blocks-override: a KV cache of"),
+    "core": (["--max-model-len", "60000", "--num-gpu-blocks-override", "4"], 1, "--max-model-len: the KV cache holds"),
+    "an API server": (["--mm-processor-kwargs", '{"x": 1}'], 1, "--mm-processor-kwargs has no x; "),
 }
+FAST = ("the supervisor", "a worker")
 
 
 @pytest.mark.parametrize(
-    "case", [name if name == "a worker" else pytest.param(name, marks=pytest.mark.slow) for name in REFUSED]
+    "case", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in REFUSED]
 )
-def test_what_a_process_finds_of_no_use_ends_the_start_in_one_line(case):
-    flags, said = REFUSED[case]
-    if case == "a device" and torch.cuda.is_available():
+def test_settings_that_a_process_cannot_use_end_the_start_with_one_line(case):
+    flags, status, said = REFUSED[case]
+    if case in ("a device", "collectives") and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    command = [sys.executable, "serve.py", "--host", "127.0.0.1", "--port", "0", *flags]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment(flags))
-    assert ended.returncode == 1
-    (line,) = [line for line in ended.stderr.splitlines() if " ERROR " in line]
-    assert said in line and "start failed: " in line and "Traceback" not in ended.stderr
+    lines = refused(*flags, status=status).splitlines()
+    (line,) = lines if status == 2 else [line for line in lines if " ERROR " in line and "start failed: " in line]
+    assert said in line
+
+
+@pytest.mark.slow
+def test_a_hub_name_from_the_cache_in_bfloat16_by_two_workers(tmp_path):
+    put_in_cache(tmp_path, "someone/some-model")
+    environ = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
+    with RunningServer("someone/some-model", "--dtype", "bfloat16", "-tp", "2", environ=environ) as server:
+        assert server.model == "someone/some-model"
+        assert "model loaded: bfloat16" in server.log
+        asked = [ask_video(seed) for seed in range(6)]
+        assert [server.ask(one.text, one.urls) for one in asked] == [one.answer for one in asked]

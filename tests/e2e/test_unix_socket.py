@@ -1,20 +1,21 @@
-"""A server with several API servers behind one unix socket, with TLS on it."""
+"""A server with several API servers behind one unix socket, with TLS on it, and a log of JSON."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import ssl
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
 from openai import OpenAI
 
-from tests.e2e.running_server import ROOT, RunningServer
+from tests.e2e.running_server import ROOT, RunningServer, refused
+from tests.e2e.waiting import eventually
 
 
 @pytest.fixture
@@ -35,11 +36,11 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
 
 
 class UnixServer(RunningServer):
-    def __init__(self, path: Path, certificate: Path, key: Path):
+    def __init__(self, path: Path, certificate: Path, key: Path, *flags: str):
         super().__init__()
         self.path, self.certificate = path, certificate
         tls = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
-        self.command = [sys.executable, "serve.py", "--uds", str(path), *tls, "--api-server-count", "2"]
+        self.command = [*self.command[:2], "--uds", str(path), *tls, *flags]
 
     def _connect(self) -> OpenAI:
         assert self.url == f"https+unix://{self.path}:/v1"
@@ -53,8 +54,9 @@ def test_a_unix_socket_for_all_api_servers(certificate: tuple[Path, Path], tmp_p
     path = tmp_path / "engine.sock"
     with socket.socket(socket.AF_UNIX) as killed:  # what a server leaves that is killed
         killed.bind(str(path))
-    with UnixServer(path, *certificate) as server:
-        assert len([name for name in server.pids() if "api" in name]) == 2
+    flags = ["--api-server-count", "2", "--log-format", "json", "--enable-log-requests"]
+    with UnixServer(path, *certificate, *flags) as server:
+        assert {"api 0", "api 1"} <= server.pids().keys()
         with socket.socket(socket.AF_UNIX) as plain:
             plain.settimeout(60)
             plain.connect(str(path))
@@ -65,11 +67,21 @@ def test_a_unix_socket_for_all_api_servers(certificate: tuple[Path, Path], tmp_p
         assert second.returncode == 2 and "another server listens" in second.stderr
         assert server.ask("hello", [], max_tokens=3)
         assert stat.S_ISSOCK(path.stat().st_mode)
+        eventually(lambda: "0 running, 0 waiting" in server.log)  # the line of statistics
         assert server.stop() == 0
         assert not path.exists()
+        check_log([json.loads(line) for line in server.log.splitlines()])
 
 
-def test_what_cannot_be_listened_with(certificate: tuple[Path, Path], tmp_path: Path):
+def check_log(lines: list[dict]) -> None:
+    assert {"supervisor", "api 0", "api 1", "worker 0.0"} <= {line["process"] for line in lines}
+    assert all(set(line) - {"request_id"} == {"time", "level", "process", "logger", "message"} for line in lines)
+    requests = [line for line in lines if "POST /v1/chat/completions: 200" in line["message"]]
+    assert len(requests) == 3 and all(line["message"].startswith(line["request_id"]) for line in requests)
+    assert (lines[-1]["process"], lines[-1]["message"]) == ("supervisor", "stopped")
+
+
+def test_unusable_sockets_and_certificates_are_refused(certificate: tuple[Path, Path], tmp_path: Path):
     a_file = tmp_path / "file"
     a_file.write_text("precious")
     for flags, named in (
@@ -77,7 +89,5 @@ def test_what_cannot_be_listened_with(certificate: tuple[Path, Path], tmp_path: 
         (["--uds", str(tmp_path / "nowhere" / "socket")], "--uds"),
         (["--ssl-certfile", str(certificate[0]), "--ssl-keyfile", str(a_file)], "--ssl-keyfile"),
     ):
-        command = [sys.executable, "serve.py", *flags]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-        assert result.returncode == 2 and named in result.stderr and "Traceback" not in result.stderr
+        assert named in refused(*flags, status=2)
     assert a_file.read_text() == "precious"

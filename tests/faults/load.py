@@ -1,4 +1,4 @@
-"""Clients that ask questions whose right answers are known, one after the other, and note how each request ended."""
+"""Clients that ask questions with known answers, one after the other, and note how each request ended."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import itertools
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from urllib.parse import urlsplit
 
 from tests.e2e.asked import Asked
-from tests.e2e.pinned import connect
-from tests.e2e.running_server import RunningServer, message
+from tests.e2e.asking import Asking
+from tests.e2e.running_server import RunningServer
+from tests.e2e.waiting import eventually
 
-PATIENCE_SECONDS = 120  # a client waits for so long, for right answers only: errors have a bound of their own
+PATIENCE_SECONDS = 120  # for right answers; errors have a bound of their own
 PAUSE_AFTER_ERROR = 0.2
-MAY_FAIL_WITH = (500, 503)
 # How a request may end whose engine has died, while the API server lives; and one whose API server has died.
-TOLD = ("error",)
-LEFT = ("cut", "refused")
+ENGINE_DIED = ("error",)
+API_SERVER_DIED = ("cut", "refused")
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How one request ended: `right`, `wrong`, `error` (told in OpenAI's form), `cut` or `refused` (the connection)."""
+    """How one request ended: `right`, `wrong`, `error` (in OpenAI's form), `cut` or `refused` (the connection)."""
 
     kind: str
     begun: float
@@ -34,29 +34,20 @@ class Outcome:
     detail: str = ""
 
 
-def ask(
-    server: RunningServer,
-    one: Asked,
-    stream: bool = False,
-    kept: http.client.HTTPConnection | None = None,
-    **more: object,
-) -> Outcome:
-    """One question, on a connection of its own or on one that is kept."""
-    address = urlsplit(server.url)
-    connection = kept or http.client.HTTPConnection(address.hostname, address.port, timeout=PATIENCE_SECONDS)
-    body = {"messages": [message(one.text, one.urls)], "temperature": 0, "stream": stream, **more}
-    headers = {"Content-Type": "application/json", "Connection": "keep-alive" if kept else "close"}
+def ask(server: RunningServer, one: Asked, stream: bool = False, api: str | None = None, **more: object) -> Outcome:
+    """One question, on a connection of its own."""
+    with contextlib.ExitStack() as stack:
 
-    def respond() -> http.client.HTTPResponse:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-        return connection.getresponse()
+        def respond() -> http.client.HTTPResponse:
+            asking = Asking(server, api, one, stream=stream, **more)
+            stack.callback(asking.hang_up)
+            return asking.response()
 
-    with contextlib.nullcontext() if kept else contextlib.closing(connection):
         return outcome_of(one, respond)
 
 
 def outcome_of(one: Asked, respond: Callable[[], http.client.HTTPResponse]) -> Outcome:
-    """How the request ends that asks for `one`, from now on; `respond` sends it, or waits for its response."""
+    """How the request for `one` ends, from now on; `respond` sends it, or waits for its response."""
     begun = time.monotonic()
     try:
         kind, detail = _judged(one, respond())
@@ -70,7 +61,7 @@ def outcome_of(one: Asked, respond: Callable[[], http.client.HTTPResponse]) -> O
 def _judged(one: Asked, response: http.client.HTTPResponse) -> tuple[str, str]:
     text = response.read().decode()
     if response.status != 200:
-        assert response.status in MAY_FAIL_WITH, f"{response.status} {text}"
+        assert response.status in (500, 503), f"{response.status} {text}"
         assert set(json.loads(text)["error"]) == {"message", "type", "param", "code"}
         assert response.status == 500 or response.headers["retry-after"]
         return "error", text
@@ -88,17 +79,16 @@ def _judged(one: Asked, response: http.client.HTTPResponse) -> tuple[str, str]:
 
 
 class Load:
-    """`with Load(server, questions) as load:` The clients take `asked` in turn, every other request as a stream.
+    """`with Load(server, questions) as load:` The clients take the questions in turn, every other one as a stream.
 
-    With the title of an API server each keeps one connection, to that one.
+    `api`: the API server that they ask; None: any.
     """
 
-    def __init__(self, server: RunningServer, asked: Sequence[Asked], clients: int = 3, title: str | None = None):
+    def __init__(self, server: RunningServer, asked: Sequence[Asked], clients: int = 3, api: str | None = None):
         self.outcomes: list[Outcome] = []
         self._server = server
-        self._title = title
-        self._asked = itertools.cycle(asked)
-        self._streams = itertools.cycle((False, True))
+        self._api = api
+        self._requests = zip(itertools.cycle(asked), itertools.cycle((False, True)), strict=False)
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._failures: list[BaseException] = []
@@ -110,58 +100,42 @@ class Load:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """No new requests; returns when every client has its outcome."""
         self._over.set()
         for thread in self._threads:
             thread.join()
         if self._failures:
             raise self._failures[0]
 
-    def count(self, kind: str) -> int:
-        """Requests that have ended so."""
-        return sum(outcome.kind == kind for outcome in list(self.outcomes))
-
-    def wait_for(self, kind: str, more: int, seconds: float = PATIENCE_SECONDS) -> None:
-        """Until so many more have ended so."""
-        wanted, deadline = self.count(kind) + more, time.monotonic() + seconds
-        while self.count(kind) < wanted:
-            assert time.monotonic() < deadline, f"{self.tally()}\n{self._server.log}"
-            assert not self._failures, self._failures
-            time.sleep(0.05)
-
-    def tally(self) -> dict[str, int]:
+    def tally(self) -> Counter[str]:
         """How many requests have ended in each way."""
-        kinds = [outcome.kind for outcome in list(self.outcomes)]
-        return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+        return Counter(outcome.kind for outcome in list(self.outcomes))
+
+    def wait_for(self, kind: str, more: int) -> None:
+        """Until so many more have ended so."""
+        wanted = self.tally()[kind] + more
+        eventually(lambda: self._failures or self.tally()[kind] >= wanted, PATIENCE_SECONDS)
+        assert not self._failures, self._failures
 
     def _run(self) -> None:
         try:
-            with (
-                contextlib.closing(connect(self._server, self._title))
-                if self._title
-                else contextlib.nullcontext() as kept
-            ):
-                while not self._over.is_set():
-                    with self._lock:
-                        one, stream = next(self._asked), next(self._streams)
-                    outcome = ask(self._server, one, stream, kept)
-                    self.outcomes.append(outcome)
-                    if outcome.kind != "right":
-                        self._over.wait(PAUSE_AFTER_ERROR)
+            while not self._over.is_set():
+                with self._lock:
+                    one, stream = next(self._requests)
+                outcome = ask(self._server, one, stream, self._api)
+                self.outcomes.append(outcome)
+                if outcome.kind != "right":
+                    self._over.wait(PAUSE_AFTER_ERROR)
         except BaseException as error:  # noqa: BLE001 - raised where the load ends
             self._failures.append(error)
 
 
-def assert_only_right_or_told(
-    outcomes: Sequence[Outcome], since: float, bound: float, kinds: Collection[str] = TOLD
+def assert_right_or_ended(
+    outcomes: Sequence[Outcome], since: float, bound: float, kinds: Collection[str] = ENGINE_DIED
 ) -> None:
-    """No answer is wrong, and who has none was told so in one of these ways: not before the fault at `since`, and
+    """No answer is wrong, and a request without one ended in one of these ways: not before the fault at `since`, and
     within `bound` seconds of it, or of the request where that came later."""
     for outcome in outcomes:
         if outcome.kind != "right":
             assert outcome.kind in kinds, outcome
             assert outcome.ended >= since, f"failed before the fault: {outcome}"
-            assert outcome.ended - max(outcome.begun, since) <= bound, f"told too late: {outcome}"
+            assert outcome.ended - max(outcome.begun, since) <= bound, f"ended too late: {outcome}"

@@ -1,6 +1,6 @@
 """An API server is killed while it writes media: half a frame on a tensor stream, half an item in the media store.
 
-Everything is seen from outside: answers, metrics, descriptors and mappings.
+All is seen from outside: answers, metrics, descriptors and mappings.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import pytest
 from mini_engine.demo import questions, videos
 from mini_engine.transport.frames import TURN_BYTES
 from tests.e2e.asked import Asked, video_url
-from tests.e2e.barriers import eventually, stopped
-from tests.e2e.held import GAUGES, descriptors, mappings, samples, total
-from tests.e2e.pinned import Asking, call
-from tests.e2e.running_server import CACHES, RunningServer
+from tests.e2e.asking import Asking
+from tests.e2e.processes import descriptors, mappings
+from tests.e2e.running_server import CACHES, START_SECONDS, RunningServer
+from tests.e2e.waiting import eventually, stopped
 
-API, CORE, RANK = "mini-engine: api 0", "mini-engine: core 0", "mini-engine: worker 0.0"
+API, ENGINE = "api 0", ("core 0", "worker 0.0")
 KILLS = 10
-RECOVERY_SECONDS = 120  # the start of an API server, on a machine with more at work
 LARGE = ["--mm-processor-kwargs", json.dumps({"size": {"shortest_edge": 3136, "longest_edge": 6_000_000}})]
 
 pytestmark = pytest.mark.slow
@@ -38,55 +37,43 @@ def ask_large(seed: int) -> Asked:
     return Asked(question.text, question.answer, [("video_url", video_url(clip))])
 
 
-def held(server: RunningServer) -> dict[str, float]:
-    """The gauges, and the descriptors and mappings of the engine's processes."""
-    pids, shown = server.pids(), samples(server, API)
-    counts = {
-        f"{title} {count.__name__}": count(pids[title]) for title in (CORE, RANK) for count in (descriptors, mappings)
-    }
-    return {name: total(shown, name) for name in GAUGES} | counts
-
-
-def assert_held(server: RunningServer, expected: dict[str, float]) -> None:
-    assert held(server) == expected
-
-
-def assert_sent(server: RunningServer, more_than: float) -> None:
-    assert total(samples(server, API), "ipc_bytes_total") > more_than
+def files_and_mappings(server: RunningServer) -> list[tuple[int, int]]:
+    """Of the engine's processes."""
+    return [(descriptors(server.pids()[name]), mappings(server.pids()[name])) for name in ENGINE]
 
 
 def wait_for_successor(server: RunningServer, killed: int) -> None:
-    def check() -> None:
-        assert server.pids().get(API) not in (None, killed)
-        call(server, API, "GET", "/health")
-
-    eventually(check, RECOVERY_SECONDS)
+    eventually(lambda: server.pids().get(API, killed) != killed, START_SECONDS)
+    assert server.get("/health", API).status == 200
 
 
 def test_an_api_server_killed_in_the_middle_of_a_frame_leaves_nothing_behind():
     one = ask_large(1)
     with RunningServer("--mm-tensor-ipc", "direct_rpc", *CACHES["off"], *LARGE) as server:
         assert Asking(server, API, one).answer() == one.answer
-        at_rest = held(server)
+        before = files_and_mappings(server)
         for _ in range(KILLS):
-            killed, sent = server.pids()[API], total(samples(server, API), "ipc_bytes_total")
-            with stopped(server.pids()[RANK]):
+            killed, sent = server.pids()[API], server.total("ipc_bytes_total")
+            with stopped(server.pids()["worker 0.0"]):
                 asking = Asking(server, API, one)
-                eventually(lambda sent=sent: assert_sent(server, sent + 2 * TURN_BYTES))  # so much no socket takes
+                more_than_a_socket_takes = sent + 2 * TURN_BYTES
+                eventually(lambda more=more_than_a_socket_takes: server.total("ipc_bytes_total") > more)
                 os.kill(killed, signal.SIGKILL)
                 assert asking.is_cut()
             wait_for_successor(server, killed)
             assert Asking(server, API, one).answer() == one.answer
-            eventually(lambda: assert_held(server, at_rest))
+            server.assert_at_rest()
+            eventually(lambda: files_and_mappings(server) == before)
 
 
 def test_an_api_server_killed_while_it_stores_an_item_leaves_nothing_behind():
+    """The store holds six of the videos: pages of a dead API server that were not freed would soon be missing."""
     chance = random.Random(1)
-    with RunningServer(*CACHES["shm"], "--mm-processor-cache-gb", "0.03", *LARGE) as server:  # holds six of the videos
+    with RunningServer(*CACHES["shm"], "--mm-processor-cache-gb", "0.03", *LARGE) as server:
         began = time.monotonic()
         assert Asking(server, API, ask_large(1)).answer() == ask_large(1).answer
         seconds = time.monotonic() - began
-        at_rest = held(server)
+        before = files_and_mappings(server)
         for number in range(KILLS):
             one, killed = ask_large(2 + number), server.pids()[API]
             asking = Asking(server, API, one)
@@ -100,5 +87,6 @@ def test_an_api_server_killed_while_it_stores_an_item_leaves_nothing_behind():
                     asking.hang_up()  # cut
             wait_for_successor(server, killed)
             assert Asking(server, API, one).answer() == one.answer
-            assert total(samples(server, API), "ipc_fallbacks_total") == 0, "pages of a dead API server are still taken"
-            eventually(lambda: assert_held(server, at_rest))
+            assert server.total("ipc_fallbacks_total") == 0
+            server.assert_at_rest()
+            eventually(lambda: files_and_mappings(server) == before)

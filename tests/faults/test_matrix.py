@@ -1,8 +1,8 @@
-"""Each role is killed, or stands still, at each stage of a request's road, under a load of checkable questions.
+"""Each process is killed, or stopped, at each stage of a request's path, under a load of questions with known answers.
 
-Every client has a right answer, or is told soon after the kill (after the time-out, for one that stands still): those
-of the load, and the one whose request is at the stage. Nobody has a wrong answer; who is connected to another API
-server than the dead one has none but right ones; afterwards the server is whole, and nothing is left over.
+Every client has a right answer, or an error soon after the kill (for a stopped process: after the time-out): those of
+the load, and the one whose request is at the stage. No answer is wrong; clients of another API server than the dead one
+have only right answers; afterwards the server is complete, and nothing is left over.
 """
 
 from __future__ import annotations
@@ -15,32 +15,93 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 
 import pytest
 
-from tests.e2e.asked import Asked
-from tests.e2e.barriers import Barrier, eventually
-from tests.e2e.pinned import Asking
-from tests.e2e.running_server import RunningServer, alive, descendants, message
-from tests.faults.ground import (
-    API_SERVERS,
-    NO_SILENCE,
-    SILENCE_SECONDS,
-    STARTUP_SECONDS,
-    TOLD_WITHIN_SECONDS,
-    Ground,
-    a_ground,
-    questions,
-)
-from tests.faults.load import LEFT, TOLD, Load, Outcome, ask, assert_only_right_or_told, outcome_of
+from tests.e2e.asked import Asked, ask_large, ask_small
+from tests.e2e.asking import ENDLESS, TEXT, Asking
+from tests.e2e.processes import alive, descendants, descriptors
+from tests.e2e.running_server import START_SECONDS, RunningServer, message
+from tests.e2e.waiting import FailPoint, eventually, stopped
+from tests.faults.load import API_SERVER_DIED, ENGINE_DIED, Load, Outcome, ask, assert_right_or_ended, outcome_of
 
 ROLES = ("api 0", "core 0", "worker 0.0", "worker 0.1", "supervisor")
-SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+APIS = ("api 0", "api 1")
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 LONG_TEXT = "word " * 600
-ENDLESS = {"max_tokens": 60_000, "ignore_eos": True, "stream": True}
-STANDSTILL_SECONDS = 3  # of a supervisor, which nobody watches
-seeds = itertools.count(30_000, 10)  # of videos that nobody has asked about: up to ten from each on
+TIMEOUT_SECONDS = 8  # --collective-timeout, where processes are stopped; where they are killed it is too long to help
+DRAIN_SECONDS = 12
+SUPERVISOR_STOPPED_SECONDS = 3
+SOON = 5  # seconds after a death: at once, on a busy machine
+MOST_RESTARTS = 3  # of engines on one server: the pause before each is twice that before the last
+FLAGS = [
+    "--api-server-count", "2", "--restart-engine", "1000", "--max-num-batched-tokens", "128", "--health-timeout", "2",
+    "--startup-timeout", "120",
+]  # fmt: skip
+seeds = itertools.count(30_000, 10)  # of videos that no other test asks about: up to ten from each on
+
+
+class Ground:
+    """A running server with two API servers and `ranks` workers that restarts its engine."""
+
+    def __init__(self, ranks: int, server: RunningServer):
+        self.server = server
+        self.names = {"supervisor", *APIS, "core 0", *(f"worker 0.{rank}" for rank in range(ranks))}
+        server.client.close()  # its connection would count
+        self.assert_whole()
+        self.descriptors = descriptors(server.process.pid)
+
+    def wait_until_whole(self, gone: set[int]) -> None:
+        """Until each process is there once, none of them one of `gone`, and every API server is healthy."""
+
+        def check() -> None:
+            assert self.server.process.poll() is None, self.server.log
+            pids = self.server.pids()
+            assert pids.keys() == self.names and not gone & set(pids.values())
+            assert all(self.server.get("/health", api).status == 200 for api in APIS)
+
+        eventually(check, START_SECONDS)
+
+    def assert_whole(self) -> None:
+        """Every API server answers right, and then nothing is held: no requests, descriptors, directories or names."""
+        for api in APIS:
+            one = ask_small(next(seeds))
+            assert Asking(self.server, api, one).answer() == one.answer
+        self.server.assert_at_rest(APIS[0])
+        (runtime,) = self.server.tmpdir.iterdir()
+        assert len([path for path in runtime.iterdir() if path.name.isdigit()]) == 1  # of the generation that serves
+        self.server.assert_dev_shm_never_written()
+
+    def assert_recovers(self, *gone: int) -> None:
+        """From the loss of these processes."""
+        self.wait_until_whole(set(gone))
+        self.assert_whole()
+        eventually(lambda: descriptors(self.server.process.pid) == self.descriptors)
+
+
+@contextlib.contextmanager
+def grounded(ranks: int, number: int, *flags: str) -> Iterator[Ground]:
+    timeout = ["--collective-timeout", str(TIMEOUT_SECONDS if number == STOP else 120)]
+    with RunningServer(*FLAGS, *timeout, "-tp", str(ranks), *flags, own_dev_shm=True) as server:
+        yield Ground(ranks, server)
+
+
+@pytest.fixture(scope="module")
+def grounds() -> Iterator[Callable[..., Ground]]:
+    """The server for so many ranks and this signal. It runs until another one is asked for, its supervisor is dead, or
+    the next pause before a restart would be long."""
+    with contextlib.ExitStack() as stack:
+        present: dict[tuple[int, int], Ground] = {}
+
+        def ground(ranks: int, number: int = KILL) -> Ground:
+            server = present[ranks, number].server if (ranks, number) in present else None
+            if server is None or server.process.poll() is not None or server.log.count("restart ") >= MOST_RESTARTS:
+                present.clear()
+                stack.close()
+                present[ranks, number] = stack.enter_context(grounded(ranks, number))
+            return present[ranks, number]
+
+        yield ground
 
 
 # --- the stages: while each lasts, a request is where its name says ---------------------------------------------------
@@ -50,14 +111,9 @@ seeds = itertools.count(30_000, 10)  # of videos that nobody has asked about: up
 class AtStage:
     """The request that is where the stage's name says."""
 
-    ending: Future[Outcome]  # which it has, at the latest, when the block of the stage is left
-    barrier: Barrier | None = None  # that holds it
+    ending: Future[Outcome]  # it ends, at the latest, with the block of the stage
+    point: FailPoint | None = None  # that holds it
     holder: int | None = None  # the process that is held with it
-
-    def let_go(self, victim: int) -> None:
-        """Unless its process stands still itself: it is to do so there."""
-        if self.barrier is not None and self.holder != victim:
-            self.barrier.let_go()
 
 
 Stage = Callable[[Ground], contextlib.AbstractContextManager[AtStage | None]]
@@ -65,7 +121,7 @@ Stage = Callable[[Ground], contextlib.AbstractContextManager[AtStage | None]]
 
 @contextlib.contextmanager
 def awaited(asking: Asking, one: Asked) -> Iterator[Future[Outcome]]:
-    """How the request ends, noted when it does; after the block nobody waits for that any more."""
+    """How the request ends, noted when it does; after the block it is not waited for."""
     with ThreadPoolExecutor(1) as pool:
         try:
             yield pool.submit(outcome_of, one, asking.response)
@@ -75,261 +131,206 @@ def awaited(asking: Asking, one: Asked) -> Iterator[Future[Outcome]]:
 
 
 @contextlib.contextmanager
-def held(ground: Ground, barrier_name: str, system_prompt: str = "") -> Iterator[AtStage]:
-    """A request that nobody has asked yet, and the process that has come with it to a barrier."""
-    (one,) = questions(next(seeds), 1)
+def held(ground: Ground, name: str, one: Asked, system_prompt: str = "") -> Iterator[AtStage]:
+    """A new request, and the process that has come with it to a fail point."""
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    with ground.inside.barrier(barrier_name) as barrier:
-        asking = Asking(ground.server, "mini-engine: api 0", one, messages=[*system, message(one.text, one.urls)])
+    with ground.server.failpoint(name) as point:
+        asking = Asking(ground.server, "api 0", one, messages=[*system, message(one.text, one.urls)])
         with awaited(asking, one) as ending:
-            yield AtStage(ending, barrier, barrier.wait_until_held()["pid"])
+            yield AtStage(ending, point, point.wait())
 
 
 @contextlib.contextmanager
 def idle(ground: Ground) -> Iterator[None]:
-    """Nobody asks."""
+    """There are no requests."""
     yield
 
 
 def decoding(ground: Ground) -> contextlib.AbstractContextManager[AtStage]:
-    return held(ground, "decoding")
+    return held(ground, "decoding", ask_small(next(seeds)))
 
 
 def transport(ground: Ground) -> contextlib.AbstractContextManager[AtStage]:
     """The copy into the store has begun."""
-    return held(ground, "storing")
+    return held(ground, "writing", ask_large(next(seeds)))
 
 
 def prefill(ground: Ground) -> contextlib.AbstractContextManager[AtStage]:
-    return held(ground, "prefilling", f"{next(seeds)} {LONG_TEXT}")  # the prefix cache holds none like it
+    """In the middle of a prompt that the prefix cache does not hold."""
+    return held(ground, "prefilling", ask_small(next(seeds)), f"{next(seeds)} {LONG_TEXT}")
 
 
 @contextlib.contextmanager
 def generation(ground: Ground) -> Iterator[AtStage]:
     """It would go on for minutes."""
-    one = Asked("tell me", "", [])
-    asking = begun(ground, "mini-engine: api 0", one)
-    with awaited(asking, one) as ending:
+    asking = begun(ground, "api 0")
+    with awaited(asking, TEXT) as ending:
         yield AtStage(ending)
 
 
-def begun(ground: Ground, title: str, one: Asked) -> Asking:
+def begun(ground: Ground, api: str) -> Asking:
     """An endless request of which some has come."""
-    asking = Asking(ground.server, title, one, **ENDLESS)
+    asking = Asking(ground.server, api, TEXT, **ENDLESS)
     asking.read_events(3)
     return asking
 
 
-@contextlib.contextmanager
-def endless(ground: Ground, title: str) -> Iterator[Asking]:
-    """One that goes on while the block runs."""
-    asking = begun(ground, title, Asked("tell me", "", []))
-    yield asking
-    asking.hang_up()
-
-
 STAGES: list[Stage] = [idle, decoding, transport, prefill, generation]
 FAST = {  # on one server
-    ("worker 0.1", signal.SIGKILL, generation, 2),
-    ("api 0", signal.SIGKILL, generation, 2),
-    ("core 0", signal.SIGKILL, decoding, 2),
+    ("worker 0.1", KILL, generation, 2),
+    ("api 0", KILL, generation, 2),
+    ("core 0", KILL, decoding, 2),
 }
 
 
-def cells(stages: list) -> Iterator[object]:
-    for ranks, number, stage, role in itertools.product((2, 1), SIGNALS, stages, ROLES):
-        if ranks == 1 and role == "worker 0.1":
-            continue
-        marks = [] if (role, number, stage, ranks) in FAST else [pytest.mark.slow]
-        name = f"{ranks}-{stage.__name__}-{role}-{number.name}"
-        yield pytest.param(ranks, stage, role, number, marks=marks, id=name)
-
-
-@pytest.fixture(scope="module")
-def grounds() -> Iterator[Callable[..., Ground]]:
-    """The ground with so many ranks, for this signal: it lives until another one is asked for, or its supervisor is
-    dead."""
-    with contextlib.ExitStack() as stack:
-        present: dict[tuple[int, int], Ground] = {}
-
-        def ground(ranks: int, number: int = signal.SIGKILL) -> Ground:
-            key = (ranks, number)
-            if key not in present or present[key].server.process.poll() is not None:
-                present.clear()
-                stack.close()
-                flags = NO_SILENCE if number == signal.SIGKILL else ()
-                present[key] = stack.enter_context(a_ground(ranks, *flags))
-            return present[key]
-
-        yield ground
+def cells(*axes: list) -> Iterator[object]:
+    """Ranks, role and signal, after `axes`, with the id of all."""
+    for ranks, number, *rest, role in itertools.product((2, 1), (KILL, STOP), *axes, ROLES):
+        if not (ranks == 1 and role == "worker 0.1"):
+            marks = [] if (role, number, *rest, ranks) in FAST else [pytest.mark.slow]
+            names = [str(ranks), *(stage.__name__ for stage in rest), role, signal.Signals(number).name]
+            yield pytest.param(ranks, role, number, *rest, marks=marks, id="-".join(names))
 
 
 def bound(role: str, number: int) -> float:
-    """Seconds until all who wait are told. The supervisor asks four times in the time-out; hence a fifth quarter."""
-    hangs = number == signal.SIGSTOP and role != "supervisor"  # whom nobody watches
-    return TOLD_WITHIN_SECONDS + (1.25 * SILENCE_SECONDS if hangs else 0)
+    """Seconds until all that wait have an end. The supervisor asks four times in the time-out: it takes a quarter
+    more. It is watched by none itself."""
+    return SOON + (1.25 * TIMEOUT_SECONDS if number == STOP and role != "supervisor" else 0)
 
 
-def ways(role: str) -> tuple[str, ...]:
-    """How requests may end that have no answer, when this one has died."""
-    return LEFT if role.startswith(("api", "supervisor")) else TOLD
+def endings(role: str) -> tuple[str, ...]:
+    """How requests may end that have no answer, when this process has died."""
+    return API_SERVER_DIED if role.startswith(("api", "supervisor")) else ENGINE_DIED
 
 
-@pytest.mark.parametrize(("ranks", "stage", "role", "number"), list(cells(STAGES)))
-def test_everybody_is_answered_or_told(ranks, stage, role, number, grounds):
+@pytest.mark.parametrize(("ranks", "role", "number", "stage"), list(cells(STAGES)))
+def test_every_client_gets_a_right_answer_or_an_error(ranks, role, number, stage, grounds):
     ground = grounds(ranks, number)
-    family = descendants(ground.server.process.pid)
-    victim = ground.pid(role)
-    asked = questions(next(seeds), 4)
-    untouched = None
+    server, family = ground.server, descendants(ground.server.process.pid)
+    victim = server.pids()[role]
+    asked = [ask_small(next(seeds)) for _ in range(4)]
+    unaffected = going_on = None
     with contextlib.ExitStack() as loads:
-        load = loads.enter_context(Load(ground.server, asked)) if stage is not idle else None
+        load = loads.enter_context(Load(server, asked)) if stage is not idle else None
         if load is not None:
             load.wait_for("right", len(asked))
             if role == "api 0":
-                untouched = loads.enter_context(Load(ground.server, asked, clients=2, title="mini-engine: api 1"))
-                untouched.wait_for("right", 1)
-                going_on = loads.enter_context(endless(ground, "mini-engine: api 1"))
+                unaffected = loads.enter_context(Load(server, asked, clients=2, api="api 1"))
+                unaffected.wait_for("right", 1)
+                going_on = begun(ground, "api 1")
         with stage(ground) as there:
-            since = ground.hurt(role, number)
-            if there is not None and number == signal.SIGSTOP:  # of a death it is to be told while it is held
-                there.let_go(victim)
+            since = time.monotonic()
+            os.kill(victim, number)
+            # After a death the request ends while it is held. A stopped process is to stay at the stage.
+            if there is not None and there.point is not None and number == STOP and there.holder != victim:
+                there.point.release()
             if role == "supervisor":
-                assert_of_the_supervisor(ground, number, family)
-            elif load is not None and number == signal.SIGSTOP:
-                time.sleep(bound(role, number) - TOLD_WITHIN_SECONDS)  # so that new ones come all along
-            told = ends(there, stage, role, number)
-        if untouched is not None:
+                assert_of_the_supervisor(server, number, family)
+            elif load is not None and number == STOP:
+                time.sleep(bound(role, number) - SOON)  # so that new requests come all along
+            ended = []
+            if (stage, role, number) == (generation, "supervisor", STOP):
+                assert not there.ending.done()
+            elif there is not None:
+                ended.append(there.ending.result())
+        if going_on is not None:
             going_on.read_events(3)
-    told += load.outcomes if load else []
-    unharmed = (role, number) == ("supervisor", signal.SIGSTOP)
-    assert_only_right_or_told(told, since, bound(role, number), () if unharmed else ways(role))
-    if untouched is not None:
-        assert untouched.tally().keys() == {"right"}, untouched.tally()
-    if (role, number) == ("supervisor", signal.SIGKILL):
+            going_on.hang_up()
+    ended += load.outcomes if load else []
+    is_harmless = (role, number) == ("supervisor", STOP)
+    assert_right_or_ended(ended, since, bound(role, number), () if is_harmless else endings(role))
+    assert unaffected is None or unaffected.tally().keys() == {"right"}, unaffected.tally()
+    if (role, number) != ("supervisor", KILL):
+        ground.assert_recovers(*([] if is_harmless else [victim]))
+
+
+def assert_of_the_supervisor(server: RunningServer, number: int, family: list[int]) -> None:
+    """All exit when it dies, and go on when it is stopped."""
+    if number == KILL:
+        server.process.wait()
+        server.assert_nothing_left(family)
         return
-    if role != "supervisor":
-        recover(ground, {victim}, asked)
-    ground.assert_whole()
-    ground.assert_nothing_left_over()
-
-
-def ends(there: AtStage | None, stage: Stage, role: str, number: int) -> list[Outcome]:
-    """How the request at the stage has ended, if there is one; an endless one goes on if nobody has died."""
-    if there is None:
-        return []
-    if (stage, role, number) == (generation, "supervisor", signal.SIGSTOP):
-        assert not there.ending.done()
-        return []
-    return [there.ending.result()]
-
-
-def recover(ground: Ground, gone: set[int], asked: list[Asked]) -> None:
-    """The server becomes whole again and answers."""
-    ground.wait_until_whole(gone)
-    with Load(ground.server, asked) as load:
-        load.wait_for("right", 2 * len(asked))
-    assert load.tally().keys() == {"right"}, load.tally()
-
-
-def assert_of_the_supervisor(ground: Ground, number: int, family: list[int]) -> None:
-    """With a dead one all end; without one that works all go on."""
-    if number == signal.SIGKILL:
-        ground.server.process.wait()
-        ground.server.assert_nothing_left(family)
-        return
-    time.sleep(STANDSTILL_SECONDS)
+    time.sleep(SUPERVISOR_STOPPED_SECONDS)
     assert all(map(alive, family))
-    ground.hurt("supervisor", signal.SIGCONT)
+    os.kill(server.process.pid, signal.SIGCONT)
 
 
-def test_an_api_server_of_a_dead_engine_that_dies_itself_leaves_its_line_to_the_other(grounds):
+def test_an_api_server_of_a_dead_engine_that_dies_itself_leaves_its_port_to_the_other(grounds):
     """While the engine that is to replace the dead one loads. Without the other, connections are refused at once."""
     ground = grounds(2)
-    (one,) = questions(next(seeds), 1)
-    with ground.inside.barrier("loading-worker") as barrier:
-        old = {f"api {slot}": ground.pid(f"api {slot}") for slot in range(API_SERVERS)}
-        ground.hurt("core 0", signal.SIGKILL)
-        barrier.wait_until_held()
-        for (name, pid), expected in zip(old.items(), ("error", "refused"), strict=True):
-            os.kill(pid, signal.SIGKILL)
-            eventually(partial(assert_in, f"{name} (pid {pid}) died: killed by SIGKILL", ground.server))
-            for outcome in [ask(ground.server, one) for _ in range(20)]:
-                assert outcome.kind == expected and outcome.ended - outcome.begun < TOLD_WITHIN_SECONDS, outcome
-    ground.wait_until_whole(set(old.values()))
-    ground.assert_whole()
-    ground.assert_nothing_left_over()
+    server, one = ground.server, ask_small(next(seeds))
+    with server.failpoint("loading-worker") as loading:
+        old = {api: server.pids()[api] for api in APIS}
+        os.kill(server.pids()["core 0"], KILL)
+        loading.wait()
+        for (api, pid), expected in zip(old.items(), ("error", "refused"), strict=True):
+            os.kill(pid, KILL)
+            eventually(lambda line=f"{api} (pid {pid}) died: killed by SIGKILL": line in server.log)
+            for outcome in [ask(server, one) for _ in range(20)]:
+                assert outcome.kind == expected and outcome.ended - outcome.begun < SOON, outcome
+    ground.assert_recovers(*old.values())
 
 
-def assert_in(text: str, server: RunningServer) -> None:
-    assert text in server.log, server.log
+def test_while_an_api_server_is_replaced_the_other_serves(grounds):
+    ground = grounds(2)
+    server, victim = ground.server, ground.server.pids()["api 0"]
+    with server.failpoint("loading-api") as loading:
+        os.kill(victim, KILL)
+        loading.wait()
+        outcomes = [ask(server, TEXT, max_tokens=1) for _ in range(20)]
+    assert {outcome.kind for outcome in outcomes} == {"wrong"}, outcomes  # answered: of one token
+    ground.assert_recovers(victim)
 
 
 # --- while it starts, and while it stops ------------------------------------------------------------------------------
 
 
-def starting_cells() -> Iterator[object]:
-    for ranks, role, number in itertools.product((2, 1), ("api", "core", "worker"), SIGNALS):
-        yield pytest.param(ranks, role, number, id=f"{ranks}-{role}-{number.name}")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "role", "number"), list(starting_cells()))
-def test_a_start_after_a_death_that_is_hurt_itself(ranks, role, number, grounds):
-    """The engine is dead, and one of those that are to replace it dies, or stands still, while it loads."""
+@pytest.mark.parametrize("number", [KILL, STOP], ids=["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("role", ["api", "core", "worker"])
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_a_fault_during_a_restart_leads_to_another_restart(ranks, role, number, grounds):
+    """The engine is dead, and a process of its successor dies, or is stopped, while it loads."""
     ground = grounds(ranks)
-    asked = questions(next(seeds), 4)
-    with ground.inside.barrier(f"loading-{role}") as barrier:
-        with Load(ground.server, asked, clients=2) as load:
-            since = ground.hurt("core 0", signal.SIGKILL)
-            loading = barrier.wait_until_held(90)["pid"]
-            load.wait_for("error", 3)  # each within its bound, though nobody serves
+    with ground.server.failpoint(f"loading-{role}") as point:
+        with Load(ground.server, [ask_small(next(seeds)) for _ in range(4)], clients=2) as load:
+            since = time.monotonic()
+            os.kill(ground.server.pids()["core 0"], KILL)
+            loading = point.wait(90)
+            load.wait_for("error", 3)  # each within its bound, though no engine serves
             os.kill(loading, number)
-            if number == signal.SIGKILL:
-                barrier.let_go()
+            if number == KILL:
+                point.release()
             load.wait_for("error", 3)
-        assert_only_right_or_told(load.outcomes, since, TOLD_WITHIN_SECONDS)
-        deadline = time.monotonic() + 2 * STARTUP_SECONDS
-        while alive(loading):
-            assert time.monotonic() < deadline, ground.server.log
-            time.sleep(0.1)
-    ground.wait_until_whole({loading})
-    ground.assert_whole()
-    ground.assert_nothing_left_over()
-
-
-DRAIN_SECONDS = 12
-
-
-def draining_cells() -> Iterator[object]:
-    for ranks, role, number in itertools.product((2, 1), ROLES, SIGNALS):
-        if not (ranks == 1 and role == "worker 0.1"):
-            yield pytest.param(ranks, role, number, id=f"{ranks}-{role}-{number.name}")
+        assert_right_or_ended(load.outcomes, since, SOON)
+        eventually(lambda: not alive(loading), 240)  # twice the --startup-timeout
+    ground.assert_recovers(loading)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "role", "number"), list(draining_cells()))
-def test_a_drain_that_is_hurt(ranks, role, number):
-    with a_ground(ranks, "--shutdown-timeout", str(DRAIN_SECONDS)) as ground, generation(ground) as there:
+@pytest.mark.parametrize(("ranks", "role", "number"), list(cells()))
+def test_a_fault_during_a_drain_ends_every_request_and_process(ranks, role, number):
+    flags = ["--shutdown-timeout", str(DRAIN_SECONDS)]
+    with grounded(ranks, STOP, *flags) as ground, generation(ground) as there:
         server, family = ground.server, descendants(ground.server.process.pid)
-        with Load(server, questions(next(seeds), 4)) as load:
+        with Load(server, [ask_small(next(seeds)) for _ in range(4)]) as load:
             load.wait_for("right", 1)
             asked_at = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
-            while "stopping on SIGTERM" not in server.log:
-                time.sleep(0.02)
-            victim = ground.pid(role)  # both API servers have something to do, or one has ended
-            since = ground.hurt(role, number)
-            if (role, number) == ("supervisor", signal.SIGSTOP):
-                time.sleep(STANDSTILL_SECONDS)
-                ground.hurt(role, signal.SIGCONT)
+            eventually(lambda: "stopping on SIGTERM" in server.log)
+            victim, since = server.pids()[role], time.monotonic()  # both API servers have work, or one has exited
+            if (role, number) == ("supervisor", STOP):
+                with stopped(victim):
+                    time.sleep(SUPERVISOR_STOPPED_SECONDS)
+            else:
+                os.kill(victim, number)
             status = server.process.wait(DRAIN_SECONDS + 30)
         assert not alive(victim)
-        assert status == (-signal.SIGKILL if (role, number) == ("supervisor", signal.SIGKILL) else 0)
-        # Who waits for one that stands still is told at the end; who comes late finds the port closed, or being closed.
-        patience = since - asked_at + TOLD_WITHIN_SECONDS + (DRAIN_SECONDS if number == signal.SIGSTOP else 0)
+        assert status == (-KILL if (role, number) == ("supervisor", KILL) else 0)
+        # Clients of a stopped process wait to the end; late requests find the port closed, or being closed.
+        patience = since - asked_at + SOON + (DRAIN_SECONDS if number == STOP else 0)
         late = [outcome for outcome in load.outcomes if outcome.begun >= asked_at]
-        assert_only_right_or_told(late, asked_at, patience, {*TOLD, *LEFT})
+        assert_right_or_ended(late, asked_at, patience, {*ENGINE_DIED, *API_SERVER_DIED})
         in_time = [there.ending.result(), *(outcome for outcome in load.outcomes if outcome.begun < asked_at)]
-        assert_only_right_or_told(in_time, asked_at, patience, {*TOLD, *ways(role)})
+        assert_right_or_ended(in_time, asked_at, patience, {*ENGINE_DIED, *endings(role)})
         server.assert_nothing_left(family)

@@ -34,7 +34,7 @@ def test_the_error_lines_that_it_explains_are_the_code_s():
     assert not missing, missing
 
 
-def test_the_figures_that_it_names_exist():
+def test_the_metrics_that_it_names_exist():
     known, named = (set(re.findall(r"mini_engine:\w+", text)) for text in (metrics.exposition().decode(), PAGE))
     assert len(named) >= 7
     assert named <= known, named - known

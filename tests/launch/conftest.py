@@ -12,7 +12,7 @@ import pytest
 
 from mini_engine.launch.process_group import ChildProcess, ProcessGroup
 from mini_engine.log import LogSettings
-from tests.e2e.barriers import eventually
+from tests.e2e.waiting import eventually
 
 PROGRAM = "tests.launch.program"
 

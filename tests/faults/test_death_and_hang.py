@@ -1,0 +1,194 @@
+"""What clients and operators see when a process is killed, when it hangs, and when a client does not read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from tests.e2e.asked import ask_small, ask_video
+from tests.e2e.asking import ENDLESS
+from tests.e2e.processes import alive, descendants, memory
+from tests.e2e.running_server import START_SECONDS, RunningServer, message
+from tests.e2e.waiting import eventually, stopped
+from tests.faults.load import ask
+
+SOON = 2  # seconds after a death: one, and some for a busy machine
+MAX_GROWTH_BYTES = 64 << 20  # of an API server, for one client that does not read
+PIPE_BYTES = 64 << 10
+
+
+def is_healthy(server: RunningServer) -> bool:
+    return server.get("/health").status == 200
+
+
+def assert_right(server: RunningServer, seed: int) -> None:
+    assert ask(server, ask_small(seed)).kind == "right"
+
+
+@contextlib.contextmanager
+def in_flight(server: RunningServer) -> Iterator[None]:
+    """Two endless requests, a stream and a whole answer. When the block is left the engine is dead, or dies: both
+    clients get an error soon."""
+    more = {"max_tokens": ENDLESS["max_tokens"], "extra_body": {"ignore_eos": True}}
+
+    def ask_for(stream: bool) -> tuple[openai.APIError, float]:
+        with pytest.raises(openai.APIError) as caught:
+            for _ in server.client.chat.completions.create(
+                model=server.model, messages=[message("tell me", [])], stream=stream, **more
+            ):
+                pass
+        return caught.value, time.monotonic()
+
+    with ThreadPoolExecutor(2) as pool:
+        stream, whole = (pool.submit(ask_for, each) for each in (True, False))
+        eventually(lambda: server.total("num_requests_running") == 2)
+        yield
+        dead_at = time.monotonic()
+        (in_stream, _), (error, _) = ends = stream.result(60), whole.result(60)
+    assert in_stream.code == "engine_unavailable" and "has stopped" in str(in_stream)
+    assert isinstance(error, openai.InternalServerError) and error.status_code == 500
+    assert error.code == "engine_unavailable"
+    assert max(at for _, at in ends) - dead_at < SOON
+
+
+def test_the_death_of_a_worker_is_survived_as_often_as_allowed_and_then_ends_the_server():
+    one = ask_video(3)
+    with RunningServer("-tp", "2", "--restart-engine", "1") as server:
+        with server.failpoint("loading-core") as starting:
+            with in_flight(server):
+                before = server.pids()
+                killed = before.pop("worker 0.1")
+                os.kill(killed, signal.SIGKILL)
+            starting.wait()
+            refused = server.get("/v1/chat/completions", method="POST")
+            assert refused.status == 503 and int(refused.headers["retry-after"]) > 0
+            assert json.loads(refused.body)["error"]["code"] == "engine_unavailable"
+            health = server.get("/health")
+            assert health.status == 503 and health.headers["retry-after"]
+            assert server.get("/live").status == 200
+        eventually(lambda: is_healthy(server), START_SECONDS)
+        del before["supervisor"]
+        eventually(lambda: not any(map(alive, before.values())))
+        assert server.ask(one.text, one.urls) == one.answer
+        assert server.total("engine_restarts") == 1
+
+        family = descendants(server.process.pid)
+        with in_flight(server):
+            core = server.pids()["core 0"]
+            os.kill(core, signal.SIGKILL)
+        assert server.process.wait(60) == 1
+        last = server.log.splitlines()[-1]
+        assert f"core 0 (pid {core}) died: killed by SIGKILL" in last and "status 1" in last
+        others = r"\(others in proc\(5\): core 0 \w(, worker 0.0 \w)?\)"  # which may have exited after it
+        assert re.search(rf"worker 0.1 \(pid {killed}\) died: killed by SIGKILL {others}\n", server.log), server.log
+        server.assert_nothing_left(family)
+
+
+@pytest.mark.slow
+def test_the_death_of_one_engine_restarts_all():
+    with RunningServer("-dp", "2", "--restart-engine") as server:
+        before = server.pids()
+        os.kill(before.pop("worker 1.0"), signal.SIGKILL)
+        eventually(lambda: not is_healthy(server))
+        eventually(lambda: is_healthy(server), START_SECONDS)
+        del before["supervisor"]
+        eventually(lambda: not any(map(alive, before.values())))
+        for seed in range(31_000, 31_006):
+            assert_right(server, seed)
+
+
+# --- one server ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server():
+    with RunningServer(
+        "--restart-engine", "--health-timeout", "1", "--collective-timeout", "5", "--timeout-client", "4",
+        "--enable-log-requests",
+    ) as running:  # fmt: skip
+        yield running
+
+
+def test_a_client_that_never_reads_is_disconnected(server):
+    """Its request ends, long before its answer would have, and costs little memory until then."""
+    api = server.pids()["api 0"]
+    before = memory(api, "VmRSS")
+    body = {"messages": [message("tell me", [])], **ENDLESS, "n": 4, "logprobs": True, "top_logprobs": 20}
+    data, address = json.dumps(body).encode(), urlsplit(server.url)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((address.hostname, address.port))
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+        eventually(lambda: server.total("prompt_tokens_total") > 0)
+        server.assert_at_rest()
+    assert memory(api, "VmHWM") - before < MAX_GROWTH_BYTES
+    assert "cut off" in server.log
+    assert_right(server, 32_000)
+
+
+def test_all_other_processes_work_and_log_while_the_supervisor_is_stopped(server):
+    """Longer than --collective-timeout: it reads answers to its pings late, and kills nothing for that."""
+    pids, begun = server.pids(), time.monotonic()
+    with stopped(server.process.pid):
+        lines = server.log.count("GET /version: 200")
+        for _ in range(2 * PIPE_BYTES // 60):
+            assert server.get("/version").status == 200
+        assert_right(server, 32_001)
+        assert server.log.count("GET /version: 200") > lines
+        time.sleep(max(0, begun + 8 - time.monotonic()))
+    time.sleep(2)
+    assert server.pids() == pids
+
+
+def test_an_engine_that_hangs_is_killed_and_handled_as_dead(server):
+    with in_flight(server):
+        core = server.pids()["core 0"]
+        os.kill(core, signal.SIGSTOP)
+        assert not is_healthy(server)
+        eventually(lambda: not alive(core))
+    assert re.search(rf"core 0 \(pid {core}\) is killed: it gave no sign of life .* core 0 T, worker 0.0 S", server.log)
+    eventually(lambda: is_healthy(server), START_SECONDS)
+    eventually(lambda: assert_right(server, 32_002))
+
+
+@pytest.mark.slow
+def test_an_api_server_that_hangs_is_replaced(server):
+    api = server.pids()["api 0"]
+    os.kill(api, signal.SIGSTOP)
+    eventually(lambda: not alive(api), 30)
+    eventually(lambda: is_healthy(server), START_SECONDS)
+    assert "api 0 T)" in server.log
+    assert_right(server, 32_003)
+
+
+@pytest.mark.slow
+def test_no_process_that_works_is_killed_for_being_slow():
+    """A step takes many times --health-timeout, one of its ranks being stopped for most of it, and less than
+    --collective-timeout: /health shows it, and no request is lost."""
+    flags = ["-tp", "2", "--health-timeout", "1", "--collective-timeout", "40", "--max-num-batched-tokens", "12"]
+    with RunningServer(*flags) as server, ThreadPoolExecutor() as pool:
+        before = server.pids()
+        with server.failpoint("prefilling") as step:
+            asking = pool.submit(ask, server, ask_small(32_004))
+            rank = step.wait()
+            for _ in range(6):
+                with stopped(rank):
+                    time.sleep(1.5)
+                    assert not is_healthy(server)
+                assert not asking.done()
+        assert asking.result().kind == "right"
+        eventually(lambda: is_healthy(server))
+        assert_right(server, 32_005)
+        assert server.pids() == before and "is killed" not in server.log
