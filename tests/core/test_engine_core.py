@@ -2,33 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
-from mini_engine.core import engine_core
-from mini_engine.messages import Finish, MediaFailed, MessageId, NewRequest, PeerGone, SamplingParams, Sibling
-from tests.core.simulated_ranks import token_of
+from mini_engine.messages import MediaFailed, MessageId, NewRequest, PeerGone, SamplingParams
 from tests.core.world import API, MODEL, World, item
 
 HASH = b"h" * 16
-
-
-def test_a_request_gets_its_tokens_and_leaves_nothing():
-    world = World()
-    world.request("a", prompt=5, max_tokens=3)
-    world.run()
-    assert world.tokens["a"] == [token_of("a", i) for i in range(3)]
-    assert world.ends == {"a": ["length"]}
-    world.assert_at_rest()
-
-
-@pytest.mark.parametrize("async_scheduling", [True, False])
-def test_nothing_follows_a_stop_token(async_scheduling):
-    world = World(async_scheduling=async_scheduling)
-    world.request("a", max_tokens=10, stop=[token_of("a", 2)])
-    world.run()
-    assert world.tokens["a"] == [token_of("a", i) for i in range(3)]
-    assert world.ends == {"a": ["stop"]}
-    world.assert_at_rest()
 
 
 def test_two_steps_are_in_flight_only_when_asynchronous():
@@ -76,19 +53,6 @@ def test_media_may_arrive_before_its_request():
     world.assert_at_rest()
 
 
-def test_tensors_are_consumed_when_the_encoding_step_retires_not_before():
-    world = World()
-    message = MessageId(API[1], 1)
-    world.request("video", max_tokens=5, media=[item(message, 1)])
-    world.media_ready(message)
-    world.turn()
-    world.turn()
-    assert world.consumed == []
-    world.links.run_step()
-    world.turn()
-    assert world.consumed == [message]
-
-
 def test_a_request_whose_media_failed_is_to_be_sent_again_and_nothing_else_is_touched():
     world = World()
     bad, good = MessageId(API[1], 1), MessageId(API[1], 2)
@@ -113,21 +77,6 @@ def test_media_may_fail_before_their_request_comes():
     world.assert_at_rest()
 
 
-def test_media_that_are_late_end_the_request_and_are_released_once_they_came(monkeypatch):
-    monkeypatch.setattr(engine_core, "MEDIA_TIMEOUT_SECONDS", 0.0)
-    world = World(ranks=2)
-    message = MessageId(API[1], 1)
-    world.request("video", media=[item(message, 1, media_hash=HASH)], siblings=[Sibling("video-1", 3)])
-    world.media_ready(message, rank=1)
-    world.run()
-    assert world.late == ["video"] and not (world.turned_down or world.ends or world.accepted)
-    assert world.links.released == [] == world.consumed, "rank 0 may still get it"
-    world.media_ready(message)
-    world.run()
-    assert world.links.released == [message] == world.consumed, "an idle engine makes a step for it"
-    world.assert_at_rest()
-
-
 def test_media_that_a_rank_cannot_use_are_released_once_the_other_has_reported_them():
     world = World(ranks=2)
     message = MessageId(API[1], 1)
@@ -139,36 +88,6 @@ def test_media_that_a_rank_cannot_use_are_released_once_the_other_has_reported_t
     world.run()
     assert world.links.released == [message] == world.consumed
     world.assert_at_rest()
-
-
-@pytest.mark.parametrize("turns", range(9))
-def test_abort_in_any_state(turns):
-    world = World(max_tokens=2)
-    message = MessageId(API[1], 1)
-    world.request("video", prompt=10, max_tokens=6, media=[item(message, 1), item(message, 7, index=1)])
-    if turns:
-        world.media_ready(message)
-    for _ in range(turns):
-        world.turn()
-        if world.links.steps:
-            world.links.run_step()
-    world.receive(Finish("video", "abort"))
-    world.run()
-    if not turns:
-        world.media_ready(message)
-        world.run()
-    assert world.ends == {"video": ["abort"]}
-    assert world.consumed == [message]
-    world.assert_at_rest()
-
-
-def test_the_first_terminal_event_wins():
-    world = World()
-    world.request("a", max_tokens=1)
-    world.run()
-    world.receive(Finish("a", "abort"))
-    world.run()
-    assert world.ends == {"a": ["length"]}
 
 
 def test_a_dead_api_server_takes_its_requests_along_and_nothing_else():
