@@ -4,8 +4,8 @@ They are forked from one process, which has loaded torch once for all, and die w
 
 The directory holds `job.pt`: {"checkpoints": {name: (path, prompts)}, "towers": {name: path}, "calls": {name: (patches,
 grids)}}. Writes `rank<r>.pt` there: by name of the checkpoint the logits of the batch of prompts, whole, in steps of a
-few tokens of each, and in bfloat16; by name of the tower and of the call the rows of a tower that is whole on each rank,
-and how many patches went through this rank's own.
+few tokens of each, and in bfloat16; by name of the tower and of the call the rows of a tower that is whole on each
+rank, and how many patches went through this rank's own.
 """
 
 import multiprocessing
