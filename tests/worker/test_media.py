@@ -131,17 +131,3 @@ def test_a_start_behind_the_blocks_of_another(name, size, shared, make_runner, e
         steps.append(Step(3 + i, chunks=[chunk]))
     tokens = script.run(make_runner(media, size), steps)
     assert tokens == {name: expected[name][:1], "second": expected[name]}
-
-
-def test_an_item_is_encoded_once_and_again_after_it_was_evicted(make_runner, expected):
-    media = tiny.MemoryMedia()
-    first, second = twins(media, "two")
-    third = msgspec.structs.replace(first, request_id="third")
-    hashes = [item.media_hash for item in first.media]
-    steps = [
-        prefill(first, 1, 0, encode=[EncodeItem("two", 0, 0, 9), EncodeItem("two", 1, 0, 1)]),
-        prefill(second, 2, 50, finished=["two"]),  # the item outlives the request that brought it
-        prefill(third, 3, 100, evict=hashes, encode=[EncodeItem("third", 0, 0, 9), EncodeItem("third", 1, 0, 1)]),
-    ]
-    tokens = script.run(make_runner(media), steps)
-    assert tokens == {name: expected["two"][:1] for name in ("two", "second", "third")}

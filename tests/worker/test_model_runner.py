@@ -75,10 +75,16 @@ def test_an_empty_step_is_answered_and_reaches_the_media_table(make_runner):
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_company(make_runner):
+    """Under penalties, a bias and a bar as well, which count what each request has."""
+    sampling = {
+        "temperature": 0.9, "top_p": 0.95, "seed": 11, "repetition_penalty": 1.2, "presence_penalty": 0.3,
+        "frequency_penalty": 0.5, "logit_bias": {5: 1.5, 9: -2.0}, "stop_token_ids": [4, 9, 11], "min_tokens": 7,
+    }  # fmt: skip
     media = tiny.MemoryMedia()
-    requests = tiny.mixed_requests(media, temperature=0.9, top_p=0.95, seed=11)
-    together = script.run(make_runner(media), script.write_steps(requests, 8, 64, 16, NUM_BLOCKS, preempt_at=[6]))
+    requests = tiny.mixed_requests(media, **sampling)
+    steps = script.write_steps(requests, 12, 64, 16, NUM_BLOCKS, preempt_at=[6])
+    together = script.run(make_runner(media), steps, ahead=1)
     media = tiny.MemoryMedia()
-    for request in tiny.mixed_requests(media, temperature=0.9, top_p=0.95, seed=11):
-        alone = script.run(make_runner(media), script.write_steps([request], 8, 1000, 16, NUM_BLOCKS))
+    for request in tiny.mixed_requests(media, **sampling):
+        alone = script.run(make_runner(media), script.write_steps([request], 12, 1000, 16, NUM_BLOCKS))
         assert alone[request.request_id] == together[request.request_id]

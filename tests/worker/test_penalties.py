@@ -104,18 +104,3 @@ def test_penalised_tokens_are_those_of_transformers(checkpoint, make_runner, exp
     media = tiny.MemoryMedia()
     steps = script.write_steps(tiny.mixed_requests(media, **HF_PENALTY), COUNT, 64, 16, NUM_BLOCKS, (9, 14, 15))
     assert script.run(make_runner(media), steps, 1) == penalised != expected
-
-
-def test_adjusted_tokens_are_the_same_whatever_the_batches(make_runner):
-    sampling: dict[str, Any] = {
-        "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.5, "logit_bias": {5: 1.5, 9: -2.0},
-        "stop_token_ids": [4, 9, 11], "min_tokens": 7, "logprobs": 2, "temperature": 0.8,
-    }  # fmt: skip
-
-    def run(ahead: int, budget: int, preempt_at: tuple[int, ...] = ()) -> dict[str, list[int]]:
-        media = tiny.MemoryMedia()
-        requests = tiny.mixed_requests(media, **sampling)
-        steps = script.write_steps(requests, COUNT, budget, 16, NUM_BLOCKS, preempt_at)
-        return script.run(make_runner(media), steps, ahead)
-
-    assert run(2, 100_000) == run(0, 64) == run(1, 64, (9, 14, 15))
