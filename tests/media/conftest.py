@@ -1,8 +1,7 @@
-"""Shared by the media tests: a small model and its processor, loaded once; downloads with names of their own."""
+"""Shared by the media tests: downloads with names of their own."""
 
 import asyncio
 import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +9,6 @@ import pytest
 from mini_engine.media.errors import MediaError
 from mini_engine.media.http_fetch import fetch_http
 from mini_engine.media.policy import MediaPolicy, Received
-from mini_engine.media.processor import MediaProcessor
-from tests import tiny_processor
 
 LIMIT = 1 << 20
 BODY = bytes(range(256)) * 2000
@@ -41,16 +38,6 @@ def refusal(url: str, policy: MediaPolicy) -> str:
         download(url, policy)
     assert not any(secret in str(caught.value) for secret in ("127.0.0.1", "10.", "secret", "Errno", ".test"))
     return str(caught.value)
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_processor.build(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="session")
-def processor(model_dir: Path) -> MediaProcessor:
-    return MediaProcessor(model_dir)
 
 
 @pytest.fixture
