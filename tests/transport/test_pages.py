@@ -65,11 +65,13 @@ class Model:
             self.free |= set(numbers_of(extents))
 
 
-EVENTS = st.tuples(st.sampled_from(["allocate", "allocate", "write", "free"]), st.integers(1, 40))
+EVENTS = st.tuples(
+    st.sampled_from(["allocate", "allocate", "write", "free"]), st.one_of(st.integers(1, 6), st.integers(1, 60))
+)
 
 
-@settings(deadline=None)
-@given(st.lists(EVENTS, max_size=60))
+@settings(max_examples=300, deadline=None)
+@given(st.lists(EVENTS, max_size=80))
 def test_pages_belong_to_one_allocation_at_a_time(events: list[tuple[str, int]]) -> None:
     model = Model()
     for kind, number in events:

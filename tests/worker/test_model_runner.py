@@ -24,15 +24,6 @@ def test_tokens_are_those_of_transformers(budget, preempt_at, family, make_runne
     assert script.run(make_runner(media), steps) == expected
 
 
-@pytest.mark.parametrize("block_size", [1, 4])
-def test_tokens_are_those_of_transformers_with_small_blocks(block_size, make_runner, expected):
-    media = tiny.MemoryMedia()
-    requests = [r for r in tiny.mixed_requests(media) if block_size > 1 or r.request_id in ("image", "short")]
-    steps = script.write_steps(requests, COUNT, 16, block_size, NUM_BLOCKS)
-    tokens = script.run(make_runner(media, block_size), steps)
-    assert tokens == {request.request_id: expected[request.request_id] for request in requests}
-
-
 @pytest.mark.parametrize(("ahead", "preempt_at"), [(0, (3,)), (1, (9, 14, 15)), (2, (9, 14, 15))])
 def test_steps_launched_ahead_and_restarts_with_other_blocks_change_no_token(ahead, preempt_at, make_runner, expected):
     media = tiny.MemoryMedia()
