@@ -1,5 +1,5 @@
-"""The worker's loop that launches steps ahead, over real sockets, with a real runner. In the place of the device's end of
-a step stands a gate that the test opens, so that steps can be seen to be launched before."""
+"""The worker's loop that launches steps ahead, over real sockets, with a real runner. In the place of the device's end
+of a step stands a gate that the test opens, so that steps can be seen to be launched before."""
 
 from __future__ import annotations
 
