@@ -11,6 +11,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 
+from mini_engine.config import EngineConfig
 from mini_engine.messages import (
     Envelope,
     MediaItem,
@@ -51,9 +52,10 @@ class Sequence:
 class SimulatedLinks:
     """Stands where `links.Links` stands: the test decides what arrives and when the ranks run."""
 
-    def __init__(self, num_ranks: int, block_size: int, max_tokens: int, max_seqs: int, encoder_budget: int):
-        self.num_ranks, self.block_size = num_ranks, block_size
-        self.max_tokens, self.max_seqs, self.encoder_budget = max_tokens, max_seqs, encoder_budget
+    def __init__(self, config: EngineConfig):
+        self.num_ranks, self.block_size = config.tensor_parallel_size, config.block_size
+        self.max_tokens, self.max_seqs = config.step_tokens("cpu"), config.max_num_seqs
+        self.max_encoder_tokens, self.encoder_budget = config.step_media_tokens("cpu"), config.encoder_cache_tokens
         self.inbox: list[Envelope] = []
         self.sent: list[tuple[bytes, object]] = []
         self.identities: dict[int, bytes] = {}
@@ -110,8 +112,9 @@ class SimulatedLinks:
         for new in step.started:
             assert new.request_id not in self.sequences
             self.sequences[new.request_id] = self.started[new.request_id] = Sequence(new)
-        for item in step.encode:
-            self._encode(item)
+        encoded_now = sum(self._encode(item) for item in step.encode)
+        single_grid = [encode.count for encode in step.encode] == [1]
+        assert single_grid or encoded_now <= self.max_encoder_tokens, "more media than the encoder budget of a step"
         assert sum(self.encoded.values()) <= self.encoder_budget
         assert sum(chunk.num_tokens for chunk in step.chunks) <= self.max_tokens
         assert len(step.chunks) <= self.max_seqs
@@ -124,7 +127,8 @@ class SimulatedLinks:
         self.released += step.release
         return tokens
 
-    def _encode(self, encode) -> None:
+    def _encode(self, encode) -> int:
+        """Returns the number of tokens encoded."""
         item = self.sequences[encode.request_id].new.media[encode.index]
         done = self.num_grids.setdefault(item.media_hash, 0)
         assert encode.first == done and encode.count > 0, "a temporal grid is encoded twice, or left out"
@@ -139,6 +143,7 @@ class SimulatedLinks:
         if self.num_grids[item.media_hash] == item.grid_thw[0]:
             self.encoded[item.media_hash] = item.num_tokens
             self.num_encoded += 1
+        return item.num_tokens // item.grid_thw[0] * encode.count
 
     def _run_chunk(self, chunk) -> list[SampledToken]:
         sequence = self.sequences[chunk.request_id]

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
-
-from mini_engine.core import engine_core
-from mini_engine.messages import Finish, MediaFailed, MessageId, NewRequest, PeerGone, SamplingParams, Sibling
-from tests.core.simulated_ranks import token_of
-from tests.core.world import API, MODEL, World, item
-
-HASH = b"h" * 16
-
-
-def test_a_request_gets_its_tokens_and_leaves_nothing():
-    world = World()
-    world.request("a", prompt=5, max_tokens=3)
-    world.run()
-    assert world.tokens["a"] == [token_of("a", i) for i in range(3)]
-    assert world.ends == {"a": ["length"]}
-    world.assert_at_rest()
-
-
-@pytest.mark.parametrize("async_scheduling", [True, False])
-def test_nothing_follows_a_stop_token(async_scheduling):
-    world = World(async_scheduling=async_scheduling)
-    world.request("a", max_tokens=10, stop=[token_of("a", 2)])
-    world.run()
-    assert world.tokens["a"] == [token_of("a", i) for i in range(3)]
-    assert world.ends == {"a": ["stop"]}
-    world.assert_at_rest()
+from mini_engine.messages import (
+    ControlReply,
+    ControlRequest,
+    Envelope,
+    MediaFailed,
+    MessageId,
+    NewRequest,
+    PeerGone,
+    SamplingParams,
+    Step,
+    StepResult,
+)
+from tests.core.world import API, MODEL, World, item, message
 
 
 def test_two_steps_are_in_flight_only_when_asynchronous():
@@ -52,46 +38,31 @@ def test_decodes_go_before_prefills():
 
 def test_a_request_waits_for_all_ranks_and_does_not_hold_up_others():
     world = World(ranks=2)
-    message = MessageId(API[1], 1)
-    world.request("video", media=[item(message, 1)])
+    world.request("video", media=[item(message(1), 1)])
     world.request("text")
-    world.media_ready(message, rank=0)
+    world.media_ready(message(1), rank=0)
     world.run()
     assert world.ends == {"text": ["length"]}
-    world.media_ready(message, rank=1)
+    world.media_ready(message(1), rank=1)
     world.run()
     assert world.ends["video"] == ["length"]
-    assert world.consumed == [message]
+    assert world.consumed == [message(1)]
     world.assert_at_rest()
 
 
 def test_media_may_arrive_before_its_request():
     world = World()
-    message = MessageId(API[1], 1)
-    world.media_ready(message)
+    world.media_ready(message(1))
     world.run()
-    world.request("video", media=[item(message, 1)])
+    world.request("video", media=[item(message(1), 1)])
     world.run()
     assert world.ends == {"video": ["length"]}
     world.assert_at_rest()
 
 
-def test_tensors_are_consumed_when_the_encoding_step_retires_not_before():
-    world = World()
-    message = MessageId(API[1], 1)
-    world.request("video", max_tokens=5, media=[item(message, 1)])
-    world.media_ready(message)
-    world.turn()
-    world.turn()
-    assert world.consumed == []
-    world.links.run_step()
-    world.turn()
-    assert world.consumed == [message]
-
-
 def test_a_request_whose_media_failed_is_to_be_sent_again_and_nothing_else_is_touched():
     world = World()
-    bad, good = MessageId(API[1], 1), MessageId(API[1], 2)
+    bad, good = message(1), message(2)
     world.request("bad", media=[item(bad, 1)])
     world.request("good", media=[item(good, 1)])
     world.receive(MediaFailed(0, bad, "no buffer"), ("worker 0.0 media", 100))
@@ -104,81 +75,34 @@ def test_a_request_whose_media_failed_is_to_be_sent_again_and_nothing_else_is_to
 
 def test_media_may_fail_before_their_request_comes():
     world = World()
-    message = MessageId(API[1], 1)
-    world.receive(MediaFailed(0, message, "no buffer"), ("worker 0.0 media", 100))
+    world.receive(MediaFailed(0, message(1), "no buffer"), ("worker 0.0 media", 100))
     world.run()
-    world.request("bad", media=[item(message, 1, media_hash=HASH)])
+    world.request("bad", media=[item(message(1), 1)])
     world.run()
     assert world.turned_down == ["bad"] and not world.ends and not world.accepted
     world.assert_at_rest()
 
 
-def test_media_that_are_late_end_the_request_and_are_released_once_they_came(monkeypatch):
-    monkeypatch.setattr(engine_core, "MEDIA_TIMEOUT_SECONDS", 0.0)
-    world = World(ranks=2)
-    message = MessageId(API[1], 1)
-    world.request("video", media=[item(message, 1, media_hash=HASH)], siblings=[Sibling("video-1", 3)])
-    world.media_ready(message, rank=1)
-    world.run()
-    assert world.late == ["video"] and not (world.turned_down or world.ends or world.accepted)
-    assert world.links.released == [] == world.consumed, "rank 0 may still get it"
-    world.media_ready(message)
-    world.run()
-    assert world.links.released == [message] == world.consumed, "an idle engine makes a step for it"
-    world.assert_at_rest()
-
-
 def test_media_that_a_rank_cannot_use_are_released_once_the_other_has_reported_them():
     world = World(ranks=2)
-    message = MessageId(API[1], 1)
-    world.request("video", media=[item(message, 1, media_hash=HASH)])
-    world.receive(MediaFailed(0, message, "why"))
+    world.request("video", media=[item(message(1), 1)])
+    world.receive(MediaFailed(0, message(1), "why"))
     world.run()
     assert world.turned_down == ["video"] and world.links.released == []
-    world.receive(MediaFailed(1, message, "why"))
+    world.receive(MediaFailed(1, message(1), "why"))
     world.run()
-    assert world.links.released == [message] == world.consumed
+    assert world.links.released == [message(1)] == world.consumed
     world.assert_at_rest()
-
-
-@pytest.mark.parametrize("turns", range(9))
-def test_abort_in_any_state(turns):
-    world = World(max_tokens=2)
-    message = MessageId(API[1], 1)
-    world.request("video", prompt=10, max_tokens=6, media=[item(message, 1), item(message, 7, index=1)])
-    if turns:
-        world.media_ready(message)
-    for _ in range(turns):
-        world.turn()
-        if world.links.steps:
-            world.links.run_step()
-    world.receive(Finish("video", "abort"))
-    world.run()
-    if not turns:
-        world.media_ready(message)
-        world.run()
-    assert world.ends == {"video": ["abort"]}
-    assert world.consumed == [message]
-    world.assert_at_rest()
-
-
-def test_the_first_terminal_event_wins():
-    world = World()
-    world.request("a", max_tokens=1)
-    world.run()
-    world.receive(Finish("a", "abort"))
-    world.run()
-    assert world.ends == {"a": ["length"]}
 
 
 def test_a_dead_api_server_takes_its_requests_along_and_nothing_else():
     world = World()
     dead, alive = ("api 1", 8), API
-    message = MessageId(8, 1)
+    tensors = MessageId(8, 1)
     tokens = [30, MODEL.video_token_id, MODEL.video_token_id, 31, 32]
-    world.receive(NewRequest("dead", tokens, SamplingParams(9, 1), [item(message, 1)]), dead)
+    world.receive(NewRequest("dead", tokens, SamplingParams(9, 1), [item(tensors, 1)]), dead)
     world.request("alive", max_tokens=6)
-    world.media_ready(message)
+    world.media_ready(tensors)
     for _ in range(3):
         world.turn()
         world.links.run_step()
@@ -193,3 +117,41 @@ def test_a_dead_api_server_takes_its_requests_along_and_nothing_else():
     assert "late" not in world.tokens
     world.assert_at_rest()
     assert alive[1] not in world.links.gone
+
+
+# --- pings: the core answers for all of its ranks, and only when they have shown that they run -----------------------
+
+
+def test_an_idle_engine_sends_an_empty_step_through_all_ranks():
+    world = World(ranks=2)
+    world.receive(ControlRequest(5))
+    world.turn()
+    world.receive(ControlRequest(6))
+    world.turn()
+    assert list(world.links.steps) == [Step(1)], "the second ping needs no step of its own"
+    world.links.inbox.append(Envelope("worker 0.0", 100, StepResult(1)))
+    world.turn()
+    assert not world.told, "answered before all ranks were"
+    world.links.inbox.append(Envelope("worker 0.1", 101, StepResult(1)))
+    world.links.steps.clear()
+    world.turn()
+    assert world.told == [ControlReply(5), ControlReply(6)]
+    world.turn()
+    assert not world.links.steps, "one ping is one step"
+    world.assert_at_rest()
+
+
+def test_a_busy_engine_answers_by_the_step_that_runs():
+    world = World(async_scheduling=False)
+    world.request("a", max_tokens=3)
+    world.turn()
+    world.receive(ControlRequest(1))
+    world.receive(ControlRequest(2))
+    world.turn()
+    assert len(world.links.steps) == 1 and not world.told
+    world.links.run_step()
+    world.turn()
+    assert world.told == [ControlReply(1), ControlReply(2)]
+    world.run()
+    assert world.links.num_computed == 5 + 2 and world.ends == {"a": ["length"]}
+    world.assert_at_rest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -24,16 +25,7 @@ from mini_engine.transport.pages import MARK_PAGES, PAGE_BYTES, pages_for
 
 ROW = PAGE_BYTES // 2
 PAGES = 12  # of the store in the property test
-ROWS = [
-    1,
-    2,
-    3,
-    5,
-    8,
-    13,
-    2 * PAGES,
-    2 * PAGES + 1,
-]  # of the items, by hash; the last is too large
+ROWS = [1, 2, 3, 5, 8, 13, 2 * PAGES, 2 * PAGES + 1]  # of the items, by hash; the last is too large
 PLENTY = 1 << 50
 API, OTHER = 7, 8  # incarnations
 
@@ -55,21 +47,12 @@ def new_request(owner: Owner, values) -> NewRequest:
     return NewRequest(owner[1], [1], SamplingParams(1, 1), [named(value) for value in values])
 
 
-def store_of(pages: int, available: int = PLENTY) -> MediaStore:
-    return MediaStore(pages * PAGE_BYTES, ROW, lambda: available)
-
-
 def put(store: MediaStore, number: int, rows: int | None = None, owner: Owner = (API, "r"), readers=()) -> Reserved:
     """Write an item, which `readers` refer to afterwards."""
     reserved = store.reserve(owner, facts(value_of(number), rows))
     assert reserved.outcome == "reserved"
     store.written(reserved.number, readers)
     return reserved
-
-
-def idle(store) -> list[int]:
-    """The numbers of the idle items, the longest unused first."""
-    return [entry.media.media_hash[0] for entry in store.idle]
 
 
 @dataclasses.dataclass(eq=False)
@@ -353,6 +336,7 @@ class CopiesAgainstModel(RuleBasedStateMachine):
         assert copies.num_bytes <= copies.capacity
         assert copies.num_references == sum(map(len, self.held.values()))
         copied = {*itertools.chain(*self.steps), *(keep.media_hash for keep in copies.keep)}
+        assert not pinned & copied, "found before every rank has its copy"
         assert copies.num_bytes_pinned == sum(ROWS[value[0]] % 20 + 1 for value in pinned | copied)
         assert copies.num_bytes_idle == sum(entry.nbytes for entry in copies.idle)
         dropped = set(copies.drop)
@@ -362,16 +346,6 @@ class CopiesAgainstModel(RuleBasedStateMachine):
 
 CopiesAgainstModel.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestCopiesAgainstModel = CopiesAgainstModel.TestCase
-
-
-def test_free_pages_anywhere_are_enough():
-    """One out of two pages is free: an item lies in as many extents."""
-    store = store_of(8)
-    for number in range(8):
-        put(store, number, 2, readers=[(API, "runs")] if number % 2 else [])
-    reserved = put(store, 8, 8)
-    assert sorted(reserved.extents) == [(page, 1) for page in range(0, 8, 2)]
-    assert idle(store) == [8]
 
 
 def test_short_memory_is_full_unless_idle_items_can_be_evicted():
@@ -394,4 +368,17 @@ def test_a_risen_mark_is_reported_where_ranks_register_the_memory():
     assert store.mark is None
     put(store, 3, 2 * MARK_PAGES)
     assert store.mark == 2 * MARK_PAGES * PAGE_BYTES
-    assert store_of(1).mark is None
+
+
+@pytest.mark.parametrize("number", [6_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_many_small_items_make_room_for_a_large_one(number):
+    """As many as its pages, the longest unused of those without a reference; it lies in as few runs as there are."""
+    store = MediaStore(number * PAGE_BYTES, ROW, lambda: PLENTY)
+    values = [index.to_bytes(16) for index in range(number)]
+    for index, value in enumerate(values):
+        reserved = store.reserve((API, "writer"), facts(value, 1))
+        store.written(reserved.number, [(API, "reader")] if index % 4 == 0 else [])
+    reserved = store.reserve((API, "large"), facts(b"large", number))
+    assert reserved.outcome == "reserved" and store.num_evictions == number // 2
+    assert [entry.media.media_hash for entry in store.idle] == [v for i, v in enumerate(values) if i % 4][number // 2 :]
+    assert store.num_references == number // 4 and len(reserved.extents) == -(-number // 6)

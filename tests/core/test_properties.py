@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,8 +113,8 @@ def answer(name: str, length: int, stop: int | None) -> list[int]:
 def assert_invariants(world: World) -> None:
     held = [block for request in world.core.requests.values() for block in request.blocks]
     assert world.pool.num_used == len(set(held))
-    users = sum(request.holds_media * len(request.media_tokens) for request in world.core.requests.values())
-    assert users == sum(entry.users for entry in world.core.encoder._entries.values())
+    users = Counter(value for one in world.core.requests.values() if one.holds_media for value in one.media_tokens)
+    assert all(world.core.encoder[value].users == number for value, number in users.items())
     assert world.core.encoder.num_tokens <= world.core.encoder.budget
     running = world.core.scheduler.running
     assert len(running) <= world.core.config.max_num_seqs

@@ -9,7 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_engine.core.media_store import MediaStore
-from mini_engine.messages import Abandoned, ControlRequest, Finish, MessageId, PeerGone, Reserved, Unreserve
+from mini_engine.messages import (
+    Abandoned,
+    ControlRequest,
+    Finish,
+    MediaFailed,
+    MessageId,
+    PeerGone,
+    Reserved,
+    Sibling,
+    Unreserve,
+    Written,
+)
 from tests.core.world import API, OTHER, World, copies_world, item, named, reserve, store_world, write
 
 
@@ -61,15 +72,27 @@ class RandomClients:
         elif self.coming:
             name = self.chance.choice(list(self.coming))
             value, sender = self.coming.pop(name)
-            if self.chance.random() < 0.2:
+            media, what = [named(1, value, 1 + value[0] % 3)], self.chance.random()
+            if what < 0.2:
                 self.world.receive(Unreserve(name), sender)
+            elif what < 0.4:  # it is turned down, and comes again or leaves; what it found waits for it
+                number = MessageId(sender[1], next(self.numbers))
+                self.world.request(name, prompt=8, media=[*media, item(number, 5, 1)], sender=sender)
+                self.world.receive(MediaFailed(0, number, "no descriptor"), ("worker 0.0 media", 100))
+                self.world.turn()
+                assert self.world.turned_down.pop() == name
+                self.coming[name] = value, sender
             else:
-                self.world.request(name, prompt=8, media=[named(1, value, 1 + value[0] % 3)], sender=sender)
+                siblings = [Sibling(f"{name} 1", 1)] if what < 0.6 else []
+                self.world.request(name, prompt=8, media=media, sender=sender, siblings=siblings)
                 self.sent[name] = value, sender, None
 
     def die(self) -> None:
         dead = self.senders[1]
         self.world.receive(PeerGone(*dead), ("supervisor", 0))
+        for number, (_, name, sender) in self.reservations.items():
+            if sender == dead:  # what it sent before it died and arrives after that is void
+                self.world.receive(self.chance.choice([Written(number, [name]), Abandoned(number)]), dead)
         self.senders[1] = (dead[0], dead[1] + 2)
         self.world.links.identities[dead[1] + 2] = b"api 1:%d" % (dead[1] + 2)
         for held in (self.coming, self.sent):

@@ -1,12 +1,13 @@
-"""Times of a request in its outputs: in order, with the first and the last tokens only."""
+"""Times of a request in its outputs, with the first and the last tokens only; the deadline of its media."""
 
 from __future__ import annotations
 
 import pytest
 
 from mini_engine.messages import EngineTimes, Finish, Sibling
-from tests.core.test_caches import A, message
-from tests.core.world import World, item
+from tests.core.world import World, item, message
+
+A = b"a" * 16
 
 
 class Clock:
@@ -100,3 +101,19 @@ def test_siblings_and_ends_from_outside_are_told_without(clock):
     clock.run(world)
     assert world.ends == {"a": ["length"], "a-1": ["length"], "b": ["stop"]}
     assert {name: len(times) for name, times in world.times.items()} == {"a": 2, "b": 1}
+
+
+def test_media_that_are_late_end_the_request_and_are_released_once_they_came(clock):
+    world = World(ranks=2)
+    world.request("video", media=[item(message(1), 1)], siblings=[Sibling("video-1", 3)])
+    world.media_ready(message(1), rank=1)
+    world.run()
+    assert not world.late
+    clock.now += 30
+    world.run()
+    assert world.late == ["video"] and not (world.turned_down or world.ends or world.accepted)
+    assert world.links.released == [] == world.consumed, "rank 0 may still get it"
+    world.media_ready(message(1))
+    world.run()
+    assert world.links.released == [message(1)] == world.consumed, "an idle engine makes a step for it"
+    world.assert_at_rest()

@@ -52,7 +52,7 @@ class World:
             tensor_parallel_size=ranks, max_num_seqs=max_seqs, max_num_batched_tokens=max_tokens,
             block_size=block_size, max_model_len=blocks * block_size, **more,
         )  # fmt: skip
-        self.links = SimulatedLinks(ranks, block_size, max_tokens, max_seqs, config.encoder_cache_tokens)
+        self.links = SimulatedLinks(config)
         self.links.identities[API[1]] = b"api 0:7"
         self.core = EngineCore(
             config, model, engine_limits(config, model, blocks, "cpu"), Budgets.of(config, "cpu"), media, self.links
@@ -151,6 +151,7 @@ class World:
         assert self.pool.num_used == 0
         assert not self.core.requests and not self.core.scheduler.running and not self.core.scheduler.waiting
         assert not self.links.sequences, "the ranks still keep a sequence"
+        assert self.links.num_grids.keys() == self.links.encoded.keys(), "the ranks still keep half of an item"
         steps = self.core.steps
         assert not steps.in_flight and not steps.finished and not steps.release and not steps.unreferenced
         assert not len(self.core.awaiting_media)

@@ -22,7 +22,7 @@ LIVE = [("libx264", "mp4"), ("libvpx-vp9", "webm"), ("libx264", "matroska")]
 
 
 def places_to_cut(data: bytes) -> list[int]:
-    return sorted({*range(1, 80), *range(80, len(data), max(1, len(data) // 150)), *range(len(data) - 9, len(data))})
+    return sorted({*range(1, 80, 5), *range(80, len(data), max(1, len(data) // 75)), *range(len(data) - 9, len(data))})
 
 
 @pytest.mark.parametrize(("codec", "container"), [*FORMATS, ("libx264", "mp4 with its index first")])
@@ -72,9 +72,8 @@ def test_allow_partial_serves_the_rest(codec: str, container: str) -> None:
     assert decode_video(data, ALL, allow_partial=True).facts.missing is None
 
 
-@pytest.mark.parametrize("codec", ["libx264", "libx265", "libsvtav1"])
-def test_a_damaged_frame(codec: str) -> None:
-    whole = clips.cached(codec, "mp4", 31, 128, 96, g="10")
+def test_a_damaged_frame() -> None:
+    whole = clips.cached("libx264", "mp4", 31, 128, 96, g="10")
     with av.open(io.BytesIO(whole)) as container:
         packets = [packet for packet in container.demux(video=0) if 12 <= (packet.pts or 0) / 1024 < 20]
         largest = max(packets, key=lambda packet: packet.size)
@@ -87,9 +86,7 @@ def test_a_damaged_frame(codec: str) -> None:
     np.testing.assert_array_equal(decoded.frames[:8], clips.decode_all(whole)[:8])
 
 
-@pytest.mark.parametrize("trailer", [
-    b"TAG" + bytes(125), b"downloaded by a program", bytes(500), b"\xff" * 500, b"\0\1\0\0gps0" + bytes(30),
-], ids=["ID3v1", "text", "zeros", "ones", "truncated box"])  # fmt: skip
+@pytest.mark.parametrize("trailer", [b"TAG" + bytes(125), b"\0\1\0\0gps0" + bytes(30)], ids=["ID3v1", "truncated box"])
 def test_bytes_behind_an_mp4_are_ignored(trailer: bytes) -> None:
     for data in (clips.cached("libx264", "mp4"), clips.encode_live(21)):
         np.testing.assert_array_equal(decode_video(data + trailer, ALL).frames, clips.decode_all(data))

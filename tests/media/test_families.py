@@ -1,6 +1,8 @@
 """The processors of all families: patches, prompts and sampling equal those of the model's own full call."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.protocol import ChatMessage
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.media.sampling import VideoFacts, VideoSampling
+from mini_engine.metrics import REGISTRY
 from tests import tiny_processor
 from tests.media.decoding import Video
 from tests.tiny_processor import own_settings
@@ -20,8 +23,17 @@ TEN_HZ = np.arange(60) / 10
 
 
 @pytest.fixture(scope="module", params=tiny_processor.PROCESSORS)
-def processor(request, tmp_path_factory) -> MediaProcessor:
-    return MediaProcessor(tiny_processor.build(tmp_path_factory.mktemp("model"), request.param))
+def model_dir(request, tmp_path_factory) -> Path:
+    return tiny_processor.build(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.fixture(scope="module")
+def processor(model_dir) -> MediaProcessor:
+    return MediaProcessor(model_dir)
+
+
+def process_video(processor: MediaProcessor, video: Video) -> ProcessedItem:
+    return processor.process_video(*video, own_settings(processor))
 
 
 def decoded(count: int, height: int, width: int, times: Any = TEN_HZ, **sampling: Any) -> Video:
@@ -63,12 +75,12 @@ def assert_same(processor: MediaProcessor, item: ProcessedItem, expected: Any) -
     torch.testing.assert_close(pixels.flatten(1), expected[name].double(), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(("height", "width"), [(48, 64), (90, 62), (300, 40), (224, 224), (1, 3)])
+@pytest.mark.parametrize(("height", "width"), [(90, 62), (300, 40), (1, 3)])
 def test_patches(processor, height, width):
     for count in (2, 5, 8):
         video = decoded(count, height, width, np.arange(3 * count) / 29.97)
         item, expected = (
-            processor.process_video(*video, own_settings(processor)),
+            process_video(processor, video),
             full_call(processor, video),
         )
         assert_same(processor, item, expected)
@@ -94,11 +106,10 @@ def test_prompts(processor):
         part if kind == "text" else {"type": f"{kind}_url", f"{kind}_url": "x"}
         for kind, part in zip(kinds, content, strict=True)
     ]
-    own = own_settings(processor)
     items = [
-        processor.process_video(*media[0], own),
-        processor.process_image(media[1], own),
-        processor.process_video(*media[2], own),
+        process_video(processor, media[0]),
+        processor.process_image(media[1], own_settings(processor)),
+        process_video(processor, media[2]),
     ]
     message = msgspec.convert({"role": "user", "content": parts}, ChatMessage)
     token_ids, placed_items = renderer.expand(renderer.render([message]), [(b"hash", item) for item in items])
@@ -123,7 +134,45 @@ def test_video_of_one_frame(processor):
     still = decoded(1, 64, 96)
     twice = np.repeat(still.frames, 2, axis=0)
     own = processor.hf_processor.video_processor([twice], do_sample_frames=False, do_rescale=False, do_normalize=False)
-    item = processor.process_video(*still, own_settings(processor))
+    item = process_video(processor, still)
     assert item.grid_thw == tuple(own["video_grid_thw"][0])
     assert torch.equal(item.patches, own["pixel_values_videos"])
     assert item.placeholder in (None, "<0.0 seconds><|vision_start|><|video_pad|><|vision_end|>")
+
+
+def test_concurrent_threads_get_equal_patches(processor: MediaProcessor) -> None:
+    videos = [decoded(4, 60 + 8 * index, 90) for index in range(4)]
+    alone = [process_video(processor, video).patches for video in videos]
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(lambda video: process_video(processor, video), videos * 5))
+    assert all(torch.equal(item.patches, patches) for item, patches in zip(made, alone * 5, strict=True))
+
+
+def test_full_device_falls_back_to_the_cpu_and_is_counted(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On torch's meta device, which computes shapes alone. Here it has no memory for videos."""
+    processor, plain = MediaProcessor(model_dir, device="meta"), MediaProcessor(model_dir)
+    video, preprocess = decoded(4, 60, 100), processor.hf_processor.video_processor.preprocess
+    assert process_video(processor, video).patches.device.type == "meta"
+
+    def out_of_memory(*args: Any, **more: Any) -> Any:
+        if more["device"] == "meta":
+            raise torch.OutOfMemoryError("CUDA out of memory. 3.00 GiB allowed")
+        return preprocess(*args, **more)
+
+    monkeypatch.setattr(processor.hf_processor.video_processor, "preprocess", out_of_memory)
+    counter = ("mini_engine:ipc_fallbacks_total", {"reason": "processor_memory"})
+    before = REGISTRY.get_sample_value(*counter) or 0
+    assert process_video(processor, video).patches.equal(process_video(plain, video).patches)
+    assert REGISTRY.get_sample_value(*counter) == before + 1
+    assert processor.process_image(video.frames[0], own_settings(processor)).patches.device.type == "meta"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_patches_of_cuda_equal_those_of_the_cpu_but_for_rounding(model_dir: Path) -> None:
+    """The resize sharpens edges, which here stay within 0 to 255: CPU and CUDA clamp what is beyond at other steps."""
+    video = decoded(4, 60, 100)
+    video = video._replace(frames=96 + video.frames // 4)
+    here, there = (process_video(MediaProcessor(model_dir, device=device), video) for device in (None, "cuda:0"))
+    assert here.grid_thw == there.grid_thw
+    assert (here.patches.int() - there.patches.cpu().int()).abs().max() <= 1

@@ -26,7 +26,7 @@ EIGHT = VideoSampling(num_frames=8)
 SAMPLINGS = [
     *[VideoSampling(num_frames=count) for count in (1, 2, 3, 8, 20, 100)],
     *[VideoSampling(fps=fps) for fps in (1, 4)],
-    *[VideoSampling(num_frames=1, start=index / 10) for index in range(41)],  # each frame by itself
+    *[VideoSampling(num_frames=1, start=index / 10) for index in range(0, 41, 3)],  # a frame by itself
 ]
 Clip = Callable[[], bytes]
 
@@ -40,11 +40,6 @@ def with_sound(codec: str, sound: str, container: str) -> bytes:
         clips.write_sound(output, audio, 30)
         clips.write_frames(output, stream, range(31))
     return buffer.getvalue()
-
-
-def hide_frame(index: int, packet: bytes) -> bytes:
-    """VP8: clears show_frame (RFC 6386, section 9.1) of each seventh frame, to which others refer."""
-    return bytes([packet[0] & 0xEF]) + packet[1:] if index % 7 == 6 else packet
 
 
 def drop_frame(index: int, packet: bytes) -> bytes:
@@ -61,21 +56,15 @@ def trimmed() -> bytes:
     return bytes(data)
 
 
-def claiming(codec: str, container: str, marker: bytes, offset: int, code: str, value: float) -> bytes:
-    """A file with another number at `offset` from the end of `marker`."""
-    data = clips.cached(codec, container)
-    place = data.index(marker) + len(marker) + offset
-    return data[:place] + struct.pack(code, value) + data[place + struct.calcsize(code) :]
-
-
 def clip(codec: str, container: str, frames: int = 31, **options: str) -> Clip:
     return partial(clips.cached, codec, container, frames, **options)
 
 
+ONE_OF_EACH = {container: codec for codec, container in reversed(clips.ALL)}
 CLIPS: dict[str, Clip] = {
     **{f"{codec} in {container}, g=5": clip(codec, container, g="5") for codec, container in clips.ALL},
-    **{f"{codec} in {container}": clip(codec, container) for codec, container in clips.ALL},
-    **{f"one frame, {codec} in {container}": clip(codec, container, 1) for codec, container in clips.ALL},
+    **{f"{codec} in {container}": clip(codec, container) for container, codec in ONE_OF_EACH.items()},
+    **{f"one frame, {codec} in {container}": clip(codec, container, 1) for container, codec in ONE_OF_EACH.items()},
     **{f"{codec} in {container}, live": partial(clips.encode_live, 31, codec, container) for codec, container in (
         ("libx264", "mp4"), ("libx264", "mov"), ("libx264", "matroska"), ("libvpx-vp9", "webm"),
     )},
@@ -84,7 +73,7 @@ CLIPS: dict[str, Clip] = {
         ("libvpx-vp9", "libopus", "webm"), ("libx264", "aac", "matroska"),
     )},
     **{f"{width}x{height}, {codec}": partial(clips.encode, 5, width, height, codec=codec, container=container)
-       for width, height in ((63, 47), (17, 33), (9, 121), (98, 62))
+       for width, height in ((63, 47), (9, 121))
        for codec, container in (("libx264", "mp4"), ("libvpx-vp9", "webm"), ("mpeg4", "avi"))},
     # Key frames from which decoding can start, or cannot: open groups, stripes, fields, forward key frames.
     "h264 open groups": clip("libx264", "mp4", 41, **{
@@ -101,13 +90,6 @@ CLIPS: dict[str, Clip] = {
     "avi without times": clip("mpeg4", "avi", 41, bf="2", g="10"),
     "each h265 frame a key frame": lambda: clips.cached("libx265", "mp4", 31, g="10").replace(b"stss", b"free"),
     "each mpeg4 frame a key frame": lambda: clips.cached("mpeg4", "mp4", 31, g="10").replace(b"stss", b"free"),
-    # Headers that are wrong.
-    **{f"{box.decode()} {claim}": partial(claiming, "libx264", "mp4", box, offset, ">I", claim)
-       for claim in (0, 7, 1000) for box, offset in ((b"mvhd", 16), (b"mdhd", 16), (b"tkhd", 20))},
-    **{f"{chunk.decode()} {claim}": partial(claiming, "mpeg4", "avi", chunk, offset, "<I", claim)
-       for claim in (0, 7, 1000) for chunk, offset in ((b"avih", 20), (b"strh", 36))},
-    **{f"webm duration {claim}": partial(claiming, "libvpx-vp9", "webm", b"\x44\x89\x88", 0, ">d", claim)
-       for claim in (0, 7, 1000)},
     "edit list": trimmed,
     "h263 in 3gp": lambda: clips.encode(31, 128, 96, codec="h263", container="3gp"),
     "h264 that begins within a group": lambda: clips.cached("libx264", "mpegts", 60, g="10")[188 * 11:],
@@ -115,7 +97,7 @@ CLIPS: dict[str, Clip] = {
     "dnxhr, 25 Hz": partial(clips.encode, 31, 256, 128, 25, "dnxhd", "mxf", options={"profile": "dnxhr_lb"}),
     **{f"{codec} in {container}, 25 Hz": partial(clips.encode, 31, rate=25, codec=codec, container=container)
        for codec, container in (("mpeg1video", "mpeg"), *(("mpeg2video", kind) for kind in ("mpegts", "mpeg", "mov")))},
-    **{name: make for name, (make, _) in corpus.VALID.items()},
+    **corpus.VALID,
 }  # fmt: skip
 
 
@@ -141,7 +123,7 @@ def test_sampled_frames_equal_those_of_a_plain_decode(name: str) -> None:
     check(CLIPS[name](), fps=25 if name.endswith("25 Hz") else 10)
 
 
-@pytest.mark.parametrize("container", ["avi", "matroska", "mp4"])
+@pytest.mark.parametrize("container", ["avi", "mp4"])
 def test_packets_without_a_frame(container: str) -> None:
     data = clips.remuxed(clips.cached("mpeg4", container, 31, g="5"), container, drop_frame)
     check(data, times=[index / 10 for index in range(31) if index % 5 < 4], fps=8)
@@ -163,11 +145,11 @@ def ticks(data: bytes, sampling: VideoSampling) -> int:
     return len(calls)
 
 
-SEEKABLE = {"mp4", "mov", "matroska", "webm", "mpegts", "flv", "3gp", "ismv"}
-CODECS = {"libx264", "libx265", "libvpx", "libvpx-vp9", "libsvtav1", "mjpeg", "prores_ks"}
+SEEKABLE = [("libx264", "mp4"), ("libx265", "mov"), ("libsvtav1", "matroska"), ("libvpx-vp9", "webm")]
+SEEKABLE += [("libx264", "mpegts"), ("libx265", "flv"), ("libx264", "3gp"), ("mjpeg", "mov")]
 
 
-@pytest.mark.parametrize(("codec", "container"), [one for one in clips.ALL if one[0] in CODECS and one[1] in SEEKABLE])
+@pytest.mark.parametrize(("codec", "container"), SEEKABLE)
 def test_frames_that_are_not_needed_are_not_decoded(codec: str, container: str) -> None:
     data = clips.cached(codec, container, 31, g="5")
     read, whole = 32, 95  # and 31 packets, one flush and 31 frames
@@ -176,36 +158,17 @@ def test_frames_that_are_not_needed_are_not_decoded(codec: str, container: str) 
         assert ticks(data, sampling) <= read + 40
 
 
-def test_hidden_frames_of_vp8_are_told_apart_without_decoding() -> None:
-    data = clips.remuxed(clips.cached("libvpx", "webm", 60, g="20"), "webm", hide_frame)
-    times = [index / 10 for index in range(60) if index % 7 < 6]
-    check(data, [VideoSampling(num_frames=count) for count in (2, 5, 52)], times=times, fps=8.6)
-    assert ticks(data, VideoSampling(num_frames=2)) < 61 + 60
-
-
-@pytest.mark.parametrize("container", ["mp4", "matroska"])
 @pytest.mark.parametrize("degrees", [0, 90, 180, 270])
 @pytest.mark.parametrize("is_mirrored", [False, True])
-def test_frames_are_upright(container: str, degrees: int, is_mirrored: bool) -> None:
+def test_frames_are_upright(degrees: int, is_mirrored: bool) -> None:
     buffer = io.BytesIO()
-    with av.open(buffer, "w", format=container) as output:
+    with av.open(buffer, "w", format="mp4") as output:
         stream = clips.video_stream(output, "libx264", 64, 48, 10, {})
         stream.set_display_rotation(degrees, hflip=is_mirrored)  # counterclockwise, then mirrored
         clips.write_frames(output, stream, range(3))
     upright = np.rot90(clips.decode_all(buffer.getvalue()), degrees // 90, axes=(1, 2))
     decoded = decode_video(buffer.getvalue(), EIGHT)
     np.testing.assert_array_equal(decoded.frames, upright[:, :, ::-1] if is_mirrored else upright)
-
-
-@pytest.mark.parametrize("orientation", [1, 5, 6])
-def test_frames_with_side_data_that_pyav_does_not_know(orientation: int) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    head = b"\xff\xe1" + struct.pack(">H", len(exif.tobytes()) + 2) + exif.tobytes()
-    data = clips.remuxed(clips.cached("mjpeg", "mov"), "mov", lambda _, packet: packet[:2] + head + packet[2:])
-    every = clips.decode_all(data)
-    upright = {1: every, 5: every.transpose(0, 2, 1, 3), 6: np.rot90(every, -1, axes=(1, 2))}[orientation]
-    np.testing.assert_array_equal(decode_video(data, VideoSampling(num_frames=100)).frames, upright)
 
 
 def test_frames_of_another_size_are_scaled_to_the_first() -> None:
@@ -235,8 +198,8 @@ def test_the_default_of_two_videos_is_decoded(default: int) -> None:
     check(buffer.getvalue(), [EIGHT], stream=default)
 
 
-@pytest.mark.parametrize(("most", "height", "width"), [(8 * 320 * 240, 240, 320), (8 * 101 * 75, 74, 100)])
-def test_frames_are_scaled_to_fit_the_limit_of_their_pixels(most: int, height: int, width: int) -> None:
+def test_frames_are_scaled_to_fit_the_limit_of_their_pixels() -> None:
+    most, height, width = 8 * 101 * 75, 74, 100
     data = clips.cached("libx264", "mp4", 20, 320, 240)
     decoded = decode_video(data, EIGHT, DecodeLimits(max_video_pixels_kept=most))
     assert decoded.frames.shape == (8, height, width, 3)
@@ -311,7 +274,7 @@ def test_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("playlist", corpus.PLAYLISTS)
-@pytest.mark.parametrize("address", ["{path}", "file://{path}", "http://127.0.0.1:{port}/"])
+@pytest.mark.parametrize("address", ["file://{path}", "http://127.0.0.1:{port}/"])
 def test_a_playlist_opens_no_file_and_no_address(playlist: str, address: str, tmp_path: Path) -> None:
     path = tmp_path / "clip.mp4"
     path.write_bytes(clips.encode(2))

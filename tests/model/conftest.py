@@ -99,7 +99,6 @@ def layouts(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) ->
     sharded = tmp_path_factory.mktemp("sharded")
     checkpoint.oracle.save_pretrained(sharded, max_shard_size="100KB")
     return {
-        "saved": checkpoint.path,
         "old": write("old", flat, {old_name(name): tensor for name, tensor in tensors.items()}),
         "new": write("new", config, {canonical_name(name): tensor for name, tensor in tensors.items()}),
         "sharded": sharded,

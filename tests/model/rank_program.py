@@ -1,11 +1,11 @@
-"""The ranks of a tensor-parallel group, run as a program by `test_tensor_parallel.py`: `size job`.
+"""The ranks of a tensor-parallel group, run as a program by `test_tensor_parallel.py`: `size directory`.
 
 They are forked from one process, which has loaded torch once for all, and die with it.
 
-`job` is a directory with `job.pt`, {"init": url, "checkpoints": {name: (path, {name: Prompt})}}. Writes `rank<r>.pt`
-there: per checkpoint the logits of every prompt alone, of all in one batch, of all in steps of a few tokens of each, of
-the batch after the last rank's part of the vision tower was zeroed, and after all of its part was; and those of the
-batch in bfloat16.
+The directory holds `job.pt`: {"checkpoints": {name: (path, prompts)}, "towers": {name: path}, "calls": {name: (patches,
+grids)}}. Writes `rank<r>.pt` there: by name of the checkpoint the logits of the batch of prompts, whole, in steps of a
+few tokens of each, and in bfloat16; by name of the tower and of the call the rows of a tower that is whole on each
+rank, and how many patches went through this rank's own.
 """
 
 import multiprocessing
@@ -19,44 +19,47 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mini_engine.confinement import die_with_parent
-from mini_engine.model.layers import pieces_of
 from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.spread_tower import SpreadTower
 from mini_engine.model.weights import load_model
-from tests.model.chunks import chunked_logits, in_dtype
-from tests.model.reference import reference_logits
+from tests.model.reference import Prompt, chunked_logits, in_dtype, reference_logits
 
 CHUNK = 29  # tokens of a prompt in a step: ends inside of items
+CPU = torch.device("cpu")
 
 
-@torch.inference_mode()
-def run(path: Path, prompts: dict, tp: TensorParallel) -> dict[str, list[Tensor]]:
-    batch = list(prompts.values())
-    model = load_model(path, tp, None, torch.device("cpu"))
-    results = {name: reference_logits(model, [prompt]) for name, prompt in prompts.items()}
-    results["batch"] = reference_logits(model, batch)
-    results["chunked"] = chunked_logits(model, batch, CHUNK)
-    for name, part in (("zeroed tower", model.visual), ("zeroed", model)):
-        if tp.rank == tp.size - 1:
-            for piece in pieces_of(part):
-                # What is whole on every rank is not its part.
-                if piece.target.shape != piece.shape:
-                    piece.target.zero_()
-        results[name] = reference_logits(model, batch)
-    narrow = load_model(path, tp, torch.bfloat16, torch.device("cpu"))
-    results["bfloat16"] = reference_logits(narrow, [in_dtype(prompt, torch.bfloat16) for prompt in batch])
+def run(path: Path, batch: list[Prompt], tp: TensorParallel) -> dict[str, list[Tensor]]:
+    model, narrow = (load_model(path, tp, dtype, CPU) for dtype in (torch.float32, torch.bfloat16))
+    return {
+        "batch": reference_logits(model, batch),
+        "chunked": chunked_logits(model, batch, CHUNK),
+        "bfloat16": reference_logits(narrow, [in_dtype(prompt, torch.bfloat16) for prompt in batch]),
+    }
+
+
+def run_tower(path: Path, calls: dict, tp: TensorParallel) -> dict[str, tuple[list[Tensor], int]]:
+    model = load_model(path, tp, None, CPU, spread_tower=True)
+    assert isinstance(model.visual, SpreadTower)
+    seen: list[int] = []
+    model.visual.tower.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    results: dict[str, tuple[list[Tensor], int]] = {}
+    for name, (patches, grids) in calls.items():
+        before = sum(seen)
+        results[name] = model.encode_vision(patches, grids), sum(seen) - before
     return results
 
 
+@torch.inference_mode()
 def serve(rank: int, size: int, directory: Path, parent: int) -> None:
     die_with_parent(parent)
     torch.set_num_threads(1)
     job = torch.load(directory / "job.pt", weights_only=False)
-    dist.init_process_group("gloo", init_method=job["init"], rank=rank, world_size=size, timeout=timedelta(seconds=300))
+    init = f"file://{directory / 'init'}"
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=size, timeout=timedelta(seconds=300))
     tp = TensorParallel(rank, size)
-    results: dict = {name: run(path, prompts, tp) for name, (path, prompts) in job["checkpoints"].items()}
-    results["broadcast"] = tp.broadcast(torch.tensor([float(rank + 1)]))
-    results["gathered"] = tp.all_gather(torch.tensor([rank, rank + 10]))
-    torch.save(results, directory / f"rank{rank}.pt")
+    results = {name: run(path, prompts, tp) for name, (path, prompts) in job["checkpoints"].items()}
+    towers = {name: run_tower(path, job["calls"], tp) for name, path in job["towers"].items()}
+    torch.save((results, towers), directory / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -1,6 +1,9 @@
-"""The dimensions of checkpoints on the hub: each name and shape that is looked for is one that transformers has."""
+"""Configurations of checkpoints on the hub: names and shapes of all weights are those of transformers; what is not
+supported is named."""
 
 import copy
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +13,11 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.parallel import Placement, TensorParallel
-from mini_engine.model.registry import canonical_name
+from mini_engine.model.registry import SPECS, ModelSpec, canonical_name
 from mini_engine.model.vision_language import VisionLanguageModel
-from tests.model.test_config import HUB_7B
 
-TOKENS = {
-    "image_token_id": 151655,
-    "video_token_id": 151656,
-}
+ROOT = Path(__file__).parents[2]
+TOKENS = {"image_token_id": 151655, "video_token_id": 151656}
 
 # As the hub's Qwen2-VL-2B-Instruct has it, shortened to what is read.
 QWEN2_2B = TOKENS | {
@@ -50,6 +50,43 @@ QWEN2_2B = TOKENS | {
     },
     "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
     "vocab_size": 151936,
+}
+
+# As the hub's Qwen2.5-VL-7B-Instruct has it, shortened to what is read.
+QWEN2_5_7B = TOKENS | {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 128000,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vision_config": {
+        "depth": 32,
+        "hidden_act": "silu",
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+        "tokens_per_second": 2,
+        "temporal_patch_size": 2,
+    },
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vocab_size": 152064,
 }
 
 # As the hub's Qwen3-VL-4B-Instruct.
@@ -92,8 +129,10 @@ QWEN3_4B = TOKENS | {
     },
 }
 
+EVERY_CONFIG = pytest.mark.parametrize("raw", [QWEN2_2B, QWEN2_5_7B, QWEN3_4B], ids=lambda raw: raw["model_type"])
 
-@pytest.mark.parametrize("raw", [QWEN2_2B, HUB_7B | {"model_type": "qwen2_5_vl"}, QWEN3_4B])
+
+@EVERY_CONFIG
 def test_names_and_shapes_are_transformers(raw: dict[str, Any], tmp_path):
     nowhere = torch.device("meta")
     model = VisionLanguageModel(ModelConfig.from_dict(raw), Placement(TensorParallel(), torch.bfloat16, nowhere))
@@ -112,9 +151,8 @@ def test_names_and_shapes_are_transformers(raw: dict[str, Any], tmp_path):
     assert oracle.config.text_config.rms_norm_eps == model.config.text.rms_norm_eps
 
 
-@pytest.mark.parametrize("raw", [QWEN2_2B, HUB_7B | {"model_type": "qwen2_5_vl"}, QWEN3_4B])
-@pytest.mark.parametrize("tied", [None, False, True])
-@pytest.mark.parametrize("text_tied", [None, False, True])
+@EVERY_CONFIG
+@pytest.mark.parametrize(("tied", "text_tied"), [(None, False), (None, True), (False, True), (True, None)])
 def test_what_is_tied_is_what_transformers_ties(tied: bool | None, text_tied: bool | None, raw: dict[str, Any]):
     raw = copy.deepcopy(raw)  # transformers writes into what it is given
     nested = {key: raw[key] for key in ("vision_config", "model_type", "architectures", *TOKENS)}
@@ -126,23 +164,30 @@ def test_what_is_tied_is_what_transformers_ties(tied: bool | None, text_tied: bo
     assert ours.tie_word_embeddings == AutoConfig.for_model(**nested).tie_word_embeddings
 
 
-def test_what_a_third_generation_checkpoint_says():
-    config = ModelConfig.from_dict(QWEN3_4B)
-    assert (config.vision.position_side, config.vision.deepstack_layers) == (48, (5, 11, 17))
-    assert config.vision.row_size == 4 * 2560
-    assert (config.vision.patch_dim, config.vision.merged_window) == (1536, None)
-    assert (config.text.qk_norm, config.text.qkv_bias, config.text.mrope_interleaved) == (True, False, True)
-    assert (config.dtype, config.video_time) == ("bfloat16", "text")
-
-
 @pytest.mark.parametrize(
-    ("part", "change", "message"),
+    ("change", "message"),
     [
-        ("text_config", {"attention_bias": True}, "attention_bias is not supported"),
-        ("vision_config", {"hidden_act": "gelu"}, "vision activation 'gelu' is not supported"),
-        ("vision_config", {"num_position_embeddings": None}, "lacks the field 'num_position_embeddings'"),
+        ({"architectures": None}, "none given"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope type 'yarn'"),
+        ({"rope_scaling": {"type": "mrope"}}, "lacks the field 'mrope_section'"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"torch_dtype": "int8"}, "dtype 'int8'"),
     ],
 )
-def test_what_cannot_be_served_is_named(part, change, message):
+def test_what_cannot_be_served_is_named(change, message):
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_dict(QWEN3_4B | {part: {k: v for k, v in (QWEN3_4B[part] | change).items() if v is not None}})
+        ModelConfig.from_dict(QWEN2_5_7B | change)
+
+
+def test_unknown_architecture_error_lists_those_supported():
+    with pytest.raises(ValueError) as error:
+        ModelConfig.from_dict(QWEN3_4B | {"architectures": ["Qwen3VLMoeForConditionalGeneration"]})
+    known = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
+    assert set(SPECS) == {f"{name}ForConditionalGeneration" for name in known}
+    assert all(name in str(error.value).partition("supported:")[2] for name in SPECS)
+
+
+def test_the_page_on_adding_a_model_names_each_field():
+    page = (ROOT / "docs" / "adding-a-model.md").read_text()
+    for field in fields(ModelSpec):
+        assert f"\n| `{field.name}` |" in page

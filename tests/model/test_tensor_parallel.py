@@ -1,79 +1,114 @@
-"""Two and four processes over gloo give transformers' logits; each holds a part that matters."""
+"""Two and four processes over gloo give transformers' logits, and rows of a vision tower that is whole on each rank."""
 
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from mini_engine.model.parallel import Placement, TensorParallel
+from mini_engine.model.registry import find_spec
+from mini_engine.model.spread_tower import SpreadTower, share_out
+from mini_engine.model.weights import load_model
 from tests.model.conftest import make_prompts
-from tests.model.families import FAMILIES
+from tests.model.families import FAMILIES, PATCH_DIM
+from tests.model.made import CPU
 from tests.model.test_logits import BFLOAT16_BOUND
 
-SIZES = (2, 4)
+NAMES = [family + which for family in FAMILIES for which in ("", " untied")]
+CALLS = {
+    "one video": [(9, 4, 6)],
+    "fewer than ranks": [(1, 4, 4), (1, 8, 4)],
+    "more than ranks": [(1, 4, 4)] * 6,
+    "the last is large": [(1, 4, 4), (3, 14, 4), (1, 24, 20)],
+}
 
 
-@pytest.fixture(scope="module", params=SIZES)
-def ranks(checkpoints, tmp_path_factory, request) -> list[dict]:
-    """What each rank wrote: one start of the processes serves every test here."""
-    size = request.param
-    directory = tmp_path_factory.mktemp("ranks")
+class Ranks(NamedTuple):
+    """What each rank of a group wrote: see `rank_program.py`."""
+
+    results: list[dict]
+    towers: list[dict]
+    calls: dict
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(checkpoints, tmp_path_factory, request) -> Ranks:
+    """One start of the processes serves every test here."""
+    size, directory = request.param, tmp_path_factory.mktemp("ranks")
+    generator = torch.Generator().manual_seed(3)
+    sizes = {name: sum(t * h * w for t, h, w in grids) for name, grids in CALLS.items()}
+    calls = {name: (torch.randn(sizes[name], PATCH_DIM, generator=generator), grids) for name, grids in CALLS.items()}
+    prompts = {name: list(make_prompts(name.split()[0]).values()) for name in NAMES}
     job = {
-        "init": f"file://{directory / 'init'}",
-        "checkpoints": {name: (each.path, make_prompts(name.split()[0])) for name, each in checkpoints.items()},
+        "checkpoints": {name: (checkpoints[name].path, prompts[name]) for name in NAMES},
+        "towers": {family: checkpoints[family].path for family in FAMILIES},
+        "calls": calls,
     }
     torch.save(job, directory / "job.pt")
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.model.rank_program", str(size), str(directory)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert not done.returncode, done.stderr
-    return [torch.load(directory / f"rank{rank}.pt") for rank in range(size)]
+    results, towers = zip(*(torch.load(directory / f"rank{rank}.pt") for rank in range(size)), strict=True)
+    return Ranks(list(results), list(towers), calls)
 
 
-@pytest.fixture(params=[family + which for family in FAMILIES for which in ("", " untied")])
-def name(request) -> str:
-    return request.param
-
-
+@pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_transformers(name, ranks, oracle, checkpoints):
     for i, (case, prompt) in enumerate(make_prompts(name.split()[0]).items()):
         expected = oracle(checkpoints[name].oracle, prompt)
-        for results in ranks:
-            torch.testing.assert_close(results[name][case][0], expected, atol=1e-5, rtol=0)
-            torch.testing.assert_close(results[name]["batch"][i], expected, atol=1e-5, rtol=0)
-            torch.testing.assert_close(results[name]["chunked"][i], expected, atol=1e-5, rtol=0)
-            error = (results[name]["bfloat16"][i].float() - expected).abs().max()
+        for result in ranks.results:
+            torch.testing.assert_close(result[name]["batch"][i], expected, atol=1e-5, rtol=0)
+            torch.testing.assert_close(result[name]["chunked"][i], expected, atol=1e-5, rtol=0)
+            error = (result[name]["bfloat16"][i].float() - expected).abs().max()
             assert error < BFLOAT16_BOUND * expected.abs().max(), case
+            assert torch.equal(result[name]["batch"][i], ranks.results[0][name]["batch"][i]), "ranks differ"
 
 
-def test_every_rank_gets_the_same(name, ranks):
-    for other in ranks[1:]:
-        for ours, theirs in zip(ranks[0][name]["batch"], other[name]["batch"], strict=True):
-            assert torch.equal(ours, theirs)
+# --- a tower whole on each rank, the frames shared out ---------------------------------------------------------------
 
 
-def test_zeroing_one_ranks_shard_changes_the_logits(name, ranks):
-    for whole, zeroed in zip(ranks[0][name]["batch"], ranks[0][name]["zeroed"], strict=True):
-        assert of_other_ranks(whole - zeroed).abs().max() > 1e-2
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.inference_mode()
+def test_a_spread_tower_gives_the_rows_of_one_rank_and_shares_the_work(name, ranks, checkpoints):
+    alone = load_model(checkpoints[name].path, TensorParallel(), None, CPU)
+    for case, (patches, grids) in ranks.calls.items():
+        for result in ranks.towers:
+            for ours, theirs in zip(result[name][case][0], alone.encode_vision(patches, grids), strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+        seen = [result[name][case][1] for result in ranks.towers]
+        assert sum(seen) == len(patches)
+        assert max(seen) <= len(patches) / len(seen) + max(h * w for _, h, w in grids)
 
 
-def test_zeroing_one_ranks_shard_of_the_tower_changes_the_logits_of_media(name, ranks):
-    """And of nothing else: the tower's parts are compared by themselves."""
-    text, *media = (
-        of_other_ranks(whole - zeroed).abs().max()
-        for whole, zeroed in zip(ranks[0][name]["batch"], ranks[0][name]["zeroed tower"], strict=True)
-    )
-    assert text == 0 and min(media) > 1e-2
+sides = st.integers(1, 12).map(lambda n: 2 * n)
 
 
-def of_other_ranks(logits: torch.Tensor) -> torch.Tensor:
-    """Those of the first half of the vocabulary, which the last rank changes only if it changes the hidden states."""
-    return logits[:, : logits.shape[1] // 2]
+@given(grids=st.lists(st.tuples(st.integers(1, 9), sides, sides), min_size=1, max_size=8), ranks=st.integers(1, 9))
+def test_every_frame_goes_to_one_rank_and_none_gets_much_more_than_its_part(grids, ranks):
+    shares = share_out(grids, ranks)
+    frames = [(h, w) for t, h, w in grids for _ in range(t)]
+    assert [(h, w) for share in shares for t, h, w in share.grids for _ in range(t)] == frames
+    assert len(shares) == ranks
+    end = 0
+    for share in shares:
+        assert share.patches.start == end
+        assert share.num_patches == sum(t * h * w for t, h, w in share.grids)
+        assert share.num_patches <= sum(h * w for h, w in frames) / ranks + max(h * w for h, w in frames)
+        end = share.patches.stop
+    assert end == sum(h * w for h, w in frames)
 
 
-def test_broadcast_and_gather(ranks):
-    size = len(ranks)
-    for results in ranks:
-        assert results["broadcast"].tolist() == [1.0]
-        assert results["gathered"].tolist() == [[rank, rank + 10] for rank in range(size)]
+def test_a_spread_tower_needs_no_heads_that_divide(checkpoint):
+    config, at = checkpoint.config, Placement(TensorParallel(2, 3), torch.float32, CPU)
+    tower = find_spec([config.architecture]).load_tower()
+    with pytest.raises(ValueError, match="4 vision attention heads cannot be split over 3"):
+        tower(config.vision, at)
+    whole = tower(config.vision, at.alone())
+    shapes = [each.shape for each in SpreadTower(tower, config.vision, at).parameters()]
+    assert shapes == [each.shape for each in whole.parameters()]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from mini_engine.model import weights
-from mini_engine.model.checkpoint import CheckpointError, Reader
+from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.parallel import Placement, TensorParallel
@@ -55,9 +55,9 @@ def test_missing_unexpected_and_misshaped_are_all_named(copy):
     assert "wrong shape: model.visual.merger.ln_q.weight is (7,), not (32,)" in str(error.value)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e6])
+@pytest.mark.parametrize("value", [float("nan"), 1e6])
 def test_weights_that_are_not_finite_are_named(value, copy):
-    """The last of these are, but not in float16."""
+    """The last of these is, but not in float16."""
 
     def change(tensors):
         tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = value
@@ -69,21 +69,10 @@ def test_weights_that_are_not_finite_are_named(value, copy):
         load_model(copy, TensorParallel(), dtype, CPU)
 
 
-def test_large_weights_whose_sum_overflows_are_finite(copy):
-    rewrite(copy, lambda tensors: tensors["model.norm.weight"].fill_(3e38))
-    assert load(copy).decoder.norm.weight.isfinite().all()
-
-
 def change_config(path: Path, **text: int) -> None:
     raw = json.loads((path / "config.json").read_text())
     raw["text_config"] |= text
     (path / "config.json").write_text(json.dumps(raw))
-
-
-def test_sizes_that_the_files_do_not_have_are_named_before_anything_is_made(copy):
-    change_config(copy, vocab_size=1 << 24, intermediate_size=1 << 24)
-    with pytest.raises(CheckpointError, match=r"wrong shape: model.language_model.embed_tokens.weight is \(200, 64\)"):
-        load(copy)
 
 
 def test_a_model_that_memory_cannot_hold_is_not_begun(copy):
@@ -94,12 +83,6 @@ def test_a_model_that_memory_cannot_hold_is_not_begun(copy):
         load_model(copy, TensorParallel(), None, CPU, "dummy")
 
 
-def test_a_long_list_is_cut(copy):
-    rewrite(copy, lambda tensors: [tensors.pop(name) for name in list(tensors) if "blocks" in name])
-    with pytest.raises(ValueError, match=r"missing: .* and 28 more; take all files"):
-        load(copy)
-
-
 def test_a_stored_copy_of_a_tied_head_and_stored_frequencies_are_no_surprise(copy):
     rewrite(copy, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     rewrite(copy, lambda t: t.update({"visual.rotary_pos_emb.inv_freq": torch.zeros(2)}))
@@ -108,13 +91,12 @@ def test_a_stored_copy_of_a_tied_head_and_stored_frequencies_are_no_surprise(cop
         assert model.head is model.embedding
 
 
-@pytest.mark.parametrize("row", [0, 150])
-def test_a_tied_head_that_is_stored_with_other_values_is_refused_with_the_remedy(row, copy, oracle, prompts):
+def test_a_tied_head_that_is_stored_with_other_values_is_refused_with_the_remedy(copy, oracle, prompts):
     """transformers does not tie then, whatever the config says. The rank that holds the row finds out."""
 
     def change(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-        tensors["lm_head.weight"][row] += 0.1
+        tensors["lm_head.weight"][150] += 0.1
 
     rewrite(copy, change)
     theirs = AutoModelForImageTextToText.from_pretrained(copy, dtype=torch.float32).eval()
@@ -123,7 +105,7 @@ def test_a_tied_head_that_is_stored_with_other_values_is_refused_with_the_remedy
     with pytest.raises(CheckpointError, match=said + "to; set tie_word_embeddings to false there to use both"):
         load(copy)
     with pytest.raises(CheckpointError, match=said):
-        load_model(copy, TensorParallel(row // 100, 2), None, CPU)
+        load_model(copy, TensorParallel(1, 2), None, CPU)
     raw = json.loads((copy / "config.json").read_text())
     raw["tie_word_embeddings"] = raw["text_config"]["tie_word_embeddings"] = False
     (copy / "config.json").write_text(json.dumps(raw))
@@ -131,48 +113,10 @@ def test_a_tied_head_that_is_stored_with_other_values_is_refused_with_the_remedy
     torch.testing.assert_close(ours, oracle(theirs, prompts["text"]), atol=1e-5, rtol=0)
 
 
-def test_a_tied_head_of_another_shape_is_named(copy):
-    rewrite(copy, lambda t: t.update({"lm_head.weight": torch.zeros(10, 64)}))
-    with pytest.raises(CheckpointError, match=r"wrong shape: lm_head.weight is \(10, 64\), not \(200, 64\)"):
-        load(copy)
-
-
-def test_an_untied_head_must_be_there(untied, tmp_path):
-    path = Path(shutil.copytree(untied.path, tmp_path / "copy"))
-    rewrite(path, lambda tensors: tensors.pop("lm_head.weight"))
-    with pytest.raises(ValueError, match="missing: lm_head.weight; take"):
-        load(path)
-
-
 def test_no_weights_at_all(copy):
     (copy / FILE).unlink()
     with pytest.raises(CheckpointError, match="has no safetensors files, and no others are read; download them"):
         load(copy)
-
-
-def test_an_index_is_followed(layouts):
-    index = json.loads((layouts["sharded"] / "model.safetensors.index.json").read_text())
-    assert len(set(index["weight_map"].values())) > 1
-    assert not (layouts["sharded"] / FILE).exists()
-    load(layouts["sharded"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtypes_are_converted(dtype, checkpoint):
-    model = load_model(checkpoint.path, TensorParallel(), dtype, CPU)
-    stored = load_file(checkpoint.path / FILE)["model.embed_tokens.weight"]
-    assert torch.equal(model.embedding.weight, stored.to(dtype))
-
-
-def test_names_of_both_layouts():
-    names = {
-        "model.layers.0.mlp.up_proj.weight": "model.language_model.layers.0.mlp.up_proj.weight",
-        "visual.patch_embed.proj.weight": "model.visual.patch_embed.proj.weight",
-        "model.embed_tokens.weight": "model.language_model.embed_tokens.weight",
-    }
-    for old, new in names.items():
-        assert canonical_name(old) == canonical_name(new) == new
-    assert canonical_name("lm_head.weight") == "lm_head.weight"
 
 
 # What every rank holds whole, beside norms, and biases of sums over the ranks.
@@ -204,24 +148,6 @@ def test_ranks_hold_every_weight_once(name, size, checkpoints):
         assert counts.unique().tolist() == [size if is_whole else once], key
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_reads_what_it_holds(size, untied, monkeypatch):
-    """A rank that reads tensors whole, to keep a part of each, is noticed here."""
-    read, parts = Reader.read, []
-
-    def count(self, stored, index):
-        part = read(self, stored, index)
-        parts.append(part.nbytes)
-        return part
-
-    monkeypatch.setattr(Reader, "read", count)
-    whole = sum(tensor.nbytes for tensor in load_file(untied.path / FILE).values())
-    for rank in range(size):
-        parts.clear()
-        model = load_model(untied.path, TensorParallel(rank, size), None, CPU)
-        assert sum(parts) == sum(p.nbytes for p in model.parameters()) < 0.8 * whole
-
-
 def test_heads_that_do_not_divide_are_refused(checkpoint, untied):
     for size, message in ((3, "4 vision attention heads cannot be split over 3"), (8, "over 8")):
         with pytest.raises(ValueError, match=message):
@@ -251,15 +177,7 @@ def test_what_is_stored_in_another_format_is_converted(stored, served, copy):
         assert torch.equal(tensor, same.to(served))
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_random_weights_are_the_same_model_on_any_number_of_ranks(size, untied):
-    whole = whole_tensors(load_model(untied.path, TensorParallel(), None, CPU, "dummy"))
-    for rank in range(size):
-        for piece in pieces_of(load_model(untied.path, TensorParallel(rank, size), None, CPU, "dummy")):
-            assert torch.equal(piece.target, whole[piece.source][piece.index])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_random_weights_are_random(dtype, tmp_path):
     write_config(tmp_path)
     tensors = whole_tensors(load_model(tmp_path, TensorParallel(), dtype, CPU, "dummy"))
@@ -275,7 +193,7 @@ def test_random_weights_are_random(dtype, tmp_path):
             assert len(tensor.unique()) > 8
 
 
-def test_a_tensor_of_many_rows_is_made_and_read_in_runs(tmp_path, monkeypatch):
+def test_runs_of_rows_and_ranks_make_and_read_the_same_weights(tmp_path, monkeypatch):
     write_config(tmp_path)
     whole = whole_tensors(load_model(tmp_path, TensorParallel(), None, CPU, "dummy"))
     save_file(whole, tmp_path / FILE)
@@ -283,6 +201,6 @@ def test_a_tensor_of_many_rows_is_made_and_read_in_runs(tmp_path, monkeypatch):
     for load_format in ("dummy", "auto"):
         for name, tensor in whole_tensors(load_model(tmp_path, TensorParallel(), None, CPU, load_format)).items():
             assert torch.equal(tensor, whole[name])
-    for rank in range(2):
-        for piece in pieces_of(load_model(tmp_path, TensorParallel(rank, 2), None, CPU)):
+    for rank, load_format in ((0, "auto"), (1, "auto"), (0, "dummy"), (1, "dummy")):
+        for piece in pieces_of(load_model(tmp_path, TensorParallel(rank, 2), None, CPU, load_format)):
             assert torch.equal(piece.target, whole[piece.source][piece.index])

@@ -1,8 +1,7 @@
-"""The codec takes tensors out of band, and refuses what it cannot take."""
+"""The codec takes tensors out of band."""
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 import torch
 
@@ -10,7 +9,7 @@ from mini_engine.messages import MediaItem, MessageId, NewRequest, SamplingParam
 from mini_engine.transport.codec import Encoder, decode
 
 
-def request(*tensors: object) -> NewRequest:
+def request(*tensors: torch.Tensor) -> NewRequest:
     media = [MediaItem("image", [0], 1, (1, 2, 2), None, tensor, b"") for tensor in tensors]
     return NewRequest("r", [1, 2], SamplingParams(4, 1), media)
 
@@ -19,9 +18,7 @@ class Consumer:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
 
-    def __call__(self, tensor: object) -> TensorHandle:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError("not a tensor")
+    def __call__(self, tensor: torch.Tensor) -> TensorHandle:
         self.tensors.append(tensor)
         return TensorHandle(MessageId(3, len(self.tensors)), tuple(tensor.shape), str(tensor.dtype)[6:])
 
@@ -40,14 +37,3 @@ def test_tensors_become_handles_in_order() -> None:
 def test_without_a_consumer_a_tensor_is_refused() -> None:
     with pytest.raises(TypeError, match="Tensor is unsupported"):
         Encoder("api 0", 3).encode(request(torch.zeros(1)))
-
-
-def test_with_a_consumer_other_objects_are_refused() -> None:
-    with pytest.raises(TypeError):
-        Encoder("api 0", 3).encode(request(object()), Consumer())
-
-
-@pytest.mark.parametrize("frame", [b"", b"\xc1", msgspec.msgpack.encode(["a", 1, {"type": "Unheard"}])])
-def test_garbage_is_refused(frame: bytes) -> None:
-    with pytest.raises(msgspec.DecodeError):
-        decode(frame)

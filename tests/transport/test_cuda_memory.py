@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-import mini_engine
 from mini_engine.messages import DeviceSlots
 from mini_engine.transport.codec import TransportError
 from mini_engine.transport.cuda_memory import CudaMapped, CudaStaging, check, use_cuda
 
 DEVICE = torch.device("cuda", 0)
 SLOTS = DeviceSlots(0, 4096, bytes(64), [bytes(64)])
-without_device = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
 
 @pytest.mark.parametrize("start", [lambda: CudaStaging(DEVICE).allocate(1, 8), lambda: CudaMapped(DEVICE, SLOTS)])
@@ -28,41 +24,12 @@ def test_missing_cuda_bindings_is_a_transport_error(start, monkeypatch) -> None:
         start()
 
 
-@without_device
-@pytest.mark.parametrize("start", [lambda: CudaStaging(DEVICE).allocate(1, 8), lambda: CudaMapped(DEVICE, SLOTS)])
-def test_missing_device_is_a_transport_error(start) -> None:
-    pytest.importorskip("cuda.bindings")
-    with pytest.raises(TransportError, match="^CUDA: "):
-        start()
-
-
 def test_failed_call_names_the_cuda_error() -> None:
     runtime = pytest.importorskip("cuda.bindings.runtime")
     assert check((runtime.cudaError_t.cudaSuccess,)) is None
     assert check((runtime.cudaError_t.cudaSuccess, 7)) == 7
     with pytest.raises(TransportError, match=r"^cudaErrorMemoryAllocation: out of memory \(CUDA error 2\)$"):
         check((runtime.cudaError_t.cudaErrorMemoryAllocation, None))
-
-
-@without_device
-def test_functions_of_the_cuda_runtime_return_an_error_and_a_value() -> None:
-    """The calls of `cuda_memory.py` and `pinning.py`, with the arguments they have there."""
-    runtime = pytest.importorskip("cuda.bindings.runtime")
-    handle = runtime.cudaIpcMemHandle_t()
-    ctypes.memmove(handle.getPtr(), bytes(range(64)), 64)
-    assert ctypes.string_at(handle.getPtr(), 64) == bytes(range(64))
-    for result in (
-        runtime.cudaSetDevice(0),
-        runtime.cudaMalloc(8),
-        runtime.cudaFree(4096),
-        runtime.cudaIpcGetMemHandle(4096),
-        runtime.cudaIpcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess),
-        runtime.cudaIpcCloseMemHandle(4096),
-        runtime.cudaHostRegister(4096, 4096, runtime.cudaHostRegisterReadOnly),
-        runtime.cudaHostUnregister(4096),
-    ):
-        with pytest.raises(TransportError, match="^cudaError"):
-            check(result)
 
 
 @pytest.mark.gpu
@@ -80,19 +47,13 @@ def test_staging_memory_is_a_view() -> None:
     staging = CudaStaging(DEVICE)
     before = torch.cuda.mem_get_info(DEVICE)[0]
     memory = staging.allocate(2, 1 << 28)
-    assert memory.data_ptr() == staging._address and memory.nbytes == 1 << 29
+    assert memory.nbytes == 1 << 29
     assert torch.cuda.mem_get_info(DEVICE)[0] <= before - (1 << 29)
     content = torch.arange(1 << 20, dtype=torch.int32, device=DEVICE).view(torch.uint8)
     staging.fill(2, memory[1 << 28 :][: content.nbytes], content)
     assert torch.equal(memory[1 << 28 :][: content.nbytes], content)
     export = staging.export(1 << 28)
     assert [len(handle) for handle in (export.memory, *export.filled)] == [64, 64, 64]
-
-
-def test_streams_are_made_current_in_no_other_way() -> None:
-    package = Path(mini_engine.__file__).parent
-    users = [path for path in package.rglob("*.py") if "torch.cuda.stream(" in path.read_text()]
-    assert users == [package / "transport" / "cuda_memory.py"]
 
 
 @pytest.mark.multi_gpu

@@ -24,7 +24,7 @@ from mini_engine.transport.pages import PAGE_BYTES
 from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver, TensorIpcSender
 from tests.transport.conftest import API, ME, MIB, PATIENCE, Held, Rank, address_of, eventually, pump, unlimited
 
-TURNS = 10
+TURNS = 6
 FORKS = multiprocessing.get_context("forkserver")  # a fork of this process would have its locks, but not its threads
 FORKS.set_forkserver_preload(["mini_engine.transport.tensor_ipc"])
 

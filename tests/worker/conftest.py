@@ -21,8 +21,14 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build(tmp_path_factory.mktemp("tiny"))
+def family(request: pytest.FixtureRequest) -> str:
+    """Whose checkpoint a test gets, unless it is parametrised by others."""
+    return getattr(request, "param", "qwen2_5_vl")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.build(tmp_path_factory.mktemp(family), family)
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +49,10 @@ def make_runner(checkpoint: Path, model: VisionLanguageModel) -> Callable[..., M
 
 
 @pytest.fixture(scope="session")
-def expected(checkpoint: Path) -> dict[str, list[int]]:
+def expected(family: str, checkpoint: Path) -> dict[str, list[int]]:
     """transformers' 20 greedy tokens for each of `mixed_requests`."""
     media = tiny.MemoryMedia()
-    return {new.request_id: tiny.generate(checkpoint, media, new, 20) for new in tiny.mixed_requests(media)}
+    requests = tiny.mixed_requests(media, family)
+    tokens = {new.request_id: tiny.generate(checkpoint, media, new, 20) for new in requests}
+    assert len(set(map(tuple, tokens.values()))) == len(requests), "a swap would go unseen"
+    return tokens

@@ -22,23 +22,22 @@ def random_spans(generator: np.random.Generator, lengths: list[tuple[int, int]],
     return sorted(spans, key=attention_order)
 
 
-def check(spans: list[Span], block_size: int, heads=4, kv_heads=2, dtype=torch.float32, atol=1e-5) -> None:
+def check(spans: list[Span], block_size: int, heads=4, kv_heads=2) -> None:
     torch.manual_seed(len(spans))
     num_blocks = 1 + max(int(span.blocks.max()) for span in spans)
-    cache = KVCache.allocate(AttentionShape(2, kv_heads, DIM), num_blocks, block_size, dtype, CPU)
+    cache = KVCache.allocate(AttentionShape(2, kv_heads, DIM), num_blocks, block_size, torch.float32, CPU)
     cache.storage.normal_()
     total, slots = sum(span.length for span in spans), slots_of(spans, block_size)
-    q, k, v = torch.randn(total, heads + 2 * kv_heads, DIM, dtype=dtype).split((heads, kv_heads, kv_heads), dim=1)
+    q, k, v = torch.randn(total, heads + 2 * kv_heads, DIM).split((heads, kv_heads, kv_heads), dim=1)
     before = cache.storage[0].clone()
     out = SdpaBackend(cache).step(slots, spans)(1, q, k, v)
     assert torch.equal(cache.storage[0], before)
     assert torch.equal(cache.keys(1).flatten(0, 1)[slots], k) and torch.equal(cache.values(1).flatten(0, 1)[slots], v)
     expected = reference_attention(q, cache.keys(1), cache.values(1), spans)
-    torch.testing.assert_close(out.double(), expected, atol=atol, rtol=0)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (6, 1)])
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize(("block_size", "heads", "kv_heads"), [(1, 4, 2), (4, 3, 3), (16, 6, 1)])
 def test_ragged_batches(block_size, heads, kv_heads):
     generator = np.random.default_rng(block_size * 10 + heads)
     for _ in range(4):
@@ -50,18 +49,12 @@ def test_ragged_batches(block_size, heads, kv_heads):
         check(random_spans(generator, decodes + chunks, block_size), block_size, heads, kv_heads)
 
 
-@pytest.mark.parametrize("start", [0, 1, 37, 300])
+@pytest.mark.parametrize("start", [0, 37])
 def test_chunks_over_several_tiles(start):
     check(random_spans(np.random.default_rng(start), [(start, 2 * attention.TILE + 9)], 16), 16)
 
 
-def test_bfloat16():
-    spans = random_spans(np.random.default_rng(0), [(50, 1), (20, 1), (10, 30)], 16)
-    check(spans, 16, dtype=torch.bfloat16, atol=2e-2)
-
-
-@pytest.mark.parametrize("pad_bytes", [0, 4096, 1 << 30])
-@pytest.mark.parametrize("group_bytes", [0, 1 << 14, 1 << 30])
+@pytest.mark.parametrize(("pad_bytes", "group_bytes"), [(0, 0), (4096, 1 << 14), (1 << 30, 1 << 30)])
 def test_any_cut_into_groups_gives_the_same(pad_bytes, group_bytes, monkeypatch):
     monkeypatch.setattr(attention, "PAD_BYTES", pad_bytes)
     monkeypatch.setattr(attention, "GROUP_BYTES", group_bytes)
@@ -82,9 +75,7 @@ def test_a_sequence_reads_no_block_of_another():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    ("start", "length"), [(0, 3), (5, 2), (400, 128), (7, 1), (2, 128), (3, 257), (16, 379), (301, 261)]
-)
+@pytest.mark.parametrize(("start", "length"), [(0, 3), (7, 1), (2, 128), (301, 261)])
 def test_causal_tiles(start, length, dtype):
     """Rows begin at addresses that CUDA's kernels take."""
     tiles = causal_tiles(start, length, dtype, CPU)

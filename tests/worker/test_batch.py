@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mini_engine.messages import Chunk, Step
+from mini_engine.messages import Chunk
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker import attention
 from mini_engine.worker.attention import KVCache, SdpaBackend, StepAttention
 from mini_engine.worker.batch import DecodeBatch, FlatBatch, SequenceState, build_batch
-from tests.worker import script, tiny
+from tests.worker import tiny
 
 SIZE, BLOCKS = 4, 4000
 NAMES = "abcdef"
@@ -48,12 +48,6 @@ def test_blocks_left_unwritten_are_named(config):
     assert take(32, 10, [3, 4, 6], restart=True) == [6]
     assert take(40, 8, [3, 4, 6], restart=True) == []
     assert take(0, 1, [], restart=True) == [] and len(state.blocks) == 0
-
-
-def test_placeholders_that_fit_no_item_are_refused(config):
-    new = tiny.make_request(tiny.MemoryMedia(), "r", [1, tiny.IMAGE])
-    with pytest.raises(ValueError, match="no item left"):
-        SequenceState(new, config)
 
 
 class Core:
@@ -154,21 +148,3 @@ def test_an_undisturbed_batch_is_carried_on(most, made_again, config, monkeypatc
     # The first step computes the prompts, the second is the first of its kind.
     assert play(config, [5, 4, 4], [{}] * 42, Noting(CACHE)) == 40
     assert len(made) == made_again
-
-
-def test_a_finished_sequence_is_dropped_and_one_of_its_name_is_another(make_runner):
-    media = tiny.MemoryMedia()
-    prompts = [1, 2, 3], [30, 20, 10]
-
-    def run(*requests) -> dict[str, list[int]]:
-        runner, steps = make_runner(media), []
-        for new in requests:
-            name = new.request_id
-            steps.append(Step(1, started=[new], chunks=[Chunk(name, 0, 3, [0], True)]))
-            steps += [Step(2 + i, chunks=[Chunk(name, 3 + i, 1, [], True)]) for i in range(5)]
-            steps.append(Step(9, finished=[name]))
-        return script.run(runner, steps)
-
-    same = run(*(tiny.make_request(media, "r", pieces) for pieces in prompts))
-    apart = run(*(tiny.make_request(media, name, pieces) for name, pieces in zip("ab", prompts, strict=True)))
-    assert same["r"] == apart["a"] + apart["b"]

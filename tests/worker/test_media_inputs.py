@@ -11,19 +11,13 @@ import pytest
 import torch
 import zmq
 
-from mini_engine.messages import MediaFailed, MediaReady, MessageId, RankAddress, Step, TensorHandle
+from mini_engine.messages import MediaFailed, MediaReady, MessageId, Step, TensorHandle
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.sockets import bind_router
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from mini_engine.worker.media_inputs import MediaInputs
-
-PLACEMENTS = ["torch_shm", "direct_rpc"]
-API = 41  # incarnation of the sender
-
-
-def rank_address(runtime: Path, rank: int = 0) -> RankAddress:
-    return RankAddress(0, rank, str(runtime / f"t{rank}"))
+from tests.transport.conftest import API, address_of
 
 
 class Core:
@@ -62,21 +56,28 @@ def core(context, runtime) -> Core:
 
 
 @pytest.fixture
-def inputs(context, runtime, core) -> Iterator[MediaInputs]:
-    made = MediaInputs(rank_address(runtime), core.endpoint, Encoder("worker 0.0", 100), 0, context)
-    made.start()
-    yield made
-    made.close()
+def start(context, runtime, core) -> Iterator[Callable[..., MediaInputs]]:
+    made: list[MediaInputs] = []
+
+    def start_with(**more: object) -> MediaInputs:
+        encoder = Encoder("worker 0.0", 100)
+        made.append(MediaInputs(address_of(runtime), core.endpoint, encoder, 0, context, **more))
+        made[-1].start()
+        return made[-1]
+
+    yield start_with
+    for inputs in made:
+        inputs.close()
 
 
 @pytest.fixture
-def connect() -> Iterator[Callable[..., TensorIpcSender]]:
+def connect(runtime) -> Iterator[Callable[..., TensorIpcSender]]:
     made: list[TensorIpcSender] = []
     arena = Arena(16 << 20, lambda: 1 << 50)
 
-    def connect_to(placement: str, addresses: list[RankAddress], incarnation: int = API) -> TensorIpcSender:
-        made.append(TensorIpcSender(Encoder("api 0", incarnation), addresses, arena))
-        made[-1].probe(placement, timeout=60)
+    def connect_to(incarnation: int = API) -> TensorIpcSender:
+        made.append(TensorIpcSender(Encoder("api 0", incarnation), [address_of(runtime)], arena))
+        made[-1].probe("torch_shm", timeout=60)
         return made[-1]
 
     yield connect_to
@@ -93,9 +94,8 @@ def is_here(inputs: MediaInputs, handle: TensorHandle) -> bool:
     return True
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_life_of_a_message(inputs, core, runtime, connect, placement) -> None:
-    sender = connect(placement, [rank_address(runtime)])
+def test_life_of_a_message(start, core, connect) -> None:
+    inputs, sender = start(), connect()
     tensors = [torch.arange(1000).view(10, 100), torch.randint(0, 256, (64, 48), dtype=torch.uint8)]
     handles = send(sender, *tensors)
     assert core.reports(2) == [ready(1), ready(2)]
@@ -111,58 +111,43 @@ def test_life_of_a_message(inputs, core, runtime, connect, placement) -> None:
     assert not is_here(inputs, again)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_the_end_of_a_stream_drops_nothing(inputs, core, runtime, connect, placement) -> None:
-    """Only the core says that a sender has died, to all ranks in one step."""
-    sender = connect(placement, [rank_address(runtime)])
+def test_the_core_drops_a_sender_and_the_end_of_its_stream_does_not(start, core, connect) -> None:
+    """To all ranks in one step. Later messages of that sender are ignored."""
+    inputs = start()
+    sender, other = (connect(incarnation) for incarnation in (API, API + 1))
     (handle,) = send(sender, torch.arange(5))
     assert core.reports(1) == [ready(1)]
     sender.close_streams()
     assert core.reports(1, seconds=0.1) == [] and inputs.rows(handle, 0, 5).tolist() == [0, 1, 2, 3, 4]
     inputs.drop_sender(API)
-    assert not is_here(inputs, handle)
-
-
-def test_messages_of_a_dropped_sender_are_ignored(inputs, core, runtime, connect) -> None:
-    sender, other = (connect("torch_shm", [rank_address(runtime)], incarnation) for incarnation in (API, API + 1))
-    (handle,) = send(sender, torch.ones(3))
-    assert core.reports(1) == [ready(1)]
-    inputs.drop_sender(API)
+    sender = connect()
     send(sender, torch.ones(3))
     (theirs,) = send(other, torch.ones(3))
     assert core.reports(2, seconds=0.2) == [ready(1, API + 1)]
     assert not is_here(inputs, handle) and is_here(inputs, theirs)
 
 
-def test_a_tensor_that_cannot_be_brought_to_the_device_fails_alone(context, runtime, core, connect) -> None:
+def test_a_tensor_that_cannot_be_brought_to_the_device_fails_alone(start, core, connect) -> None:
     def to_device(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel() > 3:
             raise RuntimeError("out of memory")
         return tensor * 2
 
-    inputs = MediaInputs(rank_address(runtime), core.endpoint, Encoder("worker 0.0", 100), 0, context, to_device)
-    inputs.start()
-    sender = connect("torch_shm", [rank_address(runtime)])
+    inputs, sender = start(to_device=to_device), connect()
     handle, failing = send(sender, torch.ones(3), torch.ones(4))
     first, second = core.reports(2)
     assert first == ready(1) and isinstance(second, MediaFailed) and "out of memory" in second.why
     assert inputs.rows(handle, 0, 3).tolist() == [2, 2, 2]
     inputs.release([handle.message, failing.message])
     assert not is_here(inputs, handle)
-    inputs.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_crashed_thread_fails_the_next_step_even_an_empty_one(context, runtime, core, connect, make_runner) -> None:
-    inputs = MediaInputs(
-        rank_address(runtime), core.endpoint, Encoder("worker 0.0", 100), 0, context, to_device=lambda tensor: 1 / 0
-    )
-    inputs.start()
-    send(connect("torch_shm", [rank_address(runtime)]), torch.ones(3))
-    runner = make_runner(inputs)
+def test_a_crashed_thread_fails_the_next_step_even_an_empty_one(start, connect, make_runner) -> None:
+    runner = make_runner(start(to_device=lambda tensor: 1 / 0))
+    send(connect(), torch.ones(3))
     with pytest.raises(RuntimeError, match="thread has died") as caught:
         for _ in range(1000):
             runner.execute(Step(1))
             time.sleep(0.01)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    inputs.close()

@@ -13,7 +13,7 @@ from mini_engine.messages import MediaCachePlan
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import AttentionShape
-from mini_engine.worker import memory, worker
+from mini_engine.worker import worker
 from mini_engine.worker.memory import (
     HUNGRY_SAMPLING,
     MemoryUse,
@@ -72,13 +72,6 @@ def test_a_cache_that_cannot_be_had_is_an_error(message, settings):
         count(**settings)
 
 
-def test_the_memory_of_all_workers_counts(monkeypatch):
-    monkeypatch.setattr(memory, "available_memory", lambda: 10 * BLOCK_BYTES)
-    assert count(num_gpu_blocks_override=6) == 6
-    with pytest.raises(ConfigError, match="for each of 2 workers"):
-        count(num_gpu_blocks_override=6, data_parallel_size=2)
-
-
 def test_what_is_left_of_a_device():
     use = MemoryUse(total=1000 * BLOCK_BYTES, workers=1, outside=5 * BLOCK_BYTES, weights=60 * BLOCK_BYTES,
                     step=20 * BLOCK_BYTES, media=5 * BLOCK_BYTES)  # fmt: skip
@@ -96,8 +89,6 @@ def test_what_is_left_of_a_device():
 def test_a_lack_of_room_is_one_line_and_other_errors_are_not_taken_for_it():
     with pytest.raises(RuntimeError, match="illegal memory access"), room_for("it", "lower it", CPU):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    with pytest.raises(ConfigError, match="cpu has no room for it; lower it"), room_for("it", "lower it", CPU):
-        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
     with pytest.raises(ConfigError, match="cpu has no room for it; lower it"), room_for("it", "lower it", CPU):
         try:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
@@ -120,10 +111,8 @@ SMALL = STEP | {"max_image_pixels": 784 * 9, "max_frame_pixels": 784 * 9}
     [
         (20, 10, HUB, {"max_num_encoder_input_tokens": 1000}),
         (10, 3, SIZED, STEP),  # a video's frame
-        (6, 10, SIZED, STEP | {"limit_mm_per_prompt": {"video": 0}}),
         (4, 22, SIZED, STEP | {"mm_processor_kwargs": {"size": {"longest_edge": 784 * 4}}}),
         (6, 1, {"processor_config.json": JOINT}, {"max_num_encoder_input_tokens": 9}),
-        (6, 10, HUB, SMALL),
         (4, 22, HUB, SMALL | {"max_image_pixels": 1, "max_frame_pixels": 1}),  # enlarged
         # One temporal grid is encoded whole, whatever a step may have; no prompt has more than the encoder cache.
         (20, 1, HUB, {"max_num_encoder_input_tokens": 10}),
@@ -157,11 +146,8 @@ def test_what_media_take():
     ("tokens", "seqs", "longest", "counts"),
     [
         (None, 3, 10_000, [2046, 1, 1]),
-        (100, 3, 1000, [98, 1, 1]),
         (100, 3, 60, [60, 39, 1]),
-        (100, 3, 20, [20, 20, 20]),
         (2, 64, 1000, [1, 1]),
-        (1, 1, 1000, [1]),
     ],
 )
 def test_the_worst_step(tokens, seqs, longest, counts):

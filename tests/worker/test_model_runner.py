@@ -1,4 +1,4 @@
-"""Scripted steps through the runner, on a tiny random model: the tokens are those of transformers' `generate`."""
+"""Scripted steps through the runner, on tiny random models: the tokens are those of transformers' `generate`."""
 
 import gc
 
@@ -7,24 +7,24 @@ import torch
 
 from mini_engine.messages import Chunk, SampledToken, Step, StepResult
 from mini_engine.worker.batch import SequenceState
+from tests.model.families import FAMILIES
 from tests.worker import script, tiny
 from tests.worker.conftest import NUM_BLOCKS
 
 COUNT = 20
 
 
-@pytest.mark.parametrize("budget", [16, 64, 100_000])
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_tokens_are_those_of_transformers(budget, block_size, make_runner, expected):
+@pytest.mark.parametrize("family", FAMILIES, indirect=True, scope="session")
+@pytest.mark.parametrize(("budget", "preempt_at"), [(7, (9,)), (100_000, ())])
+def test_tokens_are_those_of_transformers(budget, preempt_at, family, make_runner, expected):
+    """Chunks of seven tokens end inside of items, and between the runs of one."""
     media = tiny.MemoryMedia()
-    requests = [r for r in tiny.mixed_requests(media) if block_size > 1 or r.request_id in ("image", "short")]
-    steps = script.write_steps(requests, COUNT, budget, block_size, NUM_BLOCKS)
-    tokens = script.run(make_runner(media, block_size), steps)
-    assert tokens == {request.request_id: expected[request.request_id] for request in requests}
+    requests = tiny.mixed_requests(media, family)
+    steps = script.write_steps(requests, COUNT, budget, 16, NUM_BLOCKS, preempt_at)
+    assert script.run(make_runner(media), steps) == expected
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize("preempt_at", [(), (3,), (9, 14, 15)])
+@pytest.mark.parametrize(("ahead", "preempt_at"), [(0, (3,)), (1, (9, 14, 15)), (2, (9, 14, 15))])
 def test_steps_launched_ahead_and_restarts_with_other_blocks_change_no_token(ahead, preempt_at, make_runner, expected):
     media = tiny.MemoryMedia()
     steps = script.write_steps(tiny.mixed_requests(media), COUNT, 64, 16, NUM_BLOCKS, preempt_at)
@@ -66,10 +66,16 @@ def test_an_empty_step_is_answered_and_reaches_the_media_table(make_runner):
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_company(make_runner):
+    """Under penalties, a bias and a bar as well, which count what each request has."""
+    sampling = {
+        "temperature": 0.9, "top_p": 0.95, "seed": 11, "repetition_penalty": 1.2, "presence_penalty": 0.3,
+        "frequency_penalty": 0.5, "logit_bias": {5: 1.5, 9: -2.0}, "stop_token_ids": [4, 9, 11], "min_tokens": 7,
+    }  # fmt: skip
     media = tiny.MemoryMedia()
-    requests = tiny.mixed_requests(media, temperature=0.9, top_p=0.95, seed=11)
-    together = script.run(make_runner(media), script.write_steps(requests, 8, 64, 16, NUM_BLOCKS, preempt_at=[6]))
+    requests = tiny.mixed_requests(media, **sampling)
+    steps = script.write_steps(requests, 12, 64, 16, NUM_BLOCKS, preempt_at=[6])
+    together = script.run(make_runner(media), steps, ahead=1)
     media = tiny.MemoryMedia()
-    for request in tiny.mixed_requests(media, temperature=0.9, top_p=0.95, seed=11):
-        alone = script.run(make_runner(media), script.write_steps([request], 8, 1000, 16, NUM_BLOCKS))
+    for request in tiny.mixed_requests(media, **sampling):
+        alone = script.run(make_runner(media), script.write_steps([request], 12, 1000, 16, NUM_BLOCKS))
         assert alone[request.request_id] == together[request.request_id]

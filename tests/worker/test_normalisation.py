@@ -1,18 +1,14 @@
-"""The settings that a worker reads are those that transformers' own processors take, whichever files lie there; colours
-that cannot be normalised are refused by name."""
+"""The settings that a worker reads are those that transformers' own processors take, whichever files lie there."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
-from mini_engine.config import ConfigError
 from mini_engine.worker.normalisation import CLIP_MEAN, Normalisation, settings_of
 
 
@@ -30,12 +26,8 @@ OWN = {"preprocessor_config.json": settings(1), "video_preprocessor_config.json"
 JOINT = {"image_processor": settings(3), "video_processor": settings(4)}
 
 
-def subsets(names: Any) -> list[tuple[str, ...]]:
-    return [some for count in range(3) for some in itertools.combinations(names, count)]
-
-
-@pytest.mark.parametrize("joint", [None, *subsets(JOINT)])
-@pytest.mark.parametrize("own", subsets(OWN))
+@pytest.mark.parametrize("joint", [None, [], ["image_processor"], ["image_processor", "video_processor"]])
+@pytest.mark.parametrize("own", [[], ["preprocessor_config.json"], list(OWN)])
 def test_settings_are_those_of_transformers(own, joint, tmp_path: Path):
     for name in own:
         (tmp_path / name).write_text(json.dumps(OWN[name]))
@@ -65,20 +57,3 @@ def test_absent_settings_are_clips_and_an_absent_file_is_named(tmp_path):
         Normalisation.from_dir(tmp_path)
     found = from_dir(tmp_path, {"image_std": [0.5, 1, 2], "rescale_factor": 0.25})
     assert found == Normalisation(CLIP_MEAN, (0.5, 1, 2), 0.25)
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"image_std": [0.5, 0, 0.5]},
-        {"image_std": 0.5},
-        {"image_mean": [0.5]},
-        {"image_mean": ["a", "b", "c"]},
-        {"image_mean": [float("nan")] * 3},
-        {"rescale_factor": "x"},
-    ],
-)
-def test_colours_that_cannot_be_normalised_are_refused(setting, tmp_path):
-    """A deviation of zero would make infinities of every image; of one channel, a worker would die at its first."""
-    with pytest.raises(ConfigError, match=rf"say {re.escape(next(iter(setting)))} .*; copy them from where the model"):
-        from_dir(tmp_path, setting)

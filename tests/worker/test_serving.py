@@ -1,5 +1,5 @@
-"""The worker's loops over real sockets, with a real runner. In the place of the device's end of a step stands a gate
-that the test opens, so that steps can be seen to be launched before."""
+"""The worker's loop that launches steps ahead, over real sockets, with a real runner. In the place of the device's end
+of a step stands a gate that the test opens, so that steps can be seen to be launched before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import zmq
 from mini_engine.messages import Step, StepResult
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.worker.model_runner import Launched, ModelRunner
-from mini_engine.worker.serving import AHEAD, Watch, serve, serve_ahead
+from mini_engine.worker.serving import AHEAD, Watch, serve_ahead
 from tests.transport.conftest import eventually
 from tests.worker import script, tiny
 from tests.worker.conftest import NUM_BLOCKS
@@ -25,11 +25,11 @@ ENCODER = Encoder("core 0", 1)
 class Core:
     """The engine core's end, and a thread with the worker's."""
 
-    def __init__(self, runner: ModelRunner, ahead: bool) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.bind("inproc://core")
-        self._runner, self._ahead = runner, ahead
+        self._runner = runner
         self.launched: list[int] = []
         self.gate = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._work)
@@ -45,8 +45,6 @@ class Core:
         self._runner.launch = noted
         with self._context.socket(zmq.PAIR) as core, contextlib.suppress(RuntimeError):  # "expected a Step"
             core.connect("inproc://core")
-            if not self._ahead:
-                serve(core, Encoder("worker 0.0", 1), self._runner)
             with contextlib.closing(Watch(lambda _: self.gate.acquire())) as watch:
                 serve_ahead(core, Encoder("worker 0.0", 1), self._runner, watch)
 
@@ -65,11 +63,11 @@ class Core:
         self._context.term()
 
 
-@pytest.fixture(params=[False, True], ids=["serve", "serve_ahead"])
-def core(request, make_runner) -> Iterator[tuple[Core, list[Step]]]:
+@pytest.fixture
+def core(make_runner) -> Iterator[tuple[Core, list[Step]]]:
     media = tiny.MemoryMedia()
     steps = script.write_steps(tiny.mixed_requests(media), 20, 64, 16, NUM_BLOCKS)
-    with contextlib.closing(Core(make_runner(media), request.param)) as made:
+    with contextlib.closing(Core(make_runner(media))) as made:
         yield made, steps
 
 
@@ -87,7 +85,6 @@ def test_results_come_in_order_with_their_tokens(core, expected):
     assert tokens == expected
 
 
-@pytest.mark.parametrize("core", [True], indirect=True)
 def test_some_steps_are_launched_before_one_has_ended_and_no_more(core):
     core, _ = core
     for number in range(5):

@@ -10,7 +10,7 @@ import torch
 from mini_engine.model.parallel import RankEnded, RankLost
 from mini_engine.worker.shared_collectives import SLOT_BYTES, meet
 
-SIZES = (2, 3, 4)
+SIZES = (2, 4)
 
 
 @pytest.fixture
@@ -43,29 +43,20 @@ def of_rank(rank: int, shape, dtype=torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
-@pytest.mark.parametrize("shape", [(1,), (0, 4), (7, 33), (3, SLOT_BYTES // 8 + 5)])
-def test_all_reduce(ranks, shape, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("shape", [(0, 4), (7, 33), (3, SLOT_BYTES // 8 + 5)])
+def test_all_reduce_all_gather_and_broadcast(ranks, shape, dtype):
     def work(rank, end):
-        end.all_reduce(mine := of_rank(rank, shape, dtype))
-        return mine
+        end.all_reduce(summed := of_rank(rank, shape, dtype))
+        end.all_gather(gathered := torch.empty(len(ranks), *shape, dtype=dtype), of_rank(rank, shape, dtype))
+        end.broadcast(first := of_rank(rank, shape, dtype))
+        return summed, gathered, first
 
-    sums = together(ranks, work)
-    assert all(torch.equal(one, sums[0]) for one in sums)
-    exact = torch.stack([of_rank(rank, shape, dtype) for rank in range(len(ranks))]).double().sum(0)
-    torch.testing.assert_close(sums[0], exact.to(dtype))
-
-
-@pytest.mark.parametrize("shape", [(2,), (0, 4), (5, SLOT_BYTES // 4 - 1)])
-def test_all_gather_and_broadcast(ranks, shape):
-    def work(rank, end):
-        end.all_gather(gathered := torch.empty(len(ranks), *shape), of_rank(rank, shape))
-        end.broadcast(mine := of_rank(rank, shape))
-        return gathered, mine
-
-    for gathered, mine in together(ranks, work):
-        assert torch.equal(gathered, torch.stack([of_rank(rank, shape) for rank in range(len(ranks))]))
-        assert torch.equal(mine, of_rank(0, shape))
+    parts = torch.stack([of_rank(rank, shape, dtype) for rank in range(len(ranks))])
+    results = together(ranks, work)
+    for summed, gathered, first in results:
+        torch.testing.assert_close(summed, parts.double().sum(0).to(dtype))
+        assert torch.equal(summed, results[0][0]) and torch.equal(gathered, parts) and torch.equal(first, parts[0])
 
 
 def test_a_rank_that_is_ahead_does_not_write_over_what_others_read(ranks):

@@ -23,7 +23,6 @@ from mini_engine.messages import (
     Ready,
     SamplingParams,
     Step,
-    StepResult,
     WorkerReady,
 )
 from mini_engine.transport import sockets
@@ -82,52 +81,21 @@ def init_with(tmp_path, checkpoint, config: EngineConfig) -> Init:
     return Init(config, str(checkpoint), str(tmp_path), [], [f"ipc://{tmp_path}/core"], ranks, cache)
 
 
-def test_from_hello_to_tokens_and_an_end_on_error(tmp_path, links, start, checkpoint, expected):
-    supervisor, core = links
-    process = start(0)
-    encoder = Encoder("supervisor", 0)
-    peer, frame = supervisor.recv_multipart()
-    assert decode(frame).body == Hello("worker", "0.0")
-    config = EngineConfig(device="cpu", kv_cache_memory_bytes=1 << 20)
-    supervisor.send_multipart([peer, encoder.encode(init_with(tmp_path, checkpoint, config))])
-
-    rank_peer, frame = core.recv_multipart()
-    ready = decode(frame)
-    assert (ready.sender, ready.incarnation) == ("worker 0.0", INCARNATION)
-    # Two layers, keys and values, 16 tokens, two heads of 16 in float32.
-    assert ready.body == WorkerReady(0, (1 << 20) // (2 * 2 * 16 * 2 * 16 * 4), "cpu")
-    assert decode(supervisor.recv_multipart()[1]).body == Ready()
-
-    def execute(step: Step) -> StepResult:
-        core.send_multipart([rank_peer, encoder.encode(step)])
-        return decode(core.recv_multipart()[1]).body
-
-    assert execute(Step(1)) == StepResult(1)
-    new = NewSequence("short", [17], SamplingParams(max_tokens=9, seed=0, temperature=0.0), [])
-    first = execute(Step(2, started=[new], chunks=[Chunk("short", 0, 1, [0], True)]))
-    second = execute(Step(3, chunks=[Chunk("short", 1, 1, [], True)]))
-    assert [result.tokens[0].token_id for result in (first, second)] == expected["short"][:2]
-
-    core.send_multipart([rank_peer, encoder.encode(Step(4, chunks=[Chunk("unknown", 0, 1, [0], True)]))])
-    assert process.wait(timeout=60) == 1
-    assert "KeyError: 'unknown'" in process.stderr.read().decode()
-
-
-@pytest.mark.parametrize(("backend", "who"), [("shm", "rank 1"), ("gloo", "a rank")])
-def test_a_rank_that_loses_another_logs_a_line_and_does_not_exit_first(
-    tmp_path, links, start, checkpoint, backend, who
-):
+def test_a_rank_that_loses_another_logs_a_line_and_does_not_exit_first(tmp_path, links, start, checkpoint):
     """The supervisor is to find one death, and this is it."""
     supervisor, core = links
     encoder = Encoder("supervisor", 0)
     survivor, dying = start(0), start(1)
-    config = EngineConfig(
-        device="cpu", kv_cache_memory_bytes=1 << 20, tensor_parallel_size=2, distributed_backend=backend
-    )
+    config = EngineConfig(device="cpu", kv_cache_memory_bytes=1 << 20, tensor_parallel_size=2)
     for _ in range(2):
-        peer, _ = supervisor.recv_multipart()
+        peer, frame = supervisor.recv_multipart()
+        assert decode(frame).body in (Hello("worker", "0.0"), Hello("worker", "0.1"))
         supervisor.send_multipart([peer, encoder.encode(init_with(tmp_path, checkpoint, config))])
-    peers = {decode(frame).body.rank: peer for peer, frame in (core.recv_multipart() for _ in range(2))}
+    ready = {decode(frame).body: peer for peer, frame in (core.recv_multipart() for _ in range(2))}
+    # Two layers, keys and values, 16 tokens, one head of 16 in float32.
+    num_blocks = (1 << 20) // (2 * 2 * 16 * 1 * 16 * 4)
+    peers = [ready[WorkerReady(rank, num_blocks, "cpu")] for rank in range(2)]
+    assert [decode(supervisor.recv_multipart()[1]).body for _ in range(2)] == [Ready(), Ready()]
 
     new = NewSequence("one", [17], SamplingParams(max_tokens=9, seed=0, temperature=0.0), [])
     chunk = Chunk("one", 0, 1, [0], True)
@@ -136,7 +104,7 @@ def test_a_rank_that_loses_another_logs_a_line_and_does_not_exit_first(
     assert dying.wait(timeout=60) == 1
     assert "KeyError: 'one'" in dying.stderr.read().decode()
     said = next(line for line in survivor.stderr if b" ERROR " in line).decode()
-    assert said.endswith(f"ERROR   worker 0.0 | all_reduce: {who} has ended\n")
+    assert said.endswith("ERROR   worker 0.0 | all_reduce: rank 1 has ended\n")
     assert survivor.poll() is None
     survivor.kill()
     assert b"worker 0.0 |" not in survivor.stderr.read()
@@ -172,8 +140,6 @@ def test_cuda_takes_the_kernels():
 
 
 def test_a_worker_on_the_cpu_needs_no_triton_and_no_worker_transformers():
-    code = "import sys; sys.modules['triton'] = None; import mini_engine.worker.worker, mini_engine.bench.cli"
+    code = "import sys; sys.modules['triton'] = None; import mini_engine.worker.worker; "
+    code += "assert 'transformers' not in sys.modules; import mini_engine.bench.cli"
     subprocess.run([sys.executable, "-c", code], check=True)
-    unwanted = "{'triton.language', 'transformers'}"
-    loaded = f"import sys, mini_engine.worker.worker; sys.exit(not {unwanted}.isdisjoint(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", loaded]).returncode == 0
