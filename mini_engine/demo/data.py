@@ -20,6 +20,7 @@ MIRRORED = {"left": "right", "right": "left"}
 REVERSED = {**MIRRORED, "up": "down", "down": "up"}
 TOKENS_PER_SECOND = 4  # as in the vision config
 CODEC_SHARE, IMAGE_SHARE = 0.5, 0.12  # of the items: really encoded and decoded; stills out of image files
+WIDE_SHARE = 0.6  # of the items: drawn from wide ranges
 LONG_SHARE = 0.04  # of the conversations: begin with a long text, up to some 1,500 words
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -102,13 +103,15 @@ def target_size(height: int, width: int) -> tuple[int, int]:
 def make_item(seed: int) -> Item:
     """The item of `seed`: a clip (drawn, or encoded and decoded) or an image, in the mix used for training."""
     rng = np.random.default_rng([seed, 7])
+    fixed: dict[str, Any] = {"wide": rng.uniform() < WIDE_SHARE}
     if rng.uniform() < IMAGE_SHARE:
-        picture = videos.render_image(seed)
+        picture = videos.render_image(seed, **fixed)
         pixels = videos.decode_image(videos.encode_image(picture, str(rng.choice(["png", "jpeg"]))))
         return Item(picture.colour, picture.shape, None, resized(pixels[None]))
-    fixed = {"width": 320, "height": 240} if rng.uniform() < 0.1 else {}
+    if rng.uniform() < 0.1:
+        fixed |= {"width": 320, "height": 240}
     if rng.uniform() < 0.05:
-        fixed = {"width": 640, "height": 480}
+        fixed |= {"width": 640, "height": 480}
     scene = videos.make_scene(seed, **fixed)
     wanted = int(rng.choice([NUM_FRAMES, int(rng.integers(2, 15)), int(rng.integers(15, 34))], p=[0.7, 0.2, 0.1]))
     if scene.motion == "still":
