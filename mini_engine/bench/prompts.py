@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,7 @@ def draws(seed: int, purpose: str) -> random.Random:
     return random.Random(f"{seed} {purpose}")
 
 
+@functools.cache
 def load_tokenizer(name: str, purpose: str) -> Any:
     """The Hugging Face tokenizer of the model `name`, which may be the bundled one's.
 

@@ -11,7 +11,6 @@ the most tokens to generate; without it they are as many as the record's own ans
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import mimetypes
 import re
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from mini_engine.bench.prompts import TEXT_TOKENS, Prompt, data_url, draws, load_tokenizer, media_part, text_part
-from mini_engine.bench.report import BenchError, say
 from mini_engine.config import ConfigError
 
 Record = dict[str, Any]
@@ -37,39 +35,31 @@ def read_prompts(args: argparse.Namespace, wanted: int, tokenizer: str) -> list[
     """The first `wanted` prompts of --dataset-path, in an order drawn from --seed unless --disable-shuffle.
 
     Raises:
-        ConfigError: the file cannot be read, or no record holds a prompt.
+        ConfigError: no record holds a prompt.
+        OSError, ValueError: the file cannot be read.
     """
     path = Path(args.dataset_path)
-    records = _from_hub(args) if args.dataset_name == "hf" else _read_json(path)
-    if isinstance(records, list) and not args.disable_shuffle:
-        records = draws(args.seed, "records").sample(records, len(records))
-    reader = _Reader(path if path.is_dir() else path.parent, args.output_len, tokenizer)
+    folder = path if path.is_dir() else path.parent
     found: list[Prompt] = []
-    empty = 0
-    for record in records:
+    for record in _from_hub(args) if args.dataset_name == "hf" else _from_file(args, path):
         if len(found) == wanted:
             break
-        prompt = reader.prompt(record)
-        found += [prompt] if prompt is not None else []
-        empty += prompt is None
-    if empty:
-        say(f"{empty} records have no prompt under {', '.join(CONVERSATIONS + TEXTS)} and were skipped")
+        if turns := _turns(record, folder):
+            found.append(_prompt(record, turns, args.output_len, folder, tokenizer))
     if not found:
-        raise ConfigError(f"--dataset-path: {path} has no record with a prompt")
+        raise ConfigError(f"--dataset-path: {path} has no prompt under {', '.join(CONVERSATIONS + TEXTS)}")
     return found
 
 
-def _read_json(path: Path) -> list[Record]:
+def _from_file(args: argparse.Namespace, path: Path) -> list[Record]:
     """A list of objects, or an object on each line."""
     text = path.read_text(encoding="utf-8-sig")
     try:
-        if text.lstrip().startswith("["):
-            return list(json.loads(text))
-        return [json.loads(line) for line in text.split("\n") if line.strip()]
+        lines = [line for line in text.split("\n") if line.strip()]
+        records = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines]
     except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"--dataset-path: {path} is neither a JSON list nor an object on each line: {error}"
-        ) from None
+        raise ConfigError(f"--dataset-path: {path} is no JSON list, nor an object on each line: {error}") from None
+    return records if args.disable_shuffle else draws(args.seed, "records").sample(records, len(records))
 
 
 def _from_hub(args: argparse.Namespace) -> Iterable[Record]:
@@ -78,91 +68,60 @@ def _from_hub(args: argparse.Namespace) -> Iterable[Record]:
         import datasets
     except ImportError:
         raise ConfigError("--dataset-name hf needs the package datasets: pip install 'mini-engine[hf]'") from None
-    split = args.hf_split or "train"
-    try:
-        stream = datasets.load_dataset(args.dataset_path, args.hf_subset, split=split, streaming=True)
-        stream = stream.decode(False)  # media as the bytes they are
-        return stream if args.disable_shuffle else stream.shuffle(args.seed, buffer_size=SHUFFLE_BUFFER)
-    except (OSError, ValueError, RuntimeError) as error:
-        why = (str(error) or type(error).__name__).splitlines()[0]
-        raise BenchError(f"--dataset-path: {args.dataset_path} cannot be loaded: {why}") from None
+    stream = datasets.load_dataset(args.dataset_path, args.hf_subset, split=args.hf_split or "train", streaming=True)
+    stream = stream.decode(False)  # media as the bytes they are
+    return stream if args.disable_shuffle else stream.shuffle(args.seed, buffer_size=SHUFFLE_BUFFER)
 
 
-class _Reader:
-    """Turns records into prompts. Relative paths begin at `folder`; the tokenizer is loaded once it is needed."""
+def _turns(record: Record, folder: Path) -> list[dict[str, Any]]:
+    """The record's conversation from its start; empty if it asks nothing."""
+    text = next((record[key] for key in TEXTS if record.get(key)), None)
+    alone = [{"role": "user", "content": text}] if text else []
+    turns = []
+    for turn in next((record[key] for key in CONVERSATIONS if record.get(key)), alone):
+        role = turn.get("role") or turn["from"]
+        content = _content(turn["content"] if "content" in turn else turn["value"], folder)
+        turns.append({"role": ROLES.get(role, role), "content": content})
+    return turns if any(turn["role"] == "user" for turn in turns) else []
 
-    def __init__(self, folder: Path, output_tokens: int | None, tokenizer: str):
-        self._folder = folder
-        self._output_tokens = output_tokens
-        self._tokenizer_name = tokenizer
 
-    def prompt(self, record: Record) -> Prompt | None:
-        """None where the record has no question."""
-        turns = self._turns(record)
-        asked = next((place for place, turn in enumerate(turns) if turn["role"] == "user"), None)
-        if asked is None:
-            return None
-        # Before the question the assistant may have greeted.
-        answered = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i > asked), None)
-        answer = turns[answered]["content"] if answered is not None else None
-        turns = turns[:answered]
-        media = [part for key, kind in MEDIA.items() for part in self._media(record.get(key), kind)]
-        if media:
-            content = turns[asked]["content"]
-            parts = [text_part(content)] if isinstance(content, str) else content
-            turns[asked] = {"role": "user", "content": media + parts}
-        return Prompt(turns, record.get("expected"), self._length(record, answer))
-
-    def _length(self, record: Record, answer: str | None) -> int:
-        if self._output_tokens is not None:
-            return self._output_tokens
-        if record.get("output_tokens"):
-            return int(record["output_tokens"])
-        return max(1, len(self._tokenizer.encode(answer))) if answer else TEXT_TOKENS
-
-    @functools.cached_property
-    def _tokenizer(self) -> Any:
+def _prompt(record: Record, turns: list[dict], output_len: int | None, folder: Path, tokenizer: str) -> Prompt:
+    roles = [turn["role"] for turn in turns]
+    asked = roles.index("user")
+    # Before the question the assistant may have greeted.
+    answered = roles.index("assistant", asked) if "assistant" in roles[asked:] else len(roles)
+    tokens = output_len or record.get("output_tokens") or TEXT_TOKENS
+    if answered < len(roles) and not (output_len or record.get("output_tokens")):
         purpose = "to count the tokens of the records' own answers, unless --output-len says how many to generate"
-        return load_tokenizer(self._tokenizer_name, purpose)
-
-    def _turns(self, record: Record) -> list[dict[str, Any]]:
-        """The record's conversation, empty if it has none."""
-        for key in CONVERSATIONS:
-            if record.get(key):
-                turns = [
-                    (turn.get("role") or turn["from"], turn.get("content", turn.get("value"))) for turn in record[key]
-                ]
-                return [{"role": ROLES.get(role, role), "content": self._content(content)} for role, content in turns]
-        text = next((record[key] for key in TEXTS if record.get(key)), None)
-        return [{"role": "user", "content": self._content(text)}] if text else []
-
-    def _content(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-        """Without the placeholders of some data sets, which are no text, and with each path's file as a data URL."""
-        if isinstance(content, str):
-            return PLACEHOLDER.sub("", content)
-        parts = []
-        for part in content:
-            kind = part["type"].removesuffix("_url")
-            if kind == "text":
-                parts.append(text_part(PLACEHOLDER.sub("", part["text"])))
-            else:
-                parts += self._media(part[part["type"]], kind)
-        return parts
-
-    def _media(self, value: Any, kind: str) -> list[dict[str, Any]]:
-        """The parts for one medium or a list of them."""
-        if not value:
-            return []
-        if isinstance(value, list):
-            return [part for one in value for part in self._media(one, kind)]
-        if isinstance(value, dict) and value.get("bytes"):
-            return [media_part(data_url(value["bytes"], _mime(value.get("path") or "", kind)), kind)]
-        place = str(value.get("path") or value["url"]) if isinstance(value, dict) else str(value)
-        if not URL.match(place):
-            place = data_url((self._folder / place).read_bytes(), _mime(place, kind))
-        return [media_part(place, kind)]
+        tokens = max(1, len(load_tokenizer(tokenizer, purpose).encode(turns[answered]["content"])))
+    if media := [part for key, kind in MEDIA.items() for part in _media(record.get(key), kind, folder)]:
+        content = turns[asked]["content"]
+        turns[asked]["content"] = media + ([text_part(content)] if isinstance(content, str) else content)
+    return Prompt(turns[:answered], record.get("expected"), int(tokens))
 
 
-def _mime(path: str, kind: str) -> str:
-    guess = mimetypes.guess_type(path)[0] or ""
-    return guess if guess.startswith(kind) else {"image": "image/jpeg", "video": "video/mp4"}[kind]
+def _content(content: str | list[dict[str, Any]], folder: Path) -> str | list[dict[str, Any]]:
+    """Without the placeholders of some data sets, which are no text, and with each path's file as a data URL."""
+    if isinstance(content, str):
+        return PLACEHOLDER.sub("", content)
+    parts = []
+    for part in content:
+        kind = part["type"].removesuffix("_url")
+        text = kind == "text"
+        parts += [text_part(PLACEHOLDER.sub("", part["text"]))] if text else _media(part[part["type"]], kind, folder)
+    return parts
+
+
+def _media(value: Any, kind: str, folder: Path) -> list[dict[str, Any]]:
+    """The parts for one medium or a list of them."""
+    if not value:
+        return []
+    if isinstance(value, list):
+        return [part for one in value for part in _media(one, kind, folder)]
+    value = value if isinstance(value, dict) else {"url": value}
+    place = str(value.get("path") or value.get("url") or "")
+    if value.get("bytes") or not URL.match(place):
+        guess = mimetypes.guess_type(place)[0] or ""
+        mime = guess if guess.startswith(kind) else {"image": "image/jpeg", "video": "video/mp4"}[kind]
+        place = data_url(value.get("bytes") or (folder / place).read_bytes(), mime)
+    return [media_part(place, kind)]

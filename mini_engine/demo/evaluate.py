@@ -97,14 +97,16 @@ def paint(seed: int) -> videos.Clip:
     fill = ImageColor.getrgb(str(rng.choice(SHADES[colour])))
     gradient = Image.linear_gradient("L") if rng.uniform() < 0.7 else Image.radial_gradient("L")
     gradient = gradient.rotate(float(rng.choice([0, 90, 180, 270]))).resize((4 * width, 4 * height))
-    backdrop = ImageOps.colorize(gradient, *(str(name) for name in rng.choice(BACKDROPS, 2, replace=False)))
+    first, last = (str(name) for name in rng.choice(BACKDROPS, 2, replace=False))
+    backdrop = ImageOps.colorize(gradient, first, last)
     step = np.array(videos.DIRECTIONS[motion]) * rng.uniform(0.25, 0.5) * (width, height)
     room = np.array([width, height]) - 2 * radius - abs(step)
     start = radius + rng.uniform(0, 1, 2) * room - np.minimum(step, 0)
     frames = []
     for when in np.linspace(0, 1, num_frames):
         canvas = backdrop.copy()
-        _outline(ImageDraw.Draw(canvas), shape, *(4 * (start + when * step)), 4 * radius, fill)
+        x, y = 4 * (start + when * step)
+        _outline(ImageDraw.Draw(canvas), shape, x, y, 4 * radius, fill)
         frames.append(np.asarray(canvas.reduce(4)))
     return videos.Clip(colour, shape, motion, int(rng.choice([12, 24, 30])), np.stack(frames))
 

@@ -189,16 +189,16 @@ def _start(drawn: dict, along: float, across: float) -> tuple[float, float]:
     return place[0], place[1]
 
 
-def render(seed: int, **fixed: object) -> Clip:
+def render(seed: int, wide: bool = False, **fixed: object) -> Clip:
     """The clip of `seed`; keywords as in `make_scene` (colour="red", width=320, height=240, num_frames=60, ...)."""
-    scene = make_scene(seed, **fixed)
+    scene = make_scene(seed, wide, **fixed)
     frames = draw(scene, range(scene.num_frames))
     return Clip(scene.colour, scene.shape, scene.motion, scene.fps, frames)
 
 
-def render_image(seed: int, **fixed: object) -> Picture:
+def render_image(seed: int, wide: bool = False, **fixed: object) -> Picture:
     """The still image of `seed`; keywords as in `make_scene`."""
-    scene = make_scene(seed, **{"motion": "still", **fixed})
+    scene = make_scene(seed, wide, **{"motion": "still", **fixed})
     return Picture(scene.colour, scene.shape, draw(scene, [0])[0])
 
 
