@@ -4,7 +4,8 @@ Renders clips, trains, publishes the model directory whenever the held-out score
 codec and kind of question at the end. It can be stopped at any time; the same command goes on from the last checkpoint.
 
 What makes it learn at this size: Xavier initialisation, and an auxiliary head that names colour, shape and motion from
-the vision tower's features. Without the head the loss stands still for more than a thousand steps.
+the vision tower's features. At first the tower learns by the head alone, in small batches; then the conversations begin.
+Without the head the loss stands still for more than a thousand steps.
 """
 
 import argparse
@@ -34,17 +35,17 @@ from mini_engine.demo.pool import CHUNK, Pool, load_chunk, make_chunk
 class Settings:
     """The recipe's numbers."""
 
-    steps: int = 5000
-    patches: int = 3500  # of a batch, about 35 clips
+    steps: int = 4500
+    patches: int = 3000  # of a batch, about 30 clips; a third of it while the tower learns alone
     lr: float = 1.5e-3
     warmup: int = 100
     decay: float = 0.3  # the last share of the steps, over which the learning rate falls to zero
     aux: float = 0.5  # weight of the auxiliary loss
     ema: float = 0.998  # the published weights are a running average
-    alone: int = 600  # steps before prompts with several items begin
-    pool: int = 16_000  # rendered items
+    alone: int = 1500  # steps of the vision tower alone
+    pool: int = 10_240  # rendered items
     pool_start: int = 1024  # items to wait for before the first step
-    every: int = 200  # steps between evaluations and checkpoints
+    every: int = 250  # steps between evaluations and checkpoints
     held_out: int = 192  # items of an evaluation
     seed: int = 0
 
@@ -80,9 +81,9 @@ class Trainer:
     def samples(self, pool: Pool, rng: np.random.Generator) -> list[Sample]:
         """Conversations until the batch holds enough patches."""
         chosen: list[Sample] = []
-        patches = 0
-        while patches < self.settings.patches:
-            count = 1 if self.step < self.settings.alone else int(rng.choice(4, p=[0.04, 0.58, 0.30, 0.08]))
+        patches, alone = 0, self.step < self.settings.alone
+        while patches < self.settings.patches / (3 if alone else 1):
+            count = 1 if alone else int(rng.choice(4, p=[0.04, 0.58, 0.30, 0.08]))
             items = tuple(varied(pool.draw(rng), rng) for _ in range(count))
             chosen.append(self.writer.sample(items, rng))
             patches += sum(math.prod(item.grid) for item in items)
@@ -93,9 +94,12 @@ class Trainer:
         for group in self.optimiser.param_groups:
             group["lr"] = self.learning_rate()
         batch = self.writer.batch(samples)
-        outputs = forward.run(self.model, batch)
-        answers = F.cross_entropy(outputs.logits, outputs.targets)
-        attributes = self.head.loss(outputs.pooled, batch.items)
+        if self.step < self.settings.alone:
+            features, answers = forward.vision_features(self.model.model.visual, batch.items), torch.zeros(())
+        else:
+            outputs = forward.run(self.model, batch)
+            features, answers = outputs.features, F.cross_entropy(outputs.logits, outputs.targets)
+        attributes = self.head.loss(features, batch.items)
         self.optimiser.zero_grad(set_to_none=True)
         (answers + self.settings.aux * attributes).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
