@@ -1,4 +1,4 @@
-"""The data sets that a benchmark can send; `records.py` reads those of files and the hub.
+"""The data sets that a benchmark can send; `prompts.py` reads those of files and the hub.
 
     synthetic-video, synthetic-image   the bundled model's clips and pictures, each with a question and its answer
     random-mm                          media whose sizes are drawn from --random-mm-bucket-config
@@ -32,9 +32,9 @@ from mini_engine.bench.prompts import (
     from_user,
     load_tokenizer,
     media_part,
+    read_prompts,
     text_part,
 )
-from mini_engine.bench.records import read_prompts
 from mini_engine.bench.report import say
 from mini_engine.demo import questions, videos
 

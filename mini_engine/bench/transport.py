@@ -1,9 +1,8 @@
 """What it takes to bring a tensor from one process into T others, by each placement of the tensor queue.
 
 A uint8 tensor is in this process, which stands in for an API server and for the engine core; T further processes, each
-with the workers' own receiver, stand in for the ranks. A transfer begins with the tensor and ends when every rank's
-receiver has reported it and its main thread has touched every page of it; then the rank computes its CRC-32, which must
-be this payload's. Repeats, T and placements take turns, so that drift of the machine hits all alike:
+with the workers' own receiver, stand in for the ranks. Each rank returns the tensor's CRC-32, which must be the
+payload's. Repeats, T and placements take turns, so that drift of the machine hits all alike:
     memcpy    the payload once, by one thread, between two buffers that have all their pages
     copy      room for the message, and the tensor into it (torch_shm; direct_rpc copies nothing here)
     arrive    the message's frames to each rank's stream, until the last rank's report is here
@@ -12,11 +11,9 @@ be this payload's. Repeats, T and placements take turns, so that drift of the ma
 Memory: cold is the first message of a new arena, whose pages have no memory yet; reused is its second, in the same
 pages, as in a server that has been up for a while. With direct_rpc each message has fresh heap memory.
 
-What it should cost. torch_shm, reused: one memcpy, whatever T is, plus two wake-ups (the rank's receiver, this process)
-of 0.1 ms or so each, which dominate below 4 MB. Cold adds the kernel's work for each page of 4 kB: it is allocated,
-zeroed and entered into the page table here and in each rank, 0.5 us in all, several times that in a virtual machine.
-direct_rpc: for each rank one copy into the socket, in portions with a system call each, and one out of it into memory
-whose pages are new: 2 T memcpys at the very least, and several times that with the page faults.
+What it should cost. torch_shm, reused: one memcpy, whatever T is, plus two wake-ups of 0.1 ms or so each. Cold adds the
+kernel's work for each page of 4 kB, here and in each rank: 0.5 us, several times that in a virtual machine. direct_rpc:
+for each rank one copy into the socket and one out of it into new pages: 2 T memcpys at the very least.
 """
 
 from __future__ import annotations

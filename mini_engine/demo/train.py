@@ -4,8 +4,8 @@ Renders clips, trains, publishes the model directory whenever the held-out score
 codec and kind of question at the end. It can be stopped at any time; the same command goes on from the last checkpoint.
 
 What makes it learn at this size: Xavier initialisation, and an auxiliary head that names colour, shape and motion from
-the vision tower's features. At first the tower learns by the head alone, in small batches; then the conversations begin.
-Without the head the loss stands still for more than a thousand steps.
+the vision tower's features. The tower learns by the head first, in small batches; then the conversations begin. Without
+the head the loss stands still for more than a thousand steps.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -53,16 +52,15 @@ class Settings:
 class Trainer:
     """Model, running average, optimiser and step count; `work` holds the checkpoint and the rendered items."""
 
-    def __init__(self, settings: Settings, config: Any, work: Path, device: str) -> None:
-        self.settings, self.config, self.work, self.device = settings, config, work, device
+    def __init__(self, settings: Settings, work: Path, device: str) -> None:
+        self.settings, self.work, self.device = settings, work, device
         work.mkdir(parents=True, exist_ok=True)
-        self.model = demo_model.make_model(config, settings.seed).to(device)
+        self.model = demo_model.make_model(settings.seed).to(device)
         self.average = copy.deepcopy(self.model).eval()
-        self.head = forward.AttributeHead(config.vision_config.out_hidden_size).to(device)
+        self.head = forward.AttributeHead(self.model.config.vision_config.out_hidden_size).to(device)
         self.optimiser = torch.optim.AdamW(self._groups(), lr=settings.lr, betas=(0.9, 0.98))
         self.step, self.best = 0, -1.0
-        demo_model.save_support_files(work / "tokenizer", config)
-        self.writer = Writer(PreTrainedTokenizerFast.from_pretrained(work / "tokenizer"))
+        self.writer = Writer(PreTrainedTokenizerFast.from_pretrained(demo_model.WEIGHTS))
 
     def _groups(self) -> list[dict]:
         """Matrices decay a little, vectors do not."""
@@ -135,7 +133,7 @@ class Trainer:
         score = sum(share.values()) / len(share)
         if score >= self.best:
             self.best = score
-            demo_model.publish(out, self.config, self.average.state_dict())
+            demo_model.publish(out, self.average.state_dict())
         self.save()
         with open(self.work / "log.jsonl", "a") as log:
             log.write(json.dumps({"step": self.step, "score": score, **note, **share}) + "\n")
@@ -156,11 +154,10 @@ def train(trainer: Trainer, out: Path, workers: int) -> None:
     pool = Pool(trainer.work / "pool", settings.pool, workers)
     try:
         tests = held_out(settings, trainer.work / "pool")
-        pool.wait_for(settings.pool_start)
         bar = tqdm(total=settings.steps, initial=trainer.step, unit="step")
         mean = np.zeros(2)
         while trainer.step < settings.steps:
-            pool.poll()
+            pool.wait_for(settings.pool_start)
             rng = np.random.default_rng([settings.seed, trainer.step])
             mean += (np.array(trainer.train_step(trainer.samples(pool, rng))) - mean) * 0.05
             bar.update()
@@ -187,7 +184,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the rendering processes are stopped too
     torch.set_num_threads(arguments.threads)
     settings = Settings(**{name: getattr(arguments, name) for name in asdict(Settings())})
-    trainer = Trainer(settings, demo_model.make_config(), arguments.work, arguments.device)
+    trainer = Trainer(settings, arguments.work, arguments.device)
     if trainer.resume():
         print(f"going on from step {trainer.step}")
     train(trainer, arguments.out, arguments.workers)

@@ -69,11 +69,6 @@ class Scene:
     seed: int
     stout: float = 1.0  # width of a triangle or of a cross's arms over the usual one
 
-    @property
-    def seconds(self) -> float:
-        """Duration in seconds."""
-        return self.num_frames / self.fps
-
 
 @dataclass(frozen=True)
 class Clip:
