@@ -11,11 +11,7 @@ The bundled model, or that of --launch, decodes one batch; one torch thread. The
     forward   the model's part of that: embedding, layers, attention over the paged cache, logits
 The engine's share is step - forward. Execute - forward is the worker's part of it: the layout of the batch, sampling,
 tokens to Python. The rest is messages, scheduling and waking up, in the engine core and between it and the worker.
-
-What it should cost. The bundled model reads 0.9 M weights a step (4 MB) and does 1.8 MFLOP a token; at batch 32 that
-and attention are 1.5 to 2 ms. The worker's own part is a few arrays and one argmax, 0.1 ms. With
---no-async-scheduling a step adds two messages with a wake-up each and the scheduler, 0.3 to 0.5 ms; one step ahead, the
-running step hides both.
+What was measured stands in docs/benchmarks.md.
 """
 
 from __future__ import annotations

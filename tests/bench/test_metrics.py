@@ -49,12 +49,6 @@ def test_goodput_counts_requests_that_keep_every_limit(limits: dict[str, float],
     assert compute(by_hand(), Wanted(goodput=limits))["request_goodput"] == good / 4
 
 
-def test_a_goodput_of_nothing_is_shown():
-    limits = Wanted(goodput={"ttft": 1.0})
-    assert f"{'Request goodput (req/s):':<40} 0.00" in describe(compute(by_hand(), limits), limits, "").splitlines()
-    assert "goodput" not in describe(compute(by_hand(), Wanted()), Wanted(), "no limits")
-
-
 def test_a_client_that_was_the_bottleneck_says_so():
     for share, said in ((0.7, False), (0.9, True)):
         text = describe(compute(by_hand(cpu_share=share), Wanted()), Wanted(), "client")
