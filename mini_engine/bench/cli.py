@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from mini_engine.bench.report import BenchError, as_json, say
+from mini_engine.bench.report import BenchError, say, surroundings
 from mini_engine.config import ConfigError
 
 COMMANDS = {
@@ -26,24 +26,18 @@ COMMANDS = {
     "gpu": "decode, prefill and vision of a 7 B model on a CUDA device",
 }
 FLAG_TEXTS = ("--launch", "--a", "--b", "--flag")  # flags whose value is itself flags
-INTERRUPTED = 128 + signal.SIGINT  # the exit status of a shell's command that Ctrl-C has ended
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """What was typed; underscores in a flag's name are dashes, and `--launch --no-async-scheduling` is
-    `--launch=--no-async-scheduling`, whose value argparse would take for a flag.
-
-    Raises:
-        SystemExit: for `--help`, and for flags that cannot be used, with a line that says why.
-    """
+    `--launch=--no-async-scheduling`, whose value argparse would take for a flag."""
     if argv and argv[0] in ("-h", "--help"):
         lines = [f"  {name:<10} {what}" for name, what in COMMANDS.items()]
         print("usage: bench.py [COMMAND] [flags]\n", *lines, "\n`bench.py COMMAND --help` shows its flags.", sep="\n")
         raise SystemExit(0)
-    named = bool(argv) and argv[0] in COMMANDS
-    name = argv[0] if named else "serve"
+    name, rest = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("serve", argv)
     typed: list[str] = []
-    for arg in argv[1:] if named else argv:
+    for arg in rest:
         flag, equals, value = arg.partition("=")
         if typed and typed[-1] in FLAG_TEXTS:
             typed[-1] += "=" + arg
@@ -62,24 +56,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 if something failed while it was measured, 2 for flags that cannot
     be used, 130 after Ctrl-C."""
-    signal.signal(signal.SIGTERM, _terminate)
+    # By way of every `with`, so that what a command has started is stopped.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
         report = args.command.run(args)
-    except ConfigError as error:
+    except (ConfigError, BenchError, OSError) as error:
         say(str(error))
-        return 2
-    except (BenchError, OSError) as error:
-        say(str(error))
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return 128 + signal.SIGINT
     for failure in report.failures:
         print(f"failed: {failure}")
-    print(json.dumps(as_json(args, report)), flush=True)
+    found = {"regime": args.regime, **surroundings(args, report.all_here)}
+    print(json.dumps({**found, "figures": report.figures, "failures": report.failures}, default=str), flush=True)
     return 1 if report.failures else 0
-
-
-def _terminate(number: int, _: object) -> None:
-    """Leave by way of every `with`, so that what a command has started is stopped."""
-    raise SystemExit(128 + number)

@@ -13,7 +13,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -23,14 +23,23 @@ from tqdm import tqdm
 ERROR_CHARACTERS = 300
 KEEP_SECONDS = 2.0  # a connection idle for longer is opened again: the server may be about to close it
 REQUEST_SECONDS = 6 * 60 * 60
-TICK_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where requests go, for which model, and whether the server reports the stages of a request."""
+
+    url: str
+    model: str
+    timings: bool
+    headers: dict[str, str]
+    progress: bool  # shown on stderr
 
 
 @dataclass(frozen=True)
 class Request:
     """What is sent. `answer`: the right one, where it is known."""
 
-    number: int
     body: bytes
     answer: str | None = None
 
@@ -39,7 +48,6 @@ class Request:
 class Outcome:
     """What came of a request. Moments are of `time.perf_counter`."""
 
-    number: int
     begun: float = 0.0
     ended: float = 0.0  # when the last event came
     chunks: list[float] = field(default_factory=list)  # when each chunk with `choices` came
@@ -77,24 +85,13 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """How requests are sent to `url`."""
-
-    url: str
-    headers: Mapping[str, str]
-    max_concurrency: int | None
-    progress: bool  # shown on stderr
-
-
-@dataclass(frozen=True)
 class Run:
-    """What came of all requests, in their order, and what the client itself took."""
+    """What came of all requests, in their order; and the client's own CPU time, as a share of one core."""
 
     outcomes: list[Outcome]
     begun: float
     seconds: float  # from the start to the end of the last request
-    cpu_share: float = 0.0  # of one core
-    lags: Sequence[float] = (0.0,)  # seconds by which the event loop woke up late
+    cpu_share: float = 0.0
 
 
 def arrivals(count: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
@@ -109,56 +106,40 @@ def arrivals(count: int, rate: float, burstiness: float, rng: random.Random) -> 
     return list(itertools.accumulate(rng.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(count)))
 
 
-async def send_all(requests: Sequence[Request], starts: Sequence[float], traffic: Traffic, title: str) -> Run:
+async def send_all(target: Target, requests: Sequence[Request], starts: Sequence[float], at_once: int | None) -> Run:
     """Send request i `starts[i]` seconds after the start, or once there is room for it, and wait for all."""
-    room = asyncio.Semaphore(traffic.max_concurrency or len(requests))
-    outcomes: list[Outcome] = []
-    lags = [0.0]
-    bar = tqdm(total=len(requests), desc=title, unit=" requests", file=sys.stderr, disable=not traffic.progress)
+    room = asyncio.Semaphore(at_once or len(requests))
+    bar = tqdm(total=len(requests), unit=" requests", file=sys.stderr, disable=not target.progress)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS)
-    headers = {"Content-Type": "application/json", **traffic.headers}
     timeout = aiohttp.ClientTimeout(REQUEST_SECONDS, sock_connect=None)
 
-    async def one(http: aiohttp.ClientSession, request: Request) -> None:
+    async def one(http: aiohttp.ClientSession, request: Request) -> Outcome:
         async with room:
-            outcome = await ask(http, traffic.url, request)
-        outcomes.append(outcome)
-        if not outcome.ok:
-            bar.set_postfix(failed=sum(not one.ok for one in outcomes), refresh=False)
+            outcome = await ask(http, target.url, request)
         bar.update()
+        return outcome
 
-    async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as http:
-        watch = asyncio.create_task(_watch(lags))
-        begun, cpu = time.perf_counter(), time.process_time()
+    async with aiohttp.ClientSession(connector=connector, headers=target.headers, timeout=timeout) as http:
+        begun, cpu, tasks = time.perf_counter(), time.process_time(), []
         async with asyncio.TaskGroup() as running:
             for request, start in zip(requests, starts, strict=True):
-                if (wait := begun + start - time.perf_counter()) > 0:
-                    await asyncio.sleep(wait)
-                running.create_task(one(http, request))
+                await asyncio.sleep(max(0.0, begun + start - time.perf_counter()))
+                tasks.append(running.create_task(one(http, request)))
         seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
-        watch.cancel()
     bar.close()
-    return Run(sorted(outcomes, key=lambda outcome: outcome.number), begun, seconds, cpu / seconds, lags)
-
-
-async def _watch(lags: list[float]) -> None:
-    while True:
-        due = time.perf_counter() + TICK_SECONDS
-        await asyncio.sleep(TICK_SECONDS)
-        lags.append(max(0.0, time.perf_counter() - due))
+    return Run([task.result() for task in tasks], begun, seconds, cpu / seconds)
 
 
 async def ask(http: aiohttp.ClientSession, url: str, request: Request) -> Outcome:
     """Send a request and read its stream; what goes wrong is in the outcome."""
-    outcome = Outcome(request.number, begun=time.perf_counter())
+    outcome = Outcome(begun=time.perf_counter())
     try:
         async with http.post(url, data=io.BytesIO(request.body), allow_redirects=False) as response:
             if response.status != 200:
                 raise ValueError(f"status {response.status}: {await response.text()}")
             await _read(response, outcome)
-    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        what = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        outcome.error = " ".join(f"{what}{error}".split())[:ERROR_CHARACTERS]
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+        outcome.error = " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARACTERS]
         outcome.ended = time.perf_counter()
     if request.answer is not None and outcome.ok:
         outcome.right = outcome.text.strip() == request.answer
@@ -166,17 +147,14 @@ async def ask(http: aiohttp.ClientSession, url: str, request: Request) -> Outcom
 
 
 async def _read(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
-    """Read the events of a stream. Raises ValueError where it does not end as it should, and what goes wrong with an
-    event of another form."""
-    counted = False
+    """Read the events of a stream; raises ValueError, or what an event of another form raises."""
     async for line in response.content:
         if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()
         if data == b"[DONE]":
-            if not outcome.chunks or not counted:
-                with_or_not = "with" if counted else "without"
-                raise ValueError(f"the stream ended after {len(outcome.chunks)} chunks, {with_or_not} usage")
+            if not outcome.chunks or not outcome.prompt_tokens:
+                raise ValueError(f"the stream ended after {len(outcome.chunks)} chunks, or without usage")
             return
         event = msgspec.json.decode(data)
         if event.get("error"):
@@ -189,6 +167,5 @@ async def _read(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
         if event.get("usage"):
             outcome.prompt_tokens = event["usage"]["prompt_tokens"]
             outcome.output_tokens = event["usage"]["completion_tokens"]
-            counted = True
         outcome.stages = event.get("metrics") or outcome.stages
     raise ValueError(f"the stream ended without [DONE] after {len(outcome.chunks)} chunks")

@@ -1,4 +1,4 @@
-"""The data sets that a benchmark can send; `records.py` reads those of files and the hub.
+"""The data sets that a benchmark can send; `prompts.py` reads those of files and the hub.
 
     synthetic-video, synthetic-image   the bundled model's clips and pictures, each with a question and its answer
     random-mm                          media whose sizes are drawn from --random-mm-bucket-config
@@ -11,6 +11,7 @@ Everything that is drawn follows from --seed. Knows nothing of servers or of whe
 from __future__ import annotations
 
 import argparse
+import ast
 import math
 import os
 import random
@@ -31,11 +32,10 @@ from mini_engine.bench.prompts import (
     from_user,
     load_tokenizer,
     media_part,
+    read_prompts,
     text_part,
 )
-from mini_engine.bench.records import read_prompts
 from mini_engine.bench.report import say
-from mini_engine.config import ConfigError
 from mini_engine.demo import questions, videos
 
 READ = ("sharegpt", "custom", "hf")
@@ -62,7 +62,7 @@ def load(args: argparse.Namespace, model: str) -> Prompts:
     """The prompts that the flags ask for; `model` has the tokenizer if --tokenizer and --model name none.
 
     Raises:
-        ConfigError: a flag or a record cannot be used.
+        ConfigError: there is no tokenizer, or no record that can be used.
     """
     each = args.random_mm_base_items_per_request or 1
     unique_ratio = 1.0 if args.unique_ratio is None else args.unique_ratio
@@ -71,7 +71,14 @@ def load(args: argparse.Namespace, model: str) -> Prompts:
     tokenizer = args.tokenizer or args.model or model
     if args.dataset_name in READ:
         return _read(args, tokenizer, order)
-    prompts = _make(args, tokenizer, [*order, *range(unique, unique + args.num_warmups * each)])
+    order += range(unique, unique + args.num_warmups * each)
+    if args.dataset_name == "random":
+        texts = _texts(args, tokenizer, len(order), args.input_len or RANDOM_TOKENS)
+        prompts = [from_user(text, None, tokens) for text, tokens in texts]
+    elif args.dataset_name == "random-mm":
+        prompts = _of_sizes(args, tokenizer, order, each)
+    else:
+        prompts = _questions("video" if args.dataset_name == "synthetic-video" else "image", args, order)
     return Prompts(prompts[: args.num_prompts], prompts[args.num_prompts :])
 
 
@@ -91,6 +98,7 @@ def repeat_order(count: int, unique_ratio: float, rng: random.Random) -> list[in
 
 
 def _read(args: argparse.Namespace, tokenizer: str, order: list[int]) -> Prompts:
+    """Prompts of which place i is that of record `order[i]`; and warm-ups whose media none of them shows."""
     unique = max(order) + 1
     found = read_prompts(args, unique + args.num_warmups, tokenizer)
     if len(found) < unique:
@@ -99,10 +107,7 @@ def _read(args: argparse.Namespace, tokenizer: str, order: list[int]) -> Prompts
         order = list(range(len(found))) if args.no_oversample else [number % len(found) for number in order]
     measured = [found[number] for number in order]
     shown = {url for prompt in measured for url in prompt.urls}
-    warm_ups = [prompt for prompt in found[unique:] if shown.isdisjoint(prompt.urls)]
-    if len(warm_ups) < args.num_warmups:
-        say(f"{args.dataset_path} has prompts with other media for {len(warm_ups)} of {args.num_warmups} warm-ups")
-    return Prompts(measured, warm_ups)
+    return Prompts(measured, [prompt for prompt in found[unique:] if shown.isdisjoint(prompt.urls)])
 
 
 # --- prompts made here ----------------------------------------------------------------------------------------------
@@ -117,23 +122,13 @@ class Shown(NamedTuple):
     motion: str | None
 
 
-def show(kind: Kind, seed: int, **fixed: object) -> Shown:
+def show(kind: Kind, seed: int, **fixed: Any) -> Shown:
     """The medium of `seed`; keywords as those of `demo.videos.make_scene`."""
     if kind == "video":
         clip = videos.render(seed, **fixed)
         return Shown(data_url(videos.encode(clip), "video/mp4"), clip.colour, clip.shape, clip.motion)
     picture = videos.render_image(seed, **fixed)
     return Shown(data_url(videos.encode_image(picture), "image/png"), picture.colour, picture.shape, None)
-
-
-def _make(args: argparse.Namespace, tokenizer: str, order: list[int]) -> list[Prompt]:
-    """Prompts of which place i shows medium `order[i]`."""
-    if args.dataset_name == "random":
-        texts = _texts(args, tokenizer, len(order), args.input_len or RANDOM_TOKENS)
-        return [from_user(text, None, tokens) for text, tokens in texts]
-    if args.dataset_name == "random-mm":
-        return _of_sizes(args, tokenizer, order)
-    return _questions("video" if args.dataset_name == "synthetic-video" else "image", args, order)
 
 
 def _questions(kind: Kind, args: argparse.Namespace, order: list[int]) -> list[Prompt]:
@@ -149,19 +144,18 @@ def _questions(kind: Kind, args: argparse.Namespace, order: list[int]) -> list[P
     return prompts
 
 
-def _of_sizes(args: argparse.Namespace, tokenizer: str, order: list[int]) -> list[Prompt]:
-    buckets: dict[tuple[int, int, int], float] = args.random_mm_bucket_config
-    count = max(order) + 1
+def _of_sizes(args: argparse.Namespace, tokenizer: str, order: list[int], each: int) -> list[Prompt]:
+    """Prompts with `each` media, of which place i is medium `order[i]`."""
+    buckets: dict[tuple[int, int, int], float] = ast.literal_eval(args.random_mm_bucket_config)
+    count, first = max(order) + 1, FIRST_SEED + args.seed * SEEDS_EACH
     sizes = draws(args.seed, "sizes").choices(list(buckets), list(buckets.values()), k=count)
-    first = FIRST_SEED + args.seed * SEEDS_EACH
 
     def one(number: int) -> dict[str, Any]:
         height, width, frames = sizes[number]
-        if frames == 1:
-            return media_part(show("image", first + number, width=width, height=height).url, "image")
-        return media_part(show("video", first + number, width=width, height=height, num_frames=frames).url, "video")
+        kind: Kind = "image" if frames == 1 else "video"
+        return media_part(show(kind, first + number, width=width, height=height, num_frames=frames).url, kind)
 
-    media, each = _render(one, count, not args.disable_tqdm), args.random_mm_base_items_per_request or 1
+    media = _render(one, count, not args.disable_tqdm)
     groups = [order[start : start + each] for start in range(0, len(order), each)]
     texts = [("Describe what you see.", args.output_len or TEXT_TOKENS)] * len(groups)
     if args.input_len:
@@ -185,8 +179,6 @@ def _texts(args: argparse.Namespace, tokenizer: str, count: int, length: int) ->
     vocabulary = load_tokenizer(tokenizer, "for texts of --random-input-len").get_vocab()
     words = [token[1:] for token in sorted(vocabulary) if token.startswith(SPACES)]
     words = [word for word in words if word.isascii() and word.isalpha()]
-    if len(words) < 2:
-        raise ConfigError(f"--random-input-len: the tokenizer of {tokenizer} has no words of one token")
     rng, lengths = draws(args.seed, "texts"), draws(args.seed, "lengths")
     prefix = rng.choices(words, k=args.random_prefix_len or 0)
     ratio = args.random_range_ratio or 0.0

@@ -24,7 +24,6 @@ import torch
 
 from mini_engine.bench.decoding import Decoding, make_runner
 from mini_engine.bench.report import Report, table
-from mini_engine.bench.serve import at_least
 from mini_engine.bench.server import server_flags
 from mini_engine.cli import parse
 from mini_engine.config import ConfigError
@@ -40,12 +39,12 @@ VIDEO_GRID = (8, 26, 46)  # of 16 frames of 640x360, which the processor makes 6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    count = at_least(1)
-    parser.add_argument("--launch", default=MODEL, metavar="FLAGS", help=f"Flags of serve.py (default: {MODEL}).")
-    parser.add_argument("--batches", type=count, nargs="+", default=[1, 8, 32, 64], help="Default: 1 8 32 64.")
-    parser.add_argument("--contexts", type=count, nargs="+", default=[1024, 8192], help="Default: 1024 8192.")
-    parser.add_argument("--steps", type=count, default=50, help="Decode steps timed at a time (default: 50).")
-    parser.add_argument("--repeats", type=count, default=5, help="Times; medians count (default: 5).")
+    add = parser.add_argument
+    add("--launch", default=MODEL, metavar="FLAGS", help=f"Flags of serve.py (default: {MODEL}).")
+    add("--batches", type=int, nargs="+", default=[1, 8, 32, 64], help="Default: 1 8 32 64.")
+    add("--contexts", type=int, nargs="+", default=[1024, 8192], help="Default: 1024 8192.")
+    add("--steps", type=int, default=50, help="Decode steps timed at a time (default: 50).")
+    add("--repeats", type=int, default=5, help="Times; medians count (default: 5).")
 
 
 def run(args: argparse.Namespace) -> Report:

@@ -5,9 +5,7 @@
     E2EL  from sending to the last event
     TPOT  (E2EL - TTFT) / (tokens - 1), of requests with two tokens or more
 
-Only requests that were answered to the end count. Unlike there, a prompt's tokens are those of the server's `usage`,
-its media included; the most requests at once and the best second, which may begin at any moment, are exact and not
-counted by whole seconds; and answers, stages and the client's own load have no counterpart there.
+Only requests that were answered to the end count. docs/benchmarks.md says where vLLM's client counts otherwise.
 """
 
 from __future__ import annotations
@@ -43,12 +41,9 @@ COUNTS = {  # key of the metrics -> what the row says
     "max_concurrent_requests": "Peak concurrent requests:",
     "total_token_throughput": "Total Token throughput (tok/s):",
 }
-OPTIONAL = {"max_concurrency", "request_goodput"}  # rows only where there was such a flag
 WIDTH = 50
 SHOWN_ERRORS = 5
 BUSY_SHARE = 0.8  # of the one core that the client can use
-LATE_SHARE = 0.1  # of the median request
-IDLE_SHARE = 0.2  # a client that takes less of a core is not late because of its own work
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ def compute(run: Run, wanted: Wanted) -> dict[str, Any]:
         "output_throughput": output_tokens / run.seconds,
         "total_token_throughput": (prompt_tokens + output_tokens) / run.seconds,
         "max_output_tokens_per_s": best_second(run),
-        "max_concurrent_requests": int(max(in_flight(run)[1], default=0)),
+        "max_concurrent_requests": int(max(in_flight(run)[1])),
     }
     if wanted.goodput:
         found["request_goodput"] = sum(_is_good(outcome, wanted.goodput) for outcome in done) / run.seconds
@@ -86,14 +81,8 @@ def compute(run: Run, wanted: Wanted) -> dict[str, Any]:
     known = [outcome.right for outcome in done if outcome.right is not None]
     found["accuracy"] = {"right": sum(known), "known": len(known), "share": sum(known) / len(known)} if known else None
     found["stages_ms"] = _stages(done, wanted.percentiles)
-    found["client"] = _client(run, done)
-    return _rounded(found)
-
-
-def _rounded(values: dict[str, Any]) -> dict[str, Any]:
-    """To six decimals: nanoseconds."""
-    plain = {key: _rounded(value) if isinstance(value, dict) else value for key, value in values.items()}
-    return {key: round(value, 6) if isinstance(value, float) else value for key, value in plain.items()}
+    found["client_cpu_share"] = run.cpu_share
+    return found
 
 
 def latencies(done: Sequence[Outcome]) -> dict[str, list[float]]:
@@ -125,12 +114,8 @@ def _is_good(outcome: Outcome, goodput: dict[str, float]) -> bool:
 def arrived(run: Run) -> tuple[np.ndarray, np.ndarray]:
     """Seconds after the start at which tokens came, ascending, and how many: a request's are shared out evenly over its
     chunks."""
-    found = [
-        (chunk - run.begun, one.output_tokens / len(one.chunks))
-        for one in run.outcomes
-        if one.ok
-        for chunk in one.chunks
-    ]
+    done = [one for one in run.outcomes if one.ok]
+    found = [(chunk - run.begun, one.output_tokens / len(one.chunks)) for one in done for chunk in one.chunks]
     moments, tokens = np.array(sorted(found)).reshape(-1, 2).T
     return moments, tokens
 
@@ -147,7 +132,7 @@ def best_second(run: Run) -> float | None:
 def in_flight(run: Run) -> tuple[np.ndarray, np.ndarray]:
     """Seconds after the start at which a request began or ended, and how many were in flight from then on."""
     changes = sorted([(one.begun, 1) for one in run.outcomes] + [(one.ended, -1) for one in run.outcomes])
-    moments, steps = np.array(changes).reshape(-1, 2).T
+    moments, steps = np.array(changes).T
     return moments - run.begun, np.cumsum(steps)
 
 
@@ -157,42 +142,24 @@ def _stages(done: Sequence[Outcome], percentiles: Sequence[float]) -> dict[str, 
     if not reported:
         return None
     whole = sum(sum(one.values()) for one in reported) or 1.0
-    by_stage = {stage: [one.get(stage, 0.0) for one in reported] for stage in reported[0]}
+    by_stage = {stage: [1000 * one[stage] for one in reported] for stage in reported[0]}
     return {
-        stage: summary([1000 * value for value in seconds], percentiles) | {"share": sum(seconds) / whole}
-        for stage, seconds in by_stage.items()
-    }
-
-
-def _client(run: Run, done: Sequence[Outcome]) -> dict[str, Any]:
-    """What the client took, and whether latencies are longer by its work or by that of others on its host."""
-    lag = float(np.percentile(run.lags, 99))
-    late = bool(done) and lag > LATE_SHARE * np.median([outcome.e2el for outcome in done])
-    return {
-        "cpu_share": run.cpu_share,
-        "lag_p99_ms": 1000 * lag,
-        "lag_max_ms": 1000 * max(run.lags),
-        "bottleneck": run.cpu_share > (IDLE_SHARE if late else BUSY_SHARE),
-        "host_busy": bool(late and run.cpu_share <= IDLE_SHARE),
+        stage: summary(values, percentiles) | {"share": sum(values) / 1000 / whole}
+        for stage, values in by_stage.items()
     }
 
 
 def failures(outcomes: Sequence[Outcome]) -> list[str]:
-    """A sentence for each of the most frequent errors, and one that says how many more there are."""
-    errors = collections.Counter(outcome.error for outcome in outcomes if outcome.error is not None).most_common()
-    found = [f"{count} of {len(outcomes)} requests: {text}" for text, count in errors[:SHOWN_ERRORS]]
-    rest = sum(count for _, count in errors[SHOWN_ERRORS:])
-    return [*found, f"{rest} requests: {len(errors) - SHOWN_ERRORS} other errors"] if rest else found
-
-
-# --- the table ------------------------------------------------------------------------------------------------------
+    """A sentence for each of the most frequent errors."""
+    errors = collections.Counter(outcome.error for outcome in outcomes if outcome.error is not None)
+    return [f"{count} of {len(outcomes)} requests: {text}" for text, count in errors.most_common(SHOWN_ERRORS)]
 
 
 def describe(found: dict[str, Any], wanted: Wanted, title: str) -> str:
     """The table: vLLM's rows in its order, then answers, stages, and the client itself."""
     lines = [f" {title} ".center(WIDTH, "=")]
-    shown = (key for key in COUNTS if key not in OPTIONAL or found.get(key) is not None)
-    lines += [_row(COUNTS[key], found.get(key)) for key in shown]
+    optional = {"max_concurrency", "request_goodput"}  # rows only where there was such a flag
+    lines += [_row(COUNTS[key], found.get(key)) for key in COUNTS if found.get(key) is not None or key not in optional]
     names = {"mean": "Mean", "median": "Median"} | {f"p{share:g}": f"P{share:g}" for share in wanted.percentiles}
     for metric in wanted.metrics:
         lines.append(TITLES[metric].center(WIDTH, "-"))
@@ -203,13 +170,9 @@ def describe(found: dict[str, Any], wanted: Wanted, title: str) -> str:
     if stages := found["stages_ms"]:
         rows = [[stage, *(one[key] for key in names), f"{one['share']:.1%}"] for stage, one in stages.items()]
         lines += ["", "Where the server says the time went (ms):", table(["", *names, "share"], rows)]
-    client = found["client"]
-    late = f"{client['lag_p99_ms']:.1f} ms late (p99), {client['lag_max_ms']:.1f} ms at most"
-    lines += ["", f"client: {client['cpu_share']:.0%} of one core; its event loop woke up {late}"]
-    if client["bottleneck"]:
+    lines += ["", f"The client took {found['client_cpu_share']:.0%} of one core."]
+    if found["client_cpu_share"] > BUSY_SHARE:
         lines.append("The client was a bottleneck: latencies are its own in part. Give it a core, or less to do.")
-    if client["host_busy"]:
-        lines.append("The host is busy: the client's event loop woke up late, and latencies are longer by as much.")
     return "\n".join(lines)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from mini_engine.bench.report import say
 from mini_engine.config import ConfigError
 
 try:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure  # by itself it needs no display
 except ImportError:
     raise ConfigError("--plot needs the package matplotlib: pip install 'mini-engine[bench]'") from None
@@ -25,15 +23,6 @@ BINS = 40
 LEAST_PARTS = 20  # of a run, in each of which throughput is counted; of a long one each is a second at most
 
 
-def check(path: Path) -> None:
-    """Raises ConfigError if nothing can be drawn at `path`."""
-    known = Figure().canvas.get_supported_filetypes()
-    if path.suffix[1:].lower() not in known or not path.absolute().parent.is_dir():
-        raise ConfigError(
-            f"--plot: {path} is not a file in a folder that exists, with one of .{', .'.join(sorted(known))}"
-        )
-
-
 def draw_run(run: Run, stages: dict[str, Any] | None, path: Path) -> None:
     """The picture of one run."""
     figure = Figure((3 * COLUMN_INCHES, 2 * ROW_INCHES), layout="constrained")
@@ -41,45 +30,33 @@ def draw_run(run: Run, stages: dict[str, Any] | None, path: Path) -> None:
     values = latencies([outcome for outcome in run.outcomes if outcome.ok])
     for axis, (metric, found) in zip(axes, values.items(), strict=False):
         axis.set(title=TITLES[metric], xlabel="ms", ylabel="count")
-        if found:
-            axis.hist(found, BINS)
-            axis.axvline(np.median(found), color="black", linestyle="--", label=f"median {np.median(found):.1f}")
-            axis.legend()
-    _throughput(axes[4], run)
-    if stages is not None:
-        axes[5].barh(list(stages), [stage["mean"] for stage in stages.values()])
-        axes[5].invert_yaxis()
-    axes[5].set(title="Where the server says the time went", xlabel="ms, mean")
-    _write(figure, path)
-
-
-def _throughput(axis: Axes, run: Run) -> None:
-    """Tokens a second, and how many requests were in flight."""
+        axis.hist(found, BINS)
     moments, tokens = arrived(run)
     parts = max(LEAST_PARTS, math.ceil(run.seconds))
     counts, edges = np.histogram(moments, parts, (0, run.seconds), weights=tokens)
-    axis.stairs(counts * parts / run.seconds, edges)
-    axis.set(title="Throughput over time", xlabel="s", ylabel="tokens / s", ylim=(0, None))
-    other = axis.twinx()
+    axes[4].stairs(counts * parts / run.seconds, edges)
+    axes[4].set(title="Throughput over time", xlabel="s", ylabel="tokens / s", ylim=(0, None))
+    other = axes[4].twinx()
     other.step(*in_flight(run), where="post", color="grey", linewidth=0.8)
     other.set_ylabel("requests in flight", color="grey")
+    axes[5].set(title="Where the server says the time went", xlabel="ms, mean")
+    if stages is not None:
+        axes[5].barh(list(stages), [stage["mean"] for stage in stages.values()])
+        axes[5].invert_yaxis()
+    _write(figure, path)
 
 
-def draw_sweep(figures: dict[str, Any], path: Path) -> None:
-    """The picture of a sweep, over the flag's values; these are names if one of them is no finite number."""
+def draw_sweep(flag: str, values: list[str], runs: list[dict[str, Any]], path: Path) -> None:
+    """The picture of a sweep: one metric's medians over the flag's values, which are names."""
     figure = Figure((2 * COLUMN_INCHES, ROW_INCHES), layout="constrained")
     left, right = figure.subplots(1, 2)
-    runs, values = figures["runs"], figures["values"]
-    with contextlib.suppress(ValueError):
-        numbers = [float(value) for value in values]
-        values = numbers if all(map(math.isfinite, numbers)) else values
     left.plot(values, [run["request_throughput"] for run in runs], marker="o")
-    left.set(title="Throughput", xlabel=figures["flag"], ylabel="requests / s", ylim=(0, None))
+    left.set(title="Throughput", xlabel=flag, ylabel="requests / s", ylim=(0, None))
     for metric in TITLES:
         medians = [run.get(f"median_{metric}_ms") for run in runs]
         if None not in medians:
             right.plot(values, medians, marker="o", label=f"{metric.upper()}, median")
-    right.set(title="Latencies", xlabel=figures["flag"], ylabel="ms", ylim=(0, None))
+    right.set(title="Latencies", xlabel=flag, ylabel="ms", ylim=(0, None))
     right.legend()
     _write(figure, path)
 

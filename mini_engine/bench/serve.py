@@ -8,9 +8,9 @@ clock runs; answers are streamed, and greedy without --temperature. docs/benchma
 from __future__ import annotations
 
 import argparse
-import ast
 import asyncio
 import datetime
+import importlib
 import json
 import math
 from collections.abc import Callable
@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from mini_engine.bench import metrics
-from mini_engine.bench.client import Request, Run, Traffic, arrivals, send_all
+from mini_engine.bench.client import Request, Run, Target, arrivals, send_all
 from mini_engine.bench.datasets import NAMES, READ, Prompts, load
 from mini_engine.bench.prompts import Prompt, draws
-from mini_engine.bench.report import Report, config_of, now, say, surroundings
-from mini_engine.bench.server import ENDPOINTS, Target, open_target, server_flags
+from mini_engine.bench.report import Report, say, surroundings
+from mini_engine.bench.server import ENDPOINTS, open_target, server_flags
 from mini_engine.config import ConfigError
 
 SYNTHETIC_CONCURRENCY = 8
-# Flags that only some data sets use.
-USED_BY = {
+USED_BY = {  # flags that only some data sets use
     "dataset_path": READ,
     "disable_shuffle": READ,
     "no_oversample": READ,
@@ -51,7 +50,7 @@ class Measured:
     figures: dict[str, Any]
     text: str  # the table
     failures: list[str]
-    target: Target
+    model: str
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -66,8 +65,7 @@ def run(args: argparse.Namespace) -> Report:
         from mini_engine.bench import plot
 
         plot.draw_run(measured.run, measured.figures["stages_ms"], args.plot)
-    figures = {"model": measured.target.model, **measured.figures}
-    return Report(figures, measured.failures, all_here=launch is not None)
+    return Report({"model": measured.model, **measured.figures}, measured.failures, all_here=launch is not None)
 
 
 # --- flags ----------------------------------------------------------------------------------------------------------
@@ -83,70 +81,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_server(add: Callable[..., Any]) -> None:
     add("--launch", metavar="FLAGS", help='Start a server of this project with these flags, such as "-tp 2" or "".')
-    add("--backend", "--endpoint-type", choices=[*ENDPOINTS, "vllm"], default="openai-chat",
+    add("--backend", "--endpoint-type", choices=ENDPOINTS, default="openai-chat",
         help="API of the server (default: openai-chat; openai or vllm: texts without a chat).")  # fmt: skip
     add("--base-url", metavar="URL", help="Root of the server, instead of --host and --port.")
     add("--host", help="Default: 127.0.0.1.")
-    add("--port", type=at_least(1), help="Default: 8000.")
+    add("--port", type=int, help="Default: 8000.")
     add("--endpoint", metavar="PATH", help="Default: that of the backend, such as /v1/chat/completions.")
     add("--model", help="Name of the model in requests; default: the first that the server names.")
     add("--served-model-name", metavar="NAME", help="That name, where --model is for the tokenizer.")
     add("--header", type=pair, nargs="+", default=[], metavar="KEY=VALUE", help="More headers of each request.")
-    add("--ready-check-timeout-sec", type=at_least(0.0), default=0.0, metavar="SECONDS",
+    add("--ready-check-timeout-sec", type=float, default=0.0, metavar="SECONDS",
         help="How long to wait for a server that does not answer yet (default: 0).")  # fmt: skip
-    add("--tokenizer", metavar="NAME",
-        help="Directory or hub name of the tokenizer for random texts and for the lengths of a data set's own answers "
-        "(default: --model, or the server's name of it).")  # fmt: skip
+    add("--tokenizer", metavar="NAME", help="Directory or hub name of the tokenizer that random texts and the lengths "
+        "of a data set's own answers need (default: --model, or the server's name of it).")  # fmt: skip
 
 
 def _add_prompts(add: Callable[..., Any]) -> None:
-    add("--dataset-name", choices=NAMES, default="synthetic-video",
-        help="Default: synthetic-video, which the bundled model knows.")  # fmt: skip
+    add("--dataset-name", choices=NAMES, default="synthetic-video", help="Default: synthetic-video.")
     add("--dataset-path", metavar="PATH", help="JSON file of sharegpt or custom; hub name or folder of hf.")
     add("--hf-subset", metavar="NAME", help="Subset of a data set of the hub.")
     add("--hf-split", metavar="NAME", help="Split of a data set of hf (default: train).")
-    add("--num-prompts", type=at_least(1), default=100, help="Default: 100.")
-    add("--num-warmups", type=at_least(0), default=4,
-        help="Requests before those that count, with media of their own (default: 4).")  # fmt: skip
+    add("--num-prompts", type=int, default=100, help="Default: 100.")
+    add("--num-warmups", type=int, default=4, help="Requests before those that count, with other media (default: 4).")
     add("--output-len", "--random-output-len", "--custom-output-len", "--sharegpt-output-len", "--hf-output-len",
-        type=at_least(1), metavar="TOKENS",
-        help="Most tokens to generate; default: 32 for synthetic ones, as many as the record's own answer has for "
-        "files, else 128.")  # fmt: skip
-    add("--input-len", "--random-input-len", type=at_least(1), metavar="TOKENS",
-        help="Length of the text of random and random-mm, in words that are one token each, without a chat's template "
-        "(default: 1024 for random, a short question for random-mm).")  # fmt: skip
-    add("--random-prefix-len", type=at_least(0), metavar="TOKENS",
+        type=int, metavar="TOKENS", help="Most tokens to generate; default: 32 for synthetic ones, as many as the "
+        "record's own answer has for files, else 128.")  # fmt: skip
+    add("--input-len", "--random-input-len", type=int, metavar="TOKENS", help="Length of the text of random and "
+        "random-mm without a chat's template (default: 1024 for random, a short question for random-mm).")  # fmt: skip
+    add("--random-prefix-len", type=int, metavar="TOKENS",
         help="Length of a text before it that is the same for all prompts (default: 0).")  # fmt: skip
-    add("--random-range-ratio", type=share, metavar="SHARE",
+    add("--random-range-ratio", type=float, metavar="SHARE",
         help="By which share the lengths of texts and answers are less or more, drawn (default: 0).")  # fmt: skip
-    add("--random-mm-bucket-config", type=buckets, metavar="DICT",
-        help="Sizes of random-mm with their weights, as {(height, width, frames): weight, ...}; one frame is an image. "
-        "Sizes of videos are even.")  # fmt: skip
-    add("--random-mm-base-items-per-request", type=at_least(1), metavar="N", help="Default: 1.")
-    add("--unique-ratio", type=share, metavar="SHARE",
+    add("--random-mm-bucket-config", metavar="DICT", help="Sizes of random-mm with their weights, as {(height, width, "
+        "frames): weight, ...}; one frame is an image. Sizes of videos are even.")  # fmt: skip
+    add("--random-mm-base-items-per-request", type=int, metavar="N", help="Default: 1.")
+    add("--unique-ratio", type=float, metavar="SHARE",
         help="Share of the prompts whose media no earlier prompt had; the others repeat one of these. Of files, whole "
         "prompts are repeated (default: 1).")  # fmt: skip
     add("--no-oversample", action="store_true", help="Send fewer prompts where a file has too few, none again.")
     add("--disable-shuffle", action="store_true", help="Take the records of a file in their order.")
-    add("--seed", type=at_least(0), default=0, help="Of all that is drawn (default: 0).")
+    add("--seed", type=int, default=0, help="Of all that is drawn (default: 0).")
 
 
 def _add_traffic(add: Callable[..., Any]) -> None:
-    add(
-        "--request-rate", type=at_least(1e-9), default=math.inf, metavar="PER_SECOND", help="Default: inf, all at once."
-    )
-    add("--burstiness", type=at_least(1e-6), default=1.0, metavar="SHAPE",
+    add("--request-rate", type=float, default=math.inf, metavar="PER_SECOND", help="Default: inf, all at once.")
+    add("--burstiness", type=float, default=1.0, metavar="SHAPE",
         help="Shape of the gamma distribution of the times between requests: 1 is a Poisson process, less comes in "
         "bursts (default: 1).")  # fmt: skip
-    add("--max-concurrency", type=at_least(1), metavar="N",
+    add("--max-concurrency", type=int, metavar="N",
         help="Most requests at once; default: 8 for synthetic data sets without --request-rate, else any "
         "number.")  # fmt: skip
-    add("--temperature", type=at_least(0.0), default=0.0, metavar="T", help="Default: 0, which is greedy.")
-    add("--top-p", type=share, metavar="SHARE", help="Sent if given.")
-    add("--top-k", type=at_least(-1), metavar="N", help="Sent if given.")
-    add("--logprobs", type=at_least(0), metavar="N", help="Ask for those of so many tokens at each place.")
+    add("--temperature", type=float, default=0.0, metavar="T", help="Default: 0, which is greedy.")
+    add("--top-p", type=float, metavar="SHARE", help="Sent if given.")
+    add("--top-k", type=int, metavar="N", help="Sent if given.")
+    add("--logprobs", type=int, metavar="N", help="Ask for those of so many tokens at each place.")
     add("--ignore-eos", action="store_true", help="Have each answer as long as it may be.")
-    add("--extra-body", type=json_object, default={}, metavar="JSON", help="More fields of each request.")
+    add("--extra-body", type=json.loads, default={}, metavar="JSON", help="More fields of each request.")
 
 
 def _add_results(add: Callable[..., Any]) -> None:
@@ -166,71 +156,30 @@ def _add_results(add: Callable[..., Any]) -> None:
     add("--disable-tqdm", action="store_true", help="Show no progress.")
 
 
-def at_least(least: float) -> Callable[[str], float]:
-    """Reads a number of the type of `least`, and not below it."""
-
-    def number(text: str) -> float:
-        value = type(least)(text)
-        if not value >= least:
-            raise argparse.ArgumentTypeError(f"{text} is below {least}")
-        return value
-
-    number.__name__ = type(least).__name__  # for argparse: invalid int value
-    return number
-
-
-def share(text: str) -> float:
-    """A number from 0 to 1."""
-    if not 0 <= float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
-    return float(text)
-
-
-def metric_names(text: str) -> tuple[str, ...]:
-    """Names of latencies between commas."""
-    if unknown := set(text.split(",")) - set(metrics.TITLES):
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is not one of {', '.join(metrics.TITLES)}")
-    return tuple(text.split(","))
-
-
-def percentiles(text: str) -> list[float]:
-    """Numbers from 0 to 100 between commas."""
-    values = [float(value) for value in text.split(",")]
-    if not all(0 <= value <= 100 for value in values):
-        raise argparse.ArgumentTypeError(f"{text}: percentiles are from 0 to 100")
-    return values
-
-
 def pair(text: str) -> tuple[str, str]:
     """KEY=VALUE."""
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text} is not KEY=VALUE")
+    key, value = text.split("=", 1)
     return key, value
 
 
-def json_object(text: str) -> dict[str, Any]:
-    """An object in JSON."""
-    try:
-        return dict(json.loads(text))
-    except (TypeError, ValueError):
-        raise argparse.ArgumentTypeError(f'{text} is not a JSON object, such as {{"min_p": 0.1}}') from None
+def metric_names(text: str) -> list[str]:
+    """Names of latencies between commas."""
+    if unknown := set(text.split(",")) - set(metrics.TITLES):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is not one of {', '.join(metrics.TITLES)}")
+    return text.split(",")
+
+
+def percentiles(text: str) -> list[float]:
+    """Numbers between commas."""
+    return [float(value) for value in text.split(",")]
 
 
 def limit(text: str) -> tuple[str, float]:
     """A metric of one request and its limit in milliseconds."""
-    name, _, milliseconds = text.partition(":")
+    name, milliseconds = text.split(":")
     if name not in ("ttft", "tpot", "e2el"):
         raise argparse.ArgumentTypeError(f"{text} is not ttft, tpot or e2el with a limit, such as ttft:500")
     return name, float(milliseconds)
-
-
-def buckets(text: str) -> dict[tuple[int, int, int], float]:
-    """Sizes and weights in vLLM's form, a dictionary in Python's notation."""
-    try:
-        return {(h, w, frames): float(weight) for (h, w, frames), weight in ast.literal_eval(text).items()}
-    except (SyntaxError, TypeError, ValueError, AttributeError):
-        raise argparse.ArgumentTypeError(f"{text} is not like {{(256, 256, 1): 0.5, (480, 640, 16): 0.5}}") from None
 
 
 def check(args: argparse.Namespace) -> None:
@@ -239,9 +188,8 @@ def check(args: argparse.Namespace) -> None:
     name = args.dataset_name
     for flag, names in USED_BY.items():
         if name not in names and getattr(args, flag) is not None and getattr(args, flag) is not False:
-            raise ConfigError(
-                f"--{flag.replace('_', '-')} has no effect on --dataset-name {name}; only on {', '.join(names)}"
-            )
+            where = f"--dataset-name {name}; only on {', '.join(names)}"
+            raise ConfigError(f"--{flag.replace('_', '-')} has no effect on {where}")
     for needed, names in (("dataset_path", READ), ("random_mm_bucket_config", ("random-mm",))):
         if name in names and getattr(args, needed) is None:
             raise ConfigError(f"--dataset-name {name} needs --{needed.replace('_', '-')}")
@@ -252,13 +200,8 @@ def check(args: argparse.Namespace) -> None:
     given = (args.save_detailed, args.result_dir, args.result_filename, args.label, args.metadata)
     if any(given) and not args.save_result:
         raise ConfigError("--save-detailed, --result-dir, --result-filename, --label and --metadata need --save-result")
-    if args.save_result:
-        _result_path(args, "").parent.mkdir(parents=True, exist_ok=True)
     if args.plot is not None:
-        from mini_engine.bench import plot
-
-        plot.check(args.plot)
-    args.backend = "openai" if args.backend == "vllm" else args.backend
+        importlib.import_module("mini_engine.bench.plot")  # which says if its library is missing
     if args.max_concurrency is None and name.startswith("synthetic") and math.isinf(args.request_rate):
         args.max_concurrency = SYNTHETIC_CONCURRENCY
 
@@ -269,14 +212,12 @@ def check(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace, target: Target, prompts: Prompts, title: str) -> Measured:
     """Warm the server up, send everything, and sum up."""
     requests = requests_of(args, target, prompts.measured)
-    rng = draws(args.seed, "arrivals")
-    starts = arrivals(len(requests), args.request_rate, args.burstiness, rng)
-    traffic = Traffic(target.url, target.headers, args.max_concurrency, not args.disable_tqdm)
+    starts = arrivals(len(requests), args.request_rate, args.burstiness, draws(args.seed, "arrivals"))
     failures = []
     if warm_ups := requests_of(args, target, prompts.warm_ups):
-        before = asyncio.run(send_all(warm_ups, [0.0] * len(warm_ups), traffic, "warm-up"))
+        before = asyncio.run(send_all(target, warm_ups, [0.0] * len(warm_ups), args.max_concurrency))
         failures = [f"warm-up: {failure}" for failure in metrics.failures(before.outcomes)]
-    run = asyncio.run(send_all(requests, starts, traffic, "requests"))
+    run = asyncio.run(send_all(target, requests, starts, args.max_concurrency))
     wanted = metrics.Wanted(args.percentile_metrics, args.metric_percentiles, dict(args.goodput))
     figures = {
         "max_concurrency": args.max_concurrency,
@@ -284,7 +225,7 @@ def measure(args: argparse.Namespace, target: Target, prompts: Prompts, title: s
         **metrics.compute(run, wanted),
     }
     text = metrics.describe(figures, wanted, title)
-    return Measured(run, figures, text, failures + metrics.failures(run.outcomes), target)
+    return Measured(run, figures, text, failures + metrics.failures(run.outcomes), target.model)
 
 
 def requests_of(args: argparse.Namespace, target: Target, prompts: list[Prompt]) -> list[Request]:
@@ -293,26 +234,26 @@ def requests_of(args: argparse.Namespace, target: Target, prompts: list[Prompt])
     Raises:
         ConfigError: a prompt with media, or a conversation, for --backend openai.
     """
+    chat = args.backend == "openai-chat"
     common: dict[str, Any] = {"model": target.model, "stream": True, "stream_options": {"include_usage": True}}
     sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
     common |= {name: value for name, value in sampling.items() if value is not None}
     if args.logprobs is not None:
-        chat = {"logprobs": True, "top_logprobs": args.logprobs}
-        common |= chat if args.backend == "openai-chat" else {"logprobs": args.logprobs}
+        common |= {"logprobs": True, "top_logprobs": args.logprobs} if chat else {"logprobs": args.logprobs}
     if args.ignore_eos:
         common["ignore_eos"] = True
     if target.timings:
         common["return_timings"] = True
     found = []
-    for number, prompt in enumerate(prompts):
-        if args.backend == "openai-chat":
+    for prompt in prompts:
+        if chat:
             asked: dict[str, Any] = {"messages": prompt.messages, "max_completion_tokens": prompt.output_tokens}
         elif prompt.urls or len(prompt.messages) > 1:
             raise ConfigError(f"--backend {args.backend} takes one text for each prompt; use --backend openai-chat")
         else:
             asked = {"prompt": prompt.text, "max_tokens": prompt.output_tokens}
         answer = None if args.ignore_eos else prompt.answer  # which would go on after its end
-        found.append(Request(number, json.dumps({**asked, **common, **args.extra_body}).encode(), answer))
+        found.append(Request(json.dumps({**asked, **common, **args.extra_body}).encode(), answer))
     return found
 
 
@@ -321,33 +262,28 @@ def save(args: argparse.Namespace, measured: Measured, part: str = "") -> None:
     others, in its name."""
     if not args.save_result:
         return
-    path = _result_path(args, measured.target.model)
+    most = f"-concurrency{args.max_concurrency}" if args.max_concurrency else ""
+    when = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    name = f"{args.label or args.backend}-{args.request_rate:g}qps{most}-{Path(measured.model).name}-{when}.json"
+    path = (args.result_dir or Path()) / (args.result_filename or name)
     path = path.with_stem(f"{path.stem}-{part}") if part else path
     result = {
-        "date": now(),
         "backend": args.backend,
         "endpoint_type": args.backend,
         "label": args.label,
-        "model_id": measured.target.model,
-        "tokenizer_id": args.tokenizer or args.model or measured.target.model,
+        "model_id": measured.model,
+        "tokenizer_id": args.tokenizer or args.model or measured.model,
         "num_prompts": args.num_prompts,
         **dict(args.metadata),
         "burstiness": args.burstiness,
         **measured.figures,
-        "config": config_of(args),
-        **surroundings(args.launch is not None),
+        **surroundings(args, args.launch is not None),
     }
     if args.save_detailed:
         result |= _details(measured.run)
-    path.write_text(json.dumps(result) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, default=str) + "\n")
     say(f"wrote {path}")
-
-
-def _result_path(args: argparse.Namespace, model: str) -> Path:
-    most = f"-concurrency{args.max_concurrency}" if args.max_concurrency else ""
-    when = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    name = f"{args.label or args.backend}-{args.request_rate:g}qps{most}-{Path(model).name}-{when}.json"
-    return (args.result_dir or Path()) / (args.result_filename or name)
 
 
 def _details(run: Run) -> dict[str, Any]:

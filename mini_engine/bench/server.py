@@ -17,9 +17,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import IO
+from pathlib import Path
 
+from mini_engine.bench.client import Target
 from mini_engine.bench.report import ROOT, BenchError, say
 from mini_engine.cli import settle
 from mini_engine.config import ConfigError
@@ -28,18 +28,8 @@ from mini_engine.confinement import die_with_parent
 START_SECONDS = 600.0
 STOP_SECONDS = 30.0
 ANSWER_SECONDS = 30.0
-LOG_TAIL_BYTES = 4000
-ENDPOINTS = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions"}
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where requests go, for which model, and whether the server reports the stages of a request."""
-
-    url: str
-    model: str
-    timings: bool
-    headers: dict[str, str]
+LOG_TAIL_CHARACTERS = 4000
+ENDPOINTS = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions", "vllm": "/v1/completions"}
 
 
 def server_flags(name: str, text: str) -> list[str]:
@@ -71,8 +61,8 @@ def open_target(args: argparse.Namespace, launch: Sequence[str] | None) -> Itera
     deadline = time.monotonic() + args.ready_check_timeout_sec
     while True:
         try:
-            yield _probe(args, root)
-            return
+            target = _probe(args, root)
+            break
         except urllib.error.URLError as error:
             if time.monotonic() >= deadline:
                 raise BenchError(
@@ -80,19 +70,19 @@ def open_target(args: argparse.Namespace, launch: Sequence[str] | None) -> Itera
                     'start it with --launch ""'
                 ) from None
         time.sleep(0.2)
+    yield target
 
 
 def _probe(args: argparse.Namespace, root: str) -> Target:
     """Ask a server for its model, and whether its interface has `return_timings`."""
     key = os.environ.get("OPENAI_API_KEY")
-    headers = {**({"Authorization": f"Bearer {key}"} if key else {}), **dict(args.header)}
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    headers |= dict(args.header)
     timings = False
     with contextlib.suppress(urllib.error.HTTPError):  # not every server describes its interface
         timings = args.backend == "openai-chat" and b'"return_timings"' in _get(f"{root}/openapi.json", headers)
-    model = args.served_model_name or args.model
-    if model is None:
-        model = json.loads(_get(f"{root}/v1/models", headers))["data"][0]["id"]
-    return Target(root + (args.endpoint or ENDPOINTS[args.backend]), model, timings, headers)
+    model = args.served_model_name or args.model or json.loads(_get(f"{root}/v1/models", headers))["data"][0]["id"]
+    return Target(root + (args.endpoint or ENDPOINTS[args.backend]), model, timings, headers, not args.disable_tqdm)
 
 
 def _get(url: str, headers: dict[str, str]) -> bytes:
@@ -110,28 +100,20 @@ def launched(flags: Sequence[str]) -> Iterator[tuple[str, int]]:
     Raises:
         BenchError: it did not start; with the end of its log.
     """
-    command = [
-        sys.executable,
-        str(ROOT / "serve.py"),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "0",
-        *flags,
-        "--log-level",
-        "info",
-    ]
-    with tempfile.TemporaryFile() as log:  # a pipe would fill up
+    address = ["--host", "127.0.0.1", "--port", "0"]
+    with tempfile.NamedTemporaryFile() as log:  # a pipe would fill up
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            [sys.executable, str(ROOT / "serve.py"), *address, *flags, "--log-level", "info"],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is for the benchmark, which stops the server in its turn
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )  # fmt: skip
         try:
-            yield _wait_for_url(process, log), process.pid
+            yield _wait_for_url(process, Path(log.name)), process.pid
         finally:
             if process.poll() is not None:
-                say(f"the server exited with status {process.returncode}:\n{_text(log)[-LOG_TAIL_BYTES:]}")
+                text = Path(log.name).read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]
+                say(f"the server exited with status {process.returncode}:\n{text}")
             process.send_signal(signal.SIGINT)
             try:
                 process.wait(STOP_SECONDS)
@@ -141,16 +123,10 @@ def launched(flags: Sequence[str]) -> Iterator[tuple[str, int]]:
                 process.wait()
 
 
-def _wait_for_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
+def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
-        if match := re.search(r" at (http://\S+)/v1 ", _text(log)):
+        if match := re.search(r" at (http://\S+)/v1 ", log.read_text(errors="replace")):
             return match[1]
         time.sleep(0.05)
-    raise BenchError("the server did not start; its log is above" if process.poll() is not None else
-                     f"the server was not ready within {START_SECONDS:.0f} s")  # fmt: skip
-
-
-def _text(log: IO[bytes]) -> str:
-    # pread: the server writes at the file's one shared offset.
-    return os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0).decode(errors="replace")
+    raise BenchError(f"the server was not ready within {START_SECONDS:.0f} s; if it exited, its log is above")

@@ -11,11 +11,7 @@ The bundled model, or that of --launch, decodes one batch; one torch thread. The
     forward   the model's part of that: embedding, layers, attention over the paged cache, logits
 The engine's share is step - forward. Execute - forward is the worker's part of it: the layout of the batch, sampling,
 tokens to Python. The rest is messages, scheduling and waking up, in the engine core and between it and the worker.
-
-What it should cost. The bundled model reads 0.9 M weights a step (4 MB) and does 1.8 MFLOP a token; at batch 32 that
-and attention are 1.5 to 2 ms. The worker's own part is a few arrays and one argmax, 0.1 ms. With
---no-async-scheduling a step adds two messages with a wake-up each and the scheduler, 0.3 to 0.5 ms; one step ahead, the
-running step hides both.
+What was measured stands in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -34,7 +30,6 @@ from typing import Any
 
 from mini_engine.bench.decoding import Decoding, make_runner
 from mini_engine.bench.report import Report, say, table
-from mini_engine.bench.serve import at_least
 from mini_engine.bench.server import launched, server_flags
 from mini_engine.cli import parse
 
@@ -48,29 +43,30 @@ LONGEST_STEP_SECONDS = 0.01
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--launch", default="", metavar="FLAGS", help="Flags of serve.py for the server.")
-    parser.add_argument("--batch", type=at_least(1), default=32, help="Sequences (default: 32).")
-    parser.add_argument("--steps", type=at_least(1), default=100, help="Steps timed at a time (default: 100).")
-    parser.add_argument("--repeats", type=at_least(1), default=10, help="Times; the fastest counts (default: 10).")
+    parser.add_argument("--batch", type=int, default=32, help="Sequences (default: 32).")
+    parser.add_argument("--steps", type=int, default=100, help="Steps timed at a time (default: 100).")
+    parser.add_argument("--repeats", type=int, default=10, help="Times; the fastest counts (default: 10).")
 
 
 def run(args: argparse.Namespace) -> Report:
     """Start the server, measure in turn, print the table."""
     flags = server_flags("--launch", args.launch)
     runner, model = make_runner(parse(flags), args.batch, PROMPT_TOKENS + WARM_UP_STEPS + args.steps)
-    stopwatch = Stopwatch()
+    forward = [0.0]
     for part in MODEL_PARTS:
-        setattr(model, part, stopwatch.wrap(getattr(model, part)))
+        setattr(model, part, _timed(getattr(model, part), forward))
     seconds: dict[str, list[float]] = {"forward": [], "execute": [], "step": []}
     with launched([*flags, "--max-num-seqs", str(args.batch)]) as (root, pid):
-        api_server = _api_server(pid)
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        api_server = next(int(child) for child in children if b"api 0" in Path(f"/proc/{child}/cmdline").read_bytes())
         for repeat in range(args.repeats):
             say(f"repeat {repeat + 1} of {args.repeats}")
             decoding = Decoding(runner, args.batch, PROMPT_TOKENS, cached=0)
             decoding.run(WARM_UP_STEPS)
-            stopwatch.seconds, begun = 0.0, time.thread_time()
+            forward[0], begun = 0.0, time.thread_time()
             decoding.run(args.steps)
             seconds["execute"].append((time.thread_time() - begun) / args.steps)
-            seconds["forward"].append(stopwatch.seconds / args.steps)
+            seconds["forward"].append(forward[0] / args.steps)
             decoding.end()
             seconds["step"].append(_step_seconds(root, api_server, args))
     least = {name: 1000 * min(values) for name, values in seconds.items()}
@@ -84,12 +80,6 @@ def run(args: argparse.Namespace) -> Report:
     print(f"The engine's own share of a step: {share:.1%}")
     figures: dict[str, Any] = {f"{name}_ms": round(value, 4) for name, value in least.items()}
     return Report(figures | {"batch": args.batch, "engine_share": round(share, 4)})
-
-
-def _api_server(supervisor: int) -> int:
-    """The process id of the only API server."""
-    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
-    return next(int(pid) for pid in children if b"api 0" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def _step_seconds(root: str, api_server: int, args: argparse.Namespace) -> float:
@@ -111,18 +101,13 @@ def _step_seconds(root: str, api_server: int, args: argparse.Namespace) -> float
         return float(json.load(response.result())["metrics"]["generation"]) / args.steps
 
 
-class Stopwatch:
-    """Adds up the CPU seconds that this thread spends in the functions that it has wrapped."""
+def _timed(function: Callable[..., Any], total: list[float]) -> Callable[..., Any]:
+    """`function`, which adds the CPU seconds that this thread spends in it to `total[0]`."""
 
-    seconds = 0.0
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begun = time.thread_time()
+        result = function(*args, **kwargs)
+        total[0] += time.thread_time() - begun
+        return result
 
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, timed."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            begun = time.thread_time()
-            result = function(*args, **kwargs)
-            self.seconds += time.thread_time() - begun
-            return result
-
-        return timed
+    return timed

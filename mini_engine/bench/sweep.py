@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-from typing import Any
 
 from mini_engine.bench import serve
 from mini_engine.bench.datasets import load
@@ -36,32 +35,25 @@ def run(args: argparse.Namespace) -> Report:
     """Measure each value, then print the table and draw the plot."""
     flag = "--" + args.flag.lstrip("-").replace("_", "-")
     running = bool(args.base_url or args.host or args.port)
-    values = [value.strip() for value in args.values.split(",")]
+    values = args.values.split(",")
     points = [_with_value(args, flag, value, running) for value in values]
-    if running and len(points) > 1:
-        say("the server keeps its caches from value to value: all but the first find them filled. Leave out "
-            "--base-url, --host and --port to start a fresh server for each")  # fmt: skip
-    runs: list[dict[str, Any]] = []
-    failures: list[str] = []
+    runs, failures, rows = [], [], []
     for value, mine in zip(values, points, strict=True):
         say(f"{flag} {value}")
         launch = None if running else server_flags("--launch", mine.launch)
         with open_target(mine, launch) as target:
             measured = serve.measure(mine, target, load(mine, target.model), f"{flag} {value}")
-        runs.append(measured.figures)
-        failures += [f"{flag} {value}: {failure}" for failure in measured.failures]
         serve.save(mine, measured, value.replace("/", "_"))
-    figures = {"flag": flag, "values": values, "runs": runs}
-    rows = [
-        [value, *(run.get(key) for key in COLUMNS), f"{run['accuracy']['share']:.1%}" if run["accuracy"] else None]
-        for value, run in zip(values, runs, strict=True)
-    ]
+        figures, right = measured.figures, measured.figures["accuracy"]
+        runs.append(figures)
+        failures += [f"{flag} {value}: {failure}" for failure in measured.failures]
+        rows.append([value, *map(figures.get, COLUMNS), f"{right['share']:.1%}" if right else None])
     print(table([flag, *COLUMNS.values(), "right"], rows))
     if args.plot is not None:
         from mini_engine.bench import plot
 
-        plot.draw_sweep(figures, args.plot)
-    return Report(figures, failures, all_here=not running)
+        plot.draw_sweep(flag, values, runs, args.plot)
+    return Report({"flag": flag, "values": values, "runs": runs}, failures, all_here=not running)
 
 
 def _with_value(args: argparse.Namespace, flag: str, value: str, running: bool) -> argparse.Namespace:

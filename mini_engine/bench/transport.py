@@ -1,9 +1,8 @@
 """What it takes to bring a tensor from one process into T others, by each placement of the tensor queue.
 
 A uint8 tensor is in this process, which stands in for an API server and for the engine core; T further processes, each
-with the workers' own receiver, stand in for the ranks. A transfer begins with the tensor and ends when every rank's
-receiver has reported it and its main thread has touched every page of it; then the rank computes its CRC-32, which must
-be this payload's. Repeats, T and placements take turns, so that drift of the machine hits all alike:
+with the workers' own receiver, stand in for the ranks. Each rank returns the tensor's CRC-32, which must be the
+payload's. Repeats, T and placements take turns, so that drift of the machine hits all alike:
     memcpy    the payload once, by one thread, between two buffers that have all their pages
     copy      room for the message, and the tensor into it (torch_shm; direct_rpc copies nothing here)
     arrive    the message's frames to each rank's stream, until the last rank's report is here
@@ -12,11 +11,9 @@ be this payload's. Repeats, T and placements take turns, so that drift of the ma
 Memory: cold is the first message of a new arena, whose pages have no memory yet; reused is its second, in the same
 pages, as in a server that has been up for a while. With direct_rpc each message has fresh heap memory.
 
-What it should cost. torch_shm, reused: one memcpy, whatever T is, plus two wake-ups (the rank's receiver, this process)
-of 0.1 ms or so each, which dominate below 4 MB. Cold adds the kernel's work for each page of 4 kB: it is allocated,
-zeroed and entered into the page table here and in each rank, 0.5 us in all, several times that in a virtual machine.
-direct_rpc: for each rank one copy into the socket, in portions with a system call each, and one out of it into memory
-whose pages are new: 2 T memcpys at the very least, and several times that with the page faults.
+What it should cost. torch_shm, reused: one memcpy, whatever T is, plus two wake-ups of 0.1 ms or so each. Cold adds the
+kernel's work for each page of 4 kB, here and in each rank: 0.5 us, several times that in a virtual machine. direct_rpc:
+for each rank one copy into the socket and one out of it into new pages: 2 T memcpys at the very least.
 """
 
 from __future__ import annotations
@@ -27,11 +24,9 @@ import collections
 import contextlib
 import itertools
 import multiprocessing
-import statistics
 import time
 from collections.abc import AsyncIterator, Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +34,6 @@ import torch
 import zmq
 
 from mini_engine.bench.report import BenchError, Report, say, table
-from mini_engine.bench.serve import at_least
 from mini_engine.host import runtime_directory
 from mini_engine.messages import MediaReady, MessageId, RankAddress, TensorHandle, TransportName
 from mini_engine.transport import sockets
@@ -60,12 +54,11 @@ PLACEMENTS: dict[TransportName, list[str]] = {  # and the states of its memory: 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    parser.add_argument(
-        "--payloads", type=at_least(1 / MB), nargs="+", default=[1, 4, 16, 64, 256], metavar="MB",
-        help="Sizes in MB of 2**20 bytes, fractions too (default: 1 4 16 64 256).",
-    )  # fmt: skip
-    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2], metavar="T", help="Default: 1 2.")
-    parser.add_argument("--repeats", type=at_least(1), default=7, help="Times; medians count (default: 7).")
+    add = parser.add_argument
+    add("--payloads", type=float, nargs="+", default=[1, 4, 16, 64, 256], metavar="MB",
+        help="Sizes in MB of 2**20 bytes, fractions too (default: 1 4 16 64 256).")  # fmt: skip
+    add("--ranks", type=int, nargs="+", default=[1, 2], metavar="T", help="Default: 1 2.")
+    add("--repeats", type=int, default=7, help="Times; medians count (default: 7).")
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -78,14 +71,6 @@ def run(args: argparse.Namespace) -> Report:
     print("Milliseconds, medians. copy: into shared memory; arrive: until the last rank's report; touch: every page")
     print(table(list(rows[0]), [list(row.values()) for row in rows]))
     return Report({"repeats": args.repeats, "rows": rows})
-
-
-class Transfer(NamedTuple):
-    """Seconds of each part of a transfer."""
-
-    copy: float
-    arrive: float
-    touch: float
 
 
 class Ranks(NamedTuple):
@@ -101,24 +86,23 @@ async def _measure(running: Ranks, args: argparse.Namespace, megabytes: float) -
     payload = np.random.default_rng(1).integers(0, 256, max(int(megabytes * MB), 1), dtype=np.uint8)
     target = np.ones_like(payload)  # with all its pages: zeros may all be one
     copies: list[float] = []
-    samples: dict[tuple[TransportName, str, int], list[Transfer]] = collections.defaultdict(list)
+    samples: dict[tuple[TransportName, str, int], list[np.ndarray]] = collections.defaultdict(list)
     for repeat, count, placement in itertools.product(range(args.repeats), args.ranks, PLACEMENTS):
         begun = time.perf_counter()
         target[:] = payload
         copies.append(time.perf_counter() - begun)
         async with _open_queue(running.addresses[:count], placement, payload.nbytes, 1000 + repeat) as sender:
             for state in PLACEMENTS[placement]:
-                samples[placement, state, count].append(await _transfer(running, sender, payload))
+                samples[placement, state, count].append(1000 * await _transfer(running, sender, payload))
         await asyncio.sleep(SETTLE_SECONDS)
-    memcpy = statistics.median(copies)
+    memcpy = 1000 * float(np.median(copies))
     rows = []
     for (placement, state, count), found in samples.items():
-        parts = {name: statistics.median(getattr(one, name) for one in found) for name in Transfer._fields}
-        total = statistics.median(map(sum, found))
-        row = {"payload_mb": megabytes, "placement": placement, "memory": state, "ranks": count}
-        seconds = {"memcpy": memcpy, **parts, "total": total}
-        row |= {f"{name}_ms": round(1000 * value, 4) for name, value in seconds.items()}
-        rows.append(row | {"total/memcpy": round(total / memcpy, 3)})
+        copy, arrive, touch = np.median(found, 0).round(4).tolist()
+        total = float(np.median(np.sum(found, 1)))
+        row = {"payload_mb": megabytes, "placement": placement, "memory": state, "ranks": count, "memcpy_ms": memcpy}
+        row |= {"copy_ms": copy, "arrive_ms": arrive, "touch_ms": touch, "total_ms": total}
+        rows.append(row | {"total/memcpy": total / memcpy})
     return rows
 
 
@@ -138,7 +122,8 @@ async def _open_queue(
         arena.close_memory()
 
 
-async def _transfer(running: Ranks, sender: TensorIpcSender, payload: np.ndarray) -> Transfer:
+async def _transfer(running: Ranks, sender: TensorIpcSender, payload: np.ndarray) -> np.ndarray:
+    """Seconds of copy, arrive and touch."""
     payload[::PAGE] += 1  # what an earlier transfer left cannot pass for this one
     tensor = torch.from_numpy(payload)
     begun = time.perf_counter()
@@ -151,11 +136,11 @@ async def _transfer(running: Ranks, sender: TensorIpcSender, payload: np.ndarray
     arrived = time.perf_counter()
     for pipe in running.pipes[: sender.num_ranks]:
         pipe.send(handle)
-    found = [_answer(pipe) for pipe in running.pipes[: sender.num_ranks]]
+    found = [pipe.recv() for pipe in running.pipes[: sender.num_ranks]]
     if any(received != checksum(tensor) for received, _ in found):
         raise BenchError(f"{sender.placement}: a rank read other bytes than were sent")
     sender.consumed([handle.message])
-    return Transfer(copied - begun, arrived - copied, max(touch for _, touch in found))
+    return np.array([copied - begun, arrived - copied, max(touch for _, touch in found)])
 
 
 def _await_reports(reports: zmq.Socket[bytes], message: MessageId, count: int) -> None:
@@ -171,9 +156,6 @@ def _await_reports(reports: zmq.Socket[bytes], message: MessageId, count: int) -
             missing.discard(body.rank)
 
 
-# --- the ranks ------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def ranks(count: int) -> Iterator[Ranks]:
     """So many processes with the workers' receiver; they end with their pipes."""
@@ -182,40 +164,28 @@ def ranks(count: int) -> Iterator[Ranks]:
         directory = stack.enter_context(runtime_directory())
         context: zmq.Context = zmq.Context()
         stack.callback(context.destroy, linger=0)
-        reports = sockets.bind_router(context, _core(directory))
+        core = f"ipc://{directory}/core"
+        reports = sockets.bind_router(context, core)
         running = Ranks([RankAddress(0, rank, f"{directory}/tensors-{rank}") for rank in range(count)], [], reports)
         for address in running.addresses:
             here, there = spawn.Pipe()
-            process = spawn.Process(target=_serve_rank, args=(there, directory, address), daemon=True)
+            process = spawn.Process(target=_serve_rank, args=(there, core, address), daemon=True)
             process.start()
             there.close()
             stack.callback(process.join)
             running.pipes.append(stack.enter_context(here))
         for pipe in running.pipes:
-            _answer(pipe)  # it listens
+            pipe.recv()  # it listens
         yield running
 
 
-def _core(directory: Path) -> str:
-    return f"ipc://{directory}/core"
-
-
-def _answer(pipe: Connection) -> Any:
-    try:
-        if pipe.poll(STALL_SECONDS):
-            return pipe.recv()
-    except EOFError:
-        raise BenchError("a rank exited; its traceback is above") from None
-    raise BenchError(f"a rank did not answer for {STALL_SECONDS:.0f} s")
-
-
-def _serve_rank(pipe: Connection, directory: Path, address: RankAddress) -> None:
+def _serve_rank(pipe: Connection, core: str, address: RankAddress) -> None:
     """A rank's process: for each handle that comes, the checksum of its tensor, and the seconds in which one byte of
     each page was read."""
     torch.set_num_threads(1)
     context: zmq.Context = zmq.Context()
     me = Encoder(f"worker 0.{address.rank}", 1 + address.rank)
-    media = MediaInputs(address, _core(directory), me, address.rank, context)
+    media = MediaInputs(address, core, me, address.rank, context)
     media.start()
     pipe.send("ready")
     with contextlib.suppress(EOFError):

@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 import torchvision.transforms.v2.functional as tvf
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from mini_engine.demo import questions, videos
 from mini_engine.demo.model import MAX_PIXELS, MERGE, MIN_PIXELS, NUM_FRAMES, PATCH, TEMPORAL
-from mini_engine.demo.tokenizer import COMMON_WORDS
 
 MIRRORED = {"left": "right", "right": "left"}
 REVERSED = {**MIRRORED, "up": "down", "down": "up"}
 TOKENS_PER_SECOND = 4  # as in the vision config
 CODEC_SHARE, IMAGE_SHARE = 0.5, 0.12  # of the items: really encoded and decoded; stills out of image files
+WIDE_SHARE = 0.6  # of the items: drawn from wide ranges
 LONG_SHARE = 0.04  # of the conversations: begin with a long text, up to some 1,500 words
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -81,34 +82,24 @@ class Batch:
 
 def resized(frames: np.ndarray) -> torch.Tensor:
     """Frames uint8 [T, H, W, 3] resized as Qwen's processors do, uint8 [T, 3, h, w]."""
-    height, width = target_size(*frames.shape[1:3])
+    height, width = frames.shape[1:3]
+    size = smart_resize(height, width, PATCH * MERGE, MIN_PIXELS, MAX_PIXELS)
     channels_first = torch.from_numpy(frames.transpose(0, 3, 1, 2).copy())
-    return tvf.resize(channels_first, [height, width], interpolation=tvf.InterpolationMode.BICUBIC, antialias=True)
-
-
-def target_size(height: int, width: int) -> tuple[int, int]:
-    """Qwen's rule: multiples of PATCH * MERGE, area from MIN_PIXELS to MAX_PIXELS, aspect kept where possible."""
-    unit = PATCH * MERGE
-    high, wide = round(height / unit) * unit, round(width / unit) * unit
-    if high * wide > MAX_PIXELS:
-        scale = math.sqrt(height * width / MAX_PIXELS)
-        high, wide = (max(unit, math.floor(side / scale / unit) * unit) for side in (height, width))
-    elif high * wide < MIN_PIXELS:
-        scale = math.sqrt(MIN_PIXELS / (height * width))
-        high, wide = (math.ceil(side * scale / unit) * unit for side in (height, width))
-    return high, wide
+    return tvf.resize(channels_first, list(size), interpolation=tvf.InterpolationMode.BICUBIC, antialias=True)
 
 
 def make_item(seed: int) -> Item:
     """The item of `seed`: a clip (drawn, or encoded and decoded) or an image, in the mix used for training."""
     rng = np.random.default_rng([seed, 7])
+    fixed: dict[str, Any] = {"wide": rng.uniform() < WIDE_SHARE}
     if rng.uniform() < IMAGE_SHARE:
-        picture = videos.render_image(seed)
+        picture = videos.render_image(seed, **fixed)
         pixels = videos.decode_image(videos.encode_image(picture, str(rng.choice(["png", "jpeg"]))))
         return Item(picture.colour, picture.shape, None, resized(pixels[None]))
-    fixed = {"width": 320, "height": 240} if rng.uniform() < 0.1 else {}
+    if rng.uniform() < 0.1:
+        fixed |= {"width": 320, "height": 240}
     if rng.uniform() < 0.05:
-        fixed = {"width": 640, "height": 480}
+        fixed |= {"width": 640, "height": 480}
     scene = videos.make_scene(seed, **fixed)
     wanted = int(rng.choice([NUM_FRAMES, int(rng.integers(2, 15)), int(rng.integers(15, 34))], p=[0.7, 0.2, 0.1]))
     if scene.motion == "still":
@@ -156,6 +147,8 @@ class Writer:
         self.tokenizer = tokenizer
         self.opening = tokenizer.encode("<|im_start|>assistant\n")
         self.end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        tokens = (token.removeprefix("Ġ") for token in sorted(tokenizer.get_vocab()))
+        self.words = [token for token in tokens if token.isascii() and token.isalpha() and len(token) > 1]
         self.pads = [tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>") for kind in ("image", "video")]
 
     def sample(self, items: tuple[Item, ...], rng: np.random.Generator) -> Sample:
@@ -163,10 +156,10 @@ class Writer:
         messages: list[dict] = []
         preface: list[dict] = []
         if rng.uniform() < 0.25:
-            system = str(rng.choice(SYSTEM_PROMPTS)) if rng.uniform() < 0.7 else _babble(rng, 30)
+            system = str(rng.choice(SYSTEM_PROMPTS)) if rng.uniform() < 0.7 else self._babble(rng, 30)
             messages.append({"role": "system", "content": system})
         if rng.uniform() < LONG_SHARE:
-            preface = [{"type": "text", "text": _babble(rng, int(np.exp(rng.uniform(3, 7.3))))}]
+            preface = [{"type": "text", "text": self._babble(rng, int(np.exp(rng.uniform(3, 7.3))))}]
             if rng.uniform() < 0.5:
                 messages, preface = [{"role": "system", "content": preface}], []
         media = [{"type": "image" if item.motion is None else "video"} for item in items]
@@ -181,11 +174,21 @@ class Writer:
     def _exchange(self, items: tuple[Item, ...], rng: np.random.Generator) -> tuple[str, str]:
         """What the user says and what the assistant answers."""
         if not items:
-            return (str(rng.choice(GREETINGS)) if rng.uniform() < 0.5 else _babble(rng, 12)), questions.HELP
+            return (str(rng.choice(GREETINGS)) if rng.uniform() < 0.5 else self._babble(rng, 12)), questions.HELP
         if rng.uniform() < 0.06:  # a text it was not taught gets a description
-            return _babble(rng, 12), questions.answer("list" if len(items) > 1 else "describe", items)
+            return self._babble(rng, 12), questions.answer("list" if len(items) > 1 else "describe", items)
         asked = questions.ask(items, seed=rng)
         return _reworded(asked.text, rng), asked.answer
+
+    def _babble(self, rng: np.random.Generator, most: int) -> str:
+        """Up to `most` random words, now and then with random characters of any script."""
+        words = [str(word) for word in rng.choice(self.words, int(rng.integers(1, most + 1)))]
+        if rng.uniform() < 0.3:  # a phrase said again and again
+            words = (words[: int(rng.integers(1, 12))] * len(words))[: len(words)]
+        if rng.uniform() < 0.15:
+            words.insert(0, "".join(chr(int(c)) for c in rng.integers(33, 0xD7FF, int(rng.integers(1, 6)))))
+        text = " ".join(words)
+        return text.capitalize() + str(rng.choice([".", "?", "!", ""])) if rng.uniform() < 0.5 else text
 
     def expand(self, messages: list[dict], items: tuple[Item, ...]) -> str:
         """The chat template's text for `messages`, each pad token repeated once per vision token of its item."""
@@ -235,17 +238,6 @@ class Writer:
             current += max(h, w)
         out[:, place:] = np.arange(current, current + len(row) - place)
         return out
-
-
-def _babble(rng: np.random.Generator, most: int) -> str:
-    """Up to `most` random words, now and then with random characters of any script."""
-    words = [str(word) for word in rng.choice(COMMON_WORDS.split(), int(rng.integers(1, most + 1)))]
-    if rng.uniform() < 0.3:  # a phrase said again and again
-        words = (words[: int(rng.integers(1, 12))] * len(words))[: len(words)]
-    if rng.uniform() < 0.15:
-        words.insert(0, "".join(chr(int(c)) for c in rng.integers(33, 0xD7FF, int(rng.integers(1, 6)))))
-    text = " ".join(words)
-    return text.capitalize() + str(rng.choice([".", "?", "!", ""])) if rng.uniform() < 0.5 else text
 
 
 def _reworded(text: str, rng: np.random.Generator) -> str:

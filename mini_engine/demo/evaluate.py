@@ -5,6 +5,7 @@ video goes: encode, decode, sample, Hugging Face processor, `generate`; it print
 """
 
 import argparse
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageColor, ImageDraw, ImageOps
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from transformers.video_utils import VideoMetadata
 
@@ -22,6 +24,17 @@ from mini_engine.demo.model import WEIGHTS
 
 FRESH_SEEDS = 1_000_000_000  # from here on: never used in training, only to choose among checkpoints
 TABLE_SEEDS = FRESH_SEEDS + 1_000_000  # from here on: not even for that
+SHADES = {  # of the second renderer, which shares no number with `videos`: names of CSS colours
+    "red": ("red", "crimson", "firebrick"),
+    "green": ("lime", "limegreen", "green"),
+    "blue": ("blue", "royalblue", "dodgerblue"),
+    "yellow": ("yellow", "gold", "khaki"),
+    "orange": ("orange", "darkorange", "coral"),
+    "purple": ("purple", "darkviolet", "mediumorchid"),
+    "cyan": ("cyan", "darkturquoise", "mediumturquoise"),
+    "white": ("white", "snow", "gainsboro"),
+}
+BACKDROPS = ("black", "midnightblue", "darkslategray", "dimgray", "saddlebrown", "darkolivegreen", "slategray")
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,43 @@ def user_message(things: Sequence[questions.Thing], text: str) -> list[dict]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
+def paint(seed: int) -> videos.Clip:
+    """The clip of `seed` by the second renderer: Pillow draws four times too large, so the motion is sub-pixel."""
+    rng = np.random.default_rng([seed, 3])
+    colour, shape, motion = (str(rng.choice(names)) for names in (list(SHADES), videos.SHAPES, videos.MOTIONS))
+    width, height = (2 * int(side) for side in rng.integers(60, 161, 2))
+    num_frames, radius = int(rng.integers(12, 61)), rng.uniform(0.15, 0.26) * min(width, height)
+    fill = ImageColor.getrgb(str(rng.choice(SHADES[colour])))
+    gradient = Image.linear_gradient("L") if rng.uniform() < 0.7 else Image.radial_gradient("L")
+    gradient = gradient.rotate(float(rng.choice([0, 90, 180, 270]))).resize((4 * width, 4 * height))
+    first, last = (str(name) for name in rng.choice(BACKDROPS, 2, replace=False))
+    backdrop = ImageOps.colorize(gradient, first, last)
+    step = np.array(videos.DIRECTIONS[motion]) * rng.uniform(0.25, 0.5) * (width, height)
+    room = np.array([width, height]) - 2 * radius - abs(step)
+    start = radius + rng.uniform(0, 1, 2) * room - np.minimum(step, 0)
+    frames = []
+    for when in np.linspace(0, 1, num_frames):
+        canvas = backdrop.copy()
+        x, y = 4 * (start + when * step)
+        _outline(ImageDraw.Draw(canvas), shape, x, y, 4 * radius, fill)
+        frames.append(np.asarray(canvas.reduce(4)))
+    return videos.Clip(colour, shape, motion, int(rng.choice([12, 24, 30])), np.stack(frames))
+
+
+def _outline(pen: ImageDraw.ImageDraw, shape: str, x: float, y: float, radius: float, fill: tuple) -> None:
+    """Fill a shape of the second renderer around (x, y)."""
+    thin, low, wide = radius / 4, radius / 2, radius * math.sqrt(3) / 2
+    if shape == "circle":
+        pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill)
+    elif shape == "square":
+        pen.rectangle((x - wide, y - wide, x + wide, y + wide), fill)
+    elif shape == "triangle":
+        pen.polygon([(x, y - radius), (x - wide, y + low), (x + wide, y + low)], fill)
+    else:
+        pen.rectangle((x - thin, y - radius, x + thin, y + radius), fill)
+        pen.rectangle((x - radius, y - thin, x + radius, y + thin), fill)
+
+
 def roundtrip(clip: videos.Clip, container: str = "mp4", codec: str = "h264") -> Media:
     """The clip after encoding and decoding."""
     frames, fps = videos.decode(videos.encode(clip, container, codec))
@@ -122,6 +172,7 @@ def measure(folder: Path, count: int, first_seed: int = TABLE_SEEDS) -> dict[str
         seen = [roundtrip(videos.render(seed + n * count), *pair) for n, pair in enumerate(videos.PAIRS, start=1)]
         for (container, codec), media in zip(videos.PAIRS, seen, strict=True):
             ask(f"{codec} in {container}", (media,), seed)
+        ask("painted", (roundtrip(paint(seed)),), seed)
         ask("jpeg", (still,), seed)
         ask("two videos", (seen[seed % len(seen)], seen[(seed + 1) % len(seen)]), seed)
         ask("image, video", (still, seen[seed % len(seen)]), seed)

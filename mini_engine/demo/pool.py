@@ -6,7 +6,7 @@ is there instead of rendering it again.
 
 import os
 import pickle
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -18,14 +18,9 @@ from mini_engine.demo.data import Item, make_item
 CHUNK = 64
 
 
-def chunk_path(index: int, folder: Path, base: int = 0) -> Path:
-    """Where chunk `index` of the seeds from `base` on is kept."""
-    return folder / f"{base}-{index:05d}.pickle"
-
-
 def make_chunk(index: int, folder: Path, base: int = 0) -> Path:
     """Render chunk `index` (seeds from `base` on) into a file of `folder`, unless it is there; returns its path."""
-    path = chunk_path(index, folder, base)
+    path = folder / f"{base}-{index:05d}.pickle"
     if not path.exists():
         items = [make_item(base + index * CHUNK + offset) for offset in range(CHUNK)]
         partial = path.with_suffix(".part")
@@ -40,29 +35,17 @@ def load_chunk(path: Path) -> list[Item]:
 
 
 class Pool:
-    """Grows in the background up to `target` items; `poll` takes in what is ready, `draw` picks an item."""
+    """Grows in the background up to `target` items; `wait_for` takes in what is ready, `draw` picks an item."""
 
     def __init__(self, folder: Path, target: int, workers: int = 1) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.items: list[Item] = []
         self._executor = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
-        self._waiting: list[Future[Path]] = []
-        for index in range(max(1, target // CHUNK)):
-            if (path := chunk_path(index, folder)).exists():
-                self.items += load_chunk(path)
-            else:
-                self._waiting.append(self._executor.submit(make_chunk, index, folder))
-
-    def poll(self) -> None:
-        """Take in every chunk that is ready; raises what its maker raised."""
-        ready = [future for future in self._waiting if future.done()]
-        self._waiting = [future for future in self._waiting if not future.done()]
-        for future in ready:
-            self.items += load_chunk(future.result())
+        self._waiting = [self._executor.submit(make_chunk, index, folder) for index in range(max(1, target // CHUNK))]
 
     def wait_for(self, count: int) -> None:
-        """Block until `count` items are there, or all that will come."""
-        while len(self.items) < count and self._waiting:
+        """Take in every chunk that is ready, and wait until `count` items are there, or all that will come."""
+        while self._waiting and (len(self.items) < count or self._waiting[0].done()):
             self.items += load_chunk(self._waiting.pop(0).result())
 
     def draw(self, rng: np.random.Generator) -> Item:

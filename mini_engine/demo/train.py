@@ -4,7 +4,8 @@ Renders clips, trains, publishes the model directory whenever the held-out score
 codec and kind of question at the end. It can be stopped at any time; the same command goes on from the last checkpoint.
 
 What makes it learn at this size: Xavier initialisation, and an auxiliary head that names colour, shape and motion from
-the vision tower's features. Without the head the loss stands still for more than a thousand steps.
+the vision tower's features. The tower learns by the head first, in small batches; then the conversations begin. Without
+the head the loss stands still for more than a thousand steps.
 """
 
 import argparse
@@ -16,7 +17,6 @@ import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,17 +34,17 @@ from mini_engine.demo.pool import CHUNK, Pool, load_chunk, make_chunk
 class Settings:
     """The recipe's numbers."""
 
-    steps: int = 5000
-    patches: int = 3500  # of a batch, about 35 clips
+    steps: int = 4500
+    patches: int = 3000  # of a batch, about 30 clips; a third of it while the tower learns alone
     lr: float = 1.5e-3
     warmup: int = 100
     decay: float = 0.3  # the last share of the steps, over which the learning rate falls to zero
     aux: float = 0.5  # weight of the auxiliary loss
     ema: float = 0.998  # the published weights are a running average
-    alone: int = 600  # steps before prompts with several items begin
-    pool: int = 16_000  # rendered items
+    alone: int = 1500  # steps of the vision tower alone
+    pool: int = 10_240  # rendered items
     pool_start: int = 1024  # items to wait for before the first step
-    every: int = 200  # steps between evaluations and checkpoints
+    every: int = 250  # steps between evaluations and checkpoints
     held_out: int = 192  # items of an evaluation
     seed: int = 0
 
@@ -52,16 +52,15 @@ class Settings:
 class Trainer:
     """Model, running average, optimiser and step count; `work` holds the checkpoint and the rendered items."""
 
-    def __init__(self, settings: Settings, config: Any, work: Path, device: str) -> None:
-        self.settings, self.config, self.work, self.device = settings, config, work, device
+    def __init__(self, settings: Settings, work: Path, device: str) -> None:
+        self.settings, self.work, self.device = settings, work, device
         work.mkdir(parents=True, exist_ok=True)
-        self.model = demo_model.make_model(config, settings.seed).to(device)
+        self.model = demo_model.make_model(settings.seed).to(device)
         self.average = copy.deepcopy(self.model).eval()
-        self.head = forward.AttributeHead(config.vision_config.out_hidden_size).to(device)
+        self.head = forward.AttributeHead(self.model.config.vision_config.out_hidden_size).to(device)
         self.optimiser = torch.optim.AdamW(self._groups(), lr=settings.lr, betas=(0.9, 0.98))
         self.step, self.best = 0, -1.0
-        demo_model.save_support_files(work / "tokenizer", config)
-        self.writer = Writer(PreTrainedTokenizerFast.from_pretrained(work / "tokenizer"))
+        self.writer = Writer(PreTrainedTokenizerFast.from_pretrained(demo_model.WEIGHTS))
 
     def _groups(self) -> list[dict]:
         """Matrices decay a little, vectors do not."""
@@ -80,9 +79,9 @@ class Trainer:
     def samples(self, pool: Pool, rng: np.random.Generator) -> list[Sample]:
         """Conversations until the batch holds enough patches."""
         chosen: list[Sample] = []
-        patches = 0
-        while patches < self.settings.patches:
-            count = 1 if self.step < self.settings.alone else int(rng.choice(4, p=[0.04, 0.58, 0.30, 0.08]))
+        patches, alone = 0, self.step < self.settings.alone
+        while patches < self.settings.patches / (3 if alone else 1):
+            count = 1 if alone else int(rng.choice(4, p=[0.04, 0.58, 0.30, 0.08]))
             items = tuple(varied(pool.draw(rng), rng) for _ in range(count))
             chosen.append(self.writer.sample(items, rng))
             patches += sum(math.prod(item.grid) for item in items)
@@ -93,9 +92,12 @@ class Trainer:
         for group in self.optimiser.param_groups:
             group["lr"] = self.learning_rate()
         batch = self.writer.batch(samples)
-        outputs = forward.run(self.model, batch)
-        answers = F.cross_entropy(outputs.logits, outputs.targets)
-        attributes = self.head.loss(outputs.pooled, batch.items)
+        if self.step < self.settings.alone:
+            features, answers = forward.vision_features(self.model.model.visual, batch.items), torch.zeros(())
+        else:
+            outputs = forward.run(self.model, batch)
+            features, answers = outputs.features, F.cross_entropy(outputs.logits, outputs.targets)
+        attributes = self.head.loss(features, batch.items)
         self.optimiser.zero_grad(set_to_none=True)
         (answers + self.settings.aux * attributes).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -131,7 +133,7 @@ class Trainer:
         score = sum(share.values()) / len(share)
         if score >= self.best:
             self.best = score
-            demo_model.publish(out, self.config, self.average.state_dict())
+            demo_model.publish(out, self.average.state_dict())
         self.save()
         with open(self.work / "log.jsonl", "a") as log:
             log.write(json.dumps({"step": self.step, "score": score, **note, **share}) + "\n")
@@ -152,11 +154,10 @@ def train(trainer: Trainer, out: Path, workers: int) -> None:
     pool = Pool(trainer.work / "pool", settings.pool, workers)
     try:
         tests = held_out(settings, trainer.work / "pool")
-        pool.wait_for(settings.pool_start)
         bar = tqdm(total=settings.steps, initial=trainer.step, unit="step")
         mean = np.zeros(2)
         while trainer.step < settings.steps:
-            pool.poll()
+            pool.wait_for(settings.pool_start)
             rng = np.random.default_rng([settings.seed, trainer.step])
             mean += (np.array(trainer.train_step(trainer.samples(pool, rng))) - mean) * 0.05
             bar.update()
@@ -183,7 +184,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the rendering processes are stopped too
     torch.set_num_threads(arguments.threads)
     settings = Settings(**{name: getattr(arguments, name) for name in asdict(Settings())})
-    trainer = Trainer(settings, demo_model.make_config(), arguments.work, arguments.device)
+    trainer = Trainer(settings, arguments.work, arguments.device)
     if trainer.resume():
         print(f"going on from step {trainer.step}")
     train(trainer, arguments.out, arguments.workers)

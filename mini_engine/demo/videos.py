@@ -4,6 +4,7 @@ Everything follows from a seed. Tests, benchmarks and the training of the bundle
 nothing of questions, tokenizers or models, and imports nothing heavier than numpy, PyAV and Pillow.
 """
 
+import colorsys
 import dataclasses
 import io
 import math
@@ -25,6 +26,16 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "purple": (150, 35, 200),
     "cyan": (20, 215, 225),
     "white": (250, 250, 250),
+}
+HUES = {  # degrees; every shade of a colour lies between them
+    "red": (-15, 8),
+    "green": (95, 150),
+    "blue": (208, 245),
+    "yellow": (48, 64),
+    "orange": (16, 40),
+    "purple": (268, 305),
+    "cyan": (172, 192),
+    "white": (0, 360),
 }
 SHAPES = ("circle", "square", "triangle", "cross")
 MOTIONS = ("left", "right", "up", "down", "still")
@@ -56,11 +67,7 @@ class Scene:
     backgrounds: tuple[tuple[int, int, int], tuple[int, int, int]]  # colours of two opposite ends
     noise: float  # standard deviation, in grey levels
     seed: int
-
-    @property
-    def seconds(self) -> float:
-        """Duration in seconds."""
-        return self.num_frames / self.fps
+    stout: float = 1.0  # width of a triangle or of a cross's arms over the usual one
 
 
 @dataclass(frozen=True)
@@ -107,8 +114,11 @@ class Picture:
         return None
 
 
-def make_scene(seed: int, **fixed: object) -> Scene:
-    """The scene of `seed`. Any field of `Scene` can be fixed by keyword; the other draws stay what they were."""
+def make_scene(seed: int, wide: bool = False, **fixed: object) -> Scene:
+    """The scene of `seed`. Any field of `Scene` can be fixed by keyword; the other draws stay what they were.
+
+    `wide` draws shades, backgrounds and proportions from ranges that other renderers' videos lie in too.
+    """
     rng = np.random.default_rng(seed)
     colour = str(rng.choice(list(COLOURS)))
     shape = str(rng.choice(SHAPES))
@@ -133,11 +143,30 @@ def make_scene(seed: int, **fixed: object) -> Scene:
         "noise": float(rng.choice([0.0, rng.uniform(0, 8)])),
         "seed": seed,
     }
+    if wide:
+        drawn |= _widely(str(fixed.get("colour", colour)), np.random.default_rng([seed, 3]))
     drawn.update(fixed)
     jitter = rng.integers(-12, 13, 3)
     drawn.setdefault("rgb", tuple(int(v) for v in np.clip(np.array(COLOURS[str(drawn["colour"])]) + jitter, 0, 255)))
     drawn.setdefault("start", _start(drawn, along, across))
     return Scene(**drawn)  # type: ignore[arg-type]
+
+
+def _widely(colour: str, rng: np.random.Generator) -> dict[str, object]:
+    """Fields of a wide scene, the shape's colour away from those of the background."""
+    value = rng.uniform(0.8 if colour == "white" else 0.5, 1)
+    saturation = rng.uniform(0, 0.08) if colour == "white" else rng.uniform(max(0.45, 1.3 - value), 1)
+    rgb = np.array(colorsys.hsv_to_rgb(rng.uniform(*HUES[colour]) % 360 / 360, saturation, value)) * 255
+    ends = np.zeros((2, 3))
+    while min(np.linalg.norm(rgb - place) for place in (*ends, ends.mean(0))) < 80 or not ends.any():
+        ends = rng.uniform(0, 255, (2, 3)) * rng.uniform(0.1, 0.8, (2, 1))
+    return {
+        "rgb": tuple(int(v) for v in rgb),
+        "backgrounds": tuple(tuple(int(v) for v in end) for end in ends),
+        "size": rng.uniform(0.26, 0.58),
+        "travel": rng.uniform(0.2, 0.6),
+        "stout": rng.uniform(0.7, 1.3),
+    }
 
 
 def _start(drawn: dict, along: float, across: float) -> tuple[float, float]:
@@ -155,16 +184,16 @@ def _start(drawn: dict, along: float, across: float) -> tuple[float, float]:
     return place[0], place[1]
 
 
-def render(seed: int, **fixed: object) -> Clip:
+def render(seed: int, wide: bool = False, **fixed: object) -> Clip:
     """The clip of `seed`; keywords as in `make_scene` (colour="red", width=320, height=240, num_frames=60, ...)."""
-    scene = make_scene(seed, **fixed)
+    scene = make_scene(seed, wide, **fixed)
     frames = draw(scene, range(scene.num_frames))
     return Clip(scene.colour, scene.shape, scene.motion, scene.fps, frames)
 
 
-def render_image(seed: int, **fixed: object) -> Picture:
+def render_image(seed: int, wide: bool = False, **fixed: object) -> Picture:
     """The still image of `seed`; keywords as in `make_scene`."""
-    scene = make_scene(seed, **{"motion": "still", **fixed})
+    scene = make_scene(seed, wide, **{"motion": "still", **fixed})
     return Picture(scene.colour, scene.shape, draw(scene, [0])[0])
 
 
@@ -200,26 +229,26 @@ def _stamp(frame: np.ndarray, scene: Scene, when: float) -> None:
     x = (np.arange(left, right, dtype=np.float32) + 0.5 - centre_x)[None, :]
     y = (np.arange(top, bottom, dtype=np.float32) + 0.5 - centre_y)[:, None]
     cos, sin = math.cos(scene.angle), math.sin(scene.angle)
-    distance = _distance(scene.shape, x * cos + y * sin, y * cos - x * sin, radius)
+    distance = _distance(scene.shape, x * cos + y * sin, y * cos - x * sin, radius, scene.stout)
     cover = np.clip(0.5 - distance, 0, 1)[..., None]
     patch = frame[top:bottom, left:right]
     patch += cover * (np.array(scene.rgb, np.float32) - patch)
 
 
-def _distance(shape: str, x: np.ndarray, y: np.ndarray, radius: float) -> np.ndarray:
+def _distance(shape: str, x: np.ndarray, y: np.ndarray, radius: float, stout: float) -> np.ndarray:
     """Signed distance in pixels from each point to the shape's outline, negative inside (y grows downwards)."""
     if shape == "circle":
         return np.hypot(x, y) - radius
     if shape == "square":
         return np.maximum(np.abs(x), np.abs(y)) - radius * 0.9
     if shape == "cross":
-        arm = radius * 0.32
+        arm = radius * 0.32 * stout
         upright = np.maximum(np.abs(x) - arm, np.abs(y) - radius)
         across = np.maximum(np.abs(x) - radius, np.abs(y) - arm)
         return np.minimum(upright, across)
     if shape == "triangle":  # corners at the top, bottom left and bottom right
-        slope = np.hypot(2.0, 1.0)
-        return np.maximum(y - radius, (2 * np.abs(x) - y - radius) / slope)
+        steep = 2 / stout
+        return np.maximum(y - radius, (steep * np.abs(x) - y - radius) / np.hypot(steep, 1.0))
     raise ValueError(f"no shape is named {shape!r}: the shapes are {', '.join(SHAPES)}")
 
 

@@ -113,26 +113,18 @@ def _penalise(scores, counts, rows, factors, SIZE: tl.constexpr, COLUMNS: tl.con
     tl.store(scores + at * SIZE + column, new, mask=seen)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """With a `residual`, which like x then is contiguous, this is added to x first, in place."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    size = x.shape[-1]
-    if x.ndim != 2 or x.stride(1) != 1:
+    size, add = x.shape[-1], residual is not None
+    assert residual is None or (x.is_contiguous() and residual.is_contiguous())
+    if add or x.ndim != 2 or x.stride(1) != 1:
         x = x.contiguous().view(-1, size)
     if x.numel():
         _rms_norm[(len(x),)](
-            out, x, x, weight, eps, x.stride(0), SIZE=size, PADDED=padded(size), ADD=False, num_warps=_warps(size)
-        )
-    return out
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    size = x.shape[-1]
-    assert x.is_contiguous() and residual.is_contiguous()
-    if x.numel():
-        _rms_norm[(x.numel() // size,)](
-            out, x, residual, weight, eps, size, SIZE=size, PADDED=padded(size), ADD=True, num_warps=_warps(size)
-        )
+            out, x, residual if add else x, weight, eps, x.stride(0), SIZE=size, PADDED=padded(size), ADD=add,
+            num_warps=_warps(size),
+        )  # fmt: skip
     return out
 
 

@@ -46,7 +46,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add `residual` to `x` in place; returns `rms_norm` of the sum. Both contiguous and of one shape."""
     if fused(x):
-        return cast(Tensor, _kernels().add_rms_norm(x, residual, weight, eps))
+        return cast(Tensor, _kernels().rms_norm(x, weight, eps, residual))
     return F.rms_norm(x.add_(residual), weight.shape, weight, eps)
 
 

@@ -42,26 +42,20 @@ def _over_keys(
     within = d < DIM
     for start in range(first, last, N):
         key = start + tl.arange(0, N)
-        if MASKED:
-            block = tl.load(table + key // BLOCK_SIZE, mask=key < last, other=0)
-        else:
-            block = tl.load(table + key // BLOCK_SIZE)
+        known = key < last
+        block = tl.load(table + key // BLOCK_SIZE, mask=known if MASKED else None)
         place = block.to(tl.int64) * block_stride + (key % BLOCK_SIZE) * place_stride
-        if MASKED:
-            k = tl.load(keys + place[None, :] + d[:, None], mask=(key < last)[None, :] & within[:, None], other=0.0)
-        else:
-            k = tl.load(keys + place[None, :] + d[:, None], mask=within[:, None], other=0.0)
+        k_mask = known[None, :] & within[:, None] if MASKED else within[:, None]
+        k = tl.load(keys + place[None, :] + d[:, None], mask=k_mask, other=0.0)
         scores = matmul(q, k) * scale
         if MASKED:
-            scores = tl.where((key[None, :] <= query[:, None]) & (key < last)[None, :], scores, float("-inf"))
+            scores = tl.where((key[None, :] <= query[:, None]) & known[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weights, 1)
-        if MASKED:
-            v = tl.load(values + place[:, None] + d[None, :], mask=(key < last)[:, None] & within[None, :], other=0.0)
-        else:
-            v = tl.load(values + place[:, None] + d[None, :], mask=within[None, :], other=0.0)
+        v_mask = known[:, None] & within[None, :] if MASKED else within[None, :]
+        v = tl.load(values + place[:, None] + d[None, :], mask=v_mask, other=0.0)
         acc = acc * shrink[:, None] + matmul(weights.to(v.dtype), v)
         top = higher
     return acc, top, total

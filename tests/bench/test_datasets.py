@@ -14,11 +14,10 @@ import pytest
 from PIL import Image
 from transformers import AutoTokenizer
 
-from mini_engine.bench import datasets, serve
+from mini_engine.bench import serve
 from mini_engine.bench.cli import parse
 from mini_engine.bench.datasets import Prompts, load, repeat_order
 from mini_engine.bench.prompts import Prompt
-from mini_engine.bench.report import BenchError
 from mini_engine.config import BUNDLED_MODEL, BUNDLED_NAME, ConfigError
 from mini_engine.demo import questions, videos
 
@@ -68,18 +67,6 @@ def test_synthetic_prompts_hold_their_answers_and_follow_the_seed():
         assert any(prompt.text in texts for texts in questions.PHRASINGS.values())
         assert prompt.answer and len(prompt.answer.split()) <= 6
     assert loaded("synthetic-image").measured[0].urls[0].startswith("data:image/png;base64,")
-
-
-def test_what_is_asked_says_nothing_of_what_is_shown(monkeypatch: pytest.MonkeyPatch):
-    def show(kind: str, seed: int) -> datasets.Shown:  # without the work of drawing it
-        scene = videos.make_scene(seed)
-        return datasets.Shown("", scene.colour, scene.shape, scene.motion)
-
-    monkeypatch.setattr(datasets, "show", show)
-    prompts = loaded("synthetic-video", "--num-prompts", 300).measured
-    for kind, answers in (("colour", videos.COLOURS), ("shape", videos.SHAPES), ("motion", videos.MOTIONS)):
-        told = Counter(one.answer for one in prompts if one.text in questions.PHRASINGS[kind])
-        assert len(told) == len(answers) and 40 < told.total() < 110, "each answer is right somewhere"
 
 
 def test_random_mm_draws_sizes_by_weight():
@@ -142,7 +129,6 @@ def test_sharegpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = write(tmp_path / "records.json", records)
     flags = ["--dataset-path", path, "--sharegpt-output-len", 9]
     first, second, third, fourth = loaded("sharegpt", *flags, "--disable-shuffle").measured
-    assert "1 records have no prompt" in capsys.readouterr().err
     assert [turn["role"] for turn in first.messages] == ["system", "user"], "the prompt ends before the answer"
     assert first.urls == [clip] and first.text == "Be brief.\nWhat is it?"
     assert second.messages == records[2]["messages"] and third.urls == ["https://a/1.png"]
@@ -154,13 +140,12 @@ def test_sharegpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert len(loaded("sharegpt", *flags, "--num-prompts", 7, "--no-oversample").measured) == 4
 
 
-def test_warm_ups_of_files_show_other_media_than_the_measured_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_warm_ups_of_files_show_other_media_than_the_measured_ones(tmp_path: Path):
     for name in "abcd":
         (tmp_path / f"{name}.mp4").write_bytes(name.encode())
     path = write(tmp_path / "r.jsonl", [{"prompt": "What?", "video": f"{name}.mp4"} for name in "abacd"])
     found = loaded("custom", "--num-prompts", 2, "--num-warmups", 3, "--dataset-path", path, "--disable-shuffle")
     assert [media_of(prompt) for prompt in found.measured + found.warm_ups] == [b"a", b"b", b"c", b"d"]
-    assert "other media for 2 of 3 warm-ups" in capsys.readouterr().err
 
 
 def test_lengths_of_answers(tmp_path: Path):
@@ -186,13 +171,11 @@ def test_hf_reads_a_local_folder_with_its_media(tmp_path: Path):
         shown = videos.decode_image(media_of(prompt))
         assert (shown == videos.render_image(seed, width=32, height=32).pixels).all()
     assert {prompt.text for prompt in loaded("hf", *flags).measured} == {"What?", "Which?"}
-    with pytest.raises(BenchError, match="cannot be loaded"):
-        loaded("hf", "--dataset-path", tmp_path, "--hf-split", "validation")
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("hello\n", "neither a JSON list nor an object on each line"), ("{}\n", "no record with a prompt")],
+    [("hello\n", "no JSON list, nor an object on each line"), ("{}\n", "no prompt under")],
 )
 def test_what_is_no_data_set_says_so(tmp_path: Path, text: str, said: str):
     (tmp_path / "bad.jsonl").write_text(text)

@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen2_5_VLConfig
 
-from mini_engine.demo import questions, tokenizer
-from mini_engine.demo.model import WEIGHTS, make_config
+from mini_engine.demo import questions
+from mini_engine.demo.model import WEIGHTS
 
 SAVED = AutoTokenizer.from_pretrained(WEIGHTS)
 VISION = "<|vision_start|><|video_pad|><|vision_end|>"
@@ -18,20 +18,8 @@ def test_any_text_survives(text):
     assert SAVED.decode(SAVED.encode(text)) == text
 
 
-def test_every_byte_has_a_token():
-    text = bytes(range(256)).decode("latin-1") + "\u00a0\u2028\ufeff\U0010ffff 世界 🙂\r\n\t"
-    assert SAVED.decode(SAVED.encode(text)) == text
-    assert max(SAVED.encode(text)) < tokenizer.VOCAB_SIZE
-
-
-def test_the_saved_vocabulary_is_what_the_code_builds():
-    assert tokenizer.build().to_str() == tokenizer.Tokenizer.from_file(str(WEIGHTS / "tokenizer.json")).to_str()
-    assert len(SAVED) == tokenizer.VOCAB_SIZE
-    assert (WEIGHTS / "chat_template.jinja").read_text() == tokenizer.CHAT_TEMPLATE
-
-
 def test_special_tokens_are_where_the_config_says():
-    config = make_config()
+    config = Qwen2_5_VLConfig.from_pretrained(WEIGHTS)
     assert SAVED.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"]) == [
         config.image_token_id,
         config.video_token_id,
@@ -41,11 +29,6 @@ def test_special_tokens_are_where_the_config_says():
         config.text_config.eos_token_id,
         config.text_config.pad_token_id,
     )
-    assert all(len(SAVED.encode(token)) == 1 for token in tokenizer.SPECIAL_TOKENS)
-
-
-def test_answers_are_short():
-    assert len(SAVED.encode("first: an orange cross moving up; second: a red circle standing still")) == 15
 
 
 def render(messages, **extra):

@@ -119,11 +119,6 @@ def test_any_block_size(block_size, device):
     world.check(run_prefill(world))
 
 
-def test_a_prompt_of_many_tiles(device):
-    world = make([(0, 150), (33, 77)], 16, 7, 1, 64, torch.float32, device)
-    world.check(run_prefill(world))
-
-
 def test_large_scores_do_not_overflow(device):
     """Scores of several hundred, of either sign: the sum of weights must not overflow or vanish."""
     world = make([(300, 1), (40, 1)], 16, 2, 1, 64, torch.float32, device)
