@@ -16,10 +16,9 @@ import zmq
 
 from mini_engine import log
 from mini_engine.config import ConfigError
-from mini_engine.confinement import die_with_parent
-from mini_engine.malloc import keep_freed_memory
 from mini_engine.messages import EngineLimits, Hello, Init, PeerGone, Ready, Refused, Role, TransportChoice
 from mini_engine.metrics_files import count_into
+from mini_engine.process_setup import die_with_parent, keep_freed_memory
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from mini_engine.log import QUEUE_LINES, LineQueue, LineWriter
+from mini_engine.log import QUEUE_LINES, LineQueue
 from tests.e2e.barriers import eventually
 
 MISSING = re.compile(rb"\((\d+) lines of the log could not be written here\)\n")
@@ -22,10 +22,9 @@ def log_lines(handler: LineQueue, count: int) -> None:
         handler.handle(logging.LogRecord("x", logging.INFO, __file__, 1, "%s", ("x" * 200,), None))
 
 
-def test_a_pipe_that_is_not_read_delays_nothing_and_what_is_missing_is_counted():
+def test_a_pipe_that_is_not_read_delays_nothing_and_missing_lines_are_counted():
     read, write = os.pipe()
-    handler = LineQueue()
-    LineWriter(handler, write).start()
+    handler = LineQueue(write)
     begun = time.monotonic()
     log_lines(handler, 2 * QUEUE_LINES)
     assert time.monotonic() - begun < 5 and handler.dropped > 0
@@ -35,10 +34,9 @@ def test_a_pipe_that_is_not_read_delays_nothing_and_what_is_missing_is_counted()
     log_lines(handler, 1)
     handler.flush()
     seen += os.read(read, 1 << 16)
-    lines = seen.splitlines(keepends=True)
     missing = sum(int(count) for count in MISSING.findall(seen))
     assert missing == handler.dropped
-    assert sum(line == b"x" * 200 + b"\n" for line in lines) + missing == 2 * QUEUE_LINES + 1
+    assert seen.count(b"x" * 200 + b"\n") + missing == 2 * QUEUE_LINES + 1
 
 
 @pytest.mark.parametrize("broken", ["closed", "full"])
@@ -47,19 +45,17 @@ def test_a_stderr_that_takes_nothing_is_no_error(broken):
     if broken == "closed":
         read, write = os.pipe()
         os.close(read)
-    handler = LineQueue()
-    writer = LineWriter(handler, write)
-    writer.start()
+    handler = LineQueue(write)
     log_lines(handler, 3)
-    eventually(lambda: assert_failed(writer, 3))
 
+    def assert_failed() -> None:
+        assert handler.failed == 3
 
-def assert_failed(writer: LineWriter, count: int) -> None:
-    assert writer.failed == count
+    eventually(assert_failed)
 
 
 @pytest.mark.parametrize("end", ["", "; raise SystemExit(3)", "; logging.shutdown(); os._exit(0)"])
-def test_the_last_lines_of_a_process_are_written(end):
+def test_last_lines_of_a_process_are_written(end):
     code = "import logging, os; from mini_engine import log; log.setup('api 0', log.LogSettings('info')); "
     code += "logging.getLogger('x').info('the last'); logging.getLogger('x').debug('not shown')" + end
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

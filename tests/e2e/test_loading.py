@@ -118,5 +118,5 @@ def test_a_damaged_file_is_found_before_anything_starts(model):
 def test_a_hub_name_that_cannot_be_had(tmp_path):
     said = refused("someone/some-model", environ={"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)})
     first, last = said.splitlines()
-    assert "someone/some-model is no directory here: taking it from the hub" in first
-    assert last.startswith("serve.py: 'someone/some-model' is no directory, and not in the hub's cache, ")
+    assert "someone/some-model is not a directory: loading it from the hub" in first
+    assert last.startswith("serve.py: 'someone/some-model' is neither a directory nor in the hub's cache, ")
