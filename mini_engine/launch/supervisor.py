@@ -30,7 +30,7 @@ from mini_engine.host import (
     runtime_directory,
     without_effect,
 )
-from mini_engine.launch.generation import Generation, Ground
+from mini_engine.launch.generation import Generation, LaunchContext
 from mini_engine.launch.listeners import bind_listeners, leave_port, url_of
 from mini_engine.launch.liveness import Liveness, states
 from mini_engine.launch.process_group import ChildProcess, Event, Gone, Interrupted, ProcessGroup, Received, StopSignals
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 ENGINE_DEATH_GRACE_SECONDS = 1.0  # how long API servers may take to answer every client of a dead engine
 API_RESTARTS_IN_A_ROW = 5  # an API server that dies this often before it serves will not get better
-FILL_PAUSE_SECONDS = 1.0  # before a process that the host did not give is asked for again
+RETRY_SECONDS = 1.0  # before a process that the host did not give is asked for again
 API_STOP_SECONDS = 5.0  # how long API servers may take to end their responses once they were asked to exit
 FIRST_PAUSE_SECONDS = 1.0  # before a restart of the engines; doubled each time
 LONGEST_PAUSE_SECONDS = 60.0
@@ -57,7 +57,7 @@ class Stop(Exception):
         self.last_line = last_line  # of the log, unless it is there already
         self.drain_seconds = drain_seconds  # for running requests
         self.interrupts = interrupts  # signals that have come after the one that stops it
-        self.undying: list[Gone] = []  # processes that were killed and have not died
+        self.unkillable: list[Gone] = []  # processes that were killed and have not died
 
 
 class GenerationOver(Exception):
@@ -95,7 +95,7 @@ class Supervisor:
         self.config = config
         self.restarts = Restarts(config.restart_engine)
         self.events: collections.deque[Event] = collections.deque()  # not handled yet
-        self.fill_again = 0.0  # when, after an API server could not be started
+        self.retry_at = 0.0  # when, after an API server could not be started
 
     def run(self) -> int:
         """Serve until a signal or a death ends it; returns the exit status."""
@@ -115,8 +115,8 @@ class Supervisor:
             runtime_dir = held.enter_context(runtime_directory())
             self.processes = ProcessGroup(runtime_dir, LogSettings(config.log_level, config.log_format), signals)
             self.liveness = Liveness(config, self.processes)
-            self.ground = Ground(config, model_dir, media_cache, runtime_dir, self.listeners, self.processes)
-            self.generation = Generation(1, self.ground)
+            self.context = LaunchContext(config, model_dir, media_cache, runtime_dir, self.listeners, self.processes)
+            self.generation = Generation(1, self.context)
             if config.uds is None and config.host in ("0.0.0.0", "::") and not config.api_key:
                 logger.warning("--host %s: open to the network; set --api-key, or --host 127.0.0.1", config.host)
             logger.info("loading %s (%s) from %s", config.served_names[0], self.architecture, model_dir)
@@ -134,8 +134,8 @@ class Supervisor:
                 listener.close()
             self._stop_processes(stop)
             self.processes.close()
-        if stop.undying and not stop.status:
-            stop = Stop(1, f"ended with status 1: {stop.undying[0].child.title} {stop.undying[0].how}")
+        if stop.unkillable and not stop.status:
+            stop = Stop(1, f"ended with status 1: {stop.unkillable[0].child.title} {stop.unkillable[0].how}")
         if stop.last_line:
             logger.log(logging.ERROR if stop.status else logging.INFO, "%s", stop.last_line)
         return stop.status
@@ -163,7 +163,7 @@ class Supervisor:
         self._announce(time.monotonic() - begun)
 
     def _announce(self, seconds: float) -> None:
-        config, limits, cache = self.config, self.generation.limits[0], self.ground.media_cache
+        config, limits, cache = self.config, self.generation.limits[0], self.context.media_cache
         for choice in self.generation.transports:
             what = "media that do not fit the cache" if cache.kind == "shm" else "media"
             logger.info("%s reach engine %d by %s: %s", what, choice.engine, choice.transport, choice.reason)
@@ -188,13 +188,13 @@ class Supervisor:
             Stop: the server is to stop.
         """
         turn = self.liveness.seconds_left()
-        if self.generation.vacant:
-            turn = min(turn, max(0.0, self.fill_again - time.monotonic()))
+        if self.generation.empty_slots:
+            turn = min(turn, max(0.0, self.retry_at - time.monotonic()))
         if not self.events:  # some are left when the one before them has ended a generation
             self.events += self.processes.wait(turn if seconds is None else min(turn, seconds))
         while self.events:
             self._handle(self.events.popleft())
-        self._fill_vacant()
+        self._fill_empty_slots()
         self.liveness.turn()
 
     def _handle(self, event: Event) -> None:
@@ -238,7 +238,7 @@ class Supervisor:
             raise Stop(1, f"ended with status 1: {text}, and so did the {API_RESTARTS_IN_A_ROW - 1} before it")
         if any(other.serving for other in self.generation.children if other.role == "api"):
             self._leave_port(int(child.index))  # else connections are queued for its successor
-        self.generation.vacant.add(int(child.index))
+        self.generation.empty_slots.add(int(child.index))
 
     def _on_late_death(self, gone: Gone) -> None:
         """Of an API server whose engines are dead, and that answered 503 until its successor serves; or of a process of
@@ -263,18 +263,18 @@ class Supervisor:
         if not any(int(child.index) == slot for child in accepting):
             leave_port(self.listeners[slot])
 
-    def _fill_vacant(self) -> None:
+    def _fill_empty_slots(self) -> None:
         """Start API servers for the slots that lack one; where the host gives no process, later."""
-        if time.monotonic() < self.fill_again:
+        if time.monotonic() < self.retry_at:
             return
-        for slot in sorted(self.generation.vacant):
+        for slot in sorted(self.generation.empty_slots):
             try:
-                self.generation.fill(slot)
+                self.generation.start_api_server(slot)
             except OSError as error:
                 logger.error("api %d cannot be started now, retrying: %s", slot, error)
-                self.fill_again = time.monotonic() + FILL_PAUSE_SECONDS
+                self.retry_at = time.monotonic() + RETRY_SECONDS
                 return
-            self.generation.vacant.remove(slot)
+            self.generation.empty_slots.remove(slot)
 
     def end_generation(self, why: str) -> None:
         """End its engines, so that every client has its answer; returns when the next generation is to start.
@@ -285,8 +285,8 @@ class Supervisor:
             Stop: there is to be none.
         """
         over = self.generation
-        over.end(spare=[child for child in over.children if child.role == "api" and child.serving])
-        self.generation = Generation(over.number + 1, self.ground)  # other deaths of the old one change nothing
+        over.kill(spare=[child for child in over.children if child.role == "api" and child.serving])
+        self.generation = Generation(over.number + 1, self.context)  # other deaths of the old one change nothing
         for slot in range(len(self.listeners)):  # those whose API server is dead or does not serve yet
             self._leave_port(slot)
         pause = self.restarts.next_pause()
@@ -295,7 +295,7 @@ class Supervisor:
         deadline = time.monotonic() + (ENGINE_DEATH_GRACE_SECONDS if pause is None else pause)
         while (left := deadline - time.monotonic()) > 0 or self.processes.engines():
             self.poll(left if left > 0 else None)
-        over.forget()
+        over.release_memory()
         if pause is None:
             remedy = "" if self.restarts.most else "; --restart-engine would restart its engines"
             raise Stop(1, f"ended with status 1: {why}{remedy}")
@@ -340,6 +340,6 @@ class Supervisor:
                     stop.interrupts += len(numbers)
                 case Gone(child=child, how=how, reaped=False):
                     logger.error("%s %s", child.title, how)
-                    stop.undying.append(event)
+                    stop.unkillable.append(event)
                 case Gone(child=child, how=how) if child.role != "api" and not child.dismissed:
                     logger.error("%s %s while requests were to end", child.title, how)

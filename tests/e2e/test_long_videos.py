@@ -32,9 +32,8 @@ class Clip:
 
     def encode(self) -> bytes:
         fast = {"preset": "ultrafast", "bf": "2", "g": str(self.group)}
-        return clips.repeated(
-            clips.encode(self.group, self.width, self.height, self.rate, options=fast), self.groups, self.turn
-        )
+        group = clips.encode(self.group, self.width, self.height, self.rate, options=fast)
+        return clips.remuxed(group, "mp4", times=self.groups, degrees=self.turn)
 
 
 CLIPS = [

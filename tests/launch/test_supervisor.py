@@ -11,7 +11,7 @@ import pytest
 
 from mini_engine.config import EngineConfig
 from mini_engine.launch import process_group, supervisor
-from mini_engine.launch.generation import Generation, Ground
+from mini_engine.launch.generation import Generation, LaunchContext
 from mini_engine.launch.listeners import bind_listeners
 from mini_engine.launch.liveness import Liveness
 from mini_engine.launch.process_group import ChildProcess, Gone, ProcessGroup
@@ -34,8 +34,8 @@ def one(processes, runtime) -> Iterator[Supervisor]:
     made.listeners = bind_listeners(EngineConfig(host="127.0.0.1", port=0))
     made.processes, made.liveness = processes, Liveness(made.config, processes)
     plan = MediaCachePlan("off", 0, "")
-    made.ground = Ground(made.config, "", plan, runtime, made.listeners, processes)
-    made.generation = Generation(2, made.ground)
+    made.context = LaunchContext(made.config, "", plan, runtime, made.listeners, processes)
+    made.generation = Generation(2, made.context)
     made.generation.announced = True
     yield made
     made.listeners[0].close()
@@ -102,7 +102,7 @@ def test_an_engine_process_that_does_not_die_ends_the_server(number, one, proces
         undying.append(make_unkillable(processes.start("worker", "sleeps", self.number), monkeypatch))
 
     monkeypatch.setattr(Generation, "start", start)
-    one.generation = Generation(number, one.ground)
+    one.generation = Generation(number, one.context)
     assert one.serve_until_stopped() == 1
     assert "worker sleeps" in messages(caplog)[-1] and "does not die" in messages(caplog)[-1]
     for child in undying:
@@ -129,7 +129,7 @@ def test_connections_queued_at_an_api_server_that_dies_with_its_engine_are_reset
 
 
 def test_an_api_server_that_dies_before_it_serves_again_and_again_ends_the_server(one, caplog):
-    one.generation.fill(0)
+    one.generation.start_api_server(0)
     with pytest.raises(Stop) as stop:
         while True:
             one.poll()
