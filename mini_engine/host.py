@@ -232,7 +232,7 @@ def runtime_directory(parent: Path | None = None) -> Iterator[Path]:
         janitor = subprocess.Popen(["/bin/sh", "-c", script, path], stdin=subprocess.PIPE, start_new_session=True)
     except OSError as error:
         raise ConfigError(
-            f"no room for a directory in {base} ({error.strerror}): set TMPDIR to where there is"
+            f"cannot create a directory in {base} ({error.strerror}): set TMPDIR to a writable one with free space"
         ) from None
     try:
         yield Path(path)

@@ -39,7 +39,7 @@ def make_files(directory: Path, number: int) -> None:
         except OSError as error:
             partial.unlink(missing_ok=True)
             what = f"no room in TMPDIR for the metrics of an API server ({error.strerror})"
-            raise OSError(error.errno, f"{what}; set TMPDIR to where there is") from None
+            raise OSError(error.errno, f"{what}; set TMPDIR to a directory with free space") from None
         partial.rename(path)
 
 

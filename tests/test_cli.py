@@ -95,7 +95,7 @@ CUDA = ["--mm-processor-device", "cuda"]
         (["--max-num-seqs", "0"], "--max-num-seqs: '0' is not an integer of at least 1"),
         (["--dtype", "int3"], "--dtype: 'int3' is not one of auto, float32"),
         (["--gpu-memory-utilization", "some"], "'some' is not a number from 0.05 to 1.0"),
-        (["--kv-cache-memory-bytes", "12Q"], "'12Q' is not an integer such as 16384, 16k (16000) or 16K (16384)"),
+        (["--kv-cache-memory-bytes", "12Q"], "'12Q' is not an integer of at least 1"),
         (["--max-model-len", "1.5"], "--max-model-len: '1.5' is not an integer"),
         (["--limit-mm-per-prompt", "video=one"], "'video=one' is not a JSON object"),
         (["--media-io-kwargs", '{"video": 3}'], "--media-io-kwargs"),

@@ -185,7 +185,7 @@ def test_settings_without_effect_are_named(argv, cache, device, expected):
 @pytest.mark.parametrize("base", ["/proc", "/nowhere"])
 def test_no_room_for_a_runtime_directory(base, monkeypatch):
     monkeypatch.setenv("TMPDIR", base)
-    with pytest.raises(ConfigError, match=f"^no room for a directory in {base} .*: set TMPDIR"), runtime_directory():
+    with pytest.raises(ConfigError, match=f"^cannot create a directory in {base} .*: set TMPDIR"), runtime_directory():
         pass
 
 

@@ -23,7 +23,7 @@ keys are flags without the leading dashes; `true` and `false` stand for a flag a
 default. `--print-config` prints all settings and the source of each, in the form that `--config` reads, and exits; API
 keys are not printed. Underscores work as dashes, in flags and in files. A part of a JSON object can be a flag of its
 own, and parts are merged: `--media-io-kwargs.video.num_frames 10`. In a file this is `media-io-kwargs: {video:
-{num_frames: 10}}`. In integers with a unit, small letters are powers of 1000 and capitals powers of 1024, as in vLLM.
+{num_frames: 10}}`. Integers may have a unit: 16k is 16000 and 16K is 16384, and so on with m, g and t, as in vLLM.
 
 Variables hold what a flag's value would be: lists separated by commas (`a,b`) or as JSON, booleans as `true` or
 `false`. `MINI_ENGINE_MULTIMODAL_TENSOR_IPC` is `1` for `--enable-multimodal-tensor-ipc`, `0` for

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from mini_engine.config.options import ConfigError, options_of, parse_count, parse_length, parse_limits
+from mini_engine.config.options import ConfigError, options_of, parse_length, parse_limits
 from mini_engine.decode_limits import MOST_FRAMES_KEPT, DecodeLimits
 from mini_engine.log import LogFormat
 
@@ -142,7 +142,7 @@ class EngineConfig:
     max_num_seqs: int = _scheduling(64, "Maximum sequences per step.", minimum=1)
     max_num_batched_tokens: int | None = _scheduling(
         None, "Maximum tokens per step, media tokens in the vision tower included. Longer prompts are prefilled in "
-        "chunks.", parse=parse_count, minimum=1, unset="512 on the CPU, 2048 on CUDA",
+        "chunks.", minimum=1, unset="512 on the CPU, 2048 on CUDA",
     )  # fmt: skip
     long_prefill_token_threshold: int | None = _scheduling(
         None, "Maximum tokens of one prompt per step while other prompts wait; 0: no limit.", minimum=0,
@@ -158,7 +158,7 @@ class EngineConfig:
     block_size: int = _caches(16, "Tokens per block of the KV cache.", minimum=1)
     kv_cache_memory_bytes: int | None = _caches(
         None, "Size of each worker's KV cache; no more than --max-num-seqs sequences of --max-model-len tokens fill.",
-        parse=parse_count, minimum=1, unset="1G on the CPU, --gpu-memory-utilization on CUDA",
+        minimum=1, unset="1G on the CPU, --gpu-memory-utilization on CUDA",
     )  # fmt: skip
     gpu_memory_utilization: float = _caches(
         0.9, "Fraction of a CUDA device's memory for its workers: weights, media, the largest step, and the KV cache, "
@@ -198,10 +198,9 @@ class EngineConfig:
     allow_media_redirects: bool = _sources(False, "Follow redirects to other hosts of --allowed-media-domains.")
     media_fetch_timeout: float = _sources(30.0, "Seconds to fetch an `http(s)://` item.", minimum=0.1, maximum=3600)
 
-    max_media_bytes: int = _limits(
-        256 << 20, "Maximum size of an encoded image or video.", parse=parse_count, minimum=1,
-        maximum=(2 << 30) - 4096,  # what Linux writes at once
-    )  # fmt: skip
+    max_media_bytes: int = _limits(  # at most what Linux writes at once
+        256 << 20, "Maximum size of an encoded image or video.", minimum=1, maximum=(2 << 30) - 4096
+    )
     max_image_pixels: int = _limits(DecodeLimits.max_image_pixels, "Maximum pixels of an image.", minimum=1)
     max_frame_pixels: int = _limits(DecodeLimits.max_frame_pixels, "Maximum pixels of a video frame.", minimum=1)
     max_video_seconds: float = _limits(DecodeLimits.max_video_seconds, "Maximum duration of a video.", minimum=0.1)
@@ -218,7 +217,7 @@ class EngineConfig:
     )
     media_decoder_memory: int = _limits(
         DecodeLimits.media_decoder_memory, "Maximum memory of a decoder process for one image or video, beyond its own "
-        "size, the encoded file and the sampled frames.", parse=parse_count, minimum=64 << 20,
+        "size, the encoded file and the sampled frames.", minimum=64 << 20,
     )  # fmt: skip
 
     maximum_concurrent_videos: int = _admission(
@@ -233,9 +232,8 @@ class EngineConfig:
         "much again. A request beyond the limit is refused with 429.", minimum=0.001,
     )  # fmt: skip
     max_request_bytes: int = _admission(
-        1 << 30, "Maximum size of a request body; media in `data:` URLs take 4/3 of their size.", parse=parse_count,
-        minimum=1,
-    )  # fmt: skip
+        1 << 30, "Maximum size of a request body; media in `data:` URLs take 4/3 of their size.", minimum=1
+    )
 
     mm_processor_cache_type: Literal["auto", "lru", "shm"] = _transport(
         "auto", "Cache of processed media: `shm` (in shared memory, once per engine), `lru` (a copy in each worker), "
@@ -255,7 +253,7 @@ class EngineConfig:
     )  # fmt: skip
     mm_ipc_memory_bytes: int = _transport(
         1 << 30, "Maximum memory per API server for tensors in transfer to the workers, by any transport, in pages of "
-        "64 KiB; further requests wait.", parse=parse_count, minimum=1 << 20,
+        "64 KiB; further requests wait.", minimum=1 << 20,
     )  # fmt: skip
     mm_processor_device: Literal["cpu", "cuda"] = _transport(
         "cpu", "Device on which frames become patches; from `cuda` they reach the workers without a copy on the host."

@@ -29,7 +29,7 @@ class Option:
     short: str | None = None
     minimum: float | None = None
     maximum: float | None = None
-    parse: Callable[[str], Any] | None = None  # from text; raises ValueError
+    parse: Callable[[str], Any] | None = None  # from text, where its type does not say how; raises ValueError
     metavar: str | None = None
     positional: bool = False
     bare: str | None = None  # the value of the flag alone; None: it needs one
@@ -64,6 +64,19 @@ def parse_count(text: str) -> int:
 def parse_length(text: str) -> int | None:
     """A count, or vLLM's `auto` or `-1` for as much as there is: None. Raises ValueError."""
     return None if text in ("auto", "-1") else parse_count(text)
+
+
+def parse_text(opt: Option, kind: Any, text: str) -> Any:
+    """The value of an option of the plain type `kind` from a text; left to msgspec where it is no integer or object.
+
+    Raises:
+        ValueError: it is not of that type.
+    """
+    if opt.parse is not None:
+        return opt.parse(text)
+    if kind is int:
+        return parse_count(text)
+    return json.loads(text) if get_origin(kind) is dict else text
 
 
 def parse_limits(text: str) -> Any:
@@ -105,11 +118,9 @@ def values_of(opt: Option, kind: Any) -> str:
         return "one of " + ", ".join(choices)
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "a list of strings"}
     words = names.get(get_origin(kind) or kind, "a JSON object")
-    if opt.parse in (parse_count, parse_length):
-        words += " such as 16384, 16k (16000) or 16K (16384)"
     if opt.maximum is not None:
-        return f"{words} from {opt.minimum} to {opt.maximum}"
-    return words + (f" of at least {opt.minimum}" if opt.minimum is not None else "")
+        return f"{words} from {number_text(opt.minimum)} to {number_text(opt.maximum)}"
+    return words + (f" of at least {number_text(opt.minimum)}" if opt.minimum is not None else "")
 
 
 def default_of(field: dataclasses.Field[Any]) -> str:
@@ -120,8 +131,14 @@ def default_of(field: dataclasses.Field[Any]) -> str:
     value: Any = field.default
     if isinstance(value, bool):
         return "on" if value else "off"
-    if opt.parse is parse_count:  # the shortest text for it
-        return next((f"{value >> shift}{unit}" for shift, unit in ((30, "G"), (20, "M")) if not value % (1 << shift)))
+    return number_text(value)
+
+
+def number_text(value: Any) -> str:
+    """`256M` for 268435456, as `parse_count` reads it; small and odd numbers in full."""
+    for shift, unit in ((30, "G"), (20, "M")):
+        if isinstance(value, int) and value and value % (1 << shift) == 0:
+            return f"{value >> shift}{unit}"
     return str(value)
 
 

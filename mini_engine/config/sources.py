@@ -15,7 +15,7 @@ import msgspec
 import yaml
 
 from mini_engine.config import ENV_PREFIX, ConfigError, EngineConfig, Option, env_of, field_types, fields, flag_of
-from mini_engine.config.options import plain_type, values_of
+from mini_engine.config.options import parse_text, plain_type, values_of
 
 CONFIG_ENV = env_of("config")
 IPC_SWITCH_ENV = env_of("multimodal_tensor_ipc")
@@ -70,8 +70,8 @@ def read(name: str, value: Any, origin: str) -> Any:
         parsed = value
         if get_origin(kind) is list:
             parsed = _list_items(value)
-        elif isinstance(value, str) and (parse := opt.parse or (json.loads if get_origin(kind) is dict else None)):
-            parsed = parse(value)
+        elif isinstance(value, str):
+            parsed = parse_text(opt, kind, value)
         return None if parsed is None else msgspec.convert(parsed, bounded, strict=False)
     except ValueError:
         hint = f"; put MODEL before {flag_of(name)} alone" if opt.bare is not None else ""

@@ -50,7 +50,7 @@ class Liveness:
                     late.append(child)
             elif child.role != "worker":
                 if (child.turns - 1) * self._interval >= self._silence:  # since its first ping
-                    why = f"it gave no sign of life for {self._silence:g} s (--collective-timeout)"
+                    why = f"it was unresponsive for {self._silence:g} s (--collective-timeout)"
                     self._kill(child, why, self._processes.engine_of(child) or [child])
                 else:
                     self._processes.send(child, ControlRequest(child.turns))

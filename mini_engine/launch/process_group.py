@@ -269,7 +269,7 @@ class ProcessGroup:
 
     def _give_up(self, child: ChildProcess) -> Gone:
         self._remove(child)
-        how = f"does not die {DEATH_SECONDS:g} s after it was killed (state in proc(5): {child.state})"
+        how = f"has not exited {DEATH_SECONDS:g} s after SIGKILL (state in proc(5): {child.state})"
         return Gone(child, how, by_signal=False, reaped=False)
 
     def _remove(self, child: ChildProcess) -> None:

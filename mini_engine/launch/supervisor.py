@@ -40,10 +40,10 @@ from mini_engine.transport import sockets
 
 logger = logging.getLogger(__name__)
 
-ENGINE_DEATH_GRACE_SECONDS = 1.0  # how long API servers may take to answer every client of a dead engine
-API_RESTARTS_IN_A_ROW = 5  # an API server that dies this often before it serves will not get better
-RETRY_SECONDS = 1.0  # before a process that the host did not give is asked for again
-API_STOP_SECONDS = 5.0  # how long API servers may take to end their responses once they were asked to exit
+ENGINE_DEATH_GRACE_SECONDS = 1.0  # for API servers to answer every client of a dead engine
+API_RESTARTS_IN_A_ROW = 5  # of an API server that dies before it serves; then the server stops
+RETRY_SECONDS = 1.0  # until the next attempt to start an API server
+API_STOP_SECONDS = 5.0  # for API servers to end their responses after they were asked to exit
 FIRST_PAUSE_SECONDS = 1.0  # before a restart of the engines; doubled each time
 LONGEST_PAUSE_SECONDS = 60.0
 HEALTHY_SECONDS = 600.0  # engines that have served for so long reset the count of restarts
@@ -342,4 +342,4 @@ class Supervisor:
                     logger.error("%s %s", child.title, how)
                     stop.unkillable.append(event)
                 case Gone(child=child, how=how) if child.role != "api" and not child.dismissed:
-                    logger.error("%s %s while requests were to end", child.title, how)
+                    logger.error("%s %s while the server was stopping", child.title, how)

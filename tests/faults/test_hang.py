@@ -84,7 +84,7 @@ def test_an_engine_that_stands_still_is_ended_and_handled_as_dead(server):
         os.kill(core, signal.SIGSTOP)
         assert_health(server, 503)
         eventually(lambda: assert_dead(core))
-    assert re.search(rf"core 0 \(pid {core}\) is killed: it gave no sign of life .* core 0 T, worker 0.0 S", server.log)
+    assert re.search(rf"core 0 \(pid {core}\) is killed: it was unresponsive .* core 0 T, worker 0.0 S", server.log)
     eventually(lambda: assert_health(server, 200), RECOVERY_SECONDS)
     one = ask_small(32_002)
     eventually(lambda: assert_right(server, one))

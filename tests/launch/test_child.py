@@ -17,12 +17,12 @@ INIT = Init(EngineConfig(), "", "", [], [], [], MediaCachePlan("off", 0, ""))
 
 
 def test_init_is_awaited_past_the_deaths_of_other_processes(runtime, context):
-    router = sockets.bind_router(context, f"ipc://{runtime}/supervisor")
     child = Child(ChildSpec("core", "0", 5, os.getpid(), f"ipc://{runtime}/supervisor", LogSettings("info")))
-    peer, _hello = router.recv_multipart()
-    for body in (PeerGone("api 0", 3), INIT, ControlRequest(1)):
-        router.send_multipart([peer, Encoder("supervisor", 0).encode(body)])
-    assert child.init() == INIT
-    with pytest.raises(RuntimeError, match="expected Init"):
-        child.init()
+    with sockets.bind_router(context, f"ipc://{runtime}/supervisor") as router:
+        peer, _hello = router.recv_multipart()
+        for body in (PeerGone("api 0", 3), INIT, ControlRequest(1)):
+            router.send_multipart([peer, Encoder("supervisor", 0).encode(body)])
+        assert child.init() == INIT
+        with pytest.raises(RuntimeError, match="expected Init"):
+            child.init()
     child.context.destroy(linger=0)

@@ -63,7 +63,7 @@ def test_a_killed_process_that_does_not_die_is_given_up(processes, monkeypatch):
     while len(seen) < 2:
         seen += processes.wait(60)
     assert seen[0] == Gone(mortal, "died: killed by SIGKILL", by_signal=True)
-    assert (seen[1].child, seen[1].reaped) == (undying, False) and "does not die 1 s after it" in seen[1].how
+    assert (seen[1].child, seen[1].reaped) == (undying, False) and "has not exited 1 s after SIGKILL" in seen[1].how
     assert time.monotonic() - begun >= DEATH_SECONDS and not processes.children
     end_unkillable(undying)
 
@@ -104,7 +104,7 @@ def test_an_engine_process_that_does_not_die_ends_the_server(number, one, proces
     monkeypatch.setattr(Generation, "start", start)
     one.generation = Generation(number, one.context)
     assert one.serve_until_stopped() == 1
-    assert "worker sleeps" in messages(caplog)[-1] and "does not die" in messages(caplog)[-1]
+    assert "worker sleeps" in messages(caplog)[-1] and "has not exited" in messages(caplog)[-1]
     for child in undying:
         end_unkillable(child)
 
