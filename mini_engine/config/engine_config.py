@@ -191,11 +191,10 @@ class EngineConfig:
         None, "Directory from which `file://` media may be read.", metavar="DIRECTORY", unset="none"
     )
     allowed_media_domains: list[str] = _sources(
-        [], "Hosts from which `http(s)://` media may be fetched. All addresses of a host name must be public, or in "
-        "networks that are listed too, such as 10.0.0.0/8 or fd00::/8. URLs may name a listed address, such as "
-        "127.0.0.1:8080, but no address of a listed network.", metavar="HOST[:PORT]", unset="none",
+        [], "Hosts from which `http(s)://` media may be fetched, also after a redirect. All addresses of a host name "
+        "must be public, or in networks that are listed too, such as 10.0.0.0/8 or fd00::/8. URLs may name a listed "
+        "address, such as 127.0.0.1:8080, but no address of a listed network.", metavar="HOST[:PORT]", unset="none",
     )  # fmt: skip
-    allow_media_redirects: bool = _sources(False, "Follow redirects to other hosts of --allowed-media-domains.")
     media_fetch_timeout: float = _sources(30.0, "Seconds to fetch an `http(s)://` item.", minimum=0.1, maximum=3600)
 
     max_media_bytes: int = _limits(  # at most what Linux writes at once

@@ -140,18 +140,13 @@ def test_an_api_server_that_dies_before_it_serves_again_and_again_ends_the_serve
 # --- restarts ---------------------------------------------------------------------------------------------------------
 
 
-def test_restarts_have_a_limit_and_pauses_that_double():
+@pytest.mark.parametrize("served", [False, True])
+def test_restarts_have_a_limit_and_pauses_that_double(served):
     assert Restarts(0).next_pause() is None
-    restarts = Restarts(8)
-    assert [restarts.next_pause() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, None]
-
-
-@pytest.mark.parametrize(("served", "pause"), [(False, None), (True, 1.0)])
-def test_engines_that_served_long_enough_reset_the_count(served, pause):
     now = [1000.0]
-    restarts = Restarts(1, lambda: now[0])
-    restarts.next_pause()
-    if served:  # else the time went by in a start
+    restarts = Restarts(8, lambda: now[0])
+    assert [restarts.next_pause() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, None]
+    if served:  # else the time goes by in a start
         restarts.serving()
     now[0] += supervisor.HEALTHY_SECONDS
-    assert restarts.next_pause() == pause
+    assert restarts.next_pause() == (1 if served else None)
