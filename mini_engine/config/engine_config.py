@@ -41,9 +41,8 @@ class EngineConfig:
     """All settings of a server. `validate` has passed for every instance that leaves `cli.settle`."""
 
     model: str = _model(
-        BUNDLED_MODEL, "Local directory or hub name of a model.", unset="the bundled model", positional=True,
-        metavar="MODEL",
-    )  # fmt: skip
+        BUNDLED_MODEL, "Directory or hub name.", unset="the bundled model", positional=True, metavar="MODEL"
+    )
     served_model_name: list[str] = _model(
         [], "Model names that clients may use.", metavar="NAME", unset=f"MODEL, or {BUNDLED_NAME} for the bundled one"
     )
@@ -59,26 +58,23 @@ class EngineConfig:
         "auto", "Data type of weights and activations. `auto`: the checkpoint's; `float`: float32; `half`: float16."
     )
     load_format: Literal["auto", "safetensors", "dummy"] = _model(
-        "auto", "Format of the weights: `safetensors`, `auto` (the same), or `dummy`: random weights; config, "
-        "tokenizer and processor files are sufficient.",
-    )  # fmt: skip
+        "auto", "Format of the weights: `safetensors`, `auto` (the same), or `dummy` (random, without weight files)."
+    )
     device: Literal["auto", "cpu", "cuda"] = _model("auto", "Device of the workers. `auto`: CUDA if available.")
     attention_backend: AttentionBackendName = _model(
-        "auto", "Attention backend of the decoder: `triton` (this project's kernels), `sdpa` (torch's operators over "
-        "gathered blocks), or `auto`: triton on CUDA, sdpa on the CPU.",
-    )  # fmt: skip
+        "auto", "Attention backend: `triton` (paged), `sdpa` (torch), or `auto`: triton on CUDA, sdpa on the CPU."
+    )
     enforce_eager: bool = _model(False, "Run decode steps without CUDA graphs.")
     seed: int = _model(0, "Seed of the server's random number generators.")
     max_model_len: int | None = _model(
-        None, "Maximum length of prompt and output together, in tokens; `auto` is the default.", parse=parse_length,
-        minimum=1, unset="the model's context length, or less if the KV cache holds less",
+        None, "Maximum tokens of prompt and output together.", parse=parse_length, minimum=1,
+        unset="auto: the model's context length, or less if the KV cache holds less",
     )  # fmt: skip
 
     tensor_parallel_size: int = _processes(1, "Tensor parallel workers per engine.", short="-tp", minimum=1)
     mm_encoder_tp_mode: Literal["weights", "data"] = _processes(
-        "weights", "Parallelism of the vision tower: `weights` splits its layers among the workers of an engine, "
-        "`data` replicates it and distributes the images and frames.",
-    )  # fmt: skip
+        "weights", "Parallelism of the vision tower: `weights` splits its layers, `data` splits the images and frames."
+    )
     distributed_backend: Literal["auto", "gloo", "nccl", "shm"] = _processes(
         "auto", "Backend of collectives between workers: `nccl`, `shm` (shared memory), `gloo`, or `auto`: NCCL on "
         "CUDA, shared memory on the CPU. With `gloo`, workers may share CUDA devices (slow, for tests).",
@@ -93,25 +89,22 @@ class EngineConfig:
     )  # fmt: skip
     startup_timeout: float = _processes(600.0, "Seconds until all processes must be ready.", minimum=1, maximum=86400)
     health_timeout: float = _processes(
-        10.0, "Seconds after which `/health` is 503 if a worker has not answered a ping or finished a step.",
-        minimum=0.1, maximum=3600,
-    )  # fmt: skip
+        10.0, "Seconds until a ping or step that is not finished makes `/health` 503.", minimum=0.1, maximum=3600
+    )
     shutdown_timeout: float = _processes(
-        30.0, "Seconds that running requests may take to finish after SIGTERM. 0, like SIGINT: abort them.", minimum=0,
-        maximum=86400,
-    )  # fmt: skip
+        30.0, "Seconds for running requests after SIGTERM; 0: abort them, as SIGINT does.", minimum=0, maximum=86400
+    )
     restart_engine: int = _processes(
-        0, "Maximum restarts in a row of all engines after one died; at 0 the server exits. The flag alone is 3.",
-        minimum=0, bare="3", metavar="MAX",
-    )  # fmt: skip
+        0, "Maximum engine restarts in a row; 0: the server exits. The flag alone: 3.", minimum=0, bare="3", metavar="N"
+    )
 
     host: str = _server("0.0.0.0", "Address to listen on.")
     port: int = _server(8000, "Port to listen on; 0: a free one.", minimum=0, maximum=65535)
     uds: str | None = _server(None, "Unix socket to listen on, not --host and --port.", metavar="PATH", unset="none")
     root_path: str = _server("", "Path prefix behind a reverse proxy, such as /engine.", unset="none")
     max_connections: int | None = _server(
-        None, "Maximum connections per API server, idle ones included; beyond, requests get a 503. Protects the file "
-        "descriptors; --max-num-queued-reqs limits the load.", minimum=1, unset="half of the open files limit",
+        None, "Maximum connections per API server, idle ones included; then 503. --max-num-queued-reqs limits load.",
+        minimum=1, unset="half of the open files limit",
     )  # fmt: skip
     timeout_client: float = _server(
         30.0, "Seconds in which a client must send the request headers, send 8 KiB and an eighth more of the body, or "
@@ -134,24 +127,22 @@ class EngineConfig:
     log_level: Literal["debug", "info", "warning", "error"] = _logging("info", "Minimum severity of log lines.")
     log_format: LogFormat = _logging("text", "Format of log lines: text, or one JSON object per line.")
     enable_log_requests: bool = _logging(
-        False, "Log a line per finished request: id, status, duration; never its content.",
-        twins={"--disable-log-requests": False},
-    )  # fmt: skip
+        False, "Log id, status and duration of each request.", twins={"--disable-log-requests": False}
+    )
     disable_log_stats: bool = _logging(False, "Do not log statistics every ten seconds while requests run.")
 
     max_num_seqs: int = _scheduling(64, "Maximum sequences per step.", minimum=1)
     max_num_batched_tokens: int | None = _scheduling(
-        None, "Maximum tokens per step, media tokens in the vision tower included. Longer prompts are prefilled in "
-        "chunks.", minimum=1, unset="512 on the CPU, 2048 on CUDA",
+        None, "Maximum tokens per step; longer prompts are prefilled in chunks.", minimum=1,
+        unset="512 on the CPU, 2048 on CUDA",
     )  # fmt: skip
     long_prefill_token_threshold: int | None = _scheduling(
         None, "Maximum tokens of one prompt per step while other prompts wait; 0: no limit.", minimum=0,
         unset="half of --max-num-batched-tokens",
     )  # fmt: skip
     max_num_encoder_input_tokens: int | None = _scheduling(
-        None, "Maximum media tokens encoded per step; a longer video is encoded over several steps.", minimum=1,
-        unset="--max-num-batched-tokens",
-    )  # fmt: skip
+        None, "Maximum media tokens encoded per step.", minimum=1, unset="--max-num-batched-tokens"
+    )
     async_scheduling: bool = _scheduling(True, "Schedule the next step while the workers run the current one.")
 
     enable_prefix_caching: bool = _caches(True, "Reuse KV blocks of earlier requests with the same prefix.")
@@ -166,9 +157,8 @@ class EngineConfig:
         minimum=0.05, maximum=1.0,
     )  # fmt: skip
     num_gpu_blocks_override: int | None = _caches(
-        None, "Number of KV cache blocks, on any device; overrides the two options above.", minimum=1,
-        unset="as many as fit into the memory",
-    )  # fmt: skip
+        None, "Number of KV cache blocks, on any device.", minimum=1, unset="as many as fit into the memory"
+    )
     encoder_cache_tokens: int = _caches(
         65536, "Size of the encoder cache in media tokens; also the maximum of one prompt.", minimum=1
     )
@@ -208,9 +198,8 @@ class EngineConfig:
         DecodeLimits.max_video_frames_kept, "Maximum frames sampled from a video.", minimum=1, maximum=MOST_FRAMES_KEPT
     )
     max_video_pixels_kept: int = _limits(
-        DecodeLimits.max_video_pixels_kept, "Maximum pixels of all frames sampled from a video; larger frames are "
-        "scaled down.", minimum=1,
-    )  # fmt: skip
+        DecodeLimits.max_video_pixels_kept, "Maximum pixels of all sampled frames; larger ones are scaled.", minimum=1
+    )
     media_decode_timeout: float = _limits(
         DecodeLimits.media_decode_timeout, "Seconds to decode an image or video.", minimum=0.1, maximum=3600
     )
