@@ -1,4 +1,4 @@
-"""What every child process does first: tie its life to the supervisor's, set its title, say hello, run its role.
+"""What every child process does first: die with the supervisor, set its title, say hello, run its role.
 
 Started as `python -m mini_engine.child SPEC`, SPEC being a `ChildSpec` in JSON. Nothing heavy is imported before the
 parent-death signal is set; each role's module is imported last.
@@ -16,11 +16,10 @@ import zmq
 
 from mini_engine import log
 from mini_engine.config import ConfigError
-from mini_engine.confinement import die_with_parent
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.malloc import keep_freed_memory
 from mini_engine.messages import EngineLimits, Hello, Init, PeerGone, Ready, Refused, Role, TransportChoice
 from mini_engine.metrics_files import count_into
+from mini_engine.process_setup import die_with_parent, keep_freed_memory
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 
@@ -71,7 +70,7 @@ class Child:
     def init(self) -> Init:
         """Block until the supervisor has answered the Hello."""
         while isinstance(body := decode(self.supervisor.recv()).body, PeerGone):
-            pass  # a process that this one has not met
+            pass  # another process died meanwhile
         if not isinstance(body, Init):
             raise RuntimeError(f"expected Init from the supervisor, got {type(body).__name__}")
         return body

@@ -1,38 +1,53 @@
-"""The command line of `serve.py`: settings from flags, variables and a file, merged; then the server.
+"""The command line of `serve.py`: settings from flags, variables and a file, merged; `--help`; then the server.
 
 A value is taken from the flag, else from `MINI_ENGINE_<FIELD>`, else from the file of `--config`, else from the field's
-default. What `--help` looks like is in `cli_help.py`.
+default. The flags are made from the fields of `EngineConfig`.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
+import importlib.metadata
 import json
 import logging
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, get_origin
 
 from mini_engine import log
-from mini_engine.cli_help import build_parser
-from mini_engine.config import ConfigError, EngineConfig, field_types, flag_of
+from mini_engine.config import ConfigError, EngineConfig, Option, env_of, field_types, fields, flag_of
+from mini_engine.config.options import choices_of, default_of, flags_of, plain_type
 from mini_engine.config.sources import (
     CONFIG_ENV,
+    IPC_SWITCH_ENV,
     Given,
     from_environment,
     from_file,
     read,
-    suggestion,
     to_yaml,
+    unknown,
     unknown_variables,
 )
-from mini_engine.config.vllm_flags import NO_EFFECT, NOT_SUPPORTED, no_effect_line
 
 logger = logging.getLogger(__name__)
 INTERRUPTED = 128 + signal.SIGINT  # the exit status of a shell's command that Ctrl-C has ended
+COMMAND_FLAGS = ("-h", "--help", "--version", "--config", "--print-config")  # no settings of a server
+EXAMPLES = f"""examples:
+  python serve.py                                       the bundled model on port 8000
+  python serve.py Qwen/Qwen2.5-VL-3B-Instruct -tp 2     a hub model on two devices
+  python serve.py --api-server-count 3 --media-io-kwargs '{{"video": {{"num_frames": 10}}}}'
+  python serve.py --max-num-seqs 8 --print-config > small.yaml
+  python serve.py --config small.yaml
+
+Underscores work as dashes. Each flag can also be set by an environment variable, such as {env_of("max_num_seqs")}
+for {flag_of("max_num_seqs")}; {IPC_SWITCH_ENV}=1 or 0 is --enable- or --disable-multimodal-tensor-ipc.
+A flag overrides a variable, a variable overrides the file of --config ({CONFIG_ENV}).
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +57,6 @@ class Settings:
     config: EngineConfig
     origins: dict[str, str]  # what gave each field that does not have its default, such as `--port`
     warnings: list[str]
-    notes: list[str]  # on flags of vLLM that change nothing here
     print_config: bool = False
 
 
@@ -58,37 +72,35 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         ConfigError: naming what gave the value, the value and the remedy.
         SystemExit: for `--help` and `--version`.
     """
-    args = parse_flags(argv)
+    args = _parse_flags(argv)
     path = args.pop("config", environ.get(CONFIG_ENV) or None)
     print_config = args.pop("print_config", False)
-    notes = [no_effect_line(flag, args.pop(flag)) for flag in NO_EFFECT if flag in args]
     given = {
-        **(from_file(path, notes) if path is not None else {}),
+        **(from_file(path) if path is not None else {}),
         **from_environment(environ),
         **{name: Given(_from_flags(name, value), flag_of(name)) for name, value in args.items()},
     }
     config = EngineConfig(**{name: one.value for name, one in given.items()})
     config.validate()
     origins = {name: one.origin for name, one in given.items()}
-    return Settings(config, origins, unknown_variables(environ), notes, print_config)
+    return Settings(config, origins, unknown_variables(environ), print_config)
 
 
-def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
-    """What the flags give, as typed: by field, by flag of `NO_EFFECT`, and under `config` and `print_config`.
+def all_flags() -> set[str]:
+    """Every flag of `serve.py`."""
+    kinds = field_types()
+    return {flag for field in fields() for flag in flags_of(field, kinds[field.name])} | {*COMMAND_FLAGS}
 
-    Raises:
-        ConfigError: an unknown flag, or one without its value.
-    """
-    parser, args = build_parser(), _respelt(argv)
-    known = [flag for action in parser._actions for flag in action.option_strings]
+
+def _parse_flags(argv: Sequence[str]) -> dict[str, Any]:
+    """What the flags give, as typed: by field, and under `config` and `print_config`."""
+    args, known = _respelt(argv), all_flags()
     for flag in (arg.partition("=")[0] for arg in args):
-        if flag in NOT_SUPPORTED:
-            raise ConfigError(f"{flag}: not supported: {NOT_SUPPORTED[flag]}")
-        if flag.startswith("--") and flag not in known:
-            raise ConfigError(f"unknown flag {flag}{suggestion(flag, known, '--') or '; --help lists them'}")
-    namespace, unknown = parser.parse_known_args(args)
-    if unknown:
-        raise ConfigError(f"unexpected argument {unknown[0]!r}; --help shows what can be given")
+        if flag.startswith("-") and not flag.lstrip("-")[:1].isdigit() and flag not in known:
+            raise ConfigError(f"{flag}: {unknown(flag, known, '--')}")
+    namespace, rest = build_parser().parse_known_args(args)
+    if rest:
+        raise ConfigError(f"unexpected argument {rest[0]!r}; --help lists the flags")
     return vars(namespace)
 
 
@@ -134,12 +146,112 @@ def _json_or_text(text: str) -> Any:
         return text
 
 
+# --- the parser, and its help -----------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """Ends with one clear line instead of argparse's usage dump."""
+
+    def error(self, message: str) -> Any:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+class Layout(argparse.RawDescriptionHelpFormatter):
+    """Help in which no flag is broken at its dashes."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+class Help(argparse.Action):
+    """`--help` shows everything, `--help WORD` the flags with that word in their names, help or group."""
+
+    def __call__(self, parser: Any, _namespace: Any, values: Any, _flag: str | None = None) -> None:
+        """See `argparse.Action`."""
+        build_parser(values or "").print_help()
+        parser.exit()
+
+
+def build_parser(word: str = "") -> argparse.ArgumentParser:
+    """The parser of `serve.py`, or with a `word` the part of it that `--help WORD` shows.
+
+    Values are left as they are typed. A flag that is not given is missing in the result.
+    """
+    parser = Parser(
+        prog="serve.py",
+        usage="serve.py [MODEL] [--flag VALUE ...]",
+        description=None if word else "Serve a vision-language model over an OpenAI-compatible endpoint.",
+        epilog=None if word else EXAMPLES,
+        formatter_class=Layout,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    if not word:
+        _add_command(parser.add_argument_group("Command"))
+    kinds, groups = field_types(), {}
+    wanted = word.replace("_", "-").lower()
+    for field in fields():
+        opt: Option = field.metadata["option"]
+        if wanted in " ".join((opt.group, opt.help, *flags_of(field, kinds[field.name]))).replace("_", "-").lower():
+            if opt.group not in groups:
+                groups[opt.group] = parser.add_argument_group(opt.group)
+            _add_field(groups[opt.group], field, opt, kinds[field.name])
+    if not groups:
+        raise ConfigError(f"--help: no flag has {word!r} in its name, help or group")
+    return parser
+
+
+def _add_command(group: Any) -> None:
+    """What is no setting of a server: `COMMAND_FLAGS`."""
+    text = "Show this, or the flags with a word in their names, help or group: --help cache."
+    group.add_argument("-h", "--help", action=Help, nargs="?", metavar="WORD", help=text)
+    version = f"mini-engine {importlib.metadata.version('mini-engine')}"
+    group.add_argument("--version", action="version", version=version, help="Show the version.")
+    group.add_argument("--config", metavar="FILE", help="YAML file with settings, such as `max-num-seqs: 8`.")
+    text = "Show all settings and where each comes from, as a file for --config, and exit."
+    group.add_argument("--print-config", action="store_true", default=argparse.SUPPRESS, help=text)
+
+
+def _add_field(group: Any, field: dataclasses.Field[Any], opt: Option, kind: Any) -> None:
+    text = f"{opt.help} (default: {default_of(field)})".replace("%", "%%")
+    flags = [flag for flag in flags_of(field, kind) if flag not in opt.twins]
+    how: dict[str, Any] = {"metavar": _metavar(field.name, opt, kind), "action": "store"}
+    if opt.positional:
+        group.add_argument(dest=field.name, nargs="?", metavar=opt.metavar, help=text)
+        text = f"The same as {opt.metavar}."
+    if kind is bool:
+        flags, how = flags[:1], {"action": argparse.BooleanOptionalAction}
+    elif get_origin(kind) is list:
+        how |= {"action": "extend", "nargs": "+"}
+    elif get_origin(kind) is dict:
+        how["action"] = "append"
+    elif opt.bare is not None:
+        how |= {"nargs": "?", "const": opt.bare}
+    group.add_argument(*flags, dest=field.name, help=text, **how)
+    for twin, value in opt.twins.items():
+        same = ("" if value else "no-") + flags[0][2:] if kind is bool else f"{flags[0][2:]} {value}"
+        group.add_argument(twin, dest=field.name, action="store_const", const=value, help=f"The same as --{same}.")
+
+
+def _metavar(name: str, opt: Option, kind: Any) -> str:
+    """What stands for the value of a flag."""
+    if opt.metavar or choices_of(kind):
+        return opt.metavar or "{" + ",".join(choices_of(kind)) + "}"
+    if name.endswith(("timeout", "seconds")):
+        return "SECONDS"
+    return {int: "N", float: "X"}.get(plain_type(kind)) or name.rpartition("_")[2].upper()
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
 def serve(argv: Sequence[str] | None = None) -> int:
     """Run a server until it ends; returns its exit status: 0, 1 when something failed, 2 for unusable settings."""
     try:
         settings = settle(sys.argv[1:] if argv is None else argv, os.environ)
         if settings.print_config:
-            for line in (*settings.warnings, *settings.notes):
+            for line in settings.warnings:
                 print(f"serve.py: {line}", file=sys.stderr)
             print(to_yaml(settings.config, settings.origins), end="")
             return 0
@@ -152,9 +264,7 @@ def serve(argv: Sequence[str] | None = None) -> int:
         log.setup("supervisor", log.LogSettings(settings.config.log_level, settings.config.log_format))
         for warning in settings.warnings:
             logger.warning("%s", warning)
-        for note in settings.notes:
-            logger.info("%s", note)
-        return Supervisor(settings.config, settings.origins).run()
+        return Supervisor(settings.config).run()
     except ConfigError as error:
         logging.shutdown()  # first the lines of the log that led to it
         print(f"serve.py: {error}", file=sys.stderr)

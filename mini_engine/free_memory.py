@@ -1,8 +1,8 @@
 """How much memory this process may still take: what the machine has free, within what its control groups allow. And
 what is set aside of CUDA devices for API servers, which they and the workers must agree on.
 
-Shared memory that is anonymous is bounded by nothing else: an allocation beyond the machine's memory does not fail, it
-ends in the kernel's OOM killer. So the parts that take much ask here first. Nothing is reserved by asking.
+Anonymous shared memory is bounded by nothing else: an allocation beyond the machine's memory does not fail, it ends in
+the kernel's OOM killer. So the parts that take much ask here first. Nothing is reserved by asking.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from mini_engine.config import IPC_GPU_GIB, SLOTS_PART, EngineConfig
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 RESERVE = 256 << 20  # bytes, or a twentieth of all memory if that is more
-# What CUDA and its libraries keep of a device for each process that uses it, at the most.
-CUDA_CONTEXT_BYTES = 1 << 30
+CUDA_CONTEXT_BYTES = 1 << 30  # that CUDA and its libraries keep of a device for each process that uses it, at most
+# By version of control groups: files of the limit and of the use, and the key of the file cache in `memory.stat`.
+CGROUP_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 
 
 def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
@@ -27,13 +31,13 @@ def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     The kernel's own estimate, MemAvailable, bounded by the limit of every control group around this process that can be
     seen from here. A group's file cache that was not used lately counts as free: the kernel drops it first.
     """
-    free = [group.limit - group.used for group in _groups(proc, cgroups)]
+    free = [limit - used for limit, used in _cgroups(proc, cgroups)]
     return max(min([_meminfo(proc, "MemAvailable"), *free]), 0)
 
 
 def total_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """Bytes of memory of this machine, or of the smallest control group around this process."""
-    return min([_meminfo(proc, "MemTotal"), *(group.limit for group in _groups(proc, cgroups))])
+    return min([_meminfo(proc, "MemTotal"), *(limit for limit, _ in _cgroups(proc, cgroups))])
 
 
 def memory_reserve() -> int:
@@ -41,22 +45,8 @@ def memory_reserve() -> int:
     return max(RESERVE, total_memory() // 20)
 
 
-class _Group(NamedTuple):
-    """A control group with a memory limit."""
-
-    limit: int  # bytes
-    used: int
-
-
-# By version of control groups: files of the limit and of the use, and the key of the file cache in `memory.stat`.
-_FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("memory.max", "memory.current", "inactive_file"),
-}
-
-
-def _groups(proc: Path, cgroups: Path) -> Iterator[_Group]:
-    """Those around this process whose files can be read.
+def _cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use, in bytes, of each control group around this process whose files can be read.
 
     In a container the path in /proc may be the host's while the directory shows the container's own group at its root,
     so missing files on the way up are skipped.
@@ -73,15 +63,12 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[_Group]:
         group = root / ("" if ".." in path else path.strip("/"))  # "..": outside of this process's namespace
         for directory in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):  # not there, not ours to read, or its limit is "max"
-                yield _read_group(directory, *_FILES[version])
+                limit, usage, cache = CGROUP_FILES[version]
+                most, used = (int((directory / name).read_text()) for name in (limit, usage))
+                statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+                yield most, used - int(statistics.get(cache, 0))
             if directory == root:
                 break
-
-
-def _read_group(directory: Path, limit: str, usage: str, cache: str) -> _Group:
-    most = int((directory / limit).read_text())
-    statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-    return _Group(most, int((directory / usage).read_text()) - int(statistics.get(cache, 0)))
 
 
 def _meminfo(proc: Path, name: str) -> int:
@@ -94,7 +81,7 @@ class ProcessorMemory(NamedTuple):
     """Bytes of its CUDA device that one API server takes where patches are made on one: `--mm-ipc-gpu-memory-gb`
     is the sum of both over all API servers."""
 
-    slots: int  # patches on their way, of all engines together
+    slots: int  # patches in transfer, of all engines together
     work: int  # what torch may hold: frames, what the processor makes of them, patches that wait for a slot
 
 

@@ -10,7 +10,7 @@ import resource
 import ssl
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from mini_engine.config import ConfigError, EngineConfig, flag_of
@@ -42,9 +42,7 @@ def resolve_model(config: EngineConfig) -> str:
     if config.model.startswith(("/", ".", "~")):
         raise ConfigError(f"{config.model} is not a directory")
     weights = [] if config.load_format == "dummy" else ["*.safetensors"]
-    logger.info(
-        "%s is no directory here: taking it from the hub, or from the hub's cache; then it is loaded", config.model
-    )
+    logger.info("%s is not a directory: loading it from the hub or the hub's cache", config.model)
     hub = importlib.import_module("huggingface_hub")
     try:
         return hub.snapshot_download(
@@ -55,21 +53,20 @@ def resolve_model(config: EngineConfig) -> str:
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
         if hub.constants.HF_HUB_OFFLINE:
             raise ConfigError(
-                f"{config.model!r} is no directory, and not in the hub's cache, {hub.constants.HF_HUB_CACHE}; "
-                "unset HF_HUB_OFFLINE to download it, or set HF_HOME to where it is"
+                f"{config.model!r} is neither a directory nor in the hub's cache, {hub.constants.HF_HUB_CACHE}; unset "
+                "HF_HUB_OFFLINE to download it, or set HF_HOME to where it is"
             ) from None
         why = " ".join(str(error).split())
-        raise ConfigError(
-            f"{config.model!r} is neither a directory nor a hub model that can be had here: {why}"
-        ) from None
+        raise ConfigError(f"{config.model!r} is neither a directory nor an available hub model: {why}") from None
 
 
-def load_model_config(model_dir: str, config: EngineConfig) -> ModelConfig:
-    """The model's own configuration.
+def check_model(model_dir: str, config: EngineConfig) -> ModelConfig:
+    """The model's own configuration. Looks for the files that the model's processes will read, and at the headers of
+    the weights; whether those fit the model is found when it is built.
 
     Raises:
-        ConfigError: there is none, its architecture is not supported, its heads cannot be shared out as asked, or it
-            was made for less than `--max-model-len`.
+        ConfigError: a file is missing or damaged, the architecture is not supported, the heads cannot be divided among
+            the workers, or the context is shorter than `--max-model-len`.
     """
     if not (Path(model_dir) / "config.json").is_file():
         raise ConfigError(f"{model_dir} has no config.json; give the directory that holds a Hugging Face model's files")
@@ -77,40 +74,27 @@ def load_model_config(model_dir: str, config: EngineConfig) -> ModelConfig:
         model = ModelConfig.from_dir(model_dir)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the model in {model_dir} cannot be served: {error}") from None
-    ranks, kv_heads = config.tensor_parallel_size, model.text.num_kv_heads
-    if model.text.num_heads % ranks:
-        raise ConfigError(
-            f"--tensor-parallel-size: {model.text.num_heads} attention heads cannot be shared evenly by {ranks} "
-            f"workers; choose a size that divides {model.text.num_heads}"
-        )
-    if model.vision.num_heads % ranks and config.mm_encoder_tp_mode == "weights":
-        raise ConfigError(
-            f"--tensor-parallel-size: {model.vision.num_heads} vision attention heads cannot be shared evenly by "
-            f"{ranks} workers; choose a size that divides {model.vision.num_heads}, or --mm-encoder-tp-mode data"
-        )
-    if kv_heads % ranks and ranks % kv_heads:
-        raise ConfigError(
-            f"--tensor-parallel-size: {kv_heads} key-value heads can be neither split nor repeated evenly over {ranks} "
-            f"workers; choose a divisor or a multiple of {kv_heads}"
-        )
-    longest = model.text.max_position_embeddings
+    ranks, longest = config.tensor_parallel_size, model.text.max_position_embeddings
+    heads, kv_heads, vision_heads = model.text.num_heads, model.text.num_kv_heads, model.vision.num_heads
+    splits_tower = config.mm_encoder_tp_mode == "weights"
+    for uneven, remedy in (
+        (heads % ranks, f"a divisor of {heads}, the number of attention heads"),
+        (kv_heads % ranks and ranks % kv_heads, f"a divisor or multiple of {kv_heads}, the number of key-value heads"),
+        (splits_tower and vision_heads % ranks,
+         f"a divisor of {vision_heads}, the number of vision heads, or --mm-encoder-tp-mode data"),
+    ):  # fmt: skip
+        if uneven:
+            raise ConfigError(f"--tensor-parallel-size: heads cannot be divided by {ranks}; choose {remedy}")
     if (config.max_model_len or 0) > longest:
-        raise ConfigError(f"--max-model-len: the model was made for {longest} tokens, not {config.max_model_len}")
+        raise ConfigError(f"--max-model-len: {config.max_model_len} exceeds the model's context length, {longest}")
+    _check_files(model_dir, model, config)
     return model
 
 
-def check_model_files(model_dir: str, model: ModelConfig, config: EngineConfig) -> None:
-    """Look for the files that the model's processes will read, and at the headers of the weights; whether those fit the
-    model is found when it is built.
-
-    Raises:
-        ConfigError: a file is missing, or a file of weights is damaged.
-    """
+def _check_files(model_dir: str, model: ModelConfig, config: EngineConfig) -> None:
     for what, names in (("tokenizer", TOKENIZER_FILES), ("processor", PROCESSOR_FILES)):
         if not any((Path(model_dir) / name).is_file() for name in names):
-            raise ConfigError(
-                f"{model_dir} has no {what}: neither {' nor '.join(names)}; copy them from where the model is from"
-            )
+            raise ConfigError(f"{model_dir} has no {what}: add {' or '.join(names)} from where the model is from")
     if config.load_format == "dummy":
         return
     try:
@@ -119,32 +103,29 @@ def check_model_files(model_dir: str, model: ModelConfig, config: EngineConfig) 
         raise ConfigError(str(error)) from None
 
 
-def without_effect(config: EngineConfig, origins: Mapping[str, str], cache: MediaCachePlan, device: str) -> list[str]:
-    """A text for each setting that was asked for and changes nothing on this device, "cpu" or "cuda", or beside others.
-
-    `origins` is, by field, what gave the settings, such as `--port`.
-    """
+def without_effect(config: EngineConfig, cache: MediaCachePlan, device: str) -> list[str]:
+    """A text for each setting that is not the default and changes nothing on this device, "cpu" or "cuda", or beside
+    others."""
     on_cpu, alone = device == "cpu", config.tensor_parallel_size == 1
     sizes = any(isinstance(one, dict) and one.keys() - {"count"} for one in config.limit_mm_per_prompt.values())
     cases = [
         ("gpu_memory_utilization", on_cpu, "the workers run on the CPU"),
         ("gpu_memory_utilization", not on_cpu and config.kv_cache_memory_bytes is not None,
-         "--kv-cache-memory-bytes goes before it"),
-        ("kv_cache_memory_bytes", config.num_gpu_blocks_override is not None,
-         "--num-gpu-blocks-override goes before it"),
+         "--kv-cache-memory-bytes overrides it"),
+        ("kv_cache_memory_bytes", config.num_gpu_blocks_override is not None, "--num-gpu-blocks-override overrides it"),
         ("enforce_eager", on_cpu, "CUDA graphs need CUDA"),
         ("mm_encoder_tp_mode", alone, "an engine has one worker"),
         ("distributed_backend", alone and (on_cpu or config.data_parallel_size == 1), "an engine has one worker"),
         ("mm_processor_cache_type", cache.kind == "off", "the cache is off"),
         ("mm_shm_cache_max_object_size_mb", cache.kind != "shm", "no cache in shared memory"),
-        ("limit_mm_per_prompt", sizes, "sizes beside a count change nothing"),
+        ("limit_mm_per_prompt", sizes, "only `count` is used"),
         ("revision", Path(config.model).is_dir(), "MODEL is a directory"),
     ]  # fmt: skip
     defaults = EngineConfig()
     return [
         f"{flag_of(name)} ({reason})"
         for name, idle, reason in cases
-        if idle and (origins.get(name, "").startswith("-") or getattr(config, name) != getattr(defaults, name))
+        if idle and getattr(config, name) != getattr(defaults, name)
     ]
 
 
@@ -171,7 +152,7 @@ def plan_media_cache(config: EngineConfig) -> MediaCachePlan:
         ConfigError: more memory is asked for than is free, or less than a cache needs.
     """
     if config.mm_processor_cache_gb == 0:
-        return MediaCachePlan("off", 0, "asked for by --mm-processor-cache-gb 0")
+        return MediaCachePlan("off", 0, "--mm-processor-cache-gb 0")
     on_device = config.mm_processor_device == "cuda"
     shared = config.mm_processor_cache_type != "lru" and not on_device
     holders = config.data_parallel_size * (1 if shared else config.tensor_parallel_size)
@@ -184,18 +165,18 @@ def plan_media_cache(config: EngineConfig) -> MediaCachePlan:
     if total > free:
         each = "" if shared else f" for each of {holders} worker(s)"
         raise ConfigError(
-            f"--mm-processor-cache-gb: {config.mm_processor_cache_gb:g} GiB{each} cannot be had, "
-            f"{free / (1 << 30):.1f} GiB of memory are free; lower it, or leave it out to take a quarter of them"
+            f"--mm-processor-cache-gb: {config.mm_processor_cache_gb:g} GiB{each} exceed the {free / (1 << 30):.1f} "
+            "GiB of free memory; lower it, or omit it to take a quarter of them"
         )
     if total // holders < SMALLEST_MEDIA_CACHE:
         raise ConfigError(
-            f"--mm-processor-cache-gb: {total} bytes shared by {holders} process(es) are too few, each needs "
-            f"{SMALLEST_MEDIA_CACHE}; raise it, or turn the cache off with 0"
+            f"--mm-processor-cache-gb: {total} bytes for {holders} process(es) are less than {SMALLEST_MEDIA_CACHE} "
+            "each; raise it, or turn the cache off with 0"
         )
     asked = config.mm_processor_cache_type != "auto"
-    reason = "asked for by --mm-processor-cache-type" if asked else "the default"
+    reason = "--mm-processor-cache-type" if asked else "the default"
     if on_device:
-        reason = "patches made on CUDA are kept there"
+        reason = "--mm-processor-device cuda"
     return MediaCachePlan("shm" if shared else "lru", total // holders, reason)
 
 
@@ -224,14 +205,14 @@ def raise_descriptor_limit(config: EngineConfig) -> None:
     needed += 3 * (2 * (len(os.sched_getaffinity(0)) // config.api_server_count) + 1)
     if hard < needed:
         raise ConfigError(
-            f"a process may have {hard} open files here, and this server needs {needed} to start: raise the limit "
-            "(ulimit -n, LimitNOFILE= of a systemd unit, --ulimit nofile= of a container), or start fewer processes"
+            f"the open files limit is {hard}, and this server needs {needed} to start: raise it (ulimit -n, "
+            "LimitNOFILE= of a systemd unit, --ulimit nofile= of a container), or start fewer processes"
         )
 
 
 @contextlib.contextmanager
 def runtime_directory(parent: Path | None = None) -> Iterator[Path]:
-    """A fresh 0700 directory for this process, gone again however the process ends.
+    """A fresh 0700 directory for this process, removed however the process ends.
 
     It lies in `parent`; by default in TMPDIR, if the paths of sockets are short enough there.
 
@@ -251,7 +232,7 @@ def runtime_directory(parent: Path | None = None) -> Iterator[Path]:
         janitor = subprocess.Popen(["/bin/sh", "-c", script, path], stdin=subprocess.PIPE, start_new_session=True)
     except OSError as error:
         raise ConfigError(
-            f"no room for a directory in {base} ({error.strerror}): set TMPDIR to where there is"
+            f"cannot create a directory in {base} ({error.strerror}): set TMPDIR to a writable one with free space"
         ) from None
     try:
         yield Path(path)

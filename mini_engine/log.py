@@ -1,7 +1,7 @@
 """Logging: the standard library's, one format for the lines of all processes, with the name that `ps` shows for each.
 
-A record becomes a line in a bounded queue, and a thread writes the lines to stderr: a stderr that is slow, full or gone
-delays neither an event loop nor a step of an engine. Lines that it does not take are dropped and counted.
+A record becomes a line in a bounded queue, and a thread writes the lines to stderr: a stderr that is slow, full or
+closed delays neither an event loop nor a step of an engine. Lines that it does not take are dropped and counted.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import json
 import logging
 import os
 import queue
+import threading
 import time
 from datetime import UTC, datetime
-from logging.handlers import QueueHandler, QueueListener
+from logging.handlers import QueueHandler
 from typing import Any, Literal
 
 LogFormat = Literal["text", "json"]
@@ -31,9 +32,8 @@ class LogSettings:
 
 
 class JsonFormatter(logging.Formatter):
-    """Each line an object: `time` (RFC 3339, UTC), `level`, `process`, `logger`, `message`, and where there is one
-    `request_id`, `exception`.
-    """
+    """A JSON object per line: `time` (RFC 3339, UTC), `level`, `process`, `logger`, `message`, and where there is one
+    `request_id`, `exception`."""
 
     def __init__(self, process: str):
         super().__init__()
@@ -61,14 +61,17 @@ def about(request_id: str) -> dict[str, str]:
 
 
 class LineQueue(QueueHandler):
-    """Queues records as lines of text."""
+    """Queues records as lines of text. A thread, which ends with the process, writes them to the descriptor `fd`."""
 
-    def __init__(self, most_lines: int = QUEUE_LINES):
-        self.lines: queue.Queue[Any] = queue.Queue(most_lines)
-        self.dropped = 0  # lines that found the queue full
+    def __init__(self, fd: int = 2):
+        self.lines: queue.Queue[bytes] = queue.Queue(QUEUE_LINES)
         super().__init__(self.lines)
+        self.dropped = 0  # lines that found the queue full
+        self.failed = 0  # lines that could not be written
+        self._fd = fd
+        threading.Thread(target=self._write_lines, daemon=True).start()
 
-    def prepare(self, record: logging.LogRecord) -> Any:
+    def prepare(self, record: logging.LogRecord) -> bytes:
         """See `QueueHandler.prepare`."""
         return self.format(record).encode(errors="replace") + b"\n"
 
@@ -85,27 +88,18 @@ class LineQueue(QueueHandler):
         while self.lines.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.001)
 
-
-class LineWriter(QueueListener):
-    """Writes the lines of a `LineQueue` to a descriptor, in a thread that ends with the process."""
-
-    def __init__(self, lines: LineQueue, fd: int = 2):
-        super().__init__(lines.lines)
-        self._source = lines
-        self._fd = fd
-        self.failed = 0  # lines that could not be written
-        self._reported = 0  # of all lines that are missing
-
-    def handle(self, record: Any) -> None:
-        """See `QueueListener.handle`."""
-        missing = self._source.dropped + self.failed
-        try:
-            if missing > self._reported:
-                self._write(b"(%d lines of the log could not be written here)\n" % (missing - self._reported))
-                self._reported = missing
-            self._write(record)
-        except OSError:
-            self.failed += 1
+    def _write_lines(self) -> None:
+        reported = 0
+        while True:
+            line, missing = self.lines.get(), self.dropped + self.failed
+            try:
+                if missing > reported:
+                    self._write(b"(%d lines of the log could not be written here)\n" % (missing - reported))
+                    reported = missing
+                self._write(line)
+            except OSError:
+                self.failed += 1
+            self.lines.task_done()
 
     def _write(self, line: bytes) -> None:
         while line:
@@ -117,7 +111,6 @@ def setup(process: str, settings: LogSettings) -> None:
     text = logging.Formatter(f"%(asctime)s %(levelname)-7s {process} | %(message)s", datefmt="%H:%M:%S")
     handler = LineQueue()
     handler.setFormatter(JsonFormatter(process) if settings.format == "json" else text)
-    LineWriter(handler).start()
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(settings.level.upper())

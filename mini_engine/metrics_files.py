@@ -1,9 +1,9 @@
 """The files in which API servers count, so that any of them can return the metrics of all.
 
 They are those of prometheus_client's multiprocess mode. The supervisor makes the files of an API server before it
-starts the process, numbered, whole, and with their room on the disk set aside: prometheus_client would make sparse
-ones, and a page that the disk has no room for kills the process that touches it. The replacement of a dead API server
-counts on in its files, so that deaths fill no disk.
+starts the process, numbered, and with their room on the disk allocated: prometheus_client would make sparse files, and
+a page that the disk has no room for kills the process that touches it. The replacement of a dead API server counts on
+in its files, so that deaths fill no disk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOTHING_USED = bytes(8)  # at the start of a file: how much of it is used, and p
 
 
 def make_files(directory: Path, number: int) -> None:
-    """Make those of an API server's files that are not there; each appears at once whole, as zeros.
+    """Make those of an API server's files that do not exist; each appears at once whole, as zeros.
 
     Raises:
         OSError: there is no room for them.
@@ -39,12 +39,12 @@ def make_files(directory: Path, number: int) -> None:
         except OSError as error:
             partial.unlink(missing_ok=True)
             what = f"no room in TMPDIR for the metrics of an API server ({error.strerror})"
-            raise OSError(error.errno, f"{what}; set TMPDIR to where there is") from None
+            raise OSError(error.errno, f"{what}; set TMPDIR to a directory with free space") from None
         partial.rename(path)
 
 
 def forget_gauges(directory: Path, number: int) -> None:
-    """Empty the gauges of a dead API server; its counters stay in the totals, and the files for the next one."""
+    """Empty the gauges of a dead API server; its counters stay in the totals."""
     for path in directory.glob(f"gauge_live*_{number}.db"):
         with path.open("r+b") as file:
             file.write(NOTHING_USED)

@@ -10,31 +10,23 @@ from typing import Any
 import av
 import numpy as np
 
-# Codecs in containers: every one that PyAV encodes of what clients send, at ten frames per second.
-ALL = [
-    *[("libx264", container) for container in ("mp4", "mov", "matroska", "avi")],
-    *[("libx265", container) for container in ("mp4", "mov", "matroska")],
-    *[("libvpx", container) for container in ("webm", "matroska", "avi")],
-    *[("libvpx-vp9", container) for container in ("mp4", "webm", "matroska", "avi")],
-    *[("libsvtav1", container) for container in ("mp4", "webm", "matroska", "avi")],
-    *[("mpeg4", container) for container in ("mp4", "mov", "matroska", "avi")],
-    *[("libx264", container) for container in ("mpegts", "mpeg", "flv", "3gp", "ismv", "asf", "h264", "nut")],
-    *[("libx265", container) for container in ("mpegts", "flv", "hevc")],
-    *[("mpeg4", container) for container in ("mpegts", "3gp", "m4v")],
-    *[("mjpeg", container) for container in ("mov", "matroska", "avi")],
-    *[(codec, "mov") for codec in ("prores_ks", "png", "qtrle", "cfhd", "svq1", "jpeg2000")],
-    *[(codec, "matroska") for codec in ("ffv1", "snow")],
-    *[(codec, "avi") for codec in ("ffvhuff", "utvideo", "cinepak", "msmpeg4")],
-    *[
-        ("libvpx-vp9", "ivf"),
-        ("libsvtav1", "ivf"),
-        ("flv", "flv"),
-        ("flashsv", "flv"),
-        ("wmv1", "asf"),
-        ("wmv2", "asf"),
-    ],
-    *[("gif", "gif"), ("apng", "apng"), ("rawvideo", "yuv4mpegpipe")],
-]
+# Codecs and their containers: every one that PyAV encodes of what clients send, at ten frames per second.
+CONTAINERS = {
+    "libx264": "mp4 mov matroska avi mpegts mpeg flv 3gp ismv asf h264 nut",
+    "libx265": "mp4 mov matroska mpegts flv hevc",
+    "libvpx": "webm matroska avi",
+    "libvpx-vp9": "mp4 webm matroska avi ivf",
+    "libsvtav1": "mp4 webm matroska avi ivf",
+    "mpeg4": "mp4 mov matroska avi mpegts 3gp m4v",
+    "mjpeg": "mov matroska avi",
+    **dict.fromkeys(("prores_ks", "png", "qtrle", "cfhd", "svq1", "jpeg2000"), "mov"),
+    **dict.fromkeys(("ffv1", "snow"), "matroska"),
+    **dict.fromkeys(("ffvhuff", "utvideo", "cinepak", "msmpeg4"), "avi"),
+    **dict.fromkeys(("flv", "flashsv"), "flv"),
+    **dict.fromkeys(("wmv1", "wmv2"), "asf"),
+    **{"gif": "gif", "apng": "apng", "rawvideo": "yuv4mpegpipe"},
+}
+ALL = [(codec, container) for codec, containers in CONTAINERS.items() for container in containers.split()]
 SAME_BYTES = {"fflags": "+bitexact"}  # without it Matroska contains random numbers
 QUIET = {"libx265": {"x265-params": "log-level=none"}}
 
@@ -48,18 +40,11 @@ def frame(index: int, width: int, height: int) -> np.ndarray:
     return pixels
 
 
-class Pipe(io.RawIOBase):
+class Pipe(io.BytesIO):
     """A file without seek, so that no header can be rewritten at the end."""
 
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self.data += bytes(data)
-        return len(data)
+    def seekable(self) -> bool:
+        return False
 
 
 def video_stream(output: Any, codec: str, width: int, height: int, rate: int, options: dict[str, str]) -> Any:
@@ -128,38 +113,34 @@ def encode_with_index_first(frames: int, path: Path) -> bytes:
 
 def encode_live(frames: int, codec: str = "libx264", container: str = "mp4") -> bytes:
     """A recording written without seeking: no sizes, no duration, an mp4 in fragments. A key frame every five."""
-    pipe: Any = Pipe()
+    pipe = Pipe()
     muxer = {"movflags": "frag_keyframe+empty_moov"} if container in ("mp4", "mov") else {}
     with av.open(pipe, "w", format=container, options=muxer | SAME_BYTES) as output:
         write_frames(output, video_stream(output, codec, 64, 48, 10, {"g": "5"}), range(frames))
-    return bytes(pipe.data)
+    return pipe.getvalue()
 
 
-def remuxed(data: bytes, container: str, change: Callable[[int, bytes], bytes]) -> bytes:
-    """The video of `data` in a file of its own, with packets that `change` makes of their index and their content."""
+def remuxed(
+    data: bytes,
+    container: str,
+    change: Callable[[int, bytes], bytes] = lambda _, content: content,
+    times: int = 1,
+    degrees: int = 0,
+) -> bytes:
+    """The video of `data` in a file of its own, `times` over, to be shown turned by `degrees`, with packets that
+    `change` makes of their index and their content. Nothing is encoded again."""
     buffer = io.BytesIO()
     with av.open(io.BytesIO(data)) as source, av.open(buffer, "w", format=container, options=SAME_BYTES) as output:
-        stream = output.add_stream_from_template(source.streams.video[0])
-        for index, old in enumerate(packet for packet in source.demux(video=0) if packet.size):
-            packet = av.Packet(change(index, bytes(old)))
-            packet.pts, packet.dts, packet.time_base = old.pts, old.dts, old.time_base
-            packet.is_keyframe, packet.stream = old.is_keyframe, stream
-            output.mux(packet)
-    return buffer.getvalue()
-
-
-def repeated(data: bytes, times: int, degrees: int = 0) -> bytes:
-    """The video of an mp4 so many times over, without encoding it again, to be shown turned by `degrees`."""
-    buffer = io.BytesIO()
-    with av.open(io.BytesIO(data)) as source, av.open(buffer, "w", format="mp4", options=SAME_BYTES) as output:
         track = source.streams.video[0]
         stream = output.add_stream_from_template(track)
-        stream.set_display_rotation(degrees)
+        if degrees:
+            stream.set_display_rotation(degrees)
         packets = [(bytes(packet), packet) for packet in source.demux(track) if packet.size]
         for turn in range(times):
-            for content, old in packets:
-                packet = av.Packet(content)
-                packet.pts, packet.dts = old.pts + turn * track.duration, old.dts + turn * track.duration
+            for index, (content, old) in enumerate(packets):
+                packet, shift = av.Packet(change(index, content)), turn * (track.duration or 0)
+                packet.pts = None if old.pts is None else old.pts + shift
+                packet.dts = None if old.dts is None else old.dts + shift
                 packet.time_base, packet.is_keyframe, packet.stream = old.time_base, old.is_keyframe, stream
                 output.mux(packet)
     return buffer.getvalue()

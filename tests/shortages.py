@@ -1,4 +1,4 @@
-"""A host that gives this process no more of something, while a block runs."""
+"""A process that is out of file descriptors or threads, while a block runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def no_descriptors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_threads() -> Iterator[None]:
-    """Those that run go on; what the interpreter says of another one is in its `_start_new_thread`."""
+    """Starting one fails as in the interpreter; those that run go on."""
 
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

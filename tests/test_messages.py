@@ -1,4 +1,4 @@
-"""Every message that may stand in an envelope survives the way over the wire."""
+"""Every message survives encoding and decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A host that is out of descriptors, memory or threads: Shortage, not the error of a bad URL."""
+"""A host that is out of file descriptors, memory or threads is a Shortage, not the error of a bad URL."""
 
 import asyncio
 import errno
@@ -24,7 +24,6 @@ from tests.shortages import no_descriptors
         (MemoryError(), "memory"),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory"), "memory"),
         (RuntimeError("can't start new thread"), "threads"),
-        (Shortage("threads"), "threads"),
         (FileNotFoundError(errno.ENOENT, "x"), None),
         (socket.gaierror(socket.EAI_NONAME, "x"), None),
         (MediaError("video 1", "x"), None),
@@ -53,12 +52,3 @@ def test_no_descriptors(tmp_path: Path) -> None:
                 work()
     check_descriptors()
     assert fetch(url, policy) == b"clip"
-
-
-def test_no_memory_for_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    def connect(*_: object) -> None:
-        raise OSError(errno.ENOBUFS, "x")
-
-    monkeypatch.setattr(socket, "socket", type("Socket", (socket.socket,), {"connect": connect}))
-    with pytest.raises(Shortage, match="memory"):
-        asyncio.run(fetch_http("http://127.0.0.1:9", MediaPolicy(None, 1000, ["127.0.0.1"]), "image 1", lambda _: None))

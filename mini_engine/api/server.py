@@ -127,7 +127,6 @@ def media_policy(config: EngineConfig) -> MediaPolicy:
             None if root is None else Path(root),
             config.max_media_bytes,
             config.allowed_media_domains,
-            config.allow_media_redirects,
             config.media_fetch_timeout,
         )
     except ValueError as error:

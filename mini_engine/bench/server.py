@@ -23,7 +23,7 @@ from mini_engine.bench.client import Target
 from mini_engine.bench.report import ROOT, BenchError, say
 from mini_engine.cli import settle
 from mini_engine.config import ConfigError
-from mini_engine.confinement import die_with_parent
+from mini_engine.process_setup import die_with_parent
 
 START_SECONDS = 600.0
 STOP_SECONDS = 30.0

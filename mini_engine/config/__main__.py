@@ -18,32 +18,31 @@ Each setting is a flag of `serve.py`, an environment variable, and a line of a Y
     MINI_ENGINE_MAX_NUM_SEQS=8 .venv/bin/python serve.py
     echo 'max-num-seqs: 8' > small.yaml && .venv/bin/python serve.py --config small.yaml
 
-The flag counts before the variable, the variable before the file, and the file before the default. `--config` names the
-file, or `MINI_ENGINE_CONFIG` does. Its keys are flags without the dashes in front; `true` and `false` stand for a flag
-and its `--no-` form, and `null` for the default. `--print-config` shows all settings and where each comes from, in the
-form that `--config` reads, and ends; keys of clients are not shown. Underscores work as dashes, in flags and in files.
-A part of a JSON object can be a flag of its own, and parts add up: `--media-io-kwargs.video.num_frames 10`. In a file
-such parts are written below each other, `media-io-kwargs: {video: {num_frames: 10}}`.
+A flag overrides a variable, a variable overrides the file. `--config` names the file, or `MINI_ENGINE_CONFIG` does. Its
+keys are flags without the leading dashes; `true` and `false` stand for a flag and its `--no-` form, and `null` for the
+default. `--print-config` prints all settings and the source of each, in the form that `--config` reads, and exits; API
+keys are not printed. Underscores work as dashes, in flags and in files. A part of a JSON object can be a flag of its
+own, and parts are merged: `--media-io-kwargs.video.num_frames 10`. In a file this is `media-io-kwargs: {video:
+{num_frames: 10}}`. Integers may have a unit: 16k is 16000 and 16K is 16384, and so on with m, g and t, as in vLLM.
 
-Variables hold what a flag's value would be: lists with commas between (`a,b`) or as JSON, booleans as `true` or
-`false`. `MINI_ENGINE_MULTIMODAL_TENSOR_IPC` is `1` for `--enable-multimodal-tensor-ipc`, or `0` for the contrary. A
-variable with this prefix that is no setting gets a warning only, since Kubernetes sets some for a service that is
-called mini-engine. It sets `MINI_ENGINE_PORT` too, which is then refused; `enableServiceLinks: false` keeps them away.
+Variables hold what a flag's value would be: lists separated by commas (`a,b`) or as JSON, booleans as `true` or
+`false`. `MINI_ENGINE_MULTIMODAL_TENSOR_IPC` is `1` for `--enable-multimodal-tensor-ipc`, `0` for
+`--disable-multimodal-tensor-ipc`. An unknown variable with this prefix is only a warning, since Kubernetes sets some
+for a service called mini-engine. `MINI_ENGINE_PORT` among them is refused: set `enableServiceLinks: false`.
 
-What cannot be used is refused at start, in one line that says what to do. The exit status is 2, or 1 if it takes one of
-the server's processes to find out, such as the memory of a device. What has no effect on the device at hand, such as
-`--gpu-memory-utilization` on a CPU, is said in one line of the log.
+A value that cannot work is refused at start, in one line that says what to do. The exit status is 2, or 1 if it takes
+one of the server's processes to find out, such as the memory of a device. A setting without effect on the device at
+hand, such as `--gpu-memory-utilization` on a CPU, is named in one line of the log.
 
-Command lines for vLLM work as they are where the feature exists. A flag of vLLM that is not below is accepted if its
-value asks for nothing that is missing, with one line of the log: `--swap-space 4: accepted, has no effect: …`. Other
-values and flags, such as `--pipeline-parallel-size 2`, end the start with a line that says what there is instead.
+Command lines for vLLM work as they are where the feature exists. A flag of vLLM that is not below is an error; for
+common flags it says what there is instead.
 """
 
 
 def row(field: dataclasses.Field[Any], kind: Any) -> str:
     """A line of the table for one setting."""
     opt: Option = field.metadata["option"]
-    flags = [f"`{flag}`" for flag in [*flags_of(field, kind), *opt.twins]]
+    flags = [f"`{flag}`" for flag in flags_of(field, kind)]
     if opt.positional:
         flags.insert(0, f"`{opt.metavar}`, the first argument")
     cells = (", ".join(flags), f"`{env_of(field.name)}`", default_of(field), values_of(opt, kind), opt.help)

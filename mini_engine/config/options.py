@@ -1,4 +1,4 @@
-"""What an option is: a dataclass field with its help, group, limits and reader, and the words that describe it."""
+"""What an option is: a dataclass field with its help, group, limits and parser, and the words that describe it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 
 Options = TypeVar("Options", bound=msgspec.Struct)
+UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class ConfigError(ValueError):
@@ -28,7 +29,7 @@ class Option:
     short: str | None = None
     minimum: float | None = None
     maximum: float | None = None
-    parse: Callable[[str], Any] | None = None
+    parse: Callable[[str], Any] | None = None  # from text, where its type does not say how; raises ValueError
     metavar: str | None = None
     positional: bool = False
     bare: str | None = None  # the value of the flag alone; None: it needs one
@@ -48,67 +49,41 @@ def options_of(group: str) -> Callable[..., Any]:
     return option
 
 
-def parse_bytes(text: str) -> int:
-    """`512M`, `4G`, `1.5GiB`, `1000` -> bytes; the letters are powers of 1024.
-
-    Raises:
-        ValueError: not a number with one of these units.
-    """
-    units = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-    stripped = text.strip().upper().removesuffix("IB").removesuffix("B")
-    unit = stripped[-1:] if stripped[-1:].isalpha() else ""
-    try:
-        return int(float(stripped.removesuffix(unit)) * units[unit])
-    except (KeyError, ValueError, OverflowError):
-        raise ValueError(f"{text!r} is not a size; write bytes or a number with K, M, G or T, such as 512M") from None
-
-
 def parse_count(text: str) -> int:
-    """`16384`, `16k` (16,000), `16K` (16,384), `25.6k` -> a whole number; small letters are powers of 1000, as in vLLM.
+    """`16384`, `16k` (16,000), `16K` (16,384), `1.5G`: small letters are powers of 1000, capitals of 1024, as in vLLM.
 
     Raises:
-        ValueError: not a whole number, with one of these letters or without.
+        ValueError: not an integer, or not a number with one of these letters.
     """
-    units = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    unit = text[-1:] if text[-1:].isalpha() else ""
     try:
-        value = Decimal(text.removesuffix(unit)) * units[unit]
-        if value == int(value):
-            return int(value)
-    except (ArithmeticError, KeyError, ValueError):
-        pass
-    raise ValueError(f"{text!r} is not a whole number, such as 16384, 16k (16000) or 16K (16384)")
+        return int(Decimal(text[:-1]) * UNITS[text[-1]]) if text[-1:].isalpha() else int(text)
+    except (ArithmeticError, KeyError) as error:
+        raise ValueError(str(error)) from None
 
 
 def parse_length(text: str) -> int | None:
-    """A count, or vLLM's `auto` or `-1` for as much as there is: None."""
+    """A count, or vLLM's `auto` or `-1` for as much as there is: None. Raises ValueError."""
     return None if text in ("auto", "-1") else parse_count(text)
 
 
-def parse_json_object(text: str) -> dict[str, Any]:
-    """A JSON object from the command line.
+def parse_text(opt: Option, kind: Any, text: str) -> Any:
+    """The value of an option of the plain type `kind` from a text; left to msgspec where it is no integer or object.
 
     Raises:
-        ValueError: not JSON, or not an object.
+        ValueError: it is not of that type.
     """
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f'{text!r} is not JSON, such as {{"video": 1}}: {error}') from None
-    if not isinstance(value, dict):
-        raise ValueError(f'{text!r} is not a JSON object such as {{"video": 1}}')
-    return value
+    if opt.parse is not None:
+        return opt.parse(text)
+    if kind is int:
+        return parse_count(text)
+    return json.loads(text) if get_origin(kind) is dict else text
 
 
-def parse_limits(text: str) -> dict[str, Any]:
-    """`{"video": 1, "image": 4}`, or vLLM's older form of it, `video=1,image=4`.
-
-    Raises:
-        ValueError: it is neither.
-    """
+def parse_limits(text: str) -> Any:
+    """`{"video": 1, "image": 4}`, or vLLM's older form of it, `video=1,image=4`. Raises ValueError."""
     pairs = [part.strip().partition("=") for part in text.split(",")]
     if not all(name.isidentifier() and count.isdecimal() for name, _, count in pairs):
-        return parse_json_object(text)
+        return json.loads(text)
     return {name: int(count) for name, _, count in pairs}
 
 
@@ -118,10 +93,10 @@ def flag_of(name: str) -> str:
 
 
 def flags_of(field: dataclasses.Field[Any], kind: Any) -> list[str]:
-    """All ways to write the flag of a field, without its twins."""
+    """All ways to write the flag of a field, its twins last."""
     opt: Option = field.metadata["option"]
     flag = flag_of(field.name)
-    return [flag, f"--no-{flag[2:]}"] if kind is bool else [flag, *([opt.short] if opt.short else [])]
+    return [flag, *([f"--no-{flag[2:]}"] if kind is bool else []), *([opt.short] if opt.short else []), *opt.twins]
 
 
 def plain_type(kind: Any) -> Any:
@@ -137,20 +112,15 @@ def choices_of(kind: Any) -> tuple[str, ...]:
 
 
 def values_of(opt: Option, kind: Any) -> str:
-    """The values that an option of the type `kind` takes, in words, such as `a whole number from 0 to 65535`."""
+    """The values that an option of the type `kind` takes, in words, such as `an integer from 0 to 65535`."""
     kind = plain_type(kind)
     if choices := choices_of(kind):
         return "one of " + ", ".join(choices)
-    if opt.parse is parse_bytes:
-        at_least = f"; at least {opt.minimum}" if opt.minimum else ""
-        return f"a size in bytes, or with K, M, G or T, such as 512M{at_least}"
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list of texts"}
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "a list of strings"}
     words = names.get(get_origin(kind) or kind, "a JSON object")
-    if opt.parse in (parse_count, parse_length):
-        words += " such as 16384, 16k or 16K,"
     if opt.maximum is not None:
-        return f"{words} from {opt.minimum} to {opt.maximum}"
-    return words + (f" of at least {opt.minimum}" if opt.minimum is not None else "")
+        return f"{words} from {number_text(opt.minimum)} to {number_text(opt.maximum)}"
+    return words + (f" of at least {number_text(opt.minimum)}" if opt.minimum is not None else "")
 
 
 def default_of(field: dataclasses.Field[Any]) -> str:
@@ -161,15 +131,15 @@ def default_of(field: dataclasses.Field[Any]) -> str:
     value: Any = field.default
     if isinstance(value, bool):
         return "on" if value else "off"
-    return size_text(value) if opt.parse is parse_bytes else str(value)
+    return number_text(value)
 
 
-def size_text(nbytes: int) -> str:
-    """The shortest text that `parse_bytes` reads as this number."""
-    for shift, unit in ((40, "T"), (30, "G"), (20, "M"), (10, "K")):
-        if nbytes and nbytes % (1 << shift) == 0:
-            return f"{nbytes >> shift}{unit}"
-    return str(nbytes)
+def number_text(value: Any) -> str:
+    """`256M` for 268435456, as `parse_count` reads it; small and odd numbers in full."""
+    for shift, unit in ((30, "G"), (20, "M")):
+        if isinstance(value, int) and value and value % (1 << shift) == 0:
+            return f"{value >> shift}{unit}"
+    return str(value)
 
 
 def parse_options(owner: str, given: Mapping[str, Any], kind: type[Options]) -> Options:

@@ -15,13 +15,30 @@ import msgspec
 import yaml
 
 from mini_engine.config import ENV_PREFIX, ConfigError, EngineConfig, Option, env_of, field_types, fields, flag_of
-from mini_engine.config.options import plain_type, values_of
-from mini_engine.config.vllm_flags import NO_EFFECT, NOT_SUPPORTED, no_effect_line
+from mini_engine.config.options import parse_text, plain_type, values_of
 
 CONFIG_ENV = env_of("config")
 IPC_SWITCH_ENV = env_of("multimodal_tensor_ipc")
 IPC_SWITCH = {"1": "torch_shm", "0": "direct_rpc"}
 NOT_SETTINGS = (env_of("bench_"), env_of("failpoints"))  # of benchmarks and tests
+
+# Flags of vLLM's server without an option here, and what to do instead.
+VLLM_FLAGS = {
+    "--enable-chunked-prefill": "chunked prefill is always on; omit the flag",
+    "--no-enable-chunked-prefill": "chunked prefill is always on; see --max-num-batched-tokens",
+    "--swap-space": "preempted requests are recomputed; omit the flag",
+    "--pipeline-parallel-size": "there is no pipeline parallelism; use --tensor-parallel-size",
+    "-pp": "there is no pipeline parallelism; use --tensor-parallel-size",
+    "--distributed-executor-backend": "workers are processes of one host; omit the flag",
+    "--quantization": "quantised weights are not supported; --dtype lists the formats",
+    "-q": "quantised weights are not supported; --dtype lists the formats",
+    "--kv-cache-dtype": "the KV cache has the format of --dtype",
+    "--enable-lora": "LoRA adapters are not supported; merge the adapter into the weights",
+    "--tokenizer": "the tokenizer is read from the directory of MODEL",
+    "--compilation-config": "there is no torch.compile; --enforce-eager switches CUDA graphs off",
+    "--disable-mm-preprocessor-cache": "use --mm-processor-cache-gb 0",
+    "--override-generation-config": "--generation-config takes a directory with a generation_config.json",
+}
 
 
 class Given(NamedTuple):
@@ -31,11 +48,13 @@ class Given(NamedTuple):
     origin: str
 
 
-def suggestion(word: str, known: Collection[str], prefix: str = "") -> str:
-    """`; did you mean X?` for the nearest of `known`, apart from the prefix of all; empty if none is near."""
-    ends = {name.removeprefix(prefix): name for name in known}
-    near = difflib.get_close_matches(word.removeprefix(prefix), ends, n=1, cutoff=0.7)
-    return f"; did you mean {ends[near[0]]}?" if near else ""
+def unknown(name: str, known: Collection[str], prefix: str = "") -> str:
+    """The end of an error about a name that is not `known`. `prefix`: what all of them begin with."""
+    if flag := VLLM_FLAGS.get(name):
+        return f"not supported: {flag}"
+    ends = {each.removeprefix(prefix): each for each in known}
+    near = difflib.get_close_matches(name.removeprefix(prefix), ends, n=1, cutoff=0.7)
+    return f"unknown; did you mean {ends[near[0]]}?" if near else "unknown; --help lists the flags"
 
 
 def read(name: str, value: Any, origin: str) -> Any:
@@ -48,15 +67,15 @@ def read(name: str, value: Any, origin: str) -> Any:
     kind = plain_type(field_types()[name])
     bounded = Annotated[kind, msgspec.Meta(ge=opt.minimum, le=opt.maximum)] if kind in (int, float) else kind
     try:
-        parsed = opt.parse(value) if opt.parse is not None and isinstance(value, str) else value
+        parsed = value
         if get_origin(kind) is list:
             parsed = _list_items(value)
+        elif isinstance(value, str):
+            parsed = parse_text(opt, kind, value)
         return None if parsed is None else msgspec.convert(parsed, bounded, strict=False)
-    except msgspec.ValidationError:
+    except ValueError:
         hint = f"; put MODEL before {flag_of(name)} alone" if opt.bare is not None else ""
         raise ConfigError(f"{origin}: {value!r} is not {values_of(opt, kind)}{hint}") from None
-    except ValueError as error:
-        raise ConfigError(f"{origin}: {error}") from None
 
 
 def _list_items(value: Any) -> list[Any]:
@@ -88,22 +107,20 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each variable that looks like a setting and is none.
+    """A warning for each variable that looks like a setting and is none.
 
     Not an error: Kubernetes sets some for every service, and a service may have this program's name.
     """
     known = {env_of(field.name) for field in fields()} | {CONFIG_ENV, IPC_SWITCH_ENV}
     return [
-        f"{name} is not a setting of this server{suggestion(name, known, ENV_PREFIX)}"
+        f"{name}: {unknown(name, known, ENV_PREFIX)}"
         for name in sorted(environ)
         if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(NOT_SETTINGS)
     ]
 
 
-def from_file(path: str, notes: list[str]) -> dict[str, Given]:
+def from_file(path: str) -> dict[str, Given]:
     """What a YAML file gives, by field: flags without their dashes in front, or fields' names, each with its value.
-
-    Lines on those that change nothing are appended to `notes`.
 
     Raises:
         ConfigError: the file cannot be read, or a setting in it is unknown or has a value that cannot be used.
@@ -116,19 +133,14 @@ def from_file(path: str, notes: list[str]) -> dict[str, Given]:
         raise ConfigError(f"--config: {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"--config: {path} holds no settings, one a line, such as `port: 8000`")
+    flags = {flag_of(field.name): field.name for field in fields()}
     given: dict[str, Given] = {}
-    known = [field.name for field in fields()]
     for key, value in settings.items():
-        name = str(key).replace("-", "_")
-        if (flag := flag_of(name)) in NO_EFFECT:
-            notes.append(no_effect_line(flag, value))
-        elif flag in NOT_SUPPORTED:
-            raise ConfigError(f"{path}: {key}: not supported: {NOT_SUPPORTED[flag]}")
-        elif name not in known:
-            remedy = suggestion(name, known).replace("_", "-") or "; --help lists them"
-            raise ConfigError(f"{path}: {key!r} is not a setting{remedy}")
-        elif value is not None:
-            given[name] = Given(read(name, value, f"{path}: {key}"), path)
+        flag = flag_of(str(key))
+        if flag not in flags:
+            raise ConfigError(f"{path}: {key}: {unknown(flag, flags, '--')}")
+        if value is not None:
+            given[flags[flag]] = Given(read(flags[flag], value, f"{path}: {key}"), path)
     return given
 
 

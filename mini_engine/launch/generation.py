@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Ground:
-    """What stays while generations come and go."""
+class LaunchContext:
+    """What all generations share."""
 
     config: EngineConfig
     model_dir: str
@@ -44,23 +44,23 @@ class Ground:
 
 
 class Generation:
-    """Number `number` of them, from 1 on."""
+    """Generation `number`, from 1 on."""
 
-    def __init__(self, number: int, ground: Ground):
+    def __init__(self, number: int, context: LaunchContext):
         self.number = number
         self.announced = False  # it serves
         self.limits: list[EngineLimits] = []  # of its engines
         self.transports: list[TransportChoice] = []  # of one of its API servers
         self.early_deaths = 0  # of API servers in a row, before they served
-        self.vacant: set[int] = set()  # slots of API servers that are to be filled
-        self._ground = ground
-        self._processes = ground.processes
-        self._directory = ground.runtime_dir / str(number)  # its own: it never finds a name of a dead generation
+        self.empty_slots: set[int] = set()  # of dead API servers without a replacement
+        self._context = context
+        self._processes = context.processes
+        self._directory = context.runtime_dir / str(number)  # its own: no socket of a dead generation is in it
         self._media_stores: list[int] = []  # descriptors, by engine
 
     @property
     def children(self) -> list[ChildProcess]:
-        """Those that live."""
+        """Its living processes."""
         return [child for child in self._processes.children if child.generation == self.number]
 
     @property
@@ -69,36 +69,36 @@ class Generation:
         return all(child.serving for child in self.children)
 
     def start(self) -> None:
-        """Start all processes. Raises OSError: the host gives none."""
-        config = self._ground.config
+        """Start all processes. Raises OSError: out of processes, descriptors or disk space."""
+        config = self._context.config
         self._directory.mkdir()
-        if self._ground.media_cache.kind == "shm":
+        if self._context.media_cache.kind == "shm":
             for _ in range(config.data_parallel_size):
-                self._media_stores.append(create_sparse(self._ground.media_cache.nbytes))
+                self._media_stores.append(create_sparse(self._context.media_cache.nbytes))
         for slot in range(config.api_server_count):  # first: they have the most to import
-            self.fill(slot)
+            self.start_api_server(slot)
         for engine in range(config.data_parallel_size):
             self._processes.start("core", str(engine), self.number)
             for rank in range(config.tensor_parallel_size):
                 own = self._media_stores[engine : engine + 1]
                 self._processes.start("worker", f"{engine}.{rank}", self.number, media_stores=own)
 
-    def fill(self, slot: int) -> None:
-        """Start the API server of a slot. Raises OSError: the host gives no process."""
-        self._processes.start("api", str(slot), self.number, self._ground.listeners[slot], self._media_stores)
+    def start_api_server(self, slot: int) -> None:
+        """Start the API server of a slot. Raises OSError, as `start` does."""
+        self._processes.start("api", str(slot), self.number, self._context.listeners[slot], self._media_stores)
 
-    def end(self, spare: Sequence[ChildProcess] = ()) -> None:
+    def kill(self, spare: Sequence[ChildProcess] = ()) -> None:
         """Kill all of them but `spare`."""
         for child in self.children:
             if child not in spare:
                 child.dismissed = True
                 child.kill()
 
-    def forget(self) -> None:
-        """Its engines are dead: no process listens at their addresses, and none reads their media stores any more."""
+    def release_memory(self) -> None:
+        """Remove its sockets and empty its media stores. Its engines are dead."""
         shutil.rmtree(self._directory, ignore_errors=True)
         for fd in self._media_stores:  # which its API servers, as long as they answer 503, have mapped
-            discard(map_sparse(fd, self._ground.media_cache.nbytes))
+            discard(map_sparse(fd, self._context.media_cache.nbytes))
             os.close(fd)
         self._media_stores.clear()
 
@@ -117,23 +117,25 @@ class Generation:
             case Serving():
                 self.early_deaths = 0
                 child.set_serving()
-                self._relieve(child)
+                for old in self._processes.api_servers():  # which has answered 503 in this slot
+                    if old.generation < self.number and old.index == child.index:
+                        old.terminate()
                 if self.announced:
                     logger.info("%s: replacement ready", child.title)
 
     def _init(self) -> Init:
-        config, where = self._ground.config, self._directory
+        config, where = self._context.config, self._directory
         engines, ranks = range(config.data_parallel_size), range(config.tensor_parallel_size)
         return Init(
             config=config,
-            model_dir=self._ground.model_dir,
+            model_dir=self._context.model_dir,
             runtime_dir=str(where),
             cores=[f"ipc://{where}/core-{engine}" for engine in engines],
             core_workers=[f"ipc://{where}/core-{engine}-workers" for engine in engines],
             ranks=[
                 RankAddress(engine, rank, f"{where}/tensors-{engine}.{rank}") for engine in engines for rank in ranks
             ],
-            media_cache=self._ground.media_cache,
+            media_cache=self._context.media_cache,
             restarts=self.number - 1,
         )
 
@@ -148,9 +150,3 @@ class Generation:
             if child.role == "api" and child.ready and not child.started:
                 child.started = True
                 self._processes.send(child, Start(min(self.limits, key=lambda limits: limits.max_model_len)))
-
-    def _relieve(self, successor: ChildProcess) -> None:
-        """The API servers of earlier generations in this slot need not answer 503 any longer."""
-        for child in self._processes.api_servers():
-            if child.generation < self.number and child.index == successor.index:
-                child.terminate()

@@ -72,6 +72,17 @@ def _bind_one(family: int, address: Any) -> socket.socket:
     return listener
 
 
+def leave_port(listener: socket.socket) -> None:
+    """Have the kernel queue no more connections at a TCP listener; those that are queued are reset.
+
+    The socket leaves those that share the port, whichever process has it open, and joins them again when a successor,
+    which may have inherited it before, listens. For that it has to be bound by number: a port that the kernel chose
+    goes. One that does not listen is left alone: all connections that it accepted later would be shut down, too.
+    """
+    if listener.family != socket.AF_UNIX and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        listener.shutdown(socket.SHUT_RDWR)
+
+
 def url_of(config: EngineConfig, listener: socket.socket) -> str:
     """The server's, as clients write it, without the API's version."""
     scheme = "https" if config.ssl_certfile else "http"

@@ -1,7 +1,7 @@
-"""The child processes: start one, send to one, wait for what any of them does.
+"""The child processes: start one, send to one, wait for events of all of them.
 
 All are started from the main thread, since the kernel's parent-death signal follows the parent thread. Knows nothing of
-what is to be done about what happens.
+what follows from an event.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import msgspec
 import zmq
 
 from mini_engine.child import ChildSpec
-from mini_engine.config import ConfigError
 from mini_engine.log import LogSettings
 from mini_engine.messages import AnyMessage, ControlReply, PeerGone, Role
 from mini_engine.metrics_files import forget_gauges, make_files
@@ -36,7 +35,7 @@ DEATH_SECONDS = 30.0  # how long a process that was killed may take to die: it m
 class ChildProcess:
     """One started child. It logs to the supervisor's stderr. `pidfd` becomes readable at its death."""
 
-    def __init__(self, spec: ChildSpec, popen: subprocess.Popen[bytes]):
+    def __init__(self, spec: ChildSpec, popen: subprocess.Popen[bytes], generation: int):
         self.role: Role = spec.role
         self.index = spec.index
         self.name = f"{spec.role} {spec.index}"
@@ -45,47 +44,20 @@ class ChildProcess:
         self.pid = popen.pid
         self.pidfd = os.pidfd_open(popen.pid)
         self.peer = b""  # its address on the supervisor's ROUTER, known from its Hello
-        self.generation = 0  # which start of the engines it belongs to
+        self.generation = generation  # which start of the engines it belongs to
         self.ready = False  # built and connected
         self.started = False  # API server: it was sent `Start`
         self.serving = False  # takes requests
         self.dismissed = False  # it was asked to exit, or killed, because it is not needed any more
         self.turns = 0  # of `launch/liveness.py` since it was started, or since it last answered
-        self.kill_reason: str | None = None  # why the supervisor has killed it
+        self.kill_reason: str | None = None
         self.killed_at: float | None = None  # when first, by `time.monotonic`
         self._popen = popen
-
-    @classmethod
-    def start(cls, spec: ChildSpec, environment: dict[str, str], module: str = "mini_engine.child") -> ChildProcess:
-        """Start `module` in a fresh interpreter, which inherits the descriptors of `spec`. Call it from the main thread
-        only.
-
-        Raises:
-            OSError: the host gives no process, or no descriptors for it.
-        """
-        popen = subprocess.Popen(
-            [sys.executable, "-m", module, msgspec.json.encode(spec).decode()],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # what libraries print is part of the log
-            env={**os.environ, **environment},
-            pass_fds=[*spec.media_stores, *([] if spec.listen_fd is None else [spec.listen_fd])],
-        )
-        try:
-            return cls(spec, popen)
-        except OSError:  # no descriptor to watch it by
-            popen.kill()
-            popen.wait()
-            raise
 
     @property
     def title(self) -> str:
         """For the log: `worker 0.1 (pid 4711)`."""
         return f"{self.name} (pid {self.pid})"
-
-    @property
-    def engine(self) -> str | None:
-        """The number of the engine that a core or a worker belongs to."""
-        return None if self.role == "api" else self.index.partition(".")[0]
 
     @property
     def state(self) -> str:
@@ -96,19 +68,14 @@ class ChildProcess:
             return "?"
 
     def set_serving(self) -> None:
-        """It takes requests, and is asked for signs of life from now on."""
+        """It takes requests, and is pinged from now on."""
         if not self.serving:
             self.serving, self.turns = True, 0
 
     def reap(self) -> str:
         """Collect a dead child; returns how it died in words."""
         status = self._popen.wait()
-        self.close()
         return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-
-    def close(self) -> None:
-        """Close the descriptor: it is not watched any more."""
-        os.close(self.pidfd)
 
     def terminate(self) -> None:
         """Ask an API server to exit at once, answering its clients. One that does not serve yet dies by the signal."""
@@ -151,7 +118,7 @@ Event = Received | Gone | Interrupted
 
 
 class StopSignals:
-    """SIGINT and SIGTERM, as a descriptor that a poller can wait for. From its making on they end nothing else."""
+    """SIGINT and SIGTERM, as a descriptor that a poller can wait for. They have no other effect any more."""
 
     def __init__(self) -> None:
         self.fd, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -168,12 +135,12 @@ class StopSignals:
 class ProcessGroup:
     """All children, of the engines that serve and of those before them, on one ROUTER in `runtime_dir`.
 
-    Raises:
-        ConfigError: there is no room in it.
+    Each runs `module` in a fresh interpreter.
     """
 
-    def __init__(self, runtime_dir: Path, log: LogSettings, signals: StopSignals):
+    def __init__(self, runtime_dir: Path, log: LogSettings, signals: StopSignals, module: str = "mini_engine.child"):
         self.children: list[ChildProcess] = []
+        self._module = module
         self._metrics_dir = runtime_dir / "metrics"
         self._tmpdir = runtime_dir / "tmp"
         self._log = log
@@ -182,23 +149,19 @@ class ProcessGroup:
         self._encoder = Encoder("supervisor", 0)
         self._endpoint = f"ipc://{runtime_dir}/supervisor"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
-            self._metrics_dir.mkdir()
-            self._tmpdir.mkdir()
-            self._router = sockets.bind_router(self._context, self._endpoint)
-        except (OSError, zmq.ZMQError) as error:
-            self._context.destroy(linger=0)
-            raise ConfigError(
-                f"no room for a directory in {runtime_dir.parent} ({error.strerror}): set TMPDIR to where there is"
-            ) from None
+        self._router = sockets.bind_router(self._context, self._endpoint)
+        self._metrics_dir.mkdir()
+        self._tmpdir.mkdir()
 
     def start(
         self, role: Role, index: str, generation: int, listener: socket.socket | None = None,
         media_stores: Sequence[int] = (),
     ) -> ChildProcess:  # fmt: skip
-        """Start a child that belongs to the engines of this `generation` and inherits these descriptors.
+        """Start a child that belongs to the engines of this `generation` and inherits these descriptors. Call it from
+        the main thread only.
 
-        Raises OSError: the host gives no process, or no room for the metrics files of an API server.
+        Raises:
+            OSError: out of processes or descriptors, or no room for the metrics files of an API server.
         """
         number = None
         if role == "api":
@@ -217,8 +180,19 @@ class ProcessGroup:
             str(self._metrics_dir),
             number,
         )
-        child = ChildProcess.start(spec, {"TMPDIR": str(self._tmpdir)})  # what libraries leave there goes in the end
-        child.generation = generation
+        popen = subprocess.Popen(
+            [sys.executable, "-m", self._module, msgspec.json.encode(spec).decode()],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what libraries print is part of the log
+            env={**os.environ, "TMPDIR": str(self._tmpdir)},  # what libraries leave there goes in the end
+            pass_fds=[*spec.media_stores, *([] if spec.listen_fd is None else [spec.listen_fd])],
+        )
+        try:
+            child = ChildProcess(spec, popen, generation)
+        except OSError:  # no descriptor to watch it by
+            popen.kill()
+            popen.wait()
+            raise
         self.children.append(child)
         return child
 
@@ -232,20 +206,22 @@ class ProcessGroup:
 
     def engine_of(self, child: ChildProcess) -> list[ChildProcess]:
         """The processes of its engine, if it belongs to one, that live."""
-        return [
-            other for other in self.engines() if (other.generation, other.engine) == (child.generation, child.engine)
-        ]
+        if child.role == "api":
+            return []
+        engine = child.index.partition(".")[0]  # "0", of "0" and "0.1"
+        others = [other for other in self.engines() if other.generation == child.generation]
+        return [other for other in others if other.index.partition(".")[0] == engine]
 
     def send(self, child: ChildProcess, body: AnyMessage) -> None:
-        """A child that does not take it is dying or hangs: its death or a time-out has the last word."""
+        """Queue a message; it is dropped if the child is dying or hangs, which its death or a time-out shows."""
         with contextlib.suppress(zmq.ZMQError):
             self._router.send_multipart([child.peer, self._encoder.encode(body)], zmq.NOBLOCK)
 
     def wait(self, seconds: float | None) -> list[Event]:
-        """What has happened, in this order: messages, signals, deaths, and processes that were killed and do not die.
+        """The next events, after so long at most: messages, signals, deaths, processes that were killed and do not die.
 
         Of deaths that are found at once, those by a signal come first: a process that exits by itself has often lost
-        another. Waits for the first event for so long at most.
+        another.
         """
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
@@ -265,8 +241,7 @@ class ProcessGroup:
         return [*events, *deaths, *(self._give_up(child) for child in overdue)]
 
     def close(self) -> None:
-        """Without children."""
-        assert not self.children
+        """Call it without children."""
         self._context.destroy(linger=0)
 
     def _receive(self) -> list[Event]:
@@ -294,12 +269,12 @@ class ProcessGroup:
 
     def _give_up(self, child: ChildProcess) -> Gone:
         self._remove(child)
-        child.close()
-        how = f"does not die {DEATH_SECONDS:g} s after it was killed (state in proc(5): {child.state})"
+        how = f"has not exited {DEATH_SECONDS:g} s after SIGKILL (state in proc(5): {child.state})"
         return Gone(child, how, by_signal=False, reaped=False)
 
     def _remove(self, child: ChildProcess) -> None:
         self.children.remove(child)
+        os.close(child.pidfd)
         if child.metrics_number is not None:
             with contextlib.suppress(OSError):  # out of descriptors: its last values stay until its successor serves
                 forget_gauges(self._metrics_dir, child.metrics_number)

@@ -1,4 +1,4 @@
-"""The server from start to stop: which processes there are, and what follows from what happens to them.
+"""The server from start to stop: which processes there are, and what follows from their deaths and from signals.
 
 Once the server runs, the supervisor sleeps in one poller until a child dies or sends a message, or a signal comes; a
 few times a minute it pings all of them.
@@ -12,28 +12,27 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import math
 import os
 import signal
-import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NoReturn
 
 from mini_engine.config import EngineConfig
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.host import (
-    check_model_files,
+    check_model,
     check_tls,
     fill_standard_descriptors,
-    load_model_config,
     plan_media_cache,
     raise_descriptor_limit,
     resolve_model,
     runtime_directory,
     without_effect,
 )
-from mini_engine.launch.generation import Generation, Ground
-from mini_engine.launch.listeners import bind_listeners, url_of
+from mini_engine.launch.generation import Generation, LaunchContext
+from mini_engine.launch.listeners import bind_listeners, leave_port, url_of
 from mini_engine.launch.liveness import Liveness, states
 from mini_engine.launch.process_group import ChildProcess, Event, Gone, Interrupted, ProcessGroup, Received, StopSignals
 from mini_engine.log import LogSettings
@@ -42,10 +41,10 @@ from mini_engine.transport import sockets
 
 logger = logging.getLogger(__name__)
 
-ENGINE_DEATH_GRACE_SECONDS = 1.0  # how long API servers may take to answer every client of a dead engine
-API_RESTARTS_IN_A_ROW = 5  # an API server that dies this often before it serves will not get better
-FILL_PAUSE_SECONDS = 1.0  # before a process that the host did not give is asked for again
-API_STOP_SECONDS = 5.0  # how long API servers may take to end their responses once they were asked to exit
+ENGINE_DEATH_GRACE_SECONDS = 1.0  # for API servers to answer every client of a dead engine
+API_RESTARTS_IN_A_ROW = 5  # of an API server that dies before it serves; then the server stops
+RETRY_SECONDS = 1.0  # until the next attempt to start an API server
+API_STOP_SECONDS = 5.0  # for API servers to end their responses after they were asked to exit
 FIRST_PAUSE_SECONDS = 1.0  # before a restart of the engines; doubled each time
 LONGEST_PAUSE_SECONDS = 60.0
 HEALTHY_SECONDS = 600.0  # engines that have served for so long reset the count of restarts
@@ -59,7 +58,7 @@ class Stop(Exception):
         self.last_line = last_line  # of the log, unless it is there already
         self.drain_seconds = drain_seconds  # for running requests
         self.interrupts = interrupts  # signals that have come after the one that stops it
-        self.undying: list[Gone] = []  # processes that were killed and have not died
+        self.unkillable: list[Gone] = []  # processes that were killed and have not died
 
 
 class GenerationOver(Exception):
@@ -73,7 +72,7 @@ class Restarts:
         self.most = most
         self.in_a_row = 0
         self._clock = clock
-        self._serving_since: float | None = None
+        self._serving_since = math.inf
 
     def serving(self) -> None:
         """The engines serve from now on."""
@@ -81,9 +80,9 @@ class Restarts:
 
     def next_pause(self) -> float | None:
         """They have died, or did not get so far: seconds to wait before the next start; None: there is to be none."""
-        since, self._serving_since = self._serving_since, None
-        if since is not None and self._clock() - since >= HEALTHY_SECONDS:
+        if self._clock() - self._serving_since >= HEALTHY_SECONDS:
             self.in_a_row = 0
+        self._serving_since = math.inf
         if self.in_a_row >= self.most:
             return None
         self.in_a_row += 1
@@ -93,54 +92,42 @@ class Restarts:
 class Supervisor:
     """One server from start to stop. `run` may be called once, from the main thread."""
 
-    def __init__(self, config: EngineConfig, origins: Mapping[str, str] | None = None):
-        """`origins`: by field, what gave the settings that are not left at their defaults, such as `--port`."""
+    def __init__(self, config: EngineConfig):
         self.config = config
-        self.origins = origins or {}
         self.restarts = Restarts(config.restart_engine)
         self.events: collections.deque[Event] = collections.deque()  # not handled yet
-        self.fill_again = 0.0  # when, after an API server could not be started
+        self.retry_at = 0.0  # when, after an API server could not be started
 
     def run(self) -> int:
         """Serve until a signal or a death ends it; returns the exit status."""
+        config = self.config
         fill_standard_descriptors()
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        raise_descriptor_limit(self.config)
+        raise_descriptor_limit(config)
         reach_failpoint("resolving-model")
-        model_dir = resolve_model(self.config)
-        self.model_config = load_model_config(model_dir, self.config)
-        check_model_files(model_dir, self.model_config, self.config)
-        media_cache = plan_media_cache(self.config)
-        check_tls(self.config)
+        model_dir = resolve_model(config)
+        self.architecture = check_model(model_dir, config).architecture
+        media_cache = plan_media_cache(config)
+        check_tls(config)
         signals = StopSignals()
         with contextlib.ExitStack() as held:
             reach_failpoint("binding-sockets")
-            self.listeners = bind_listeners(self.config)
-            if self.config.uds is not None:
-                held.callback(sockets.BoundPath(self.config.uds).unlink)
+            self.listeners = bind_listeners(config)
+            if config.uds is not None:
+                held.callback(sockets.BoundPath(config.uds).unlink)
             runtime_dir = held.enter_context(runtime_directory())
             reach_failpoint("creating-processes")
-            log_settings = LogSettings(self.config.log_level, self.config.log_format)
-            self.processes = ProcessGroup(runtime_dir, log_settings, signals)
-            self.liveness = Liveness(self.config, self.processes)
-            self.ground = Ground(self.config, model_dir, media_cache, runtime_dir, self.listeners, self.processes)
-            self.generation = Generation(1, self.ground)
-            self._log_start(model_dir)
-            return self._serve_until_stopped()
+            self.processes = ProcessGroup(runtime_dir, LogSettings(config.log_level, config.log_format), signals)
+            self.liveness = Liveness(config, self.processes)
+            self.context = LaunchContext(config, model_dir, media_cache, runtime_dir, self.listeners, self.processes)
+            self.generation = Generation(1, self.context)
+            if config.uds is None and config.host in ("0.0.0.0", "::") and not config.api_key:
+                logger.warning("--host %s: open to the network; set --api-key, or --host 127.0.0.1", config.host)
+            logger.info("loading %s (%s) from %s", config.served_names[0], self.architecture, model_dir)
+            return self.serve_until_stopped()
 
-    def _log_start(self, model_dir: str) -> None:
-        config = self.config
-        if config.uds is None and config.host in ("0.0.0.0", "::") and not config.api_key:
-            logger.warning(
-                "--host %s: all who reach port %d of this host can use the server; set --api-key, or --host 127.0.0.1",
-                config.host, self.listeners[0].getsockname()[1],
-            )  # fmt: skip
-        logger.info(
-            "loading %s (%s) from %s; the line `serving` comes when requests are answered, in %g s at most",
-            config.served_names[0], self.model_config.architecture, model_dir, config.startup_timeout,
-        )  # fmt: skip
-
-    def _serve_until_stopped(self) -> int:
+    def serve_until_stopped(self) -> int:
+        """Start the processes, handle what happens, stop the processes; returns the exit status."""
         stop = Stop(1)
         try:
             self._serve()
@@ -151,8 +138,8 @@ class Supervisor:
                 listener.close()
             self._stop_processes(stop)
             self.processes.close()
-        if stop.undying and not stop.status:
-            stop = Stop(1, f"ended with status 1: {stop.undying[0].child.title} {stop.undying[0].how}")
+        if stop.unkillable and not stop.status:
+            stop = Stop(1, f"ended with status 1: {stop.unkillable[0].child.title} {stop.unkillable[0].how}")
         if stop.last_line:
             logger.log(logging.ERROR if stop.status else logging.INFO, "%s", stop.last_line)
         return stop.status
@@ -163,9 +150,9 @@ class Supervisor:
             try:
                 self._start()
                 while True:
-                    self._poll(None)
+                    self.poll()
             except GenerationOver as over:
-                self._end_generation(str(over))
+                self.end_generation(str(over))
 
     def _start(self) -> None:
         begun = time.monotonic()
@@ -174,39 +161,44 @@ class Supervisor:
         except OSError as error:
             self._start_failed(f"a process cannot be started: {error}")
         while not self.generation.complete:
-            self._poll(None)
+            self.poll()
         self.generation.announced = True
         self.restarts.serving()
         self._announce(time.monotonic() - begun)
 
     def _announce(self, seconds: float) -> None:
-        config, limits, cache = self.config, self.generation.limits[0], self.ground.media_cache
+        config, limits, cache = self.config, self.generation.limits[0], self.context.media_cache
         for choice in self.generation.transports:
-            what = "media that the cache has no room for" if cache.kind == "shm" else "media"
+            what = "media that do not fit the cache" if cache.kind == "shm" else "media"
             logger.info("%s reach engine %d by %s: %s", what, choice.engine, choice.transport, choice.reason)
-        if useless := without_effect(config, self.origins, cache, limits.device):
+        if useless := without_effect(config, cache, limits.device):
             logger.info("no effect here: %s", "; ".join(useless))
-        logger.info("processed media are cached: %s (%s)", cache.kind, cache.reason)
+        logger.info("media cache: %s (%s)", cache.kind, cache.reason)
         logger.info(
             "serving %s (%s) at %s/v1 after %.1f s: %d API server(s), %d engine(s) x %d worker(s), "
             "%d KV blocks of %d tokens, up to %d tokens a request",
-            config.served_names[0], self.model_config.architecture, url_of(config, self.listeners[0]), seconds,
+            config.served_names[0], self.architecture, url_of(config, self.listeners[0]), seconds,
             config.api_server_count, config.data_parallel_size, config.tensor_parallel_size,
             limits.num_blocks, limits.block_size, limits.max_model_len,
         )  # fmt: skip
 
     # --- events ------------------------------------------------------------------------------------------------------
 
-    def _poll(self, seconds: float | None) -> None:
-        """Wait for the next events, for so long at most, and handle each."""
+    def poll(self, seconds: float | None = None) -> None:
+        """Wait for the next events, for so long at most, and handle each.
+
+        Raises:
+            GenerationOver: an engine is dead.
+            Stop: the server is to stop.
+        """
         turn = self.liveness.seconds_left()
-        if self.generation.vacant:
-            turn = min(turn, max(0.0, self.fill_again - time.monotonic()))
+        if self.generation.empty_slots:
+            turn = min(turn, max(0.0, self.retry_at - time.monotonic()))
         if not self.events:  # some are left when the one before them has ended a generation
             self.events += self.processes.wait(turn if seconds is None else min(turn, seconds))
         while self.events:
             self._handle(self.events.popleft())
-        self._fill_vacant()
+        self._fill_empty_slots()
         self.liveness.turn()
 
     def _handle(self, event: Event) -> None:
@@ -214,12 +206,15 @@ class Supervisor:
             case Interrupted(numbers=[first, *more]):
                 drain_seconds = self.config.shutdown_timeout if first == signal.SIGTERM else 0.0
                 logger.info(
-                    "stopping on %s: up to %g s for requests that run; a second signal stops at once",
+                    "stopping on %s: %g s for running requests; a second signal stops at once",
                     signal.Signals(first).name, drain_seconds,
                 )  # fmt: skip
                 raise Stop(0, "stopped", drain_seconds=drain_seconds, interrupts=len(more))
             case Received(child=child, body=Refused(reason=reason)):
-                self._on_refusal(child, reason)
+                if child.generation == self.generation.number and not self.generation.announced:
+                    self._start_failed(reason)
+                child.kill_reason = reason
+                child.kill()
             case Received(child=child):
                 if child.generation == self.generation.number:
                     self.generation.receive(event)
@@ -230,12 +225,6 @@ class Supervisor:
                     self._on_death(child, event.how)
                 else:
                     self._on_late_death(event)
-
-    def _on_refusal(self, child: ChildProcess, reason: str) -> None:
-        if child.generation == self.generation.number and not self.generation.announced:
-            self._start_failed(reason)
-        child.kill_reason = reason
-        child.kill()
 
     def _on_death(self, child: ChildProcess, how: str) -> None:
         text = f"{child.title} {how}"
@@ -253,7 +242,7 @@ class Supervisor:
             raise Stop(1, f"ended with status 1: {text}, and so did the {API_RESTARTS_IN_A_ROW - 1} before it")
         if any(other.serving for other in self.generation.children if other.role == "api"):
             self._leave_port(int(child.index))  # else connections are queued for its successor
-        self.generation.vacant.add(int(child.index))
+        self.generation.empty_slots.add(int(child.index))
 
     def _on_late_death(self, gone: Gone) -> None:
         """Of an API server whose engines are dead, and that answered 503 until its successor serves; or of a process of
@@ -273,36 +262,25 @@ class Supervisor:
     # --- what follows from a death -----------------------------------------------------------------------------------
 
     def _leave_port(self, slot: int) -> None:
-        """The kernel is to queue no more connections at the slot's socket; those that are queued are reset.
-
-        Without effect while an API server, of whichever generation, takes them.
-
-        The socket leaves those that share the port, whichever process has it open, and joins them again when a
-        successor, which may have inherited it before, listens. For that it has to be bound by number: a port that the
-        kernel chose goes.
-        """
-        listener = self.listeners[slot]
+        """Have no more connections queued at the slot's socket, unless an API server of any generation accepts them."""
         accepting = [child for child in self.processes.api_servers() if child.started and not child.dismissed]
-        if listener.family == socket.AF_UNIX or any(int(child.index) == slot for child in accepting):
-            return
-        # One that does not listen must be left alone: all connections that it accepted later would be shut down, too.
-        if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            listener.shutdown(socket.SHUT_RDWR)
+        if not any(int(child.index) == slot for child in accepting):
+            leave_port(self.listeners[slot])
 
-    def _fill_vacant(self) -> None:
+    def _fill_empty_slots(self) -> None:
         """Start API servers for the slots that lack one; where the host gives no process, later."""
-        if time.monotonic() < self.fill_again:
+        if time.monotonic() < self.retry_at:
             return
-        for slot in sorted(self.generation.vacant):
+        for slot in sorted(self.generation.empty_slots):
             try:
-                self.generation.fill(slot)
+                self.generation.start_api_server(slot)
             except OSError as error:
-                logger.error("api %d cannot be started now, and is tried again: %s", slot, error)
-                self.fill_again = time.monotonic() + FILL_PAUSE_SECONDS
+                logger.error("api %d cannot be started now, retrying: %s", slot, error)
+                self.retry_at = time.monotonic() + RETRY_SECONDS
                 return
-            self.generation.vacant.remove(slot)
+            self.generation.empty_slots.remove(slot)
 
-    def _end_generation(self, why: str) -> None:
+    def end_generation(self, why: str) -> None:
         """End its engines, so that every client has its answer; returns when the next generation is to start.
 
         API servers that serve go on, to answer 503.
@@ -311,8 +289,8 @@ class Supervisor:
             Stop: there is to be none.
         """
         over = self.generation
-        over.end(spare=[child for child in over.children if child.role == "api" and child.serving])
-        self.generation = Generation(over.number + 1, self.ground)  # other deaths of the old one change nothing
+        over.kill(spare=[child for child in over.children if child.role == "api" and child.serving])
+        self.generation = Generation(over.number + 1, self.context)  # other deaths of the old one change nothing
         for slot in range(len(self.listeners)):  # those whose API server is dead or does not serve yet
             self._leave_port(slot)
         reach_failpoint("restarting-engines")
@@ -321,8 +299,8 @@ class Supervisor:
             logger.error("restart %d of %d in %g s, since %s", self.restarts.in_a_row, self.restarts.most, pause, why)
         deadline = time.monotonic() + (ENGINE_DEATH_GRACE_SECONDS if pause is None else pause)
         while (left := deadline - time.monotonic()) > 0 or self.processes.engines():
-            self._poll(left if left > 0 else None)
-        over.forget()
+            self.poll(left if left > 0 else None)
+        over.release_memory()
         if pause is None:
             remedy = "" if self.restarts.most else "; --restart-engine would restart its engines"
             raise Stop(1, f"ended with status 1: {why}{remedy}")
@@ -367,6 +345,6 @@ class Supervisor:
                     stop.interrupts += len(numbers)
                 case Gone(child=child, how=how, reaped=False):
                     logger.error("%s %s", child.title, how)
-                    stop.undying.append(event)
+                    stop.unkillable.append(event)
                 case Gone(child=child, how=how) if child.role != "api" and not child.dismissed:
-                    logger.error("%s %s while requests were to end", child.title, how)
+                    logger.error("%s %s while the server was stopping", child.title, how)

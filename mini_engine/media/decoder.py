@@ -32,12 +32,11 @@ import numpy as np
 from numpy.typing import NDArray
 from setproctitle import setproctitle
 
-from mini_engine.confinement import confine, die_with_parent
 from mini_engine.decode_limits import DecodeLimits
-from mini_engine.malloc import keep_freed_memory
 from mini_engine.media.errors import MediaError
 from mini_engine.media.limits import Guard
 from mini_engine.media.sampling import VideoFacts, VideoSampling
+from mini_engine.process_setup import confine, die_with_parent, keep_freed_memory
 
 DATA_OFFSET = mmap.PAGESIZE  # of the encoded bytes in the input memory
 Size = Annotated[int, msgspec.Meta(ge=1)]

@@ -2,7 +2,8 @@
 
 A URL is parsed once: aiohttp requests the object that was checked, whose host is, but for capitals, one that the
 operator listed. A host name is resolved once per URL, every address is checked, and the connection goes to one of these
-addresses, so DNS rebinding has no effect. TLS and the Host header use the name. A redirect repeats all checks.
+addresses, so DNS rebinding has no effect. TLS and the Host header use the name. A redirect repeats all checks, and must
+not lead from https to http.
 """
 
 import asyncio
@@ -53,8 +54,6 @@ async def fetch_http(url: str, policy: MediaPolicy, item: str, received: Receive
                     if response.status not in _REDIRECTS:
                         return await _read_body(response, policy, name, received)
                     location = response.headers.get("Location", "")
-                if not policy.allow_media_redirects:
-                    raise MediaError(item, "the server sent a redirect; start this server with --allow-media-redirects")
                 name = f"{item}: after a redirect"
                 target = parse_http(location, policy, name, base=target)
             raise MediaError(item, f"more than {_MAX_REDIRECTS} redirects")

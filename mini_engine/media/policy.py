@@ -36,8 +36,6 @@ class MediaPolicy:
             without wildcards, or an address. With `:port` the entry allows one port, otherwise every port. All
             addresses of a host name must pass `is_allowed_address`, or be in a network entry, such as `10.0.0.0/8`. An
             address entry, such as `127.0.0.1:8080`, allows URLs that contain it, and no host name that resolves to it.
-        allow_media_redirects: follow HTTP redirects. Every redirect is checked and resolved like the first URL. A
-            redirect from https to http is refused.
         media_fetch_timeout: most seconds for one `http(s)` item, from the name resolution to the last byte.
         resolve: resolves host names. It is called once per URL; the connection goes to an address that it returned.
         is_allowed_address: whether a host name may resolve to this address; the default allows public addresses.
@@ -49,7 +47,6 @@ class MediaPolicy:
     allowed_local_media_path: Path | None
     max_media_bytes: int
     allowed_media_domains: Sequence[str] = ()
-    allow_media_redirects: bool = False
     media_fetch_timeout: float = 30.0
     resolve: Resolver = socket.getaddrinfo
     is_allowed_address: Callable[[Address], bool] = is_global

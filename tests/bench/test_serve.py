@@ -173,8 +173,8 @@ def test_a_server_of_its_own_is_not_left_behind(killed: bool):
         ("ab --a '' --b '' --port 80", "keep one of --launch, --base-url, and --host with --port"),
         ("--save-detailed", "need --save-result"),
         ('--launch "\'"', "--launch: No closing quotation"),
-        ("ab --a '' --b --max-num-seqs=0", "--b: --max-num-seqs: '0' is not a whole number of at least 1"),
-        ("sweep --flag no-such-flag --values 1,2", "--flag: unknown flag --no-such-flag"),
+        ("ab --a '' --b --max-num-seqs=0", "--b: --max-num-seqs: '0' is not an integer of at least 1"),
+        ("sweep --flag no-such-flag --values 1,2", "--flag: --no-such-flag: unknown"),
         ("sweep --flag max-num-seqs --values 1,2 --port 80", "--flag: --max-num-seqs is not a flag of this client"),
     ],
 )

@@ -61,7 +61,7 @@ def strict(root: Path, web: WebServer) -> Iterator[RunningServer]:
     """A server with limits low enough for a test to pass them."""
     with RunningServer(
         "--max-model-len", "512", "--limit-mm-per-prompt", json.dumps({"video": MAX_ITEMS}),
-        "--allowed-local-media-path", str(root), "--allow-media-redirects",
+        "--allowed-local-media-path", str(root),
         "--allowed-media-domains", f"127.0.0.1:{web.port}", "localhost",
         "--max-media-bytes", str(MAX_MEDIA_BYTES), "--max-request-bytes", str(MAX_REQUEST_BYTES),
         "--media-fetch-timeout", "2", "--media-decode-timeout", str(DECODE_SECONDS),

@@ -63,7 +63,7 @@ def update(path: Path, settings: dict) -> None:
 def test_videos_fit_without_further_flags(server: RunningServer, clip: Clip) -> None:
     options = {"preset": "ultrafast", "bf": "2", "g": str(clip.group)}
     group = clips.encode(clip.group, clip.width, clip.height, clip.rate, options=options)
-    data = base64.b64encode(clips.repeated(group, clip.groups, clip.turn)).decode()
+    data = base64.b64encode(clips.remuxed(group, "mp4", times=clip.groups, degrees=clip.turn)).decode()
     reply = server.client.with_options(timeout=600).chat.completions.create(
         model=server.model,
         messages=[message("What happens?", [("video_url", f"data:video/mp4;base64,{data}")])],

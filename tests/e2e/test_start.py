@@ -52,7 +52,7 @@ def test_the_published_command_lines_serve(name, right):
     if name == "tensor queue":
         assert logged == len(asked)
         assert len(useless) == (not torch.cuda.is_available())
-        assert all("--gpu-memory-utilization" in line and "--no-enforce-eager" in line for line in useless)
+        assert all("--gpu-memory-utilization" in line for line in useless)
     else:
         assert logged == len(useless) == 0
 

@@ -26,7 +26,7 @@ def test_too_few_descriptors_are_refused_at_start_in_one_line():
     command = ["sh", "-c", 'ulimit -n 96; exec "$@"', "sh", sys.executable, "serve.py", "--port", "0"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1
-    assert "may have 96 open files here" in ended.stderr and "ulimit -n" in ended.stderr
+    assert "the open files limit is 96" in ended.stderr and "ulimit -n" in ended.stderr
 
 
 def set_limit(pid: int, descriptors: int) -> None:

@@ -8,7 +8,7 @@ import time
 import msgspec
 
 from mini_engine.child import ChildSpec
-from mini_engine.confinement import die_with_parent
+from mini_engine.process_setup import die_with_parent
 
 
 def main() -> None:

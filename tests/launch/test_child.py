@@ -1,4 +1,4 @@
-"""The first words between the supervisor and a child."""
+"""The handshake of a child with the supervisor."""
 
 from __future__ import annotations
 
@@ -16,25 +16,13 @@ from mini_engine.transport.codec import Encoder
 INIT = Init(EngineConfig(), "", "", [], [], [], MediaCachePlan("off", 0, ""))
 
 
-@pytest.fixture
-def child(runtime, context):
-    """And what sends to it as the supervisor does."""
-    router = sockets.bind_router(context, f"ipc://{runtime}/supervisor")
-    made = Child(ChildSpec("core", "0", 5, os.getpid(), f"ipc://{runtime}/supervisor", LogSettings("info")))
-    peer, _hello = router.recv_multipart()
-    yield made, lambda body: router.send_multipart([peer, Encoder("supervisor", 0).encode(body)])
-    made.context.destroy(linger=0)
-
-
-def test_a_death_before_init_is_skipped(child):
-    one, send = child
-    send(PeerGone("api 0", 3))
-    send(INIT)
-    assert one.init() == INIT
-
-
-def test_anything_else_is_an_error(child):
-    one, send = child
-    send(ControlRequest(1))
-    with pytest.raises(RuntimeError, match="expected Init"):
-        one.init()
+def test_init_is_awaited_past_the_deaths_of_other_processes(runtime, context):
+    child = Child(ChildSpec("core", "0", 5, os.getpid(), f"ipc://{runtime}/supervisor", LogSettings("info")))
+    with sockets.bind_router(context, f"ipc://{runtime}/supervisor") as router:
+        peer, _hello = router.recv_multipart()
+        for body in (PeerGone("api 0", 3), INIT, ControlRequest(1)):
+            router.send_multipart([peer, Encoder("supervisor", 0).encode(body)])
+        assert child.init() == INIT
+        with pytest.raises(RuntimeError, match="expected Init"):
+            child.init()
+    child.context.destroy(linger=0)

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.launch.listeners import bind_listeners
+from mini_engine.launch.listeners import bind_listeners, leave_port
 
 HOST = "127.0.0.1"
 
@@ -41,21 +41,35 @@ def test_a_second_server_is_refused_whether_the_first_listens_or_only_loads(list
             bound(stack, first[0].getsockname()[1])
 
 
-def test_the_port_can_be_had_again_at_once():
+@pytest.mark.parametrize("of_another_program", [False, True])
+def test_a_port_is_free_again_at_once(of_another_program):
     with contextlib.ExitStack() as stack:
-        (first,) = bound(stack, count=1)
+        if of_another_program:
+            first = stack.enter_context(socket.create_server((HOST, 0)))  # with SO_REUSEADDR alone
+        else:
+            (first,) = bound(stack, count=1)
+            listen(first)
         port = first.getsockname()[1]
-        listen(first)
         leave_closing(first)
     with contextlib.ExitStack() as stack:
         for listener in bound(stack, port):
             listen(listener)
 
 
-def test_the_port_of_another_program_that_has_ended_can_be_had_at_once():
-    with socket.create_server((HOST, 0)) as other:  # with SO_REUSEADDR alone
-        port = other.getsockname()[1]
-        leave_closing(other)
+def test_a_port_that_is_left_resets_its_queue_and_is_joined_again():
+    """Left several times: as when the successor of a dead API server dies while it loads."""
     with contextlib.ExitStack() as stack:
-        for listener in bound(stack, port):
+        (listener,) = bound(stack, count=1)
+        for _ in range(2):
             listen(listener)
+            with socket.create_connection(listener.getsockname()) as client:
+                leave_port(listener)
+                leave_port(listener)
+                with pytest.raises(ConnectionResetError):
+                    client.recv(1)
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(listener.getsockname())
+        listen(listener)
+        with socket.create_connection(listener.getsockname()) as client, listener.accept()[0] as server:
+            client.sendall(b"?")
+            assert server.recv(1) == b"?"

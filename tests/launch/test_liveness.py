@@ -7,60 +7,44 @@ from types import SimpleNamespace
 import pytest
 
 from mini_engine.config import EngineConfig
-from mini_engine.launch import liveness as liveness_module
 from mini_engine.launch.liveness import TURNS, Liveness
-
-TIMEOUTS = [(60, 600), (3600, 600), (60, 20)]  # --collective-timeout, --startup-timeout
 
 
 class Child(SimpleNamespace):
     """One that never answers a ping."""
 
     def __init__(self, **state: object):
-        super().__init__(role="core", title="core 0", name="core 0", engine="0", state="T", turns=0, killed_at=None)
+        super().__init__(role="core", title="core 0", name="core 0", state="T", turns=0, killed_at=None)
         self.__dict__.update(state)
 
     def kill(self) -> None:
-        self.killed_at = liveness_module.time.monotonic()
+        self.killed_at = 0.0
 
 
-def seconds_until_killed(child: Child, monkeypatch: pytest.MonkeyPatch, collective: float, startup: float) -> float:
+def seconds_until_a_kill(children: list[Child], **timeouts: float) -> float:
     now = 0.0
-    monkeypatch.setattr(liveness_module, "time", SimpleNamespace(monotonic=lambda: now))
-    processes = SimpleNamespace(children=[child], send=lambda *_: True, engine_of=lambda _: [child])
-    config = EngineConfig(collective_timeout=collective, startup_timeout=startup, health_timeout=1)
-    liveness = Liveness(config, processes)
-    while child.killed_at is None:
+    processes = SimpleNamespace(children=children, send=lambda *_: None, engine_of=lambda _: children)
+    liveness = Liveness(EngineConfig(health_timeout=1, **timeouts), processes, lambda: now)
+    while all(child.killed_at is None for child in children):
         now += liveness.seconds_left()
         liveness.turn()
-    return child.killed_at
+    return now
 
 
-@pytest.mark.parametrize(("collective", "startup"), TIMEOUTS)
-def test_an_unresponsive_process_is_killed_at_the_collective_timeout(collective, startup, monkeypatch):
-    """It is asked first one turn after it was seen alive, so that the time it had is the time-out."""
-    seconds = seconds_until_killed(Child(serving=True, ready=True, started=True), monkeypatch, collective, startup)
-    assert collective < seconds <= (1 + 1 / TURNS) * collective
+@pytest.mark.parametrize(("collective", "startup"), [(60, 600), (3600, 600), (60, 20)])
+def test_hanging_processes_are_killed_at_their_timeout(collective, startup):
+    """A process is pinged first one turn after it was seen alive, so that the time it had is the time-out."""
+    for serving, timeout in ((True, collective), (False, startup)):
+        child = Child(serving=serving, ready=serving, started=serving)
+        seconds = seconds_until_a_kill([child], collective_timeout=collective, startup_timeout=startup)
+        assert timeout < seconds <= (1 + 1 / TURNS) * timeout
 
 
-@pytest.mark.parametrize(("collective", "startup"), TIMEOUTS)
-def test_a_process_that_is_not_ready_is_killed_at_the_startup_timeout(collective, startup, monkeypatch):
-    seconds = seconds_until_killed(Child(serving=False, ready=False, started=False), monkeypatch, collective, startup)
-    assert startup < seconds <= (1 + 1 / TURNS) * startup
-
-
-@pytest.mark.parametrize(
-    ("states", "killed"),
-    [("SST", "T"), ("SDS", "D"), ("SRT", "RT"), ("SSS", "SSS")],
-)
-def test_of_processes_that_are_not_ready_those_that_sleep_are_not_killed(states, killed, monkeypatch, caplog):
+@pytest.mark.parametrize(("states", "killed"), [("SST", "T"), ("SDS", "D"), ("SRT", "RT"), ("SSS", "SSS")])
+def test_of_processes_that_are_not_ready_those_that_sleep_are_not_killed(states, killed, caplog):
     children = [Child(serving=False, ready=False, started=False, state=state, name=state) for state in states]
-    children.append(Child(serving=False, ready=True, started=False))  # it waits for them, too
-    now = 0.0
-    monkeypatch.setattr(liveness_module, "time", SimpleNamespace(monotonic=lambda: now))
-    liveness = Liveness(EngineConfig(startup_timeout=10), SimpleNamespace(children=children))
-    while not any(child.killed_at for child in children):
-        now += liveness.seconds_left()
-        liveness.turn()
-    assert "".join(child.state for child in children if child.killed_at) == killed
+    waiting = Child(serving=False, ready=True, started=False)  # for the others
+    seconds_until_a_kill([*children, waiting], startup_timeout=10)
+    assert "".join(child.state for child in children if child.killed_at is not None) == killed
+    assert waiting.killed_at is None
     assert f"(state in proc(5): {', '.join(f'{state} {state}' for state in states)})" in caplog.text

@@ -128,7 +128,7 @@ def failpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FailP
 def test_a_decoder_does_one_job_after_another_in_the_same_memory() -> None:
     async def scenario(decoders: Decoders) -> None:
         (first,) = await decoders.settled(2) - {max(decoders.pids())}
-        large = clips.repeated(clips.encode(1, 3000, 2000, codec="mpeg4"), 8)
+        large = clips.remuxed(clips.encode(1, 3000, 2000, codec="mpeg4"), "mp4", times=8)
         for data in (GOOD, clips.encode(9, 32, 16), large, GOOD):
             await decoders.check(data)
         assert first in decoders.pids()

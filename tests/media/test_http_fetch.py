@@ -190,11 +190,9 @@ def test_redirects(policy: MediaPolicy, names: Names) -> None:
         connection.sendall(to if number else response(BODY))
 
     with WebServer(answer) as server:
-        follow = replace(policy, allow_media_redirects=True)
-        assert "--allow-media-redirects" in refusal(f"http://media.test:{server.port}/1", policy)
-        assert download(f"http://media.test:{server.port}/5", follow) == BODY
-        assert names.asked == [("media.test", server.port)] * 7  # once per URL
-        assert "more than 5 redirects" in refusal(f"http://media.test:{server.port}/6", follow)
+        assert download(f"http://media.test:{server.port}/5", policy) == BODY
+        assert names.asked == [("media.test", server.port)] * 6  # once per URL
+        assert "more than 5 redirects" in refusal(f"http://media.test:{server.port}/6", policy)
     assert not any("cookie" in head.lower() for head in server.requests)
 
 
@@ -205,7 +203,7 @@ def test_redirect_is_checked_like_the_first_url(location: str, policy: MediaPoli
         connection.sendall(b"HTTP/1.1 307 x\r\nLocation: " + to + b"\r\n\r\n")
 
     names.names["private.test"] = ["127.0.0.2"]
-    policy = replace(policy, allow_media_redirects=True, allowed_media_domains=["media.test", "private.test"])
+    policy = replace(policy, allowed_media_domains=["media.test", "private.test"])
     with WebServer(answer) as server:
         assert "after a redirect: " in refusal(f"http://media.test:{server.port}/", policy)
     assert server.dialled == 1
@@ -222,7 +220,7 @@ def test_tls(policy: MediaPolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     context.load_cert_chain(certificate, key)
     context.sni_callback = lambda _, name, __: names.append(name)
     hosts = ["media.test", "other.test", "127.0.0.1"]
-    policy = replace(policy, allowed_media_domains=hosts, allow_media_redirects=True)
+    policy = replace(policy, allowed_media_domains=hosts)
     monkeypatch.setattr(http_fetch, "tls_context", http_fetch.tls_context.__wrapped__)  # without its cache
     with WebServer(response(b"", "301 Moved", Location="http://media.test/"), tls=context) as server:
         assert "certificate must be valid" in refusal(f"https://media.test:{server.port}/", policy)  # not trusted

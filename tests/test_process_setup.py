@@ -1,9 +1,11 @@
+"""A child process keeps freed memory."""
+
 import subprocess
 import sys
 
 PROBE = """
 import ctypes, resource, sys, threading
-from mini_engine.malloc import keep_freed_memory
+from mini_engine.process_setup import keep_freed_memory
 PR_SET_THP_DISABLE = 41  # a huge page would replace hundreds of faults
 ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 assert sys.argv[1] == "default" or keep_freed_memory()
