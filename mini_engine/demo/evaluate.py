@@ -1,7 +1,8 @@
 """How often the bundled model is exactly right, on seeds that it never saw.
 
 `quick` runs inside training on prepared items. `python -m mini_engine.demo.evaluate` goes the whole way that a user's
-video goes: encode, decode, sample, Hugging Face processor, `generate`; it prints one row per codec.
+video goes: encode, decode, sample, Hugging Face processor, `generate`; it prints one row per codec, and one for videos
+of a second renderer, `paint`, which shares no drawing code with the one that the training draws from.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from mini_engine.demo.model import WEIGHTS
 
 FRESH_SEEDS = 1_000_000_000  # from here on: never used in training, only to choose among checkpoints
 TABLE_SEEDS = FRESH_SEEDS + 1_000_000  # from here on: not even for that
-SHADES = {  # of the second renderer, which shares no number with `videos`: names of CSS colours
+SHADES = {  # of the second renderer: names of CSS colours
     "red": ("red", "crimson", "firebrick"),
     "green": ("lime", "limegreen", "green"),
     "blue": ("blue", "royalblue", "dodgerblue"),
