@@ -67,8 +67,19 @@ class Served:
     server: HttpServer
     port: int
     requests: ActiveRequests
-    allowed: Path  # files below may be read
+    receiving: asyncio.Task[None]  # what the engines send
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
+
+    @property
+    def gate(self) -> GatedProcessor:
+        return self.context.media.processor  # type: ignore[return-value]
+
+    @property
+    def allowed(self) -> Path:
+        """Files below it may be read."""
+        path = self.context.media.policy.allowed_local_media_path
+        assert path is not None
+        return path
 
     def says(self, *texts: str) -> None:
         """The core answers with the tokens of each text in an output of their own."""
@@ -169,30 +180,29 @@ class SlowWeb(WebServer):
 
 
 class GatedProcessor:
-    """A processor that waits at its door: so a test holds items at a known stage."""
+    """A processor that waits at its door, which is open at first: so a test holds items at a known stage."""
 
     def __init__(self, processor: MediaProcessor):
         self.processor = processor
         self.step, self.patch_size = processor.step, processor.patch_size
         self.inside = 0
-        self.most = 0
         self.door = threading.Event()
+        self.door.set()
         self.lock = threading.Lock()
 
-    def process_image(self, *args: Any, **more: Any) -> Any:
-        return self.pass_door(self.processor.process_image, *args, **more)
+    def process_image(self, *args: Any) -> Any:
+        return self.pass_door(self.processor.process_image, *args)
 
-    def process_video(self, *args: Any, **more: Any) -> Any:
-        return self.pass_door(self.processor.process_video, *args, **more)
+    def process_video(self, *args: Any) -> Any:
+        return self.pass_door(self.processor.process_video, *args)
 
-    def pass_door(self, process: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    def pass_door(self, process: Callable[..., Any], *args: Any) -> Any:
         with self.lock:
             self.inside += 1
-            self.most = max(self.most, self.inside)
         assert self.door.wait(PATIENCE)
         with self.lock:
             self.inside -= 1
-        return process(*args, **more)
+        return process(*args)
 
 
 async def hang_up(writer: asyncio.StreamWriter) -> None:
@@ -270,33 +280,15 @@ class Counted:
         return [self.read(name) - before for name, before in self.before.items()]
 
 
-def media_settings(processor: MediaProcessor) -> MediaSettingsResolver:
-    """Of a server without flags."""
-    return MediaSettingsResolver(processor, (processor.hf_processor.tokenizer.name_or_path, None))
-
-
-def media_loader(
-    processor: Any,
-    policy: MediaPolicy | None = None,
-    threads: int = 2,
-    limits: DecodeLimits | None = None,
-    allow_partial_video: bool = False,
-) -> MediaLoader:
-    """A loader whose decoder processes start with its first item."""
-    policy = policy or MediaPolicy(None, MAX_MEDIA_BYTES)
-    decoders = DecoderPool("test", threads, limits or DecodeLimits(), policy.max_media_bytes)
-    return MediaLoader(processor, policy, decoders, threads, allow_partial_video=allow_partial_video)
+def media_loader(processor: Any, policy: MediaPolicy, allow_partial_video: bool = False) -> MediaLoader:
+    """A loader with two threads, and up to two decoder processes, which start with its first item."""
+    decoders = DecoderPool("test", 2, DecodeLimits(), policy.max_media_bytes)
+    return MediaLoader(processor, policy, decoders, 2, allow_partial_video=allow_partial_video)
 
 
 @contextlib.asynccontextmanager
 async def serve(
-    processor: MediaProcessor,
-    directory: Path,
-    *,
-    queue: TensorIpcSender | None = None,
-    media_cache: bool = True,
-    media: MediaLoader | None = None,
-    **settings: Any,
+    processor: MediaProcessor, media: MediaLoader, *, queue: TensorIpcSender | None = None, **settings: Any
 ) -> AsyncIterator[Served]:
     """Everything up, a request may be sent. At the end nothing of any request is left, and everything goes down.
 
@@ -304,40 +296,40 @@ async def serve(
     """
     own = {"served_model_name": ["tiny", "alias"], "timeout_keep_alive": 3600, "max_request_bytes": MAX_REQUEST_BYTES}
     config = EngineConfig(**{**own, **settings})
-    (allowed := directory / "allowed").mkdir(exist_ok=True)
     queue = queue or make_queue()
-    media = media or media_loader(processor, MediaPolicy(allowed, MAX_MEDIA_BYTES, ["127.0.0.1"]))
-    with contextlib.closing(media), engines_and_core(queue, media_cache) as (engines, core):
+    with engines_and_core(queue) as (engines, core):
         context = make_context(processor, config, media, engines)
         app = create_app(context)
         server = HttpServer(app, config, lambda: None)
-        async with running(server, core.run(), engines.run()) as port:
+        receiving = asyncio.create_task(engines.run())
+        async with running(server, receiving, asyncio.create_task(core.run())) as port:
             url = f"http://127.0.0.1:{port}"
-            http = httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=httpx.Limits(keepalive_expiry=None))
-            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
-            served = Served(context, core, queue, client, http, server, port, app.state.requests, allowed)
+            http = httpx.AsyncClient(
+                base_url=url, timeout=PATIENCE, limits=httpx.Limits(keepalive_expiry=None), verify=False
+            )
+            client = openai.AsyncOpenAI(
+                base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE, http_client=http
+            )
+            served = Served(context, core, queue, client, http, server, port, app.state.requests, receiving)
             served.says(*ANSWER)
-            async with http, client:
-                yield served
+            async with http:
+                try:
+                    yield served
+                finally:
+                    served.gate.door.set()
                 for writer in served.writers:
                     await hang_up(writer)
                 await eventually(served.at_rest)
 
 
 @contextlib.contextmanager
-def engines_and_core(queue: TensorIpcSender, media_cache: bool) -> Iterator[tuple[EngineClient, ScriptedCore]]:
+def engines_and_core(queue: TensorIpcSender) -> Iterator[tuple[EngineClient, ScriptedCore]]:
     zmq_context = zmq.asyncio.Context()
     with tempfile.TemporaryDirectory(prefix="mini-") as sockets:  # whose path leaves room for a socket's name
         endpoint = f"ipc://{sockets}/core"
         core = ScriptedCore(zmq_context, endpoint)
-        engines = EngineClient(
-            zmq_context,
-            Encoder("api 0", 7),
-            [endpoint],
-            [queue],
-            media_capacity=media_cache and 1 << 30,
-            stores=[None],
-        )
+        encoder = Encoder("api 0", 7)
+        engines = EngineClient(zmq_context, encoder, [endpoint], [queue], media_capacity=1 << 30, stores=[None])
         try:
             yield engines, core
         finally:
@@ -360,7 +352,7 @@ def make_context(
         bodies=ByteBudget(MAX_REQUEST_BYTES, "inflight_bodies"),
         requests=RequestAdmission(MAX_REQUESTS),
         admission=admission,
-        media_settings=media_settings(processor),
+        media_settings=MediaSettingsResolver(processor, (tokenizer.name_or_path, None)),
         media=media,
         sampling=SamplingResolver(SamplingDefaults(eos_token_id=[3]), MAX_MODEL_LEN, len(tokenizer), 0, 7),
         engines=engines,
@@ -369,10 +361,9 @@ def make_context(
 
 
 @contextlib.asynccontextmanager
-async def running(server: HttpServer, *background: Any) -> AsyncIterator[int]:
-    """The server on a port of its own, and what runs beside it."""
+async def running(server: HttpServer, *background: asyncio.Task[None]) -> AsyncIterator[int]:
+    """The server on a port of its own. At its end the tasks in the background end too."""
     listener = socket.create_server(("127.0.0.1", 0))
-    tasks = [asyncio.create_task(work) for work in background]
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await eventually(lambda: server.started)
     try:
@@ -380,6 +371,6 @@ async def running(server: HttpServer, *background: Any) -> AsyncIterator[int]:
     finally:
         server.should_exit = True
         await serving
-        for task in tasks:
+        for task in background:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*background, return_exceptions=True)

@@ -1,7 +1,7 @@
 """A request ends at each stage of its path: its client leaves, the engine dies, or the server stops.
 
-Its client is told, its engine only if that has it, and all that the request held is released: each server checks
-that at its end.
+Its client gets an error, its engine an abort only if the engine has the request, and all that the request held is
+released: each server checks that at its end.
 """
 
 from __future__ import annotations
@@ -9,28 +9,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import pytest
 
-from mini_engine.api.engine_client import EngineClient
+from mini_engine.api.engine_client import LOST_SECONDS, EngineClient, EngineLost
 from mini_engine.api.errors import shutting_down
-from mini_engine.media.policy import MediaPolicy
-from mini_engine.media.processor import MediaProcessor
+from mini_engine.transport.arena import Arena
 from mini_engine.transport.pages import PAGE_BYTES
-from tests.api.patience import PATIENCE, cancelled, eventually
+from mini_engine.transport.tensor_ipc import TensorIpcSender
+from tests.api.patience import PATIENCE, cancelled, eventually, settle, skip
 from tests.api.peers import make_queue
-from tests.api.serving import (
-    MAX_MEDIA_BYTES,
-    Counted,
-    GatedProcessor,
-    Serve,
-    Served,
-    SlowWeb,
-    check_error,
-    image,
-    media_loader,
-)
+from tests.api.serving import Counted, Serve, Served, SlowWeb, check_error, image
+from tests.transport.conftest import ME, Rank, address_of
 
 Asking = asyncio.Task[httpx.Response]
 
@@ -38,24 +30,20 @@ Asking = asyncio.Task[httpx.Response]
 @dataclass
 class Ground:
     served: Served
-    gated: GatedProcessor
     web: SlowWeb
     ahead: list[Asking] = field(default_factory=list)  # requests that the one in question waits for
 
 
 @pytest.fixture
-async def ground(serve: Serve, processor: MediaProcessor, web: SlowWeb) -> AsyncIterator[Ground]:
+async def ground(serve: Serve, web: SlowWeb) -> AsyncIterator[Ground]:
     """A server with room for the tensors of one request, which keeps one item and holds what it is sent."""
-    gated = GatedProcessor(processor)
-    gated.door.set()
-    media = media_loader(gated, MediaPolicy(None, MAX_MEDIA_BYTES, ["127.0.0.1"]))
-    async with serve(media=media, queue=make_queue(PAGE_BYTES)) as served:
+    async with serve(queue=make_queue(PAGE_BYTES)) as served:
         served.core.keeps = True
         await served.post([image(84)])
         served.core.hold = True
-        ground = Ground(served, gated, web)
+        ground = Ground(served, web)
         yield ground
-        gated.door.set()
+        served.gate.door.set()
         for asking in ground.ahead:
             await cancelled(asking)
 
@@ -68,7 +56,7 @@ async def downloading(ground: Ground) -> Asking:
 
 async def queued_for_decoding(ground: Ground) -> Asking:
     admission = ground.served.context.admission
-    ground.gated.door.clear()
+    ground.served.gate.door.clear()
     ground.ahead.append(ground.served.asking([image(56 + number) for number in range(admission.limit)]))
     await eventually(lambda: admission.num_admitted == admission.limit)
     asking = ground.served.asking([image()])
@@ -84,9 +72,9 @@ async def looked_up(ground: Ground) -> Asking:
 
 
 async def processed(ground: Ground) -> Asking:
-    ground.gated.door.clear()
+    ground.served.gate.door.clear()
     asking = ground.served.asking([image(84), image()])
-    await eventually(lambda: ground.gated.inside == 1)
+    await eventually(lambda: ground.served.gate.inside == 1)
     return asking
 
 
@@ -163,7 +151,7 @@ async def test_engine_or_server_ends(ground: Ground, stage: Stage, code: str) ->
     engines.peer_gone("api 1")  # another API server is no matter of this one's requests
     assert not asking.done() and engines.alive
     ENDS[code](engines)
-    ground.gated.door.set()
+    ground.served.gate.door.set()
     ground.web.go.set()
     async with asyncio.timeout(PATIENCE):
         response = await asking
@@ -177,3 +165,29 @@ async def test_engine_or_server_ends(ground: Ground, stage: Stage, code: str) ->
     check_error(await served.post([image()]), 503, code)
     check_error(await served.http.get("/health"), 503, "engine_unavailable")
     assert not served.core.finishes
+
+
+@pytest.mark.parametrize(("reported", "draining"), [(False, False), (True, False), (False, True)])
+async def test_engine_that_cannot_be_reached_counts_as_dead(
+    serve: Serve, runtime: Path, reported: bool, draining: bool
+) -> None:
+    """Unless its death is reported, or this server drains, this server is to be replaced."""
+    rank = Rank(address_of(runtime))
+    queue = TensorIpcSender(ME, [rank.address], Arena(1 << 20, lambda: 1 << 40))
+    queue.probe("torch_shm", PATIENCE)
+    async with serve(queue=queue) as served:
+        engines, served.core.hold = served.context.engines, True
+        asking = served.asking()
+        await served.core.has_requests()
+        engines.draining = draining
+        await asyncio.to_thread(rank.close)
+        check_error(await asking, 500, "engine_unavailable")
+        assert not engines.alive
+        if reported:
+            engines.peer_gone("worker 0.1")
+        skip(LOST_SECONDS)
+        await settle()
+        assert served.receiving.done() == (not reported and not draining)
+        if served.receiving.done():
+            with pytest.raises(EngineLost):
+                await served.receiving

@@ -1,11 +1,8 @@
-"""Which requests are accepted, and how they end: API keys, ids, headers of bodies, drain, CORS, a proxy's path."""
+"""Which requests are accepted, and how they end: API keys, request ids, drain, CORS, a proxy's path."""
 
 from __future__ import annotations
 
 import asyncio
-import gzip
-import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -13,20 +10,11 @@ import openai
 import pytest
 
 from tests.api.patience import PATIENCE, eventually
-from tests.api.serving import CHAT_HEAD, MAX_REQUEST_BYTES, Serve, Served, chat_body, check_error, choices_of
+from tests.api.serving import CHAT_HEAD, Serve, Served, chat_body, check_error, choices_of
 
 PAGE = "https://page.test"
 PREFLIGHT = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
 KEYS = ["first-key", "sch\u00fcssel"]
-BODY_PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
-
-
-async def response_to_headers(served: Served, path: str, *headers: str) -> tuple[bytes, dict[str, str]]:
-    """Head and error of the response to a request whose body is not sent."""
-    reader, _ = await served.connect("\r\n".join([f"POST {path} HTTP/1.1", "host: x", *headers, "", ""]).encode())
-    async with asyncio.timeout(PATIENCE):
-        head = await reader.readuntil(b"\r\n\r\n")
-        return head, json.loads(await reader.readuntil(b"}}"))["error"]
 
 
 # --- API keys, request ids -------------------------------------------------------------------------------------------
@@ -75,47 +63,6 @@ async def test_every_response_has_a_request_id_of_its_own(served: Served) -> Non
         assert response.status_code == status and request_id.startswith(prefix), path
         ids.add(request_id)
     assert len(ids) == len(table)
-
-
-# --- bodies ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", BODY_PATHS)
-async def test_body_is_refused_by_its_headers(served: Served, path: str) -> None:
-    """A page may make a browser send the first of these types without a preflight."""
-    for given in (None, "", "text/plain", "application/x-www-form-urlencoded", "application/json-seq"):
-        typed = [] if given is None else [f"content-type: {given}"]
-        head, error = await response_to_headers(served, path, *typed, "content-length: 9")
-        assert b" 415 " in head and b"\r\naccept: application/json\r\n" in head
-        assert error["code"] == "invalid_http" and "'Content-Type: application/json'" in error["message"]
-    large = f"content-length: {MAX_REQUEST_BYTES + 1}"
-    head, error = await response_to_headers(served, path, "content-type: application/json", large)
-    assert b" 413 " in head and error["code"] == "request_too_large"
-    coded = {"content-type": "application/json", "content-encoding": "gzip"}
-    response = await served.http.post(path, content=gzip.compress(b"{}"), headers=coded)
-    check_error(response, 415, "invalid_http")
-    assert response.headers["accept-encoding"] == "identity"
-    assert not served.core.requests
-
-
-async def test_content_types_that_are_json(served: Served) -> None:
-    for given in ("application/json; charset=utf-8", "Application/JSON", "application/json ;x=y"):
-        headers = {"content-type": given, "content-encoding": "Identity"}
-        answer = await served.http.post("/tokenize", content=b'{"prompt": "a red"}', headers=headers)
-        assert answer.status_code == 200, given
-        half = await served.http.post("/tokenize", content=b'{"prompt": "a', headers=headers)
-        check_error(half, 400, "invalid_json")
-
-
-async def test_body_without_a_length_is_read_up_to_the_limit(served: Served) -> None:
-    async def blocks() -> AsyncIterator[bytes]:
-        for _ in range(MAX_REQUEST_BYTES // 65536 + 1):
-            yield b" " * 65536
-
-    headers = {"content-type": "application/json"}
-    response = await served.http.post("/v1/chat/completions", content=blocks(), headers=headers)
-    check_error(response, 413, "request_too_large", f"{MAX_REQUEST_BYTES} bytes, the limit of --max-request-bytes")
-    assert (await served.post()).status_code == 200
 
 
 # --- drain and stop --------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import threading
 import httpx
 import pytest
 
+from mini_engine.api.admission import MediaAdmission
 from mini_engine.media.policy import BLOCK_BYTES
-from mini_engine.media.processor import MediaProcessor
-from tests.api.patience import PATIENCE, eventually
+from tests.api.patience import PATIENCE, cancelled, eventually, settle
 from tests.api.serving import (
     CHAT_HEAD,
     MAX_INFLIGHT_BYTES,
@@ -21,14 +21,11 @@ from tests.api.serving import (
     MAX_REQUEST_BYTES,
     MAX_REQUESTS,
     Counted,
-    GatedProcessor,
-    Serve,
     Served,
     SlowWeb,
     check_error,
     hang_up,
     image,
-    media_loader,
     metric,
 )
 from tests.web import WebServer, response
@@ -92,13 +89,18 @@ async def test_bytes_are_in_flight_until_the_engine_has_accepted(served: Served,
     served.core.accepts = False
     first = served.asking([large.part] * 4, stream=stream)
     request = await served.core.has_requests()
+    assert served.context.admission.num_admitted == 4
     assert metric("inflight_media_bytes") == 4 * MAX_MEDIA_BYTES == MAX_INFLIGHT_BYTES
     for part in (large.part, image()):
         check_refusal(await served.post([part], stream=stream), "--max-inflight-media-gb")
     assert counted.since() == [2]
+    served.core.hold = True
     await served.core.accept(request)
+    await eventually(lambda: not metric("inflight_media_bytes") and not served.context.admission.num_admitted)
+    assert not first.done()
+    await served.core.end(request, "length")
     assert (await first).status_code == 200
-    served.core.accepts = True
+    served.core.accepts, served.core.hold = True, False
     assert (await served.post([image()], stream=stream)).status_code == 200
 
 
@@ -139,11 +141,56 @@ async def test_web_server_that_hangs_delays_no_other_request(served: Served, web
     assert {(await one).status_code for one in hanging} == {200}
 
 
-async def test_decoded_frames_are_in_flight_until_they_are_processed(serve: Serve, processor: MediaProcessor) -> None:
-    gated = GatedProcessor(processor)
-    async with serve(media=media_loader(gated)) as served:
-        asking = served.asking([image(200)])
-        await eventually(lambda: gated.inside == 1)
-        assert metric("inflight_media_bytes") > 200 * 200 * 3
-        gated.door.set()
-        assert (await asking).status_code == 200
+async def test_decoded_frames_are_in_flight_until_they_are_processed(served: Served) -> None:
+    served.gate.door.clear()
+    asking = served.asking([image(200)])
+    await eventually(lambda: served.gate.inside == 1)
+    assert metric("inflight_media_bytes") > 200 * 200 * 3
+    served.gate.door.set()
+    assert (await asking).status_code == 200
+
+
+# --- the queue for decoding ------------------------------------------------------------------------------------------
+
+
+class Crowd:
+    """Requests for places, which hold them until `leave`."""
+
+    def __init__(self, limit: int):
+        self.admission = MediaAdmission(limit, 1000)
+        self.entered: list[int] = []  # numbers of items
+        self.leave = asyncio.Event()
+
+    async def hold(self, items: int) -> None:
+        async with self.admission.places(items):
+            self.entered.append(items)
+            await self.leave.wait()
+
+    async def come(self, *items: int) -> list[asyncio.Task[None]]:
+        tasks = [asyncio.create_task(self.hold(one)) for one in items]
+        await settle()
+        return tasks
+
+    async def go(self, tasks: list[asyncio.Task[None]]) -> None:
+        self.leave.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert self.admission.num_admitted == self.admission.num_waiting == 0
+
+
+async def test_large_request_is_not_overtaken_and_runs_alone() -> None:
+    crowd = Crowd(4)
+    tasks = await crowd.come(3, 9, 1, 0)
+    assert crowd.entered == [3, 0]  # 9 waits for all places, 1 behind it although it would fit; 0 needs none
+    assert crowd.admission.num_waiting == 2
+    await crowd.go(tasks)
+    assert crowd.entered == [3, 0, 9, 1]
+
+
+async def test_cancelled_wait_leaves_its_places_to_the_next() -> None:
+    crowd = Crowd(2)
+    tasks = await crowd.come(1, 2, 1)
+    assert crowd.entered == [1]
+    await cancelled(tasks[1])
+    await settle()
+    assert crowd.entered == [1, 1]
+    await crowd.go(tasks)
