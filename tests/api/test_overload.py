@@ -11,9 +11,12 @@ import threading
 import httpx
 import pytest
 
-from mini_engine.api.admission import MediaAdmission
 from mini_engine.media.policy import BLOCK_BYTES
-from tests.api.patience import PATIENCE, cancelled, eventually, settle
+from mini_engine.transport.arena import Arena
+from mini_engine.transport.pages import PAGE_BYTES
+from mini_engine.transport.tensor_ipc import TensorIpcSender
+from tests.api.patience import PATIENCE, cancelled, eventually
+from tests.api.peers import make_queue
 from tests.api.serving import (
     CHAT_HEAD,
     MAX_INFLIGHT_BYTES,
@@ -21,6 +24,7 @@ from tests.api.serving import (
     MAX_REQUEST_BYTES,
     MAX_REQUESTS,
     Counted,
+    Serve,
     Served,
     SlowWeb,
     check_error,
@@ -28,6 +32,7 @@ from tests.api.serving import (
     image,
     metric,
 )
+from tests.transport.conftest import ME
 from tests.web import WebServer, response
 
 streamed_or_whole = pytest.mark.parametrize("stream", [False, True])
@@ -150,47 +155,27 @@ async def test_decoded_frames_are_in_flight_until_they_are_processed(served: Ser
     assert (await asking).status_code == 200
 
 
-# --- the queue for decoding ------------------------------------------------------------------------------------------
+async def test_large_request_is_not_overtaken_in_the_queue_for_decoding(served: Served) -> None:
+    """There are four places. More items than places run alone."""
+    admission = served.context.admission
+    served.gate.door.clear()
+    asking = []
+    for waiting, sides in enumerate([(56, 57, 58), range(59, 64), (64,), (65, 66)]):
+        asking.append(served.asking([image(side) for side in sides]))
+        await eventually(lambda waiting=waiting: admission.num_admitted >= 3 and admission.num_waiting == waiting)
+    assert (await served.post()).status_code == 200  # needs no place
+    await cancelled(asking.pop())
+    served.gate.door.set()
+    assert {(await one).status_code for one in asking} == {200}
+    assert [len(request.media) for request in served.core.requests] == [0, 3, 5, 1]
 
 
-class Crowd:
-    """Requests for places, which hold them until `leave`."""
-
-    def __init__(self, limit: int):
-        self.admission = MediaAdmission(limit, 1000)
-        self.entered: list[int] = []  # numbers of items
-        self.leave = asyncio.Event()
-
-    async def hold(self, items: int) -> None:
-        async with self.admission.places(items):
-            self.entered.append(items)
-            await self.leave.wait()
-
-    async def come(self, *items: int) -> list[asyncio.Task[None]]:
-        tasks = [asyncio.create_task(self.hold(one)) for one in items]
-        await settle()
-        return tasks
-
-    async def go(self, tasks: list[asyncio.Task[None]]) -> None:
-        self.leave.set()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert self.admission.num_admitted == self.admission.num_waiting == 0
-
-
-async def test_large_request_is_not_overtaken_and_runs_alone() -> None:
-    crowd = Crowd(4)
-    tasks = await crowd.come(3, 9, 1, 0)
-    assert crowd.entered == [3, 0]  # 9 waits for all places, 1 behind it although it would fit; 0 needs none
-    assert crowd.admission.num_waiting == 2
-    await crowd.go(tasks)
-    assert crowd.entered == [3, 0, 9, 1]
-
-
-async def test_cancelled_wait_leaves_its_places_to_the_next() -> None:
-    crowd = Crowd(2)
-    tasks = await crowd.come(1, 2, 1)
-    assert crowd.entered == [1]
-    await cancelled(tasks[1])
-    await settle()
-    assert crowd.entered == [1, 1]
-    await crowd.go(tasks)
+async def test_tensors_that_have_no_memory(serve: Serve) -> None:
+    async with serve(queue=make_queue(PAGE_BYTES)) as served:
+        response = await served.post([image(84), image(112)])
+        check_error(response, 400, "media_too_large", "--mm-ipc-memory-bytes")
+        assert not served.core.requests
+    async with serve(queue=TensorIpcSender(ME, [], Arena(PAGE_BYTES, lambda: 0))) as served:
+        response = await served.post([image()])
+        check_error(response, 503, "engine_unavailable")
+        assert "retry-after" in response.headers and not served.core.requests
