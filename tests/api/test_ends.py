@@ -65,7 +65,7 @@ async def queued_for_decoding(ground: Ground) -> Asking:
 
 
 async def looked_up(ground: Ground) -> Asking:
-    ground.served.core.answers_look_ups = False
+    ground.served.core.replies_to.discard("look_up")
     asking = ground.served.asking([image(84)])
     await eventually(lambda: len(ground.served.core.look_ups) == 2)
     return asking

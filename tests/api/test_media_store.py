@@ -67,7 +67,7 @@ class HeldMemory(WritableMemory):
 
 class World:
     """The store of one engine with two ranks, and clients in two API servers, 1 and 2. Messages of type `holds`, and
-    those after them, are not delivered until `let_go`."""
+    those after them, are held."""
 
     def __init__(self) -> None:
         self.store = MediaStore(PAGES * PAGE_BYTES, PAGE_BYTES, lambda: 1 << 50)
@@ -92,11 +92,6 @@ class World:
             self.held.append((client, body))
         else:
             asyncio.get_running_loop().call_soon(self.deliver, client, body)
-
-    def let_go(self) -> None:
-        self.holds, held, self.held = None, self.held, []
-        for client, body in held:
-            self.deliver(client, body)
 
     def deliver(self, client: int, body: AnyMessage) -> None:
         store = self.store

@@ -58,7 +58,7 @@ async def test_simultaneous_health_requests_share_a_ping(served: Served) -> None
     await eventually(lambda: len(served.core.controls["ping"]) == 2)
     await settle()
     await cancelled(leaving)
-    await served.core.tell(ControlReply(served.core.controls["ping"][1]))
+    await served.core.send(ControlReply(served.core.controls["ping"][1]))
     assert await asyncio.gather(*asking) == [(200, None)] * 4
     assert len(served.core.controls["ping"]) == 2
 
@@ -75,9 +75,9 @@ async def test_health_of_an_engine_that_hangs(serve: Serve) -> None:
         assert served.core.controls["ping"] == [1], "a second ping while the first is unanswered"
         assert (await served.http.get("/live")).status_code == 200
         served.core.replies_to.add("ping")
-        await served.core.tell(ControlReply(1))
+        await served.core.send(ControlReply(1))
         assert await health(served) == (200, None)
-        await served.core.tell(ControlReply(1))  # of an old ping: no answer to the next
+        await served.core.send(ControlReply(1))  # of an old ping: no answer to the next
         served.core.replies_to.discard("ping")
         assert await health(served) == (503, "timeout")
 
