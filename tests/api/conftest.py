@@ -10,7 +10,6 @@ import pytest
 
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.media.policy import MediaPolicy
-from mini_engine.media.processor import MediaProcessor
 from tests import tiny_processor
 from tests.api import serving
 from tests.api.patience import PatientLoop
@@ -23,21 +22,21 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def processor(tmp_path_factory: pytest.TempPathFactory) -> MediaProcessor:
-    return MediaProcessor(tiny_processor.build(tmp_path_factory.mktemp("model")))
+def processor(tmp_path_factory: pytest.TempPathFactory) -> GatedProcessor:
+    return GatedProcessor(tiny_processor.build(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="session")
-async def media(processor: MediaProcessor, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[MediaLoader]:
+async def media(processor: GatedProcessor, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[MediaLoader]:
     """Of all servers, since decoder processes are slow to start. While it is open, all tests share an event loop."""
     policy = MediaPolicy(tmp_path_factory.mktemp("allowed"), MAX_MEDIA_BYTES, ["127.0.0.1"])
-    made = serving.media_loader(GatedProcessor(processor), policy)
+    made = serving.media_loader(processor, policy)
     yield made
     made.close()
 
 
 @pytest.fixture
-async def serve(processor: MediaProcessor, media: MediaLoader) -> Serve:
+async def serve(processor: GatedProcessor, media: MediaLoader) -> Serve:
     """Starts a server with the arguments of `serving.serve`."""
     return functools.partial(serving.serve, processor, media)
 

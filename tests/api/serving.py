@@ -10,7 +10,7 @@ import json
 import socket
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,12 +67,9 @@ class Served:
     server: HttpServer
     port: int
     requests: ActiveRequests
+    gate: GatedProcessor
     receiving: asyncio.Task[None]  # what the engines send
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
-
-    @property
-    def gate(self) -> GatedProcessor:
-        return self.context.media.processor  # type: ignore[return-value]
 
     @property
     def allowed(self) -> Path:
@@ -179,30 +176,32 @@ class SlowWeb(WebServer):
         return {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{self.port}/a.png"}}
 
 
-class GatedProcessor:
-    """A processor that waits at its door, which is open at first: so a test holds items at a known stage."""
+class GatedProcessor(MediaProcessor):
+    """Its threads pass a door, which is open at first: so a test holds items at a known stage."""
 
-    def __init__(self, processor: MediaProcessor):
-        self.processor = processor
-        self.step, self.patch_size = processor.step, processor.patch_size
-        self.inside = 0
+    def __init__(self, model_dir: Path):
+        super().__init__(model_dir)
         self.door = threading.Event()
         self.door.set()
-        self.lock = threading.Lock()
+        self.threads: set[int] = set()  # at the door
+
+    @property
+    def inside(self) -> int:
+        """How many items are held."""
+        return len(self.threads)
 
     def process_image(self, *args: Any) -> Any:
-        return self.pass_door(self.processor.process_image, *args)
+        self.pass_door()
+        return super().process_image(*args)
 
     def process_video(self, *args: Any) -> Any:
-        return self.pass_door(self.processor.process_video, *args)
+        self.pass_door()
+        return super().process_video(*args)
 
-    def pass_door(self, process: Callable[..., Any], *args: Any) -> Any:
-        with self.lock:
-            self.inside += 1
+    def pass_door(self) -> None:
+        self.threads.add(threading.get_ident())
         assert self.door.wait(PATIENCE)
-        with self.lock:
-            self.inside -= 1
-        return process(*args)
+        self.threads.discard(threading.get_ident())
 
 
 async def hang_up(writer: asyncio.StreamWriter) -> None:
@@ -280,7 +279,7 @@ class Counted:
         return [self.read(name) - before for name, before in self.before.items()]
 
 
-def media_loader(processor: Any, policy: MediaPolicy, allow_partial_video: bool = False) -> MediaLoader:
+def media_loader(processor: MediaProcessor, policy: MediaPolicy, allow_partial_video: bool = False) -> MediaLoader:
     """A loader with two threads, and up to two decoder processes, which start with its first item."""
     decoders = DecoderPool("test", 2, DecodeLimits(), policy.max_media_bytes)
     return MediaLoader(processor, policy, decoders, 2, allow_partial_video=allow_partial_video)
@@ -288,7 +287,7 @@ def media_loader(processor: Any, policy: MediaPolicy, allow_partial_video: bool 
 
 @contextlib.asynccontextmanager
 async def serve(
-    processor: MediaProcessor, media: MediaLoader, *, queue: TensorIpcSender | None = None, **settings: Any
+    processor: GatedProcessor, media: MediaLoader, *, queue: TensorIpcSender | None = None, **settings: Any
 ) -> AsyncIterator[Served]:
     """Everything up, a request may be sent. At the end nothing of any request is left, and everything goes down.
 
@@ -297,49 +296,39 @@ async def serve(
     own = {"served_model_name": ["tiny", "alias"], "timeout_keep_alive": 3600, "max_request_bytes": MAX_REQUEST_BYTES}
     config = EngineConfig(**{**own, **settings})
     queue = queue or make_queue()
-    with engines_and_core(queue) as (engines, core):
-        context = make_context(processor, config, media, engines)
-        app = create_app(context)
+    zmq_context, encoder = zmq.asyncio.Context(), Encoder("api 0", 7)
+    with contextlib.ExitStack() as stack:
+        sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="mini-"))  # leaves room for a socket's name
+        endpoint = f"ipc://{sockets}/core"
+        stack.callback(zmq_context.destroy, linger=0)
+        core = stack.enter_context(contextlib.closing(ScriptedCore(zmq_context, endpoint)))
+        engines = EngineClient(zmq_context, encoder, [endpoint], [queue], media_capacity=1 << 30, stores=[None])
+        stack.callback(engines.close)
+        app = create_app(context := make_context(processor, config, media, engines))
         server = HttpServer(app, config, lambda: None)
         receiving = asyncio.create_task(engines.run())
-        async with running(server, receiving, asyncio.create_task(core.run())) as port:
-            url = f"http://127.0.0.1:{port}"
-            http = httpx.AsyncClient(
-                base_url=url, timeout=PATIENCE, limits=httpx.Limits(keepalive_expiry=None), verify=False
-            )
-            client = openai.AsyncOpenAI(
-                base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE, http_client=http
-            )
-            served = Served(context, core, queue, client, http, server, port, app.state.requests, receiving)
+        async with running(server, receiving, asyncio.create_task(core.run())) as port, clients(port) as (http, client):
+            served = Served(context, core, queue, client, http, server, port, app.state.requests, processor, receiving)
             served.says(*ANSWER)
-            async with http:
-                try:
-                    yield served
-                finally:
-                    served.gate.door.set()
-                for writer in served.writers:
-                    await hang_up(writer)
-                await eventually(served.at_rest)
+            try:
+                yield served
+            finally:
+                processor.door.set()
+            for writer in served.writers:
+                await hang_up(writer)
+            await eventually(served.at_rest)
 
 
-@contextlib.contextmanager
-def engines_and_core(queue: TensorIpcSender) -> Iterator[tuple[EngineClient, ScriptedCore]]:
-    zmq_context = zmq.asyncio.Context()
-    with tempfile.TemporaryDirectory(prefix="mini-") as sockets:  # whose path leaves room for a socket's name
-        endpoint = f"ipc://{sockets}/core"
-        core = ScriptedCore(zmq_context, endpoint)
-        encoder = Encoder("api 0", 7)
-        engines = EngineClient(zmq_context, encoder, [endpoint], [queue], media_capacity=1 << 30, stores=[None])
-        try:
-            yield engines, core
-        finally:
-            engines.close()
-            core.close()
-            zmq_context.destroy(linger=0)
+@contextlib.asynccontextmanager
+async def clients(port: int) -> AsyncIterator[tuple[httpx.AsyncClient, openai.AsyncOpenAI]]:
+    """Both over the same connections, which are kept open."""
+    url, limits = f"http://127.0.0.1:{port}", httpx.Limits(keepalive_expiry=None)
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits, verify=False) as http:
+        yield http, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http)
 
 
 def make_context(
-    processor: MediaProcessor, config: EngineConfig, media: MediaLoader, engines: EngineClient
+    processor: GatedProcessor, config: EngineConfig, media: MediaLoader, engines: EngineClient
 ) -> AppContext:
     tokenizer = processor.hf_processor.tokenizer
     admission = MediaAdmission(4, MAX_INFLIGHT_BYTES)

@@ -56,9 +56,6 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"model": "other"}, "model_not_found", "model", "does not exist; this server has tiny, alias."),
     ({"frobnicate": 1}, UNKNOWN, "frobnicate", "Unknown parameter: 'frobnicate'"),
     ({"temperature": 2.5}, VALUE, "temperature", "<= 2.0"),
-    ({"temperature": "hot"}, VALUE, "temperature", "got `str`"),
-    ({"top_k": 1.5}, VALUE, "top_k", "got `float`"),
-    ({"max_tokens": True}, VALUE, "max_tokens", "got `bool`"),
     ({"max_tokens": 5, "max_completion_tokens": 5}, VALUE, "max_tokens", "not both"),
     ({"max_tokens": MAX_MODEL_LEN}, TOO_LONG, "max_tokens", "Ask for at most"),
     ({"n": 129}, VALUE, "n", "<= 128"),
@@ -66,7 +63,6 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"min_tokens": MAX_MODEL_LEN}, VALUE, "min_tokens", "at most"),
     ({"top_logprobs": 2}, VALUE, "top_logprobs", "only allowed when 'logprobs' is true"),
     ({"logit_bias": {"5": 101}}, VALUE, "logit_bias[...]", "<= 100"),
-    ({"logit_bias": {"x": 1}}, VALUE, "logit_bias", "expected `int`"),
     ({"logit_bias": {str(token): 1 for token in range(1025)}}, VALUE, "logit_bias", "1024"),
     ({"seed": 2**63}, VALUE, "seed", "9223372036854775807"),
     ({"stop": ["a", ""]}, VALUE, "stop[1]", "length >= 1"),
@@ -81,7 +77,6 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"messages": []}, VALUE, "messages", "length >= 1"),
     ({"messages": MESSAGES * (MAX_MESSAGES + 1)}, VALUE, "messages", str(MAX_MESSAGES)),
     (message(role="user"), MISSING, "messages[0].content", "Missing required parameter"),
-    (message(role="tool", content="x"), VALUE, "messages[0].role", "'tool'"),
     (message(role="assistant", content=None), VALUE, "messages[0].content", "got `null`"),
     (message(role="user", content="x", mood=1), UNKNOWN, "messages[0].mood", "Unknown parameter"),
     (message(role="system", content="a <|image_pad|>"), VALUE, "messages", "holds <|image_pad|>"),
@@ -92,25 +87,18 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     (user({"text": "x"}), MISSING, "messages[0].content[0].type", "Missing required parameter"),
     (user({**text("x"), "image": "y"}), UNKNOWN, "messages[0].content[0].image", "Unknown parameter"),
     (user({"type": "image_url", "image_url": {}}), MISSING, "messages[0].content[0].image_url.url", "Missing"),
-    (user({"type": "image_url", "image_url": ""}), VALUE, "messages[0].content[0].image_url", "length >= 1"),
     (user({**image(), "fps": 1}), UNKNOWN, "messages[0].content[0].fps", "Unknown parameter"),
 ]
 BAD_OTHERS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (COMPLETIONS, {}, MISSING, "prompt", "Missing required parameter: 'prompt'"),
     (COMPLETIONS, {"prompt": []}, VALUE, "prompt", "length >= 1"),
-    (COMPLETIONS, {"prompt": [[]]}, VALUE, "prompt[0]", "length >= 1"),
-    (COMPLETIONS, {"prompt": ""}, VALUE, "prompt", "empty"),
     (COMPLETIONS, {"prompt": ["a", ""]}, VALUE, "prompt", "empty"),
     (COMPLETIONS, {"prompt": ["a", 1]}, VALUE, "prompt", "cannot be mixed"),
     (COMPLETIONS, {"prompt": ["a"] * 65, "n": 2}, VALUE, "prompt", "65 prompts with 2 choices each are more than 128"),
     (COMPLETIONS, {"prompt": [10**6]}, VALUE, "prompt", "token id 1000000"),
     (COMPLETIONS, {"prompt": "a <|image_pad|>"}, VALUE, "prompt", "<|image_pad|>"),
-    (COMPLETIONS, {"prompt": "word " * 700}, TOO_LONG, "prompt", f"{MAX_MODEL_LEN}"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": MAX_MODEL_LEN}, TOO_LONG, "max_tokens", "Ask for at most"),
-    (COMPLETIONS, {"prompt": "a", "messages": []}, UNKNOWN, "messages", "Unknown parameter: 'messages'"),
-    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [10**6]}, VALUE, "stop_token_ids", "token id 1000000"),
     (COMPLETIONS, {"prompt": "a", "return_timings": True}, UNSUPPORTED, "return_timings", "not supported"),
-    ("/tokenize", {}, MISSING, "prompt", "either 'prompt' or 'messages'"),
     ("/tokenize", {"prompt": "x", "messages": MESSAGES}, MISSING, "prompt", "either 'prompt' or 'messages'"),
     ("/tokenize", {"prompt": "some words " * 3000}, VALUE, "prompt", f"{MAX_MODEL_LEN}"),
     ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, VALUE, "add_special_tokens", "only allowed with"),
@@ -118,9 +106,7 @@ BAD_OTHERS: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("/tokenize", {**message(role="user", content="x"), "add_generation_prompt": False},
      UNSUPPORTED, "add_generation_prompt", "not supported"),
     ("/tokenize", {"prompt": "x", "model": "other"}, "model_not_found", "model", "this server has tiny, alias"),
-    ("/detokenize", {}, MISSING, "tokens", "Missing required parameter"),
     ("/detokenize", {"tokens": [10**6]}, VALUE, "tokens", "token id 1000000"),
-    ("/detokenize", {"tokens": ["1"]}, VALUE, "tokens[0]", "expected `int`"),
     ("/detokenize", {"tokens": [-1]}, VALUE, "tokens[0]", ">= 0"),
 ]  # fmt: skip
 
@@ -238,22 +224,14 @@ async def test_content_types_that_are_json(served: Served) -> None:
         assert answer.status_code == 200, given
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b'"x"',
-        b'{"user": NaN}',
-        b'{"user": ' + b"[" * 100_000,
-        b'{"model": "\xff"}',
-        b'{"model": "\\ud800"}',
-    ],
-)
-async def test_what_is_not_json(served: Served, body: bytes) -> None:
-    response = await served.http.post(CHAT, content=body, headers={"content-type": "application/json"})
-    check_error(response, 400, "invalid_json")
+NOT_JSON = [b"", b"{", b"[]", b'"x"', b'{"user": NaN}', b'{"user": ' + b"[" * 100_000]
+NOT_UNICODE = [b'{"model": "\xff"}', b'{"model": "\\ud800"}']
+
+
+async def test_what_is_not_json(served: Served) -> None:
+    for body in NOT_JSON + NOT_UNICODE:
+        response = await served.http.post(CHAT, content=body, headers={"content-type": "application/json"})
+        check_error(response, 400, "invalid_json")
 
 
 async def test_body_without_a_length_is_read_up_to_the_limit(served: Served) -> None:

@@ -6,13 +6,11 @@ import asyncio
 import gc
 from typing import Any
 
-import openai
 import pytest
 import torch
 
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.protocol import ChatRequest
-from mini_engine.media.processor import MediaProcessor
 from tests.api import serving
 from tests.api.patience import eventually
 from tests.api.peers import as_requests
@@ -22,7 +20,6 @@ from tests.api.serving import (
     Counted,
     GatedProcessor,
     Served,
-    check_error,
     choices_of,
     events_of,
     image,
@@ -127,21 +124,6 @@ async def test_logprobs(served: Served, stream: bool) -> None:
     assert served.core.requests[1].sampling.logprobs is None
 
 
-async def test_error_of_the_engine(served: Served) -> None:
-    served.says("a")
-    served.core.hold = True
-    whole = served.asking()
-    await served.core.end(await served.core.has_requests(), "error", "the media are lost")
-    check_error(await whole, 500, "internal_error", "the media are lost")
-
-    stream = await served.ask(stream=True)
-    assert (await anext(stream)).choices[0].delta.content == "a"
-    await served.core.end(served.core.requests[1], "error", "the media are lost")
-    with pytest.raises(openai.APIError, match="the media are lost") as caught:
-        [chunk async for chunk in stream]
-    assert caught.value.body["type"] == "server_error"
-
-
 async def test_conversation_and_tensors_are_freed_once_the_engine_has_them(served: Served) -> None:
     """An answer may take long."""
     await served.post([image(84)])
@@ -210,9 +192,9 @@ async def test_usage_says_what_the_model_saw(served: Served, stream: bool) -> No
 
 
 async def test_part_of_a_video_is_answered_with_a_warning_where_the_server_says_so(
-    processor: MediaProcessor, media: MediaLoader
+    processor: GatedProcessor, media: MediaLoader
 ) -> None:
-    partial = media_loader(GatedProcessor(processor), media.policy, allow_partial_video=True)
+    partial = media_loader(processor, media.policy, allow_partial_video=True)
     async with serving.serve(processor, partial) as served:
         served.core.keeps = True
         content = [video(CUT), image(), video(CUT)]

@@ -1,4 +1,4 @@
-"""Requests and their tensors, over the real tensor queue to two ranks, and from a device by its staging slots."""
+"""Requests and their tensors, over the real tensor queue to two ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from mini_engine.api.sending import INLINE_COPY_BYTES, RequestSender
 from mini_engine.messages import MediaItem, MessageId, NewRequest, SamplingParams
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import decode
-from mini_engine.transport.cuda_memory import StagingSlots
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from tests.api.patience import PATIENCE, cancelled, eventually
 from tests.api.serving import Counted
 from tests.transport.conftest import API, ME, Rank, address_of
-from tests.transport.test_tensor_ipc import HostStaging
 
 ARENA_BYTES = 4 << 20
 
@@ -119,35 +117,3 @@ def test_error_between_tensors_and_request_ends_the_process() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 1 and "r7: tensors sent, request not sent; exiting" in ended.stderr
     assert "made to fail" in ended.stderr
-
-
-# --- tensors on a device ---------------------------------------------------------------------------------------------
-
-
-class OnDevice(torch.Tensor):
-    """A tensor that says it lies on a device."""
-
-    device = torch.device("cuda", 0)  # type: ignore[assignment]
-
-    def cpu(self) -> torch.Tensor:
-        return self.as_subclass(torch.Tensor)
-
-
-class DeviceStaging(HostStaging):
-    device_type = "cuda"
-
-
-@pytest.mark.parametrize("slots", [2, 1])
-async def test_tensors_on_a_device_are_copied_to_the_host_where_slots_are_short(slots: int) -> None:
-    arena, frames = Arena(ARENA_BYTES, lambda: 1 << 40), []
-    queue = TensorIpcSender(ME, [], arena)
-    queue.probe("torch_shm", PATIENCE, StagingSlots(DeviceStaging(), slots, 512))
-    counted = Counted("ipc_fallbacks_total{reason=cuda_ipc}")
-    tensors = [torch.full((1, 4), value, dtype=torch.uint8).as_subclass(OnDevice) for value in (1, 2)]
-    await RequestSender(ME, queue, frames.append, lambda: None).submit(request("r", tensors[0], None, tensors[1]))
-    by_host = slots < len(tensors)
-    assert (counted.since(), arena.num_used, queue.buffered_tensors) == ([by_host], 2 * by_host, 2)
-    (frame,) = frames
-    assert [item.patches is None for item in decode(frame).body.media] == [False, True, False]
-    queue.close_streams()
-    arena.close_memory()

@@ -97,8 +97,3 @@ def test_damaged_files_are_refused_in_one_line(name: str, text: str, tmp_path: P
 def test_settings_that_cannot_be_served_with(model_dir: Path, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says), loaded(model_dir, **settings):
         pass
-
-
-def test_media_threads_share_the_cores() -> None:
-    assert server.media_threads(EngineConfig()) >= 1
-    assert server.media_threads(EngineConfig(api_server_count=64)) == 1
