@@ -41,7 +41,7 @@ from mini_engine.metrics import REGISTRY
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from tests import clips
-from tests.api.patience import PATIENCE, eventually
+from tests.api.patience import PATIENCE, cancelled, eventually
 from tests.api.peers import ScriptedCore, make_queue
 from tests.web import WebServer, response
 
@@ -70,6 +70,7 @@ class Served:
     gate: GatedProcessor
     receiving: asyncio.Task[None]  # what the engines send
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
+    asked: list[asyncio.Task[httpx.Response]] = field(default_factory=list)
 
     @property
     def allowed(self) -> Path:
@@ -99,7 +100,9 @@ class Served:
         return await self.http.post(path, json=chat_body(content, **more))
 
     def asking(self, content: Any = "hello", **more: Any) -> asyncio.Task[httpx.Response]:
-        return asyncio.create_task(self.post(content, **more))
+        """A chat request, which is cancelled at the end at the latest."""
+        self.asked.append(asyncio.create_task(self.post(content, **more)))
+        return self.asked[-1]
 
     async def connect(self, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A bare connection, and `data` sent on it. It is closed at the end, at the latest."""
@@ -314,6 +317,8 @@ async def serve(
                 yield served
             finally:
                 processor.door.set()
+            for asking in served.asked:
+                await cancelled(asking)
             for writer in served.writers:
                 await hang_up(writer)
             await eventually(served.at_rest)
