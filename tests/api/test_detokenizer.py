@@ -158,11 +158,3 @@ def test_listed_tokens_are_those_of_the_text(
         *whole, _ = listed or [b""]
         assert joined.startswith(text.encode())
         assert len(b"".join(whole)) < len(text.encode()) or not text
-
-
-def test_bytes_of_tokens(tokenizer: Any, vocabulary: Vocabulary) -> None:
-    text = "a red 🎈\n\x00\x7f\xa0ÿ\xad"
-    assert b"".join(map(vocabulary.bytes_of, encode(tokenizer, text))) == text.encode()
-    (end,) = encode(tokenizer, "<|im_end|>")
-    assert vocabulary.bytes_of(end) == b"<|im_end|>" and vocabulary.bytes_of(len(tokenizer)) == b""
-    assert [vocabulary.bytes_shown(end, skip) for skip in (True, False)] == [b"", b"<|im_end|>"]

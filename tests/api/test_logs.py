@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.api.patience import eventually
-from tests.api.serving import Serve, Served, chat_body, image
+from tests.api.serving import Serve, Served, image
 
 
 @pytest.fixture
@@ -43,15 +43,12 @@ async def test_line_for_each_request(serve: Serve, log: pytest.LogCaptureFixture
 async def test_stream_that_fails_is_no_success(serve: Serve, log: pytest.LogCaptureFixture) -> None:
     async with serve(enable_log_requests=True) as served:
         served.core.hold = True
-        for path, body in (("chat/completions", chat_body()), ("completions", {"prompt": "x"})):
-            async with served.http.stream("POST", f"/v1/{path}", json=body | {"stream": True}) as response:
-                lines = response.aiter_lines()
-                await anext(lines)
-                await served.core.end(served.core.requests[-1], "error", "the media are lost")
-                assert response.status_code == 200
-                assert any("the media are lost" in line for line in [line async for line in lines])
-        await eventually(lambda: len(log.records) == 2)
-    assert all(record.getMessage().endswith(" s, with an error in its stream") for record in log.records)
+        asking = served.asking(stream=True)
+        await served.core.end(await served.core.has_requests(), "error", "the media are lost")
+        assert (await asking).status_code == 200 and "the media are lost" in (await asking).text
+        await eventually(lambda: bool(log.records))
+    (record,) = log.records
+    assert record.getMessage().endswith(" s, with an error in its stream")
 
 
 async def test_line_for_each_hop_of_a_request(served: Served, caplog: pytest.LogCaptureFixture) -> None:

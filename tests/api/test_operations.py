@@ -8,11 +8,10 @@ import re
 
 import pytest
 
-from mini_engine import metrics
 from mini_engine.api.engine_client import FIGURES_SECONDS
 from mini_engine.api.errors import explain, shutting_down
 from mini_engine.api.media_loader import start_thread_pool
-from mini_engine.api.operations import RESET_SECONDS, Stats
+from mini_engine.api.operations import RESET_SECONDS, STATS_SECONDS, log_stats
 from mini_engine.api.timings import RequestClock
 from mini_engine.media.errors import DecoderUnavailable
 from mini_engine.messages import ControlReply, EngineStats
@@ -43,6 +42,10 @@ async def test_unknown_path_or_method(served: Served, method: str, path: str, al
 
 
 # --- health ----------------------------------------------------------------------------------------------------------
+
+
+async def test_version(served: Served) -> None:
+    assert (await served.http.get("/version")).json()["version"]
 
 
 async def health(served: Served) -> tuple[int, str | None]:
@@ -120,24 +123,15 @@ async def test_reset_of_the_caches(served: Served) -> None:
         check_error(response, 503, "engine_unavailable")
 
 
-def test_line_of_statistics() -> None:
-    gauges = (metrics.num_requests_running, metrics.num_requests_waiting, metrics.kv_cache_usage_perc)
-    for gauge in gauges:
-        gauge.clear()
-    stats = Stats()
-    assert stats.line() is None
-    metrics.prompt_tokens_total.inc(125_000)
-    for engine in ("8", "9"):
-        metrics.num_requests_running.labels(engine).set(2)
-        metrics.kv_cache_usage_perc.labels(engine).set(0.25)
-    line = stats.line()
-    for gauge in gauges:
-        gauge.clear()
-    assert re.fullmatch(
-        r"prompts [1-9].* tokens/s, answers 0\S* tokens/s, 4 running, 0 waiting, KV cache 25.0% in use; "
-        "hits: prefix cache -, media cache -, encoder cache -",
-        line or "",
-    ), line
+async def test_statistics_are_logged(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mini_engine.api.operations")
+    stats = asyncio.create_task(log_stats(served.context.engines))
+    await settle()
+    await served.post()
+    skip(STATS_SECONDS)
+    await eventually(lambda: bool(caplog.messages))
+    await cancelled(stats)
+    assert re.match(r"prompts [1-9][\d.]* tokens/s, answers [1-9][\d.]* tokens/s, \d+ running, ", caplog.messages[0])
 
 
 # --- a host with too little ------------------------------------------------------------------------------------------
