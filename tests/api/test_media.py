@@ -8,7 +8,7 @@ import pytest
 
 from mini_engine.messages import NewRequest
 from tests.api.patience import cancelled, eventually, settle
-from tests.api.serving import ANSWER, Counted, Served, check_error, image, video
+from tests.api.serving import ANSWER, Counted, Served, check_error, image, metric, video
 
 CACHE = ("mm_cache_queries_total{engine=0}", "mm_cache_hits_total{engine=0}", "media_decodes_total")
 
@@ -58,6 +58,7 @@ async def test_no_more_items_are_processed_than_there_are_threads(served: Served
     await eventually(lambda: served.gate.inside == 2)
     await settle()
     assert served.gate.inside == 2
+    assert metric("inflight_media_bytes") > 2 * 56 * 56 * 3, "decoded frames count until they are processed"
     await served.ask([image(140)])
     assert not asking.done()
     served.gate.door.set()

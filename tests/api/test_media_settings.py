@@ -204,9 +204,7 @@ def test_bad_server_settings_fail_at_start(processor: MediaProcessor, kwargs: di
 TOO_MANY = "1000000000 pixels at least are more than the 784000000 within --max-model-len"
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "says"), [*BAD, ({"min_pixels": 10**9}, TOO_MANY), ({"resample": 2}, "unknown field `resample`")]
-)
+@pytest.mark.parametrize(("kwargs", "says"), [*BAD, ({"min_pixels": 10**9}, TOO_MANY), ({"resample": 2}, "unknown")])
 def test_bad_settings_of_a_request_are_a_400(processor: MediaProcessor, kwargs: dict[str, Any], says: str) -> None:
     with pytest.raises(ApiError, match="^Invalid 'mm_processor_kwargs': .*" + says) as caught:
         of_request(resolver(processor), **kwargs)

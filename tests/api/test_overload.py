@@ -123,15 +123,6 @@ async def test_web_server_that_hangs_delays_no_other_request(served: Served, web
     assert {(await one).status_code for one in hanging} == {200}
 
 
-async def test_decoded_frames_are_in_flight_until_they_are_processed(served: Served) -> None:
-    served.gate.door.clear()
-    asking = served.asking([image(200)])
-    await eventually(lambda: served.gate.inside == 1)
-    assert metric("inflight_media_bytes") > 200 * 200 * 3
-    served.gate.door.set()
-    assert (await asking).status_code == 200
-
-
 async def test_large_request_is_not_overtaken_in_the_queue_for_decoding(served: Served) -> None:
     """There are four places. More items than places run alone."""
     admission = served.context.admission
