@@ -63,10 +63,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"min_tokens": MAX_MODEL_LEN}, VALUE, "min_tokens", "at most"),
     ({"top_logprobs": 2}, VALUE, "top_logprobs", "only allowed when 'logprobs' is true"),
     ({"logit_bias": {"5": 101}}, VALUE, "logit_bias[...]", "<= 100"),
-    ({"logit_bias": {str(token): 1 for token in range(1025)}}, VALUE, "logit_bias", "1024"),
     ({"seed": 2**63}, VALUE, "seed", "9223372036854775807"),
     ({"stop": ["a", ""]}, VALUE, "stop[1]", "length >= 1"),
-    ({"stop_token_ids": [0, -1]}, VALUE, "stop_token_ids[1]", ">= 0"),
     ({"stop_token_ids": [10**6]}, VALUE, "stop_token_ids", "token id 1000000 out of range"),
     ({"stream": False, "stream_options": {"include_usage": True}}, VALUE, "stream_options", "only allowed"),
     ({"stream": True, "stream_options": {"x": 1}}, UNKNOWN, "stream_options.x", "Unknown parameter"),
@@ -87,7 +85,6 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     (user({"text": "x"}), MISSING, "messages[0].content[0].type", "Missing required parameter"),
     (user({**text("x"), "image": "y"}), UNKNOWN, "messages[0].content[0].image", "Unknown parameter"),
     (user({"type": "image_url", "image_url": {}}), MISSING, "messages[0].content[0].image_url.url", "Missing"),
-    (user({**image(), "fps": 1}), UNKNOWN, "messages[0].content[0].fps", "Unknown parameter"),
 ]
 BAD_OTHERS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (COMPLETIONS, {}, MISSING, "prompt", "Missing required parameter: 'prompt'"),
@@ -104,7 +101,6 @@ BAD_OTHERS: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, VALUE, "add_special_tokens", "only allowed with"),
     ("/tokenize", {**message(role="user", content="x"), "add_generation_prompt": False},
      UNSUPPORTED, "add_generation_prompt", "not supported"),
-    ("/tokenize", {"prompt": "x", "model": "other"}, "model_not_found", "model", "this server has tiny, alias"),
     ("/detokenize", {"tokens": [10**6]}, VALUE, "tokens", "token id 1000000"),
     ("/detokenize", {"tokens": [-1]}, VALUE, "tokens[0]", ">= 0"),
 ]  # fmt: skip

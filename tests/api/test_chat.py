@@ -49,7 +49,3 @@ STRICT = "{% if messages|length > 1 %}{{ raise_exception('one message only') }}{
 def test_templates_that_fail(hf: Any, template: str, messages: list[dict[str, Any]], says: str) -> None:
     with pytest.raises(ChatError, match=says):
         rendered(hf, messages, template)
-
-
-def test_another_template(hf: Any) -> None:
-    assert rendered(hf, user("hello"), "{% for m in messages %}{{ m.content }}{% endfor %}") == "hello"

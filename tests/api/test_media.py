@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from mini_engine.messages import NewRequest
 from tests.api.patience import cancelled, eventually, settle
-from tests.api.serving import ANSWER, Counted, Served, check_error, image, metric, video
+from tests.api.serving import ANSWER, Counted, Served, check_error, image, metric
 
 CACHE = ("mm_cache_queries_total{engine=0}", "mm_cache_hits_total{engine=0}", "media_decodes_total")
 
@@ -77,13 +75,6 @@ async def test_cancelled_request_does_not_start_what_was_queued(served: Served) 
     assert counted.since() == [1]
 
 
-async def test_failure_that_requests_share_names_the_item_of_each(served: Served) -> None:
-    clip = video(b"xxxx")
-    first, second = await asyncio.gather(served.post([clip]), served.post([video(), clip]))
-    check_error(first, 400, "invalid_media", "video 1: ")
-    check_error(second, 400, "invalid_media", "video 2: ")
-
-
 # --- media that the engine has, or has lost --------------------------------------------------------------------------
 
 
@@ -121,16 +112,6 @@ async def test_late_tensors_are_not_sent_again(served: Served) -> None:
     await served.core.turn_down(await served.core.has_requests(), late=True)
     check_error(await asking, 503, "engine_unavailable", "could not be handed")
     assert len(served.core.requests) == 1 and served.core.finishes == []
-
-
-async def test_output_accepts_a_request(served: Served) -> None:
-    served.core.accepts = False
-    asking = served.asking([image()])
-    request = await served.core.has_requests()
-    await served.core.output(request, served.encode("a red"))
-    await eventually(lambda: served.context.admission.num_admitted == 0)
-    await served.core.end(request, "length")
-    assert (await asking).json()["choices"][0]["message"]["content"] == "a red"
 
 
 async def test_abort_that_crosses_a_turn_down(served: Served) -> None:

@@ -10,14 +10,13 @@ import pytest
 
 from mini_engine.api.engine_client import FIGURES_SECONDS
 from mini_engine.api.errors import explain, shutting_down
-from mini_engine.api.media_loader import start_thread_pool
 from mini_engine.api.operations import RESET_SECONDS, STATS_SECONDS, log_stats
 from mini_engine.api.timings import RequestClock
 from mini_engine.media.errors import DecoderUnavailable
 from mini_engine.messages import ControlReply, EngineStats
 from tests.api.patience import cancelled, eventually, settle, skip
 from tests.api.serving import Counted, Serve, Served, check_error, png
-from tests.shortages import no_descriptors, no_threads
+from tests.shortages import no_descriptors
 
 WITHIN = 0.3
 
@@ -174,12 +173,3 @@ async def test_shortage_is_a_503_and_an_unknown_error_is_only_logged(
         assert "secret" not in answer.body.message
         (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
         assert "chatcmpl-1" in record.message and record.exc_info is not None
-
-
-def test_thread_pool_starts_all_its_threads_or_fails() -> None:
-    pool = start_thread_pool(4, "test")
-    with no_threads():
-        assert [one.result() for one in [pool.submit(int) for _ in range(9)]] == [0] * 9
-        with pytest.raises(RuntimeError):
-            start_thread_pool(4, "test")
-    pool.shutdown()

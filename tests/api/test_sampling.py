@@ -46,13 +46,6 @@ def test_defaults_of_another_directory(model_dir: Path, tmp_path_factory: pytest
     assert SamplingDefaults.load(str(model_dir), str(other)).top_p == 0.25
 
 
-@pytest.mark.parametrize("text", ['{"temperature": "hot"}', "{"])
-def test_defaults_of_no_use(model_dir: Path, text: str) -> None:
-    (model_dir / "generation_config.json").write_text(text)
-    with pytest.raises(ConfigError, match="generation_config.json(:| is not JSON:) "):
-        SamplingDefaults.load(str(model_dir), "auto")
-
-
 def test_the_request_goes_over_the_defaults() -> None:
     defaults = SamplingDefaults(0.5, 0.9, 20, 0.05, 1.2, 9, (7,))
     params = resolver(defaults).resolve(chat(), 10)

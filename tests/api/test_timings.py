@@ -89,16 +89,6 @@ async def test_each_pause_falls_to_its_stage(served: Served) -> None:
     assert metric("ipc_buffered_tensors") == 0 == metric("ipc_buffered_bytes")
 
 
-async def test_stop_string_ends_the_generation(served: Served) -> None:
-    served.says("a")
-    served.core.hold = True
-    asking = served.asking(stop="red", return_timings=True)
-    request = await served.core.has_requests()
-    await pause(5)
-    await served.core.output(request, served.encode(" red circle"))
-    assert (await asking).json()["metrics"]["generation"] >= 4 * PAUSE
-
-
 async def test_timings_are_there_if_they_are_asked_for(served: Served) -> None:
     counted = Counted(*COUNTS)
     for fields in ({}, {"return_timings": False}, {"return_timings": None}):
