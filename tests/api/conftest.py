@@ -1,19 +1,19 @@
-"""Fixtures of the API server's tests: a small model's processor, loaded once, and a whole server with it."""
+"""Fixtures of the API server's tests: a small model's processor and a media loader, made once, and a whole server."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mini_engine.media.processor import MediaProcessor
+from mini_engine.api.media_loader import MediaLoader
+from mini_engine.media.policy import MediaPolicy
 from tests import tiny_processor
 from tests.api import serving
 from tests.api.patience import PatientLoop
-from tests.api.serving import Serve, Served, SlowWeb
+from tests.api.serving import MAX_MEDIA_BYTES, GatedProcessor, Serve, Served, SlowWeb
 
 
 @pytest.fixture(scope="session")
@@ -22,14 +22,23 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def processor(tmp_path_factory: pytest.TempPathFactory) -> MediaProcessor:
-    return MediaProcessor(tiny_processor.build(tmp_path_factory.mktemp("model")))
+def processor(tmp_path_factory: pytest.TempPathFactory) -> GatedProcessor:
+    return GatedProcessor(tiny_processor.build(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="session")
+async def media(processor: GatedProcessor, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[MediaLoader]:
+    """Of all servers, since decoder processes are slow to start. While it is open, all tests share an event loop."""
+    policy = MediaPolicy(tmp_path_factory.mktemp("allowed"), MAX_MEDIA_BYTES, ["127.0.0.1"])
+    made = serving.media_loader(processor, policy)
+    yield made
+    made.close()
 
 
 @pytest.fixture
-def serve(processor: MediaProcessor, tmp_path: Path) -> Serve:
+async def serve(processor: GatedProcessor, media: MediaLoader) -> Serve:
     """Starts a server with the arguments of `serving.serve`."""
-    return functools.partial(serving.serve, processor, tmp_path)
+    return functools.partial(serving.serve, processor, media)
 
 
 @pytest.fixture

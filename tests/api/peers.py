@@ -43,7 +43,8 @@ def make_queue(nbytes: int = 16 << 20) -> TensorIpcSender:
 
 
 class ScriptedCore:
-    """An engine core that keeps the contract: one final output for each request; it reports consumed tensors.
+    """An engine core of one API server that keeps the contract: one final output for each request; it reports consumed
+    tensors.
 
     `script` gives the token lists that a request is answered with; then it ends with "length", unless `hold` is set:
     then it runs until its `Finish`. Siblings are answered too, in turns; `script` sees each as a request of its own.
@@ -61,30 +62,32 @@ class ScriptedCore:
         self.keeps = False
         self.kept: dict[bytes, CachedMedia] = {}
         self.look_ups: list[Lookup] = []
-        self.answers_look_ups = True
         self.unreserved: list[str] = []
-        self.callers: dict[bytes, None] = {}
-        self.replies_to = {"ping", "stats", "reset_caches"}
+        self.replies_to = {"look_up", "ping", "stats", "reset_caches"}
         self.controls: dict[str, list[int]] = {action: [] for action in self.replies_to}  # numbers of requests
         self.requests: list[NewRequest] = []
         self.finishes: list[Finish] = []
         self.running: dict[str, NewRequest] = {}
-        self.times: dict[str, EngineTimes] = {}  # as last told, of requests; not of their siblings
+        self.times: dict[str, EngineTimes] = {}  # as last sent, of requests; not of their siblings
         self._encoder = Encoder("core 0", 2)
         self._socket = sockets.bind_router(context, endpoint)
-        self._peers: dict[str, bytes] = {}
+        self._peer = b""
 
     async def run(self) -> None:
         while True:
-            peer, frame = await self._socket.recv_multipart()
-            body = decode(frame).body
-            self.callers.setdefault(peer)
-            match body:
-                case Lookup() | Unreserve():
-                    await self._on_media(body, peer)
+            self._peer, frame = await self._socket.recv_multipart()
+            match decode(frame).body:
+                case Lookup(request_id=request_id, hashes=hashes) as look_up:
+                    self.look_ups.append(look_up)
+                    if "look_up" in self.replies_to:
+                        await self.send(Found(request_id, [self.kept[one] for one in hashes if one in self.kept]))
+                case Unreserve(request_id=request_id):
+                    self.unreserved.append(request_id)
                 case NewRequest() as request:
                     self.requests.append(request)
-                    await self._on_request(request, peer)
+                    self.running |= {sample.request_id: sample for sample in (request, *as_requests(request))}
+                    if self.accepts:
+                        await self.accept(request)
                 case Finish(request_id=request_id, reason=reason) as finish:
                     self.finishes.append(finish)
                     if request_id in self.running:
@@ -92,37 +95,20 @@ class ScriptedCore:
                 case ControlRequest(number=number, action=action):
                     self.controls[action].append(number)
                     if action in self.replies_to:
-                        stats = self.stats if action == "stats" else None
-                        await self._socket.send_multipart([peer, self._encoder.encode(ControlReply(number, stats))])
-
-    async def _on_media(self, body: Lookup | Unreserve, peer: bytes) -> None:
-        if isinstance(body, Unreserve):
-            self.unreserved.append(body.request_id)
-            return
-        self.look_ups.append(body)
-        if self.answers_look_ups:
-            found = Found(body.request_id, [self.kept[value] for value in body.hashes if value in self.kept])
-            await self._socket.send_multipart([peer, self._encoder.encode(found)])
-
-    async def _on_request(self, request: NewRequest, peer: bytes) -> None:
-        samples = [request, *as_requests(request)]
-        self._peers |= dict.fromkeys((sample.request_id for sample in samples), peer)
-        self.running |= {sample.request_id: sample for sample in samples}
-        if self.accepts:
-            await self.accept(request)
+                        await self.send(ControlReply(number, self.stats if action == "stats" else None))
 
     async def turn_down(self, request: NewRequest, late: bool = False) -> None:
         """Its tensors cannot be used, or have not come in time."""
         for sample in (request, *as_requests(request)):
             self.running.pop(sample.request_id, None)
-        await self._send(request, MediaMiss(request.request_id, late))
+        await self.send(MediaMiss(request.request_id, late))
         await self._consumed(request)
 
     async def accept(self, request: NewRequest) -> None:
         """Take a request, and answer it by the script."""
         samples = [request, *as_requests(request)]
         self.times[request.request_id] = EngineTimes(*[time.monotonic()] * 2, 0, 0, 0)
-        await self._send(request, Outputs(accepted=[request.request_id]))
+        await self.send(Outputs(accepted=[request.request_id]))
         if self.keeps:
             self.kept |= {item.media_hash: CachedMedia.of(item) for item in request.media if item.patches is not None}
         for turn in itertools.zip_longest(*map(self.script, samples)):
@@ -133,38 +119,25 @@ class ScriptedCore:
             for sample in samples:
                 await self.end(sample, "length")
 
-    async def tell(self, body: AnyMessage) -> None:
-        """Send something to all API servers that have sent anything."""
-        for peer in self.callers:
-            await self._socket.send_multipart([peer, self._encoder.encode(body)])
-
     async def output(self, request: NewRequest, tokens: list[int]) -> None:
         logprobs = []
-        if request.sampling.logprobs is not None:
-            logprobs = [logprobs_of(token, request.sampling.logprobs) for token in tokens]
+        if (likeliest := request.sampling.logprobs) is not None:
+            ranks = [TokenLogprob(65 + rank, -1.0 - rank) for rank in range(likeliest)]
+            logprobs = [[TokenLogprob(token, -0.25), *ranks] for token in tokens]
         before = self.times.get(request.request_id)
         times = None if before and before.first_token else self._times_of(request)
         output = RequestOutput(request.request_id, tokens, None, None, logprobs, self.cached, times)
-        await self._outputs(request, output)
+        await self.send(Outputs(outputs=[output]))
 
     async def end(
         self, request: NewRequest, reason: Any, error: str | None = None, tokens: list[int] | None = None
     ) -> None:
         del self.running[request.request_id]
         times = self._times_of(request) if reason in ("stop", "length") else None
-        await self._outputs(request, RequestOutput(request.request_id, tokens or [], reason, error, times=times))
+        output = RequestOutput(request.request_id, tokens or [], reason, error, times=times)
+        await self.send(Outputs(outputs=[output]))
         if request in self.requests:
             await self._consumed(request)
-
-    def _times_of(self, request: NewRequest) -> EngineTimes | None:
-        """All up to now; nothing takes it any time but to be queued and to generate."""
-        times = self.times.get(request.request_id)
-        if times is None:
-            return None
-        now = time.monotonic()
-        first = times.first_token or now
-        self.times[request.request_id] = EngineTimes(times.accepted, first, first, first, now)
-        return self.times[request.request_id]
 
     async def has_requests(self, count: int = 1) -> NewRequest:
         """The last of so many requests in all, once they have come."""
@@ -177,19 +150,26 @@ class ScriptedCore:
         assert sorted(one.request_id for one in self.finishes) == sorted(request_ids)
         assert {one.reason for one in self.finishes} == {"abort"}
 
+    async def send(self, body: AnyMessage) -> None:
+        await self._socket.send_multipart([self._peer, self._encoder.encode(body)])
+
     def close(self) -> None:
         self._socket.close()
+
+    def _times_of(self, request: NewRequest) -> EngineTimes | None:
+        """All up to now; nothing takes it any time but to be queued and to generate."""
+        times = self.times.get(request.request_id)
+        if times is None:
+            return None
+        now = time.monotonic()
+        first = times.first_token or now
+        self.times[request.request_id] = EngineTimes(times.accepted, first, first, first, now)
+        return self.times[request.request_id]
 
     async def _consumed(self, request: NewRequest) -> None:
         messages = list({item.patches.message: None for item in request.media if item.patches is not None})
         if messages:
-            await self._send(request, Outputs(consumed=messages))
-
-    async def _outputs(self, request: NewRequest, output: RequestOutput) -> None:
-        await self._send(request, Outputs(outputs=[output]))
-
-    async def _send(self, request: NewRequest, body: AnyMessage) -> None:
-        await self._socket.send_multipart([self._peers[request.request_id], self._encoder.encode(body)])
+            await self.send(Outputs(consumed=messages))
 
 
 def as_requests(request: NewRequest) -> list[NewRequest]:
@@ -203,8 +183,3 @@ def as_requests(request: NewRequest) -> list[NewRequest]:
         )
         for sibling in request.siblings
     ]
-
-
-def logprobs_of(token: int, likeliest: int) -> list[TokenLogprob]:
-    """What the scripted core says of a token: itself, then tokens 65, 66, ..."""
-    return [TokenLogprob(token, -0.25), *(TokenLogprob(65 + rank, -1.0 - rank) for rank in range(likeliest))]

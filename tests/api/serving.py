@@ -10,7 +10,7 @@ import json
 import socket
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from mini_engine.metrics import REGISTRY
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from tests import clips
-from tests.api.patience import PATIENCE, eventually
+from tests.api.patience import PATIENCE, cancelled, eventually
 from tests.api.peers import ScriptedCore, make_queue
 from tests.web import WebServer, response
 
@@ -67,8 +67,17 @@ class Served:
     server: HttpServer
     port: int
     requests: ActiveRequests
-    allowed: Path  # files below may be read
+    gate: GatedProcessor
+    receiving: asyncio.Task[None]  # what the engines send
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
+    asked: list[asyncio.Task[httpx.Response]] = field(default_factory=list)
+
+    @property
+    def allowed(self) -> Path:
+        """Files below it may be read."""
+        path = self.context.media.policy.allowed_local_media_path
+        assert path is not None
+        return path
 
     def says(self, *texts: str) -> None:
         """The core answers with the tokens of each text in an output of their own."""
@@ -91,7 +100,9 @@ class Served:
         return await self.http.post(path, json=chat_body(content, **more))
 
     def asking(self, content: Any = "hello", **more: Any) -> asyncio.Task[httpx.Response]:
-        return asyncio.create_task(self.post(content, **more))
+        """A chat request, which is cancelled at the end at the latest."""
+        self.asked.append(asyncio.create_task(self.post(content, **more)))
+        return self.asked[-1]
 
     async def connect(self, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A bare connection, and `data` sent on it. It is closed at the end, at the latest."""
@@ -168,31 +179,32 @@ class SlowWeb(WebServer):
         return {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{self.port}/a.png"}}
 
 
-class GatedProcessor:
-    """A processor that waits at its door: so a test holds items at a known stage."""
+class GatedProcessor(MediaProcessor):
+    """Its threads pass a door, which is open at first: so a test holds items at a known stage."""
 
-    def __init__(self, processor: MediaProcessor):
-        self.processor = processor
-        self.step, self.patch_size = processor.step, processor.patch_size
-        self.inside = 0
-        self.most = 0
+    def __init__(self, model_dir: Path):
+        super().__init__(model_dir)
         self.door = threading.Event()
-        self.lock = threading.Lock()
+        self.door.set()
+        self.threads: set[int] = set()  # at the door
 
-    def process_image(self, *args: Any, **more: Any) -> Any:
-        return self.pass_door(self.processor.process_image, *args, **more)
+    @property
+    def inside(self) -> int:
+        """How many items are held."""
+        return len(self.threads)
 
-    def process_video(self, *args: Any, **more: Any) -> Any:
-        return self.pass_door(self.processor.process_video, *args, **more)
+    def process_image(self, *args: Any) -> Any:
+        self.pass_door()
+        return super().process_image(*args)
 
-    def pass_door(self, process: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        with self.lock:
-            self.inside += 1
-            self.most = max(self.most, self.inside)
+    def process_video(self, *args: Any) -> Any:
+        self.pass_door()
+        return super().process_video(*args)
+
+    def pass_door(self) -> None:
+        self.threads.add(threading.get_ident())
         assert self.door.wait(PATIENCE)
-        with self.lock:
-            self.inside -= 1
-        return process(*args, **more)
+        self.threads.discard(threading.get_ident())
 
 
 async def hang_up(writer: asyncio.StreamWriter) -> None:
@@ -236,6 +248,7 @@ async def choices_of(answer: Any, count: int = 1) -> Choices:
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
     """The chunks of a stream that has ended well."""
+    assert response.headers["content-type"].startswith("text/event-stream")
     *events, done, end = response.text.split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     assert all(event.startswith("data: ") and "\n" not in event for event in events)
@@ -270,33 +283,15 @@ class Counted:
         return [self.read(name) - before for name, before in self.before.items()]
 
 
-def media_settings(processor: MediaProcessor) -> MediaSettingsResolver:
-    """Of a server without flags."""
-    return MediaSettingsResolver(processor, (processor.hf_processor.tokenizer.name_or_path, None))
-
-
-def media_loader(
-    processor: Any,
-    policy: MediaPolicy | None = None,
-    threads: int = 2,
-    limits: DecodeLimits | None = None,
-    allow_partial_video: bool = False,
-) -> MediaLoader:
-    """A loader whose decoder processes start with its first item."""
-    policy = policy or MediaPolicy(None, MAX_MEDIA_BYTES)
-    decoders = DecoderPool("test", threads, limits or DecodeLimits(), policy.max_media_bytes)
-    return MediaLoader(processor, policy, decoders, threads, allow_partial_video=allow_partial_video)
+def media_loader(processor: MediaProcessor, policy: MediaPolicy, allow_partial_video: bool = False) -> MediaLoader:
+    """A loader with two threads, and up to two decoder processes, which start with its first item."""
+    decoders = DecoderPool("test", 2, DecodeLimits(), policy.max_media_bytes)
+    return MediaLoader(processor, policy, decoders, 2, allow_partial_video=allow_partial_video)
 
 
 @contextlib.asynccontextmanager
 async def serve(
-    processor: MediaProcessor,
-    directory: Path,
-    *,
-    queue: TensorIpcSender | None = None,
-    media_cache: bool = True,
-    media: MediaLoader | None = None,
-    **settings: Any,
+    processor: GatedProcessor, media: MediaLoader, *, queue: TensorIpcSender | None = None, **settings: Any
 ) -> AsyncIterator[Served]:
     """Everything up, a request may be sent. At the end nothing of any request is left, and everything goes down.
 
@@ -304,50 +299,42 @@ async def serve(
     """
     own = {"served_model_name": ["tiny", "alias"], "timeout_keep_alive": 3600, "max_request_bytes": MAX_REQUEST_BYTES}
     config = EngineConfig(**{**own, **settings})
-    (allowed := directory / "allowed").mkdir(exist_ok=True)
     queue = queue or make_queue()
-    media = media or media_loader(processor, MediaPolicy(allowed, MAX_MEDIA_BYTES, ["127.0.0.1"]))
-    with contextlib.closing(media), engines_and_core(queue, media_cache) as (engines, core):
-        context = make_context(processor, config, media, engines)
-        app = create_app(context)
-        server = HttpServer(app, config, lambda: None)
-        async with running(server, core.run(), engines.run()) as port:
-            url = f"http://127.0.0.1:{port}"
-            http = httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=httpx.Limits(keepalive_expiry=None))
-            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
-            served = Served(context, core, queue, client, http, server, port, app.state.requests, allowed)
-            served.says(*ANSWER)
-            async with http, client:
-                yield served
-                for writer in served.writers:
-                    await hang_up(writer)
-                await eventually(served.at_rest)
-
-
-@contextlib.contextmanager
-def engines_and_core(queue: TensorIpcSender, media_cache: bool) -> Iterator[tuple[EngineClient, ScriptedCore]]:
-    zmq_context = zmq.asyncio.Context()
-    with tempfile.TemporaryDirectory(prefix="mini-") as sockets:  # whose path leaves room for a socket's name
+    zmq_context, encoder = zmq.asyncio.Context(), Encoder("api 0", 7)
+    with contextlib.ExitStack() as stack:
+        sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="mini-"))  # leaves room for a socket's name
         endpoint = f"ipc://{sockets}/core"
-        core = ScriptedCore(zmq_context, endpoint)
-        engines = EngineClient(
-            zmq_context,
-            Encoder("api 0", 7),
-            [endpoint],
-            [queue],
-            media_capacity=media_cache and 1 << 30,
-            stores=[None],
-        )
-        try:
-            yield engines, core
-        finally:
-            engines.close()
-            core.close()
-            zmq_context.destroy(linger=0)
+        stack.callback(zmq_context.destroy, linger=0)
+        core = stack.enter_context(contextlib.closing(ScriptedCore(zmq_context, endpoint)))
+        engines = EngineClient(zmq_context, encoder, [endpoint], [queue], media_capacity=1 << 30, stores=[None])
+        stack.callback(engines.close)
+        app = create_app(context := make_context(processor, config, media, engines))
+        server = HttpServer(app, config, lambda: None)
+        receiving = asyncio.create_task(engines.run())
+        async with running(server, receiving, asyncio.create_task(core.run())) as port, clients(port) as (http, client):
+            served = Served(context, core, queue, client, http, server, port, app.state.requests, processor, receiving)
+            served.says(*ANSWER)
+            try:
+                yield served
+            finally:
+                processor.door.set()
+            for asking in served.asked:
+                await cancelled(asking)
+            for writer in served.writers:
+                await hang_up(writer)
+            await eventually(served.at_rest)
+
+
+@contextlib.asynccontextmanager
+async def clients(port: int) -> AsyncIterator[tuple[httpx.AsyncClient, openai.AsyncOpenAI]]:
+    """Both over the same connections, which are kept open."""
+    url, limits = f"http://127.0.0.1:{port}", httpx.Limits(keepalive_expiry=None)
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits, verify=False) as http:
+        yield http, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http)
 
 
 def make_context(
-    processor: MediaProcessor, config: EngineConfig, media: MediaLoader, engines: EngineClient
+    processor: GatedProcessor, config: EngineConfig, media: MediaLoader, engines: EngineClient
 ) -> AppContext:
     tokenizer = processor.hf_processor.tokenizer
     admission = MediaAdmission(4, MAX_INFLIGHT_BYTES)
@@ -360,7 +347,7 @@ def make_context(
         bodies=ByteBudget(MAX_REQUEST_BYTES, "inflight_bodies"),
         requests=RequestAdmission(MAX_REQUESTS),
         admission=admission,
-        media_settings=media_settings(processor),
+        media_settings=MediaSettingsResolver(processor, (tokenizer.name_or_path, None)),
         media=media,
         sampling=SamplingResolver(SamplingDefaults(eos_token_id=[3]), MAX_MODEL_LEN, len(tokenizer), 0, 7),
         engines=engines,
@@ -369,10 +356,9 @@ def make_context(
 
 
 @contextlib.asynccontextmanager
-async def running(server: HttpServer, *background: Any) -> AsyncIterator[int]:
-    """The server on a port of its own, and what runs beside it."""
+async def running(server: HttpServer, *background: asyncio.Task[None]) -> AsyncIterator[int]:
+    """The server on a port of its own. At its end the tasks in the background end too."""
     listener = socket.create_server(("127.0.0.1", 0))
-    tasks = [asyncio.create_task(work) for work in background]
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await eventually(lambda: server.started)
     try:
@@ -380,6 +366,6 @@ async def running(server: HttpServer, *background: Any) -> AsyncIterator[int]:
     finally:
         server.should_exit = True
         await serving
-        for task in tasks:
+        for task in background:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*background, return_exceptions=True)

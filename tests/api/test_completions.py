@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from tests.api.patience import eventually
-from tests.api.serving import ANSWER, MAX_MODEL_LEN, Counted, Served, check_error, choices_of, events_of, image
+from tests.api.serving import ANSWER, MAX_MODEL_LEN, Counted, Served, choices_of, events_of, image
 
 streamed_or_whole = pytest.mark.parametrize("stream", [False, True])
 
@@ -64,6 +64,15 @@ async def test_logprobs(served: Served, stream: bool) -> None:
         assert likely.pop(token) == -0.25 and list(likely.values()) == [-1.0, -2.0]
 
 
+async def test_tokens_that_are_parts_of_a_character_are_listed_as_bytes(served: Served) -> None:
+    parts = served.encode("é")
+    assert len(parts) == 2
+    served.core.script = lambda request: [[*served.encode("x"), *parts, *served.encode("!")]]
+    logprobs = (await served.complete(logprobs=0)).choices[0].logprobs
+    assert logprobs.tokens == ["x", "bytes:\\xc3", "bytes:\\xa9", "!"]
+    assert logprobs.text_offset == [0, 1, 1, 2]
+
+
 @streamed_or_whole
 async def test_prompt_that_fails_ends_the_others(served: Served, stream: bool) -> None:
     served.says()
@@ -88,47 +97,6 @@ async def test_client_that_leaves_ends_all_prompts(served: Served, stream: bool)
     asking.cancel()
     await served.core.has_aborted(*samples)
     await eventually(lambda: counted.since() == [2])
-
-
-MESSAGES = [{"role": "user", "content": "x"}]
-REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
-    ("/v1/completions", {}, "prompt", "Missing required parameter: 'prompt'"),
-    ("/v1/completions", {"prompt": ""}, "prompt", "empty"),
-    ("/v1/completions", {"prompt": ["a", ""]}, "prompt", "empty"),
-    ("/v1/completions", {"prompt": [10**6]}, "prompt", "token id 1000000"),
-    ("/v1/completions", {"prompt": "a <|image_pad|>"}, "prompt", "<|image_pad|>"),
-    ("/v1/completions", {"prompt": "word " * 700}, "prompt", f"{MAX_MODEL_LEN}"),
-    ("/v1/completions", {"prompt": "a", "max_tokens": MAX_MODEL_LEN}, "max_tokens", "Ask for at most"),
-    ("/v1/completions", {"prompt": "a", "messages": []}, "messages", "Unknown parameter: 'messages'"),
-    ("/v1/completions", {"prompt": "a", "stop_token_ids": [10**6]}, "stop_token_ids", "token id 1000000"),
-    ("/tokenize", {}, "prompt", "either 'prompt' or 'messages'"),
-    ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt", "either 'prompt' or 'messages'"),
-    ("/tokenize", {"prompt": "some words " * 3000}, "prompt", f"{MAX_MODEL_LEN}"),
-    ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens", "only allowed with"),
-    ("/tokenize", {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "robot"),
-    ("/tokenize", {"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt", "not supported"),
-    ("/tokenize", {"prompt": "x", "model": "other"}, "model", "this server has tiny, alias"),
-    ("/detokenize", {}, "tokens", "Missing required parameter"),
-    ("/detokenize", {"tokens": [10**6]}, "tokens", "token id 1000000"),
-    ("/detokenize", {"tokens": ["1"]}, "tokens[0]", "expected `int`"),
-    ("/detokenize", {"tokens": [-1]}, "tokens[0]", ">= 0"),
-]
-
-
-async def test_refused_requests(served: Served) -> None:
-    served.context.renderer.max_tokens = MAX_MODEL_LEN
-    (placeholder,) = served.encode("<|image_pad|>")
-    media = ("/v1/completions", {"prompt": [placeholder]}, "prompt", "placeholder for media")
-    for path, body, param, says in [*REFUSED, media]:
-        response = await served.http.post(path, json=body)
-        error = response.json()["error"]
-        check_error(response, 404 if param == "model" else 400, error["code"], says)
-        assert error["param"] == param
-        if path == "/v1/completions":
-            streamed = await served.http.post(path, json={**body, "stream": True})
-            assert streamed.json()["error"] == error
-    assert not served.core.requests
-    await served.complete(echo=False, suffix=None, best_of=1, user="me", logprobs=None)  # neutral values
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------

@@ -1,132 +1,108 @@
 """A request ends at each stage of its path: its client leaves, the engine dies, or the server stops.
 
-Its client is told, its engine only if that has it, and all that the request held is released: each server checks
-that at its end.
+Its client gets an error, its engine an abort only if the engine has the request, and all that the request held is
+released: each server checks that at its end.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import pytest
 
-from mini_engine.api.engine_client import EngineClient
+from mini_engine.api.engine_client import LOST_SECONDS, EngineClient, EngineLost
 from mini_engine.api.errors import shutting_down
-from mini_engine.media.policy import MediaPolicy
-from mini_engine.media.processor import MediaProcessor
+from mini_engine.transport.arena import Arena
 from mini_engine.transport.pages import PAGE_BYTES
-from tests.api.patience import PATIENCE, cancelled, eventually
+from mini_engine.transport.tensor_ipc import TensorIpcSender
+from tests.api.patience import PATIENCE, cancelled, eventually, settle, skip
 from tests.api.peers import make_queue
-from tests.api.serving import (
-    MAX_MEDIA_BYTES,
-    Counted,
-    GatedProcessor,
-    Serve,
-    Served,
-    SlowWeb,
-    check_error,
-    image,
-    media_loader,
-)
+from tests.api.serving import Counted, Serve, Served, SlowWeb, check_error, image
+from tests.transport.conftest import ME, Rank, address_of
 
 Asking = asyncio.Task[httpx.Response]
 
 
-@dataclass
-class Ground:
-    served: Served
-    gated: GatedProcessor
-    web: SlowWeb
-    ahead: list[Asking] = field(default_factory=list)  # requests that the one in question waits for
-
-
 @pytest.fixture
-async def ground(serve: Serve, processor: MediaProcessor, web: SlowWeb) -> AsyncIterator[Ground]:
-    """A server with room for the tensors of one request, which keeps one item and holds what it is sent."""
-    gated = GatedProcessor(processor)
-    gated.door.set()
-    media = media_loader(gated, MediaPolicy(None, MAX_MEDIA_BYTES, ["127.0.0.1"]))
-    async with serve(media=media, queue=make_queue(PAGE_BYTES)) as served:
+async def served(serve: Serve) -> AsyncIterator[Served]:
+    """With room for the tensors of one request. The engine keeps one item, and holds what it is sent."""
+    async with serve(queue=make_queue(PAGE_BYTES)) as served:
         served.core.keeps = True
         await served.post([image(84)])
         served.core.hold = True
-        ground = Ground(served, gated, web)
-        yield ground
-        gated.door.set()
-        for asking in ground.ahead:
-            await cancelled(asking)
+        yield served
 
 
-async def downloading(ground: Ground) -> Asking:
-    asking = ground.served.asking([ground.web.part, image()])
-    await eventually(ground.web.asked.is_set)
+async def downloading(served: Served, web: SlowWeb) -> Asking:
+    asking = served.asking([web.part, image()])
+    await eventually(web.asked.is_set)
     return asking
 
 
-async def queued_for_decoding(ground: Ground) -> Asking:
-    admission = ground.served.context.admission
-    ground.gated.door.clear()
-    ground.ahead.append(ground.served.asking([image(56 + number) for number in range(admission.limit)]))
+async def queued_for_decoding(served: Served, _: SlowWeb) -> Asking:
+    admission = served.context.admission
+    served.gate.door.clear()
+    served.asking([image(56 + number) for number in range(admission.limit)])
     await eventually(lambda: admission.num_admitted == admission.limit)
-    asking = ground.served.asking([image()])
+    asking = served.asking([image()])
     await eventually(lambda: admission.num_waiting == 1)
     return asking
 
 
-async def looked_up(ground: Ground) -> Asking:
-    ground.served.core.answers_look_ups = False
-    asking = ground.served.asking([image(84)])
-    await eventually(lambda: len(ground.served.core.look_ups) == 2)
+async def looked_up(served: Served, _: SlowWeb) -> Asking:
+    served.core.replies_to.discard("look_up")
+    asking = served.asking([image(84)])
+    await eventually(lambda: len(served.core.look_ups) == 2)
     return asking
 
 
-async def processed(ground: Ground) -> Asking:
-    ground.gated.door.clear()
-    asking = ground.served.asking([image(84), image()])
-    await eventually(lambda: ground.gated.inside == 1)
+async def processed(served: Served, _: SlowWeb) -> Asking:
+    served.gate.door.clear()
+    asking = served.asking([image(84), image()])
+    await eventually(lambda: served.gate.inside == 1)
     return asking
 
 
-async def waiting_for_room(ground: Ground) -> Asking:
-    ground.ahead.append(ground.served.asking([image(56)]))
-    await ground.served.core.has_requests(2)
-    asking = ground.served.asking([image(57)])
-    await eventually(lambda: len(ground.served.context.engines.engines[0].requests) == 2)
+async def waiting_for_room(served: Served, _: SlowWeb) -> Asking:
+    served.asking([image(56)])
+    await served.core.has_requests(2)
+    asking = served.asking([image(57)])
+    await eventually(lambda: len(served.context.engines.engines[0].requests) == 2)
     return asking
 
 
-async def sent(ground: Ground) -> Asking:
-    ground.served.core.accepts = False
-    asking = ground.served.asking([image()], n=2)
-    await ground.served.core.has_requests(2)
+async def sent(served: Served, _: SlowWeb) -> Asking:
+    served.core.accepts = False
+    asking = served.asking([image()], n=2)
+    await served.core.has_requests(2)
     return asking
 
 
-async def sent_again(ground: Ground) -> Asking:
-    ground.served.core.accepts = False
-    asking = ground.served.asking([image(84), image()])
-    await ground.served.core.turn_down(await ground.served.core.has_requests(2))
-    await ground.served.core.has_requests(3)
+async def sent_again(served: Served, _: SlowWeb) -> Asking:
+    served.core.accepts = False
+    asking = served.asking([image(84), image()])
+    await served.core.turn_down(await served.core.has_requests(2))
+    await served.core.has_requests(3)
     return asking
 
 
-async def answered(ground: Ground) -> Asking:
-    asking = ground.served.asking([image()], n=3)
-    await eventually(lambda: len(ground.served.core.running) == 3)
+async def answered(served: Served, _: SlowWeb) -> Asking:
+    asking = served.asking([image()], n=3)
+    await eventually(lambda: len(served.core.running) == 3)
     return asking
 
 
-async def streamed(ground: Ground) -> Asking:
+async def streamed(served: Served, _: SlowWeb) -> Asking:
     counted = Counted("generation_tokens_total")
-    asking = ground.served.asking("hello", stream=True)
+    asking = served.asking("hello", stream=True)
     await eventually(lambda: counted.since() != [0])
     return asking
 
 
-Stage = Callable[[Ground], Awaitable[Asking]]
+Stage = Callable[[Served, SlowWeb], Awaitable[Asking]]
 BEFORE_ENGINE: list[Stage] = [downloading, queued_for_decoding, looked_up, processed, waiting_for_room]
 AT_ENGINE: list[Stage] = [sent, sent_again, answered, streamed]
 UNKNOWN_TO_CACHE = (downloading, queued_for_decoding, streamed)
@@ -134,9 +110,9 @@ every_stage = pytest.mark.parametrize("stage", BEFORE_ENGINE + AT_ENGINE, ids=la
 
 
 @every_stage
-async def test_client_leaves(ground: Ground, stage: Stage) -> None:
-    core, counted = ground.served.core, Counted("request_success_total{finished_reason=abort}")
-    asking = await stage(ground)
+async def test_client_leaves(served: Served, web: SlowWeb, stage: Stage) -> None:
+    core, counted = served.core, Counted("request_success_total{finished_reason=abort}")
+    asking = await stage(served, web)
     await cancelled(asking)
     await eventually(lambda: counted.since() == [1])
     if stage in AT_ENGINE:
@@ -156,15 +132,15 @@ ENDS: dict[str, Callable[[EngineClient], None]] = {
 
 @pytest.mark.parametrize("code", ENDS)
 @every_stage
-async def test_engine_or_server_ends(ground: Ground, stage: Stage, code: str) -> None:
-    served, counted = ground.served, Counted("request_success_total{finished_reason=error}")
-    asking = await stage(ground)
+async def test_engine_or_server_ends(served: Served, web: SlowWeb, stage: Stage, code: str) -> None:
+    counted = Counted("request_success_total{finished_reason=error}")
+    asking = await stage(served, web)
     engines = served.context.engines
     engines.peer_gone("api 1")  # another API server is no matter of this one's requests
     assert not asking.done() and engines.alive
     ENDS[code](engines)
-    ground.gated.door.set()
-    ground.web.go.set()
+    served.gate.door.set()
+    web.go.set()
     async with asyncio.timeout(PATIENCE):
         response = await asking
     if stage is streamed:
@@ -177,3 +153,29 @@ async def test_engine_or_server_ends(ground: Ground, stage: Stage, code: str) ->
     check_error(await served.post([image()]), 503, code)
     check_error(await served.http.get("/health"), 503, "engine_unavailable")
     assert not served.core.finishes
+
+
+@pytest.mark.parametrize(("reported", "draining"), [(False, False), (True, False), (False, True)])
+async def test_engine_that_cannot_be_reached_counts_as_dead(
+    serve: Serve, runtime: Path, reported: bool, draining: bool
+) -> None:
+    """Unless its death is reported, or this server drains, this server is to be replaced."""
+    rank = Rank(address_of(runtime))
+    queue = TensorIpcSender(ME, [rank.address], Arena(1 << 20, lambda: 1 << 40))
+    queue.probe("torch_shm", PATIENCE)
+    async with serve(queue=queue) as served:
+        engines, served.core.hold = served.context.engines, True
+        asking = served.asking()
+        await served.core.has_requests()
+        engines.draining = draining
+        await asyncio.to_thread(rank.close)
+        check_error(await asking, 500, "engine_unavailable")
+        assert not engines.alive
+        if reported:
+            engines.peer_gone("worker 0.1")
+        skip(LOST_SECONDS)
+        await settle()
+        assert served.receiving.done() == (not reported and not draining)
+        if served.receiving.done():
+            with pytest.raises(EngineLost):
+                await served.receiving

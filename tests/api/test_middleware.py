@@ -1,11 +1,10 @@
-"""Which requests are accepted, and how they end: API keys, ids, headers of bodies, drain, CORS, a proxy's path."""
+"""Which requests are accepted, and how they end: API keys, request ids, drain, CORS, a proxy's path, logs."""
 
 from __future__ import annotations
 
 import asyncio
-import gzip
-import json
-from collections.abc import AsyncIterator
+import logging
+import re
 from typing import Any
 
 import httpx
@@ -13,20 +12,11 @@ import openai
 import pytest
 
 from tests.api.patience import PATIENCE, eventually
-from tests.api.serving import CHAT_HEAD, MAX_REQUEST_BYTES, Serve, Served, chat_body, check_error, choices_of
+from tests.api.serving import CHAT_HEAD, Serve, Served, chat_body, check_error, choices_of, image
 
 PAGE = "https://page.test"
 PREFLIGHT = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
 KEYS = ["first-key", "sch\u00fcssel"]
-BODY_PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
-
-
-async def response_to_headers(served: Served, path: str, *headers: str) -> tuple[bytes, dict[str, str]]:
-    """Head and error of the response to a request whose body is not sent."""
-    reader, _ = await served.connect("\r\n".join([f"POST {path} HTTP/1.1", "host: x", *headers, "", ""]).encode())
-    async with asyncio.timeout(PATIENCE):
-        head = await reader.readuntil(b"\r\n\r\n")
-        return head, json.loads(await reader.readuntil(b"}}"))["error"]
 
 
 # --- API keys, request ids -------------------------------------------------------------------------------------------
@@ -75,47 +65,6 @@ async def test_every_response_has_a_request_id_of_its_own(served: Served) -> Non
         assert response.status_code == status and request_id.startswith(prefix), path
         ids.add(request_id)
     assert len(ids) == len(table)
-
-
-# --- bodies ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", BODY_PATHS)
-async def test_body_is_refused_by_its_headers(served: Served, path: str) -> None:
-    """A page may make a browser send the first of these types without a preflight."""
-    for given in (None, "", "text/plain", "application/x-www-form-urlencoded", "application/json-seq"):
-        typed = [] if given is None else [f"content-type: {given}"]
-        head, error = await response_to_headers(served, path, *typed, "content-length: 9")
-        assert b" 415 " in head and b"\r\naccept: application/json\r\n" in head
-        assert error["code"] == "invalid_http" and "'Content-Type: application/json'" in error["message"]
-    large = f"content-length: {MAX_REQUEST_BYTES + 1}"
-    head, error = await response_to_headers(served, path, "content-type: application/json", large)
-    assert b" 413 " in head and error["code"] == "request_too_large"
-    coded = {"content-type": "application/json", "content-encoding": "gzip"}
-    response = await served.http.post(path, content=gzip.compress(b"{}"), headers=coded)
-    check_error(response, 415, "invalid_http")
-    assert response.headers["accept-encoding"] == "identity"
-    assert not served.core.requests
-
-
-async def test_content_types_that_are_json(served: Served) -> None:
-    for given in ("application/json; charset=utf-8", "Application/JSON", "application/json ;x=y"):
-        headers = {"content-type": given, "content-encoding": "Identity"}
-        answer = await served.http.post("/tokenize", content=b'{"prompt": "a red"}', headers=headers)
-        assert answer.status_code == 200, given
-        half = await served.http.post("/tokenize", content=b'{"prompt": "a', headers=headers)
-        check_error(half, 400, "invalid_json")
-
-
-async def test_body_without_a_length_is_read_up_to_the_limit(served: Served) -> None:
-    async def blocks() -> AsyncIterator[bytes]:
-        for _ in range(MAX_REQUEST_BYTES // 65536 + 1):
-            yield b" " * 65536
-
-    headers = {"content-type": "application/json"}
-    response = await served.http.post("/v1/chat/completions", content=blocks(), headers=headers)
-    check_error(response, 413, "request_too_large", f"{MAX_REQUEST_BYTES} bytes, the limit of --max-request-bytes")
-    assert (await served.post()).status_code == 200
 
 
 # --- drain and stop --------------------------------------------------------------------------------------------------
@@ -195,3 +144,59 @@ async def test_below_a_path_of_a_proxy(serve: Serve) -> None:
             assert answer.headers["x-request-id"].startswith("chatcmpl-")
         assert (await served.http.get("/enginehealth")).status_code == 401
         assert "/engine/openapi.json" in (await served.http.get("/docs", headers=key)).text
+
+
+# --- the log ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, "mini_engine.api.middleware")
+    return caplog
+
+
+async def test_line_for_each_request(serve: Serve, log: pytest.LogCaptureFixture) -> None:
+    async with serve(enable_log_requests=True, root_path="/engine", api_key=["secret"]) as served:
+        served.http.headers["authorization"] = "Bearer secret"
+        answer = await served.post("a private matter")
+        await served.http.get("/engine/health")
+        missing = await served.http.get("/now%0Ahere?private=1")
+        outside = await served.http.get("/v1/models", headers={"authorization": "Bearer other"})
+        served.core.hold = True
+        served.openai.api_key = "secret"
+        stream = await served.ask(stream=True)
+        await anext(stream)
+        await stream.close()
+        await eventually(lambda: len(log.records) == 4)
+        *lines, last = [record.getMessage() for record in log.records]
+        assert [re.sub(r" after \d+\.\d{3} s$", "", line) for line in lines] == [
+            f"{answer.headers['x-request-id']} POST /v1/chat/completions: 200",
+            f"{missing.headers['x-request-id']} GET /now%0Ahere: 404",
+            f"{outside.headers['x-request-id']} GET /v1/models: 401",
+        ]
+        assert last.startswith(served.core.requests[1].request_id) and last.endswith(" s, cut off")
+        assert not any(word in " ".join([*lines, last]) for word in ("private", "secret", "127.0.0.1"))
+
+
+async def test_stream_that_fails_is_no_success(serve: Serve, log: pytest.LogCaptureFixture) -> None:
+    async with serve(enable_log_requests=True) as served:
+        served.core.hold = True
+        asking = served.asking(stream=True)
+        await served.core.end(await served.core.has_requests(), "error", "the media are lost")
+        assert (await asking).status_code == 200 and "the media are lost" in (await asking).text
+        await eventually(lambda: bool(log.records))
+    (record,) = log.records
+    assert record.getMessage().endswith(" s, with an error in its stream")
+
+
+async def test_line_for_each_hop_of_a_request(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "mini_engine.api")
+    await served.post([image(), {"type": "text", "text": "a private matter"}])
+    assert (await served.post(max_tokens=0)).status_code == 400
+    request_id = served.core.requests[0].request_id
+    *hops, refused = [record.getMessage() for record in caplog.records]
+    words = [line.removeprefix(request_id + " ").split(",")[0].split(":")[0] for line in hops]
+    assert words == ["admitted", "is at engine 0", "finished"]
+    assert re.fullmatch(r"chatcmpl-\w+: 400 invalid_value: Invalid 'max_tokens': .*", refused)
+    assert {record.request_id for record in caplog.records[:-1]} == {request_id}
+    assert "private" not in " ".join(hops)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import socket
-import threading
 
 import httpx
 import pytest
 
-from mini_engine.media.policy import BLOCK_BYTES
-from mini_engine.media.processor import MediaProcessor
-from tests.api.patience import PATIENCE, eventually
+from mini_engine.transport.arena import Arena
+from mini_engine.transport.pages import PAGE_BYTES
+from mini_engine.transport.tensor_ipc import TensorIpcSender
+from tests.api.patience import PATIENCE, cancelled, eventually
+from tests.api.peers import make_queue
 from tests.api.serving import (
     CHAT_HEAD,
     MAX_INFLIGHT_BYTES,
@@ -21,17 +20,15 @@ from tests.api.serving import (
     MAX_REQUEST_BYTES,
     MAX_REQUESTS,
     Counted,
-    GatedProcessor,
     Serve,
     Served,
     SlowWeb,
     check_error,
     hang_up,
     image,
-    media_loader,
     metric,
 )
-from tests.web import WebServer, response
+from tests.transport.conftest import ME
 
 streamed_or_whole = pytest.mark.parametrize("stream", [False, True])
 
@@ -92,41 +89,28 @@ async def test_bytes_are_in_flight_until_the_engine_has_accepted(served: Served,
     served.core.accepts = False
     first = served.asking([large.part] * 4, stream=stream)
     request = await served.core.has_requests()
+    assert served.context.admission.num_admitted == 4
     assert metric("inflight_media_bytes") == 4 * MAX_MEDIA_BYTES == MAX_INFLIGHT_BYTES
     for part in (large.part, image()):
         check_refusal(await served.post([part], stream=stream), "--max-inflight-media-gb")
     assert counted.since() == [2]
+    served.core.hold = True
     await served.core.accept(request)
+    await eventually(lambda: not metric("inflight_media_bytes") and not served.context.admission.num_admitted)
+    assert not first.done()
+    await served.core.end(request, "length")
     assert (await first).status_code == 200
-    served.core.accepts = True
+    served.core.accepts, served.core.hold = True, False
     assert (await served.post([image()], stream=stream)).status_code == 200
 
 
 async def test_a_download_ends_where_others_have_the_room(served: Served, large: SlowWeb) -> None:
+    """One that finds no room in an idle server is a 400."""
+    refusal = await served.post([large.part] * 6)
+    check_error(refusal, 400, "media_too_large", f"more than the {MAX_INFLIGHT_BYTES} of --max-inflight-media-gb")
     with served.context.admission.reserve(1):
         check_refusal(await served.post([large.part] * 4), "--max-inflight-media-gb")
     assert (await served.post([large.part] * 4)).status_code == 200
-
-
-async def test_downloads_of_one_request_end_with_the_block_that_is_too_much(served: Served) -> None:
-    """None of them is too large or ends of itself: six send all but their last byte."""
-    ended = threading.Semaphore(0)
-
-    def send(connection: socket.socket, _: str) -> None:
-        with contextlib.suppress(OSError):
-            connection.sendall(response(bytes(MAX_MEDIA_BYTES))[:-1])
-            connection.recv(1)  # until the download is ended
-        ended.release()
-
-    with WebServer(send) as web:
-        part = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{web.port}/"}}
-        refusal = await served.post([part] * 6)
-        check_error(refusal, 400, "media_too_large", f"more than the {MAX_INFLIGHT_BYTES} of --max-inflight-media-gb")
-        nbytes = int(refusal.text.partition(" bytes together")[0].rpartition(" ")[2])
-        assert MAX_INFLIGHT_BYTES < nbytes <= MAX_INFLIGHT_BYTES + BLOCK_BYTES
-        assert served.at_rest()
-        for _ in range(6):
-            assert await asyncio.to_thread(ended.acquire, timeout=PATIENCE)
 
 
 async def test_web_server_that_hangs_delays_no_other_request(served: Served, web: SlowWeb) -> None:
@@ -139,11 +123,27 @@ async def test_web_server_that_hangs_delays_no_other_request(served: Served, web
     assert {(await one).status_code for one in hanging} == {200}
 
 
-async def test_decoded_frames_are_in_flight_until_they_are_processed(serve: Serve, processor: MediaProcessor) -> None:
-    gated = GatedProcessor(processor)
-    async with serve(media=media_loader(gated)) as served:
-        asking = served.asking([image(200)])
-        await eventually(lambda: gated.inside == 1)
-        assert metric("inflight_media_bytes") > 200 * 200 * 3
-        gated.door.set()
-        assert (await asking).status_code == 200
+async def test_large_request_is_not_overtaken_in_the_queue_for_decoding(served: Served) -> None:
+    """There are four places. More items than places run alone."""
+    admission = served.context.admission
+    served.gate.door.clear()
+    asking = []
+    for waiting, sides in enumerate([(56, 57, 58), range(59, 64), (64,), (65, 66)]):
+        asking.append(served.asking([image(side) for side in sides]))
+        await eventually(lambda waiting=waiting: admission.num_admitted >= 3 and admission.num_waiting == waiting)
+    assert (await served.post()).status_code == 200  # needs no place
+    await cancelled(asking.pop())
+    served.gate.door.set()
+    assert {(await one).status_code for one in asking} == {200}
+    assert [len(request.media) for request in served.core.requests] == [0, 3, 5, 1]
+
+
+async def test_tensors_that_have_no_memory(serve: Serve) -> None:
+    async with serve(queue=make_queue(PAGE_BYTES)) as served:
+        response = await served.post([image(84), image(112)])
+        check_error(response, 400, "media_too_large", "--mm-ipc-memory-bytes")
+        assert not served.core.requests
+    async with serve(queue=TensorIpcSender(ME, [], Arena(PAGE_BYTES, lambda: 0))) as served:
+        response = await served.post([image()])
+        check_error(response, 503, "engine_unavailable")
+        assert "retry-after" in response.headers and not served.core.requests

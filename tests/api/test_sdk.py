@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Collection
 from typing import Any
@@ -14,16 +13,10 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.model import Model
 from pydantic import BaseModel
 
-from tests.api.patience import eventually
 from tests.api.serving import (
-    ANSWER,
-    MAX_REQUESTS,
-    Counted,
     Served,
     SlowWeb,
-    chat_body,
     events_of,
-    hang_up,
     image,
     png,
     video,
@@ -64,8 +57,9 @@ async def test_whole_answers_and_chunks_are_those_of_the_sdk(served: Served, fie
     stream_options = {name: value for name, value in fields.items() if name == "stream_options"}
     whole = {name: value for name, value in fields.items() if name not in stream_options}
     check(ChatCompletion, (await served.post(**whole)).json(), OURS)
-    chunks = events_of(await served.post(stream=True, **fields))
-    assert len(chunks) >= count
+    response = await served.post(stream=True, **fields)
+    chunks = events_of(response)
+    assert len(chunks) >= count and {chunk["id"] for chunk in chunks} == {response.headers["x-request-id"]}
     for chunk in chunks:
         check(ChatCompletionChunk, chunk, OURS)
     text = {"prompt": ["hello", "you"], "n": count, "logprobs": 2 if count > 1 else None}
@@ -134,17 +128,3 @@ async def test_images_and_videos_in_each_form(served: Served, web: SlowWeb) -> N
     items = {(item.modality, item.media_hash) for item in request.media}
     assert len(items) == 2, "the same bytes under whatever name and uuid"
     assert all(item.grid_thw[0] == 1 for item in request.media)
-
-
-async def test_refusal_for_now_is_tried_again_by_the_sdk(served: Served) -> None:
-    served.core.hold = True
-    writers = [(await served.connect_chat())[1] for _ in range(MAX_REQUESTS)]
-    await served.core.has_requests(MAX_REQUESTS)
-    counted = Counted("requests_rejected_total{reason=queued_requests}")
-    patient = served.openai.with_options(max_retries=2).chat.completions
-    asking = asyncio.create_task(patient.create(model="tiny", messages=chat_body()["messages"]))
-    await eventually(lambda: counted.since() == [1])
-    served.core.hold = False
-    for writer in writers:
-        await hang_up(writer)
-    assert (await asking).choices[0].message.content == "".join(ANSWER)

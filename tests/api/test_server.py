@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,51 +15,27 @@ from mini_engine.api.protocol import ChatMessage
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
 from mini_engine.decode_limits import DecodeLimits
 from mini_engine.messages import Init, MediaCachePlan
-from tests import tiny_processor
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-def write_model(directory: Path, **changes: int) -> Path:
-    """The config.json is a whole one, whose vocabulary has 768 tokens."""
-    tiny_processor.build(directory)
-    raw = json.loads((Path(BUNDLED_MODEL) / "config.json").read_text())
-    tokens = {
-        one["content"]: one["id"] for one in json.loads((directory / "tokenizer.json").read_text())["added_tokens"]
-    }
-    raw |= {f"{kind}_token_id": tokens[f"<|{kind}_pad|>"] for kind in ("image", "video")}
-    raw |= {key: value for key, value in changes.items() if key in raw}
-    raw["vision_config"] |= {key: value for key, value in changes.items() if key not in raw}
-    (directory / "config.json").write_text(json.dumps(raw))
-    return directory
 
 
 @contextlib.contextmanager
-def loaded(model_dir: Path, **settings: Any) -> Iterator[server.ModelFront]:
+def loaded(**settings: Any) -> Iterator[server.ModelFront]:
     no_cache = MediaCachePlan("off", 0, "")
-    init = Init(EngineConfig(**settings), str(model_dir), "", cores=[], core_workers=[], ranks=[], media_cache=no_cache)
+    init = Init(EngineConfig(**settings), BUNDLED_MODEL, "", cores=[], core_workers=[], ranks=[], media_cache=no_cache)
     front = server.load(init, 0)
     yield front
     front.media.close()
 
 
-def test_settings_reach_the_media_path(model_dir: Path, tmp_path: Path) -> None:
+def test_settings_reach_the_media_path(tmp_path: Path) -> None:
     (template := tmp_path / "chat.jinja").write_text("{{ messages[0].content }}!")
-    limits = {
-        "max_video_frames": 1001, "max_video_frames_kept": 101, "max_video_seconds": 11.5, "max_frame_pixels": 10001,
-        "max_video_pixels_kept": 100001, "media_decode_timeout": 1.5, "max_image_pixels": 20001,
-        "media_decoder_memory": 123 << 20,
-    }  # fmt: skip
+    limits = {field.name: 2 * field.default for field in dataclasses.fields(DecodeLimits)}
     settings = {
         "chat_template": str(template),
         "media_io_kwargs": {"video": {"fps": 3}},
         "allowed_local_media_path": str(tmp_path),
         "max_media_bytes": 1000,
     }
-    with loaded(model_dir, **settings, **limits) as front:
+    with loaded(**settings, **limits) as front:
         assert front.media_settings.server.sampling.fps == 3
         assert front.media.policy.allowed_local_media_path == tmp_path
         assert front.media.policy.max_media_bytes == 1000
@@ -67,7 +43,7 @@ def test_settings_reach_the_media_path(model_dir: Path, tmp_path: Path) -> None:
         assert front.vocab_size == 768
         tokens = front.renderer.render([ChatMessage(role="user", content="hello")])
         assert front.processor.hf_processor.tokenizer.decode(tokens) == "hello!"
-    with loaded(model_dir) as front:
+    with loaded() as front:
         assert front.media.decoders.limits == DecodeLimits()
 
 
@@ -82,6 +58,6 @@ def test_settings_reach_the_media_path(model_dir: Path, tmp_path: Path) -> None:
         ({"generation_config": "/nowhere"}, "--generation-config"),
     ],
 )
-def test_settings_that_cannot_be_served_with(model_dir: Path, settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says), loaded(model_dir, **settings):
+def test_settings_that_cannot_be_served_with(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says), loaded(**settings):
         pass

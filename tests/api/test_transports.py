@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import resource
-import types
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from mini_engine.api.transports import (
-    add_slots,
-    choose,
-    limit_memory,
-    processor_device,
-    staging_slots,
-)
+from mini_engine.api.transports import choose, processor_device, staging_slots
 from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig, TensorIpc
-from mini_engine.messages import RankAddress, TransportChoice
+from mini_engine.messages import RankAddress
 from mini_engine.transport.arena import Arena
-from mini_engine.transport.codec import Encoder, TransportError
-from mini_engine.transport.cuda_memory import StagingSlots
+from mini_engine.transport.codec import Encoder
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from tests.api.serving import metric
-from tests.transport.test_tensor_ipc import HostStaging
 
-GIB = 1 << 30
 CUDA = {"mm_processor_device": "cuda"}
 
 
-def queue_to(*ranks: RankAddress, memory: int = 1 << 40) -> TensorIpcSender:
-    return TensorIpcSender(Encoder("api 0", 7), ranks, Arena(16 << 20, lambda: memory))
+def queue_to(*ranks: RankAddress) -> TensorIpcSender:
+    return TensorIpcSender(Encoder("api 0", 7), ranks, Arena(16 << 20, lambda: 1 << 40))
 
 
 @contextlib.contextmanager
@@ -77,20 +67,6 @@ def test_no_placement_is_an_error(mode: TensorIpc, says: str) -> None:
         choose(3, mode, queue_to(RankAddress(3, 1, "/nowhere")), timeout=0.1)
 
 
-def test_cuda_tensors_are_copied_to_the_host_where_no_slots_can_be_made() -> None:
-    def fail() -> StagingSlots:
-        raise TransportError("out of memory")
-
-    first = TransportChoice(3, "torch_shm", "the first")
-    assert add_slots(queue_to(), first, "auto", lambda: StagingSlots(HostStaging(), 1, 512), 1) == first
-    replaced = add_slots(queue_to(), first, "auto", fail, 1)
-    assert replaced.reason == "the first; CUDA tensors are copied to the host: out of memory"
-    with pytest.raises(ConfigError, match="--mm-tensor-ipc torch_shm: .*auto"):
-        add_slots(queue_to(), first, "torch_shm", fail, 1)
-    with pytest.raises(ConfigError):
-        add_slots(queue_to(memory=0), first, "auto", fail, 1)
-
-
 # --- the device of the processor -------------------------------------------------------------------------------------
 
 
@@ -98,22 +74,6 @@ def test_cuda_tensors_are_copied_to_the_host_where_no_slots_can_be_made() -> Non
 def test_start_is_refused_without_a_device() -> None:
     with pytest.raises(ConfigError, match="--mm-processor-device: torch finds no CUDA device here; choose cpu"):
         processor_device(EngineConfig(**CUDA), 0)
-
-
-def test_nothing_is_set_up_on_the_cpu() -> None:
-    assert processor_device(EngineConfig(), 0) is None and staging_slots(EngineConfig(), 0, 1) is None
-
-
-def test_api_servers_take_turns_with_the_devices_and_limit_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[float, str]] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(total_memory=16 * GIB))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: seen.append(given))
-    assert [processor_device(EngineConfig(**CUDA), index) for index in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
-    limit_memory(EngineConfig(**CUDA), "cuda:0")
-    limit_memory(EngineConfig(**CUDA, mm_ipc_gpu_memory_gb=64.0), "cuda:0")
-    assert seen == [(3 / 16, "cuda:0"), (1.0, "cuda:0")]
 
 
 @pytest.mark.gpu

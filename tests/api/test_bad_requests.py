@@ -1,0 +1,235 @@
+"""Requests that are refused: what the error says of each field, of media, and of a body that is no JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from mini_engine.api.protocol import MAX_MESSAGES, ChatRequest
+from tests.api.patience import PATIENCE
+from tests.api.serving import (
+    CLIP,
+    LIMITS,
+    MAX_MEDIA_BYTES,
+    MAX_MODEL_LEN,
+    MAX_REQUEST_BYTES,
+    Serve,
+    Served,
+    SlowWeb,
+    chat_body,
+    check_error,
+    image,
+    video,
+)
+
+CUT = CLIP[: len(CLIP) * 7 // 10]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+BODY_PATHS = [CHAT, COMPLETIONS, "/tokenize", "/detokenize"]
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(parts)}]}
+
+
+def text(content: str) -> dict[str, Any]:
+    return {"type": "text", "text": content}
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"messages": [fields]}
+
+
+# --- fields ----------------------------------------------------------------------------------------------------------
+
+VALUE, UNKNOWN, MISSING = "invalid_value", "unknown_parameter", "missing_required_parameter"
+UNSUPPORTED, TOO_LONG = "unsupported_parameter", "context_length_exceeded"
+
+BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"model": "other"}, "model_not_found", "model", "does not exist; this server has tiny, alias."),
+    ({"frobnicate": 1}, UNKNOWN, "frobnicate", "Unknown parameter: 'frobnicate'"),
+    ({"temperature": 2.5}, VALUE, "temperature", "<= 2.0"),
+    ({"max_tokens": 5, "max_completion_tokens": 5}, VALUE, "max_tokens", "not both"),
+    ({"max_tokens": MAX_MODEL_LEN}, TOO_LONG, "max_tokens", "Ask for at most"),
+    ({"n": 129}, VALUE, "n", "<= 128"),
+    ({"min_tokens": 6, "max_tokens": 5}, VALUE, "min_tokens", "at most 5"),
+    ({"min_tokens": MAX_MODEL_LEN}, VALUE, "min_tokens", "at most"),
+    ({"top_logprobs": 2}, VALUE, "top_logprobs", "only allowed when 'logprobs' is true"),
+    ({"logit_bias": {"5": 101}}, VALUE, "logit_bias[...]", "<= 100"),
+    ({"seed": 2**63}, VALUE, "seed", "9223372036854775807"),
+    ({"stop": ["a", ""]}, VALUE, "stop[1]", "length >= 1"),
+    ({"stop_token_ids": [10**6]}, VALUE, "stop_token_ids", "token id 1000000 out of range"),
+    ({"stream": False, "stream_options": {"include_usage": True}}, VALUE, "stream_options", "only allowed"),
+    ({"stream": True, "stream_options": {"x": 1}}, UNKNOWN, "stream_options.x", "Unknown parameter"),
+    ({"tools": [{}]}, UNSUPPORTED, "tools", "not supported by this server; leave it out or send []"),
+    ({"echo": 0}, UNSUPPORTED, "echo", "send false"),
+    ({"media_io_kwargs": {"audio": {}}}, VALUE, "media_io_kwargs", "'audio'"),
+    ({"messages": None}, VALUE, "messages", "got `null`"),
+    ({"messages": []}, VALUE, "messages", "length >= 1"),
+    ({"messages": MESSAGES * (MAX_MESSAGES + 1)}, VALUE, "messages", str(MAX_MESSAGES)),
+    (message(role="user"), MISSING, "messages[0].content", "Missing required parameter"),
+    (message(role="assistant", content=None), VALUE, "messages[0].content", "got `null`"),
+    (message(role="user", content="x", mood=1), UNKNOWN, "messages[0].mood", "Unknown parameter"),
+    (message(role="system", content="a <|image_pad|>"), VALUE, "messages", "holds <|image_pad|>"),
+    (user(text("a <|image"), text("_pad|>")), VALUE, "messages", "holds <|image_pad|>"),
+    (user(image(), text("<|vision_start|>")), VALUE, "messages", "holds <|vision_start|>"),
+    (user(text("word " * 700)), TOO_LONG, "messages", f"{MAX_MODEL_LEN}"),
+    (user({"type": "input_audio"}), VALUE, "messages[0].content[0].type", "'input_audio'"),
+    (user({"text": "x"}), MISSING, "messages[0].content[0].type", "Missing required parameter"),
+    (user({**text("x"), "image": "y"}), UNKNOWN, "messages[0].content[0].image", "Unknown parameter"),
+    (user({"type": "image_url", "image_url": {}}), MISSING, "messages[0].content[0].image_url.url", "Missing"),
+]
+BAD_OTHERS: list[tuple[str, dict[str, Any], str, str, str]] = [
+    (COMPLETIONS, {}, MISSING, "prompt", "Missing required parameter: 'prompt'"),
+    (COMPLETIONS, {"prompt": []}, VALUE, "prompt", "length >= 1"),
+    (COMPLETIONS, {"prompt": ["a", ""]}, VALUE, "prompt", "empty"),
+    (COMPLETIONS, {"prompt": ["a", 1]}, VALUE, "prompt", "cannot be mixed"),
+    (COMPLETIONS, {"prompt": ["a"] * 65, "n": 2}, VALUE, "prompt", "65 prompts with 2 choices each are more than 128"),
+    (COMPLETIONS, {"prompt": [10**6]}, VALUE, "prompt", "token id 1000000"),
+    (COMPLETIONS, {"prompt": "a <|image_pad|>"}, VALUE, "prompt", "<|image_pad|>"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": MAX_MODEL_LEN}, TOO_LONG, "max_tokens", "Ask for at most"),
+    (COMPLETIONS, {"prompt": "a", "return_timings": True}, UNSUPPORTED, "return_timings", "not supported"),
+    ("/tokenize", {"prompt": "x", "messages": MESSAGES}, MISSING, "prompt", "either 'prompt' or 'messages'"),
+    ("/tokenize", {"prompt": "some words " * 3000}, VALUE, "prompt", f"{MAX_MODEL_LEN}"),
+    ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, VALUE, "add_special_tokens", "only allowed with"),
+    ("/tokenize", {**message(role="user", content="x"), "add_generation_prompt": False},
+     UNSUPPORTED, "add_generation_prompt", "not supported"),
+    ("/detokenize", {"tokens": [10**6]}, VALUE, "tokens", "token id 1000000"),
+    ("/detokenize", {"tokens": [-1]}, VALUE, "tokens[0]", ">= 0"),
+]  # fmt: skip
+
+
+async def test_errors_name_the_field_and_what_it_may_hold(served: Served) -> None:
+    """Those of a stream too, before anything is streamed."""
+    served.context.renderer.max_tokens = MAX_MODEL_LEN
+    (placeholder,) = served.encode("<|image_pad|>")
+    media = (COMPLETIONS, {"prompt": [placeholder]}, VALUE, "prompt", "placeholder for media")
+    chat = [(CHAT, chat_body() | fields, *expected) for fields, *expected in BAD_CHAT]
+    for path, body, code, param, says in [*chat, *BAD_OTHERS, media]:
+        for asked in [body, {"stream": True, **body}] if path in (CHAT, COMPLETIONS) else [body]:
+            response = await served.http.post(path, json=asked)
+            check_error(response, 404 if code == "model_not_found" else 400, code, says)
+            error = response.json()["error"]
+            assert (error["type"], error["param"]) == ("invalid_request_error", param)
+            assert len(error["message"]) < 400
+    assert not served.core.requests
+
+
+async def test_null_ignored_and_neutral_values_change_nothing(served: Served) -> None:
+    nothing = dict.fromkeys(set(ChatRequest.__struct_fields__) - {"model", "messages"})
+    neutral = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "echo": False}
+    for fields in (nothing, neutral):
+        assert (await served.post(**fields)).status_code == 200
+    await served.complete(echo=False, suffix=None, best_of=1, user="me", logprobs=None)
+    first, *others = [one.sampling for one in served.core.requests]
+    assert all(msgspec.structs.replace(one, seed=first.seed, max_tokens=first.max_tokens) == first for one in others)
+
+
+# --- media -----------------------------------------------------------------------------------------------------------
+
+
+def file_part(path: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"file://{path}"}}
+
+
+def data_part(data: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:;base64,{base64.b64encode(data).decode()}"}}
+
+
+BAD_MEDIA: list[tuple[list[Any], dict[str, Any], str, str, str]] = [
+    ([image()] * 6, {}, VALUE, "messages", "6 image items, more than the 5"),
+    ([data_part(b"AAAA")], {}, "invalid_media", "messages", "image 1"),
+    ([image(), data_part(b"x" * (MAX_MEDIA_BYTES + 1))], {}, "invalid_media", "messages", "--max-media-bytes"),
+    ([file_part("/etc/hostname")], {}, "invalid_media", "messages", "no such regular file"),
+    ([file_part("{allowed}/large")] * 5, {}, "media_too_large", "messages", "--max-inflight-media-gb"),
+    ([video(), video(CUT)], {}, "invalid_media", "messages", "video 2: the file is cut short or damaged"),
+    ([image(140), image(141)], {}, "media_too_large", "messages", "--encoder-cache-tokens 50"),
+    ([video()], {"media_io_kwargs": {"video": {"x": 3}}}, VALUE, "media_io_kwargs", "unknown field `x`"),
+    ([], {"media_io_kwargs": {"image": {"x": 1}}}, VALUE, "media_io_kwargs", "images take no"),
+    ([], {"mm_processor_kwargs": {"x": 0}}, VALUE, "mm_processor_kwargs", "unknown field `x`"),
+]
+
+
+async def test_errors_name_the_item_and_the_limit(serve: Serve) -> None:
+    async with serve(limit_mm_per_prompt={"image": 5}) as served:
+        (served.allowed / "large").write_bytes(b"x" * MAX_MEDIA_BYTES)
+        for content, fields, code, param, says in BAD_MEDIA:
+            if content and content[0] == file_part("{allowed}/large"):
+                content = [file_part(f"{served.allowed}/large")] * 5
+            response = await served.post([*content, text("what?")], stream=True, **fields)
+            check_error(response, 400, code, says)
+            error = response.json()["error"]
+            assert (error["type"], error["param"]) == ("invalid_request_error", param)
+            assert str(served.allowed) not in response.text and "/etc" not in response.text
+            assert served.at_rest()
+        assert served.core.requests == []
+        await served.ask([image(140), image(140)])  # the same twice is encoded once
+        assert sum(item.num_tokens for item in served.core.requests[0].media) > LIMITS.max_prompt_media_tokens
+
+
+async def test_token_ids_are_checked_before_media_are_loaded(served: Served, web: SlowWeb) -> None:
+    response = await served.post([web.part], logit_bias={"99999": 1})
+    check_error(response, 400, VALUE, "token id 99999 out of range")
+    assert not web.dialled
+
+
+# --- bodies ----------------------------------------------------------------------------------------------------------
+
+
+async def response_to_headers(served: Served, path: str, *headers: str) -> tuple[bytes, dict[str, str]]:
+    """Head and error of the response to a request whose body is not sent."""
+    reader, _ = await served.connect("\r\n".join([f"POST {path} HTTP/1.1", "host: x", *headers, "", ""]).encode())
+    async with asyncio.timeout(PATIENCE):
+        head = await reader.readuntil(b"\r\n\r\n")
+        return head, json.loads(await reader.readuntil(b"}}"))["error"]
+
+
+@pytest.mark.parametrize("path", BODY_PATHS)
+async def test_body_is_refused_by_its_headers(served: Served, path: str) -> None:
+    """A page may make a browser send the first of these types without a preflight."""
+    for given in (None, "", "text/plain", "application/x-www-form-urlencoded", "application/json-seq"):
+        typed = [] if given is None else [f"content-type: {given}"]
+        head, error = await response_to_headers(served, path, *typed, "content-length: 9")
+        assert b" 415 " in head and b"\r\naccept: application/json\r\n" in head
+        assert error["code"] == "invalid_http" and "'Content-Type: application/json'" in error["message"]
+    large = f"content-length: {MAX_REQUEST_BYTES + 1}"
+    head, error = await response_to_headers(served, path, "content-type: application/json", large)
+    assert b" 413 " in head and error["code"] == "request_too_large"
+    coded = {"content-type": "application/json", "content-encoding": "gzip"}
+    response = await served.http.post(path, content=gzip.compress(b"{}"), headers=coded)
+    check_error(response, 415, "invalid_http")
+    assert response.headers["accept-encoding"] == "identity"
+
+
+async def test_content_types_that_are_json(served: Served) -> None:
+    for given in ("application/json; charset=utf-8", "Application/JSON", "application/json ;x=y"):
+        headers = {"content-type": given, "content-encoding": "Identity"}
+        answer = await served.http.post("/tokenize", content=b'{"prompt": "a red"}', headers=headers)
+        assert answer.status_code == 200, given
+
+
+NOT_JSON = [b"", b"{", b"[]", b'"x"', b'{"user": NaN}', b'{"user": ' + b"[" * 100_000]
+NOT_UNICODE = [b'{"model": "\xff"}', b'{"model": "\\ud800"}']
+
+
+async def test_what_is_not_json(served: Served) -> None:
+    for body in NOT_JSON + NOT_UNICODE:
+        response = await served.http.post(CHAT, content=body, headers={"content-type": "application/json"})
+        check_error(response, 400, "invalid_json")
+
+
+async def test_body_without_a_length_is_read_up_to_the_limit(served: Served) -> None:
+    async def blocks() -> AsyncIterator[bytes]:
+        for _ in range(MAX_REQUEST_BYTES // 65536 + 1):
+            yield b" " * 65536
+
+    response = await served.http.post(CHAT, content=blocks(), headers={"content-type": "application/json"})
+    check_error(response, 413, "request_too_large", f"{MAX_REQUEST_BYTES} bytes, the limit of --max-request-bytes")
+    assert (await served.post()).status_code == 200

@@ -1,0 +1,127 @@
+"""Media of requests: work that requests share, limits on work at once, media that the engine has or has lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from mini_engine.messages import NewRequest
+from tests.api.patience import cancelled, eventually, settle
+from tests.api.serving import ANSWER, Counted, Served, check_error, image, metric
+
+CACHE = ("mm_cache_queries_total{engine=0}", "mm_cache_hits_total{engine=0}", "media_decodes_total")
+
+
+def has_tensors(request: NewRequest) -> list[bool]:
+    return [item.patches is not None for item in request.media]
+
+
+# --- work on items ---------------------------------------------------------------------------------------------------
+
+
+async def test_equal_items_are_processed_once(served: Served) -> None:
+    """A request that leaves does not cancel the others' work."""
+    counted = Counted("media_decodes_total")
+    served.gate.door.clear()
+    leaving, staying = [served.asking([image(), image()]) for _ in range(2)]
+    await eventually(lambda: served.gate.inside == 1)
+    await settle()
+    await cancelled(leaving)
+    served.gate.door.set()
+    assert (await staying).status_code == 200
+    assert counted.since() == [1]
+    await served.ask([image()])
+    assert counted.since() == [2], "the API server keeps nothing"
+
+
+async def test_work_ends_with_the_last_request_and_begins_again_for_the_next(served: Served) -> None:
+    counted = Counted("media_decodes_total")
+    served.gate.door.clear()
+    leaving = [served.asking([image()]) for _ in range(2)]
+    await eventually(lambda: served.gate.inside == 1)
+    await settle()
+    for task in leaving:
+        await cancelled(task)
+    coming = served.asking([image()])
+    await eventually(lambda: served.gate.inside == 2)
+    served.gate.door.set()
+    assert (await coming).status_code == 200 and counted.since() == [1]
+
+
+async def test_no_more_items_are_processed_than_there_are_threads(served: Served) -> None:
+    """Hashing has threads of its own: a request whose items are cached does not wait for the others' processing."""
+    served.core.keeps = True
+    await served.ask([image(140)])
+    served.gate.door.clear()
+    asking = served.asking([image(56 + number) for number in range(3)])
+    await eventually(lambda: served.gate.inside == 2)
+    await settle()
+    assert served.gate.inside == 2
+    assert metric("inflight_media_bytes") > 2 * 56 * 56 * 3, "decoded frames count until they are processed"
+    await served.ask([image(140)])
+    assert not asking.done()
+    served.gate.door.set()
+    assert (await asking).status_code == 200
+
+
+async def test_cancelled_request_does_not_start_what_was_queued(served: Served) -> None:
+    counted = Counted("media_decodes_total")
+    served.gate.door.clear()
+    asking = served.asking([image(56 + number) for number in range(4)])
+    await eventually(lambda: served.gate.inside == 2)
+    await cancelled(asking)
+    await eventually(lambda: served.context.requests.unfinished == 0)
+    served.gate.door.set()
+    await served.ask([image(70)])
+    assert counted.since() == [1]
+
+
+# --- media that the engine has, or has lost --------------------------------------------------------------------------
+
+
+async def test_hits_count_towards_the_limit_of_a_prompt(served: Served) -> None:
+    served.core.keeps = True
+    sides = (84, 112, 140)  # 9, 16 and 25 tokens
+    for side in sides:
+        await served.ask([image(side)])
+    counted = Counted(*CACHE)
+    check_error(await served.post([image(side) for side in sides]), 400, "media_too_large")
+    assert counted.since() == [3, 3, 0]
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+async def test_lost_tensors_are_sent_once_more(served: Served, losses: int) -> None:
+    served.core.accepts = False
+    counted = Counted("ipc_fallbacks_total{reason=lost}", *CACHE)
+    asking = served.asking([image(), image(112)])
+    for number in range(1, losses + 1):
+        await served.core.turn_down(await served.core.has_requests(number))
+    if losses == 1:
+        await served.core.accept(await served.core.has_requests(2))
+        assert (await asking).json()["choices"][0]["message"]["content"] == "".join(ANSWER)
+    else:
+        check_error(await asking, 503, "engine_unavailable", "could not be handed")
+        assert (await asking).headers["retry-after"] == "5" and served.core.finishes == []
+        await eventually(lambda: served.core.unreserved == [served.core.look_ups[0].request_id])
+    assert [has_tensors(request) for request in served.core.requests] == [[True, True]] * 2
+    assert counted.since() == [1, 2, 0, 2]
+
+
+async def test_late_tensors_are_not_sent_again(served: Served) -> None:
+    served.core.accepts = False
+    asking = served.asking([image()])
+    await served.core.turn_down(await served.core.has_requests(), late=True)
+    check_error(await asking, 503, "engine_unavailable", "could not be handed")
+    assert len(served.core.requests) == 1 and served.core.finishes == []
+
+
+async def test_abort_that_crosses_a_turn_down(served: Served) -> None:
+    served.core.accepts = False
+    asking = served.asking([image()], n=2)
+    request = await served.core.has_requests()
+    served.core.running.clear()  # turned down, but this server has not received that when its client leaves
+    await cancelled(asking)
+    await served.core.has_aborted(request.request_id, request.siblings[0].request_id)
+    assert not served.at_rest()
+    await served.core.turn_down(request)
+    await eventually(served.at_rest)
+    assert len(served.core.requests) == 1
