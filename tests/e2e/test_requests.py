@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mini_engine.demo import videos
+from mini_engine.metrics import stage_seconds
 from tests.e2e.asked import Asked, ask_video
 from tests.e2e.running_server import RunningServer, message
 
