@@ -55,15 +55,17 @@ class RunningServer:
         try:
             self.wait_until_serving()
         except BaseException:
-            self.stop()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.client is not None:
             self.client.close()
-        self.stop()
-        self._temporary.cleanup()
+        try:
+            self.stop()
+        finally:
+            self._temporary.cleanup()
 
     def launch(self, armed: str | None = None) -> None:
         """Start the process, with this fail point armed."""
