@@ -95,12 +95,9 @@ async def test_stop_token_is_in_the_text_where_it_is_asked_for(served: Served) -
         (token,) = served.encode(text)
         asking = asyncio.create_task(served.ask(extra_body={"stop_token_ids": [token], **fields}))
         await served.core.end(await served.core.has_requests(count), "stop", tokens=[token])
-        answer = await asking
-        assert answer.choices[0].finish_reason == "stop"
-        assert (answer.choices[0].message.content, answer.usage.completion_tokens) == (
-            expected,
-            len(served.encode("a red")) + 1,
-        )
+        answer = await choices_of(await asking)
+        assert (answer.texts, answer.reasons) == ([expected], ["stop"])
+        assert answer.usage.completion_tokens == len(served.encode("a red")) + 1
 
 
 @streamed_or_whole
