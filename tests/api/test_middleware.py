@@ -54,7 +54,6 @@ async def test_every_response_has_a_request_id_of_its_own(served: Served) -> Non
         ("/v1/chat/completions", chat_body(n=0), "chatcmpl-", 400),
         ("/v1/completions", {"prompt": "x"}, "cmpl-", 200),
         ("/tokenize", {}, "req-", 400),
-        ("/live", {}, "req-", 405),
         ("/nowhere", {}, "req-", 404),
     ]
     ids = set()

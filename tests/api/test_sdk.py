@@ -45,7 +45,6 @@ CHAT: list[dict[str, Any]] = [
     {},
     {"n": 3, "logprobs": True, "top_logprobs": 2, "return_timings": True, "stop": ["circle"]},
     {"stream_options": {"include_usage": True}, "n": 2, "logprobs": True, "return_timings": True},
-    {"stream_options": {"include_usage": False}, "stop": "red"},
     # As LangChain's ChatOpenAI writes it.
     {"temperature": 0.7, "n": 1, "stop": None, "max_completion_tokens": 20, "seed": None, "logprobs": None},
 ]
