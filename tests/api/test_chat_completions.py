@@ -169,7 +169,7 @@ async def test_usage_says_what_the_model_saw(served: Served, stream: bool) -> No
     assert not hasattr((await choices_of(await served.ask(**with_usage(stream)))).usage, "media")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 async def partial_media(processor: GatedProcessor, media: MediaLoader) -> AsyncIterator[MediaLoader]:
     made = media_loader(processor, media.policy, allow_partial_video=True)
     yield made
