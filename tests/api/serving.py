@@ -225,23 +225,19 @@ class Choices:
 
 async def choices_of(answer: Any, count: int = 1) -> Choices:
     """Checks how a stream is made up: one role and one finish reason for each choice, the usage in the last chunk."""
-    if not isinstance(answer, openai.AsyncStream):
-        assert [choice.index for choice in answer.choices] == list(range(count))
-        texts = [choice.message.content if hasattr(choice, "message") else choice.text for choice in answer.choices]
-        listed = [choice.logprobs for choice in answer.choices if choice.logprobs]
-        return Choices(texts, [choice.finish_reason for choice in answer.choices], listed, answer.usage)
-    got, begun = Choices([""] * count, [None] * count, []), [False] * count
-    async for chunk in answer:
-        assert got.usage is None and len(chunk.choices) == (chunk.usage is None)
+    is_stream = isinstance(answer, openai.AsyncStream)
+    got, begun = Choices([""] * count, [None] * count, []), set()
+    for chunk in [chunk async for chunk in answer] if is_stream else [answer]:
+        assert got.usage is None and (not is_stream or len(chunk.choices) == (chunk.usage is None))
         got.usage = chunk.usage
         for choice in chunk.choices:
-            index = choice.index
-            assert got.reasons[index] is None
-            if hasattr(choice, "delta"):
-                assert (choice.delta.role == "assistant") is not begun[index]
-                begun[index] = True
-            got.texts[index] += (choice.delta.content or "") if hasattr(choice, "delta") else choice.text
-            got.reasons[index] = choice.finish_reason
+            assert got.reasons[choice.index] is None
+            part = getattr(choice, "delta", None) or getattr(choice, "message", None)
+            if is_stream and part is not None:
+                assert (part.role == "assistant") is not (choice.index in begun)
+                begun.add(choice.index)
+            got.texts[choice.index] += choice.text if part is None else part.content or ""
+            got.reasons[choice.index] = choice.finish_reason
             got.logprobs += [choice.logprobs] if choice.logprobs else []
     return got
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from mini_engine.api.protocol import MAX_MESSAGES, ChatRequest
+from mini_engine.api.protocol import ChatRequest
 from tests.api.patience import PATIENCE
 from tests.api.serving import (
     CLIP,
@@ -73,7 +73,6 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"media_io_kwargs": {"audio": {}}}, VALUE, "media_io_kwargs", "'audio'"),
     ({"messages": None}, VALUE, "messages", "got `null`"),
     ({"messages": []}, VALUE, "messages", "length >= 1"),
-    ({"messages": MESSAGES * (MAX_MESSAGES + 1)}, VALUE, "messages", str(MAX_MESSAGES)),
     (message(role="user"), MISSING, "messages[0].content", "Missing required parameter"),
     (message(role="assistant", content=None), VALUE, "messages[0].content", "got `null`"),
     (message(role="user", content="x", mood=1), UNKNOWN, "messages[0].mood", "Unknown parameter"),
@@ -99,8 +98,6 @@ BAD_OTHERS: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("/tokenize", {"prompt": "x", "messages": MESSAGES}, MISSING, "prompt", "either 'prompt' or 'messages'"),
     ("/tokenize", {"prompt": "some words " * 3000}, VALUE, "prompt", f"{MAX_MODEL_LEN}"),
     ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, VALUE, "add_special_tokens", "only allowed with"),
-    ("/tokenize", {**message(role="user", content="x"), "add_generation_prompt": False},
-     UNSUPPORTED, "add_generation_prompt", "not supported"),
     ("/detokenize", {"tokens": [10**6]}, VALUE, "tokens", "token id 1000000"),
     ("/detokenize", {"tokens": [-1]}, VALUE, "tokens[0]", ">= 0"),
 ]  # fmt: skip
@@ -148,7 +145,6 @@ BAD_MEDIA: list[tuple[list[Any], dict[str, Any], str, str, str]] = [
     ([data_part(b"AAAA")], {}, "invalid_media", "messages", "image 1"),
     ([image(), data_part(b"x" * (MAX_MEDIA_BYTES + 1))], {}, "invalid_media", "messages", "--max-media-bytes"),
     ([file_part("/etc/hostname")], {}, "invalid_media", "messages", "no such regular file"),
-    ([file_part("{allowed}/large")] * 5, {}, "media_too_large", "messages", "--max-inflight-media-gb"),
     ([video(), video(CUT)], {}, "invalid_media", "messages", "video 2: the file is cut short or damaged"),
     ([image(140), image(141)], {}, "media_too_large", "messages", "--encoder-cache-tokens 50"),
     ([video()], {"media_io_kwargs": {"video": {"x": 3}}}, VALUE, "media_io_kwargs", "unknown field `x`"),
@@ -160,9 +156,9 @@ BAD_MEDIA: list[tuple[list[Any], dict[str, Any], str, str, str]] = [
 async def test_errors_name_the_item_and_the_limit(serve: Serve) -> None:
     async with serve(limit_mm_per_prompt={"image": 5}) as served:
         (served.allowed / "large").write_bytes(b"x" * MAX_MEDIA_BYTES)
-        for content, fields, code, param, says in BAD_MEDIA:
-            if content and content[0] == file_part("{allowed}/large"):
-                content = [file_part(f"{served.allowed}/large")] * 5
+        large = [file_part(f"{served.allowed}/large")] * 5
+        together = (large, {}, "media_too_large", "messages", "--max-inflight-media-gb")
+        for content, fields, code, param, says in [*BAD_MEDIA, together]:
             response = await served.post([*content, text("what?")], stream=True, **fields)
             check_error(response, 400, code, says)
             error = response.json()["error"]
@@ -208,11 +204,9 @@ async def test_body_is_refused_by_its_headers(served: Served, path: str) -> None
     assert response.headers["accept-encoding"] == "identity"
 
 
-async def test_content_types_that_are_json(served: Served) -> None:
-    for given in ("application/json; charset=utf-8", "Application/JSON", "application/json ;x=y"):
-        headers = {"content-type": given, "content-encoding": "Identity"}
-        answer = await served.http.post("/tokenize", content=b'{"prompt": "a red"}', headers=headers)
-        assert answer.status_code == 200, given
+async def test_content_type_may_have_parameters(served: Served) -> None:
+    headers = {"content-type": "Application/JSON; charset=utf-8", "content-encoding": "Identity"}
+    assert (await served.http.post("/tokenize", content=b'{"prompt": "x"}', headers=headers)).status_code == 200
 
 
 NOT_JSON = [b"", b"{", b"[]", b'"x"', b'{"user": NaN}', b'{"user": ' + b"[" * 100_000]

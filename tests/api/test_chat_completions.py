@@ -95,12 +95,9 @@ async def test_stop_token_is_in_the_text_where_it_is_asked_for(served: Served) -
         (token,) = served.encode(text)
         asking = asyncio.create_task(served.ask(extra_body={"stop_token_ids": [token], **fields}))
         await served.core.end(await served.core.has_requests(count), "stop", tokens=[token])
-        answer = await asking
-        assert answer.choices[0].finish_reason == "stop"
-        assert (answer.choices[0].message.content, answer.usage.completion_tokens) == (
-            expected,
-            len(served.encode("a red")) + 1,
-        )
+        answer = await choices_of(await asking)
+        assert (answer.texts, answer.reasons) == ([expected], ["stop"])
+        assert answer.usage.completion_tokens == len(served.encode("a red")) + 1
 
 
 @streamed_or_whole
@@ -172,7 +169,7 @@ async def test_usage_says_what_the_model_saw(served: Served, stream: bool) -> No
     assert not hasattr((await choices_of(await served.ask(**with_usage(stream)))).usage, "media")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 async def partial_media(processor: GatedProcessor, media: MediaLoader) -> AsyncIterator[MediaLoader]:
     made = media_loader(processor, media.policy, allow_partial_video=True)
     yield made

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
 from mini_engine.api.detokenizer import Detokenizer, LogprobList, SampleText, Vocabulary
@@ -70,11 +68,6 @@ def test_added_tokens_give_what_decoding_them_at_once_gives(tmp_path: Path, skip
     text, _ = read_all(Detokenizer(Vocabulary(tokenizer), skip_special_tokens=skip), ids)
     assert text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip)
     assert ("<mine>" in text) != skip
-
-
-def test_tokenizer_that_is_not_byte_level_is_refused() -> None:
-    with pytest.raises(ValueError, match="not byte-level"):
-        Vocabulary(SimpleNamespace(backend_tokenizer=Tokenizer(models.BPE())))
 
 
 # --- stop strings ----------------------------------------------------------------------------------------------------

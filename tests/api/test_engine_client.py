@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 import zmq.asyncio
@@ -13,24 +13,17 @@ from mini_engine.transport.codec import Encoder
 from tests.api.peers import make_queue
 
 HASHES = [bytes([number]) * 16 for number in range(64)]
-
-MakeClient = Callable[[int], EngineClient]
+ENDPOINTS = [f"inproc://core{number}" for number in range(3)]
 
 
 @pytest.fixture
-async def make_client() -> Iterator[MakeClient]:
-    """Makes a client of three engines, which nothing is sent to."""
-    made: list[EngineClient] = []
-    context = zmq.asyncio.Context()
-
-    def make(incarnation: int) -> EngineClient:
-        endpoints = [f"inproc://core{number}" for number in range(3)]
-        queues = [make_queue() for _ in endpoints]
-        encoder, stores = Encoder("api 0", incarnation), [None] * len(endpoints)
-        made.append(EngineClient(context, encoder, endpoints, queues, media_capacity=1 << 30, stores=stores))
-        return made[-1]
-
-    yield make
+async def clients() -> AsyncIterator[list[EngineClient]]:
+    """Two of the same three engines, which nothing is sent to."""
+    context, made = zmq.asyncio.Context(), []
+    for number in range(2):
+        encoder, queues = Encoder(f"api {number}", 7), [make_queue() for _ in ENDPOINTS]
+        made.append(EngineClient(context, encoder, ENDPOINTS, queues, media_capacity=1 << 30, stores=[None] * 3))
+    yield made
     for client in made:
         client.close()
     context.destroy(linger=0)
@@ -45,8 +38,8 @@ def choices(client: EngineClient) -> list[int]:
     return chosen
 
 
-async def test_engine_with_the_fewest_samples_is_chosen(make_client: MakeClient) -> None:
-    client = make_client(7)
+async def test_engine_with_the_fewest_samples_is_chosen(clients: list[EngineClient]) -> None:
+    client, _ = clients
     with contextlib.ExitStack() as load:
         assert [load.enter_context(client.choose(samples=count)).number for count in (3, 2, 1, 1)] == [0, 1, 2, 2]
         client.peer_gone("core 2")
@@ -54,8 +47,10 @@ async def test_engine_with_the_fewest_samples_is_chosen(make_client: MakeClient)
         assert load.enter_context(client.choose()).number == 1
 
 
-async def test_clients_send_the_same_media_to_the_same_engine_while_its_load_allows(make_client: MakeClient) -> None:
-    client, another = make_client(7), make_client(8)
+async def test_clients_prefer_the_same_engine_for_the_same_media_while_its_load_allows(
+    clients: list[EngineClient],
+) -> None:
+    client, another = clients
     preferred = choices(client)
     assert preferred == choices(another)
     assert all(preferred.count(number) > len(HASHES) / 6 for number in range(3))

@@ -88,30 +88,22 @@ async def test_hits_count_towards_the_limit_of_a_prompt(served: Served) -> None:
     assert counted.since() == [3, 3, 0]
 
 
-@pytest.mark.parametrize("losses", [1, 2])
-async def test_lost_tensors_are_sent_once_more(served: Served, losses: int) -> None:
+@pytest.mark.parametrize(("losses", "late"), [(1, False), (2, False), (1, True)])
+async def test_lost_tensors_are_sent_once_more_unless_they_were_late(served: Served, losses: int, late: bool) -> None:
     served.core.accepts = False
     counted = Counted("ipc_fallbacks_total{reason=lost}", *CACHE)
     asking = served.asking([image(), image(112)])
     for number in range(1, losses + 1):
-        await served.core.turn_down(await served.core.has_requests(number))
-    if losses == 1:
+        await served.core.turn_down(await served.core.has_requests(number), late)
+    if losses == 1 and not late:
         await served.core.accept(await served.core.has_requests(2))
         assert (await asking).json()["choices"][0]["message"]["content"] == "".join(ANSWER)
     else:
         check_error(await asking, 503, "engine_unavailable", "could not be handed")
         assert (await asking).headers["retry-after"] == "5" and served.core.finishes == []
         await eventually(lambda: served.core.unreserved == [served.core.look_ups[0].request_id])
-    assert [has_tensors(request) for request in served.core.requests] == [[True, True]] * 2
-    assert counted.since() == [1, 2, 0, 2]
-
-
-async def test_late_tensors_are_not_sent_again(served: Served) -> None:
-    served.core.accepts = False
-    asking = served.asking([image()])
-    await served.core.turn_down(await served.core.has_requests(), late=True)
-    check_error(await asking, 503, "engine_unavailable", "could not be handed")
-    assert len(served.core.requests) == 1 and served.core.finishes == []
+    assert [has_tensors(request) for request in served.core.requests] == [[True, True]] * (1 if late else 2)
+    assert counted.since() == [not late, 2, 0, 2]
 
 
 async def test_abort_that_crosses_a_turn_down(served: Served) -> None:

@@ -27,7 +27,7 @@ async def test_api_keys(serve: Serve) -> None:
         for key in KEYS:
             for scheme in (b"Bearer ", b"bearer   "):
                 headers: Any = {b"Authorization": scheme + key.encode()}
-                assert (await served.http.get("/v1/models", headers=headers)).status_code == 200
+                assert (await served.http.get("/version", headers=headers)).json()["version"]
                 assert (await served.http.get("/nowhere", headers=headers)).status_code == 404
         for wrong in ("", "Bearer", "Bearer first-ke", "Bearer first-key2", "Basic first-key", "first-key"):
             headers = {"Authorization": wrong} if wrong else {}
@@ -53,9 +53,7 @@ async def test_every_response_has_a_request_id_of_its_own(served: Served) -> Non
         ("/v1/chat/completions", chat_body(stream=True), "chatcmpl-", 200),
         ("/v1/chat/completions", chat_body(n=0), "chatcmpl-", 400),
         ("/v1/completions", {"prompt": "x"}, "cmpl-", 200),
-        ("/tokenize", {"prompt": "x"}, "req-", 200),
         ("/tokenize", {}, "req-", 400),
-        ("/live", {}, "req-", 405),
         ("/nowhere", {}, "req-", 404),
     ]
     ids = set()

@@ -27,7 +27,6 @@ WITHIN = 0.3
         ("POST", "/v1/responses", None),
         ("GET", "/live/", None),  # no redirect to where the header `Host` says
         ("GET", "/v1/chat/completions", "POST"),
-        ("PUT", "/v1/models/M", "GET"),
     ],
 )
 async def test_unknown_path_or_method(served: Served, method: str, path: str, allowed: str | None) -> None:
@@ -43,26 +42,10 @@ async def test_unknown_path_or_method(served: Served, method: str, path: str, al
 # --- health ----------------------------------------------------------------------------------------------------------
 
 
-async def test_version(served: Served) -> None:
-    assert (await served.http.get("/version")).json()["version"]
-
-
 async def health(served: Served) -> tuple[int, str | None]:
     """Status and error code."""
     response = await served.http.get("/health")
     return response.status_code, response.json()["error"]["code"] if response.content else None
-
-
-async def test_simultaneous_health_requests_share_a_ping(served: Served) -> None:
-    assert await health(served) == (200, None)
-    served.core.replies_to.discard("ping")
-    leaving, *asking = [asyncio.create_task(health(served)) for _ in range(5)]
-    await eventually(lambda: len(served.core.controls["ping"]) == 2)
-    await settle()
-    await cancelled(leaving)
-    await served.core.send(ControlReply(served.core.controls["ping"][1]))
-    assert await asyncio.gather(*asking) == [(200, None)] * 4
-    assert len(served.core.controls["ping"]) == 2
 
 
 async def test_health_of_an_engine_that_hangs(serve: Serve) -> None:
@@ -70,11 +53,11 @@ async def test_health_of_an_engine_that_hangs(serve: Serve) -> None:
         served.core.replies_to.discard("ping")
         clock = asyncio.get_running_loop().time
         begun = clock()
-        assert await health(served) == (503, "timeout") and clock() - begun >= WITHIN
-        assert await health(served) == (503, "timeout")
+        assert set(await asyncio.gather(*(health(served) for _ in range(3)))) == {(503, "timeout")}
+        assert clock() - begun >= WITHIN
         head = await served.http.head("/health")
         assert (head.status_code, head.content) == (503, b"")
-        assert served.core.controls["ping"] == [1], "a second ping while the first is unanswered"
+        assert served.core.controls["ping"] == [1], "health requests share a ping, while it is unanswered"
         assert (await served.http.get("/live")).status_code == 200
         served.core.replies_to.add("ping")
         await served.core.send(ControlReply(1))

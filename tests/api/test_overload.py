@@ -24,7 +24,6 @@ from tests.api.serving import (
     Served,
     SlowWeb,
     check_error,
-    hang_up,
     image,
     metric,
 )
@@ -61,7 +60,7 @@ async def test_unfinished_requests_are_limited_before_the_body_is_read(served: S
         assert b" 429 " in answer and b"retry-after: 1" in answer
     assert counted.since() == [3]
     assert (await served.http.post("/tokenize", json={"prompt": "x"})).status_code == 200
-    await hang_up(writers[0])
+    writers[0].close()
     await eventually(lambda: served.context.requests.unfinished == MAX_REQUESTS - 1)
     served.core.hold = False
     assert (await served.post(stream=stream)).status_code == 200

@@ -64,7 +64,6 @@ def test_greedy() -> None:
 
 def test_ends() -> None:
     assert resolver().resolve(chat(stop_token_ids=[9, 7]), 1).stop_token_ids == [7, 9]
-    assert resolver().resolve(chat(stop_token_ids=[9], ignore_eos=True), 1).stop_token_ids == [9]
 
 
 def test_ends_that_the_model_cannot_sample_are_no_stop_tokens() -> None:
