@@ -34,7 +34,7 @@ from mini_engine.demo.pool import CHUNK, Pool, load_chunk, make_chunk
 class Settings:
     """The recipe's numbers."""
 
-    steps: int = 7000
+    steps: int = 6500
     patches: int = 3000  # of a batch, about 30 clips; a third of it while the tower learns alone
     lr: float = 1.5e-3
     warmup: int = 100
