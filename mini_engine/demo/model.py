@@ -42,12 +42,12 @@ def make_model(seed: int = 0) -> Any:
 def publish(folder: Path, state: dict[str, torch.Tensor]) -> None:
     """Write the model's directory with other weights into `folder`, each file replaced in one step; the weights come
     last. `state` is the model's state dict, float32; tied tensors are stored once."""
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".publish-", dir=folder.parent) as name:
         fresh = Path(name) / "model"
         shutil.copytree(WEIGHTS, fresh, ignore=shutil.ignore_patterns("*.safetensors"))
         kept = {k: v.detach().cpu().contiguous().clone() for k, v in state.items() if k != "lm_head.weight"}
         save_file(kept, fresh / "model.safetensors", metadata={"format": "pt"})
-        folder.mkdir(exist_ok=True)
         for path in sorted(fresh.iterdir(), key=lambda path: path.name == "model.safetensors"):
             path.chmod(0o644)
             os.replace(path, folder / path.name)

@@ -34,14 +34,14 @@ from mini_engine.demo.pool import CHUNK, Pool, load_chunk, make_chunk
 class Settings:
     """The recipe's numbers."""
 
-    steps: int = 4500
+    steps: int = 6500
     patches: int = 3000  # of a batch, about 30 clips; a third of it while the tower learns alone
     lr: float = 1.5e-3
     warmup: int = 100
     decay: float = 0.3  # the last share of the steps, over which the learning rate falls to zero
     aux: float = 0.5  # weight of the auxiliary loss
     ema: float = 0.998  # the published weights are a running average
-    alone: int = 1500  # steps of the vision tower alone
+    alone: int = 3000  # steps of the vision tower alone
     pool: int = 10_240  # rendered items
     pool_start: int = 1024  # items to wait for before the first step
     every: int = 250  # steps between evaluations and checkpoints
