@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> Report:
     args.launch = args.launch or ""
     sides = {side: server_flags(f"--{side}", f"{args.launch} {vars(args)[side]}") for side in "ab"}
     if args.plot is not None:
-        raise ConfigError("--plot draws one run or a sweep: use it with bench.py serve or bench.py sweep")
+        raise ConfigError("--plot is not for ab; use it with bench.py serve or bench.py sweep")
     serve.check(args)
     runs: Runs = {"a": [], "b": []}
     failures, prompts = [], None

@@ -172,7 +172,7 @@ def describe(found: dict[str, Any], wanted: Wanted, title: str) -> str:
         lines += ["", "Where the server says the time went (ms):", table(["", *names, "share"], rows)]
     lines += ["", f"The client took {found['client_cpu_share']:.0%} of one core."]
     if found["client_cpu_share"] > BUSY_SHARE:
-        lines.append("The client was a bottleneck: latencies are its own in part. Give it a core, or less to do.")
+        lines.append("The client was a bottleneck, so latencies include its own. Give it a core, or lower the load.")
     return "\n".join(lines)
 
 

@@ -72,8 +72,8 @@ def test_a_video_in_runs_has_one_for_each_temporal_grid():
     wrong = {
         "1 runs of placeholders, not 2": replace(good, offsets=[1]),
         "3 runs of placeholders, not 2": replace(good, offsets=[1, 5, 6]),
-        "item 1 does not lie on its placeholders": replace(good, offsets=[1, 4]),
-        "does not lie on its placeholders": replace(good, offsets=[5, 1]),
+        "item 1 does not match its placeholders": replace(good, offsets=[1, 4]),
+        "does not match its placeholders": replace(good, offsets=[5, 1]),
     }
     for problem, media in wrong.items():
         assert problem in problem_with(request([media], tokens), TIMED, limits)
