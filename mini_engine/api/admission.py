@@ -77,7 +77,7 @@ class ByteBudget:
         if further and self.inflight_bytes + further > self.max_bytes:
             raise too_much_work(
                 self._reason,
-                f"There is no room for {nbytes} bytes of this request: {self.inflight_bytes} of the {self.max_bytes} "
+                f"This request needs {nbytes} bytes for media, but {self.inflight_bytes} of the {self.max_bytes} bytes "
                 "of --max-inflight-media-gb are in use",
             )
 

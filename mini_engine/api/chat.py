@@ -155,7 +155,7 @@ class ChatRenderer:
     def _check_text(self, text: str, param: str = "messages") -> None:
         for token in self._reserved:
             if token in text:
-                raise bad_request(f"the text holds {token}, which stands for media in this model; remove it", param)
+                raise bad_request(f"the text contains {token}, a media placeholder of this model; remove it", param)
 
     def _apply_template(self, messages: list[dict[str, Any]]) -> str:
         import jinja2

@@ -64,7 +64,7 @@ async def start(context: AppContext, chat: ChatRequest, request_id: str, clock: 
         clock.enter("admission")  # after the downloads: a server that hangs would block the queue
         await held.enter_async_context(context.admission.places(len(refs)))
         logger.debug(
-            "%s admitted: %d tokens, and %d media of %d bytes",
+            "%s admitted: %d tokens, %d media items of %d bytes",
             request_id, len(token_ids), len(refs), reservation.nbytes, extra=about(request_id),
         )  # fmt: skip
         # Row 4: the other bytes, and the hashes of all.

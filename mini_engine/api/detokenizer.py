@@ -54,7 +54,7 @@ class Vocabulary:
         """`tokenizer` is a Hugging Face fast tokenizer. Raises ValueError for one that is not byte-level."""
         self._tokenizer = tokenizer.backend_tokenizer
         if not isinstance(self._tokenizer.decoder, decoders.ByteLevel):
-            raise ValueError("the model's tokenizer is not byte-level: the bytes of its tokens are not known")
+            raise ValueError("the model's tokenizer is not byte-level; only byte-level BPE is supported")
         self._byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)

@@ -128,7 +128,7 @@ class Engine:
                 accepted = generation.sent(self.finish)
                 if not request.media or await accepted:
                     at_engine = request.request_id, self.number, len(request.media)
-                    logger.debug("%s is at engine %d, with %d media", *at_engine, extra=about(request.request_id))
+                    logger.debug("%s is at engine %d, with %d media items", *at_engine, extra=about(request.request_id))
                     return
                 if not again:
                     logger.warning(
@@ -271,7 +271,7 @@ class Engine:
         try:
             send_now(self._socket, frame)
         except zmq.ZMQError as error:
-            self._lose(f"it takes no more messages: {error}")
+            self._lose(f"cannot send to it: {error}")
             self.check()
 
     def _lose(self, why: str) -> None:

@@ -30,7 +30,7 @@ QUIET_SECONDS = 60.0  # without a shortage, after which the next one is logged a
 REMEDIES = {
     "file descriptors": "raise its limit: ulimit -n, LimitNOFILE=, --ulimit nofile=",
     "threads": "raise the limit on processes: ulimit -u, TasksMax=, --pids-limit",
-    "memory": "docs/operations.md says what takes it",
+    "memory": "see Memory in docs/operations.md",
 }
 
 Code = Literal[
@@ -93,7 +93,7 @@ class MediaNotSent(EngineError):
     """A request's media have not reached its engine. The next time they may: there is memory, or they are in time."""
 
     def __init__(self) -> None:
-        super().__init__("The media of this request could not be handed to the engine; send the request again.")
+        super().__init__("The media of this request could not be sent to the engine; send the request again.")
 
 
 def bad_request(message: str, param: str | None = None, code: Code = "invalid_value") -> ApiError:
@@ -129,7 +129,7 @@ def explain(error: Exception, request_id: str, clock: RequestClock | None) -> Ap
             answer = ApiError(503, str(shortage), code="overloaded")
         case _:
             logger.error("%s failed", request_id, exc_info=error, extra=about(request_id))
-            text = f"The server failed at this request; its log says more under {request_id}."
+            text = f"Internal error; the server's log has the details under {request_id}."
             answer = ApiError(500, text, code="internal_error")
     reason = "".join(one if one.isprintable() else " " for one in answer.body.message)  # it may quote the request
     logger.info("%s: %d %s: %s", request_id, answer.status, answer.body.code, reason, extra=about(request_id))

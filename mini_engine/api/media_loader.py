@@ -221,7 +221,7 @@ class MediaLoader:
                 return self.processor.process_image(decoding.frames[0], item.settings)
             return self.processor.process_video(decoding.frames, decoding.video, item.settings)
         except torch.AcceleratorError:  # such as an illegal access: from then on all CUDA calls of a process fail
-            logger.critical("the device cannot be used by this process any more; exiting", exc_info=True)
+            logger.critical("unrecoverable CUDA error in the media processor; exiting", exc_info=True)
             logging.shutdown()
             os._exit(1)
 

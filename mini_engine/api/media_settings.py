@@ -66,10 +66,10 @@ class _RequestKwargs(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=T
     def __post_init__(self) -> None:
         if self.do_sample_frames is False:
             raise ValueError(
-                "do_sample_frames is always on: frames are sampled before they are decoded; num_frames -1 asks for all"
+                "do_sample_frames is always on: frames are sampled before decoding; for all frames set num_frames to -1"
             )
         if self.size is not None and (self.min_pixels or self.max_pixels):
-            raise ValueError("either size is given, or min_pixels and max_pixels")
+            raise ValueError("set either size, or min_pixels and max_pixels")
 
 
 class _ServerKwargs(_RequestKwargs):
@@ -113,7 +113,7 @@ class MediaSettingsResolver:
         server = self.server
         try:
             if io_kwargs.get("image"):
-                raise ValueError("images take no arguments")
+                raise ValueError("images have no settings here")
             given = parse_options("mm_processor_kwargs", rest, _RequestKwargs)
             settings = MediaSettings(
                 updated(server.sampling, asked),

@@ -292,7 +292,7 @@ def _too_large(max_bytes: int) -> ApiError:
 
 def _too_slow(nbytes: int, seconds: float) -> ApiError:
     text = (
-        f"Timed out reading the request body: it has neither ended nor grown to {nbytes} bytes within the "
-        f"{seconds:g} s of --timeout-client; send it again, faster."
+        f"Timed out reading the request body: it is not complete and has fewer than {nbytes} bytes after the "
+        f"{seconds:g} s of --timeout-client; send it faster."
     )
     return ApiError(408, text, code="request_timeout", headers={"connection": "close"})

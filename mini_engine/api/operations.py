@@ -79,7 +79,7 @@ async def reset_caches(request: Request) -> Response:
         async with asyncio.timeout(RESET_SECONDS):
             await context_of(request).engines.reset_caches()
     except TimeoutError:
-        text = f"An engine has not answered within {RESET_SECONDS:g} s; its caches may be reset later, or not at all."
+        text = f"An engine has not answered within {RESET_SECONDS:g} s; its caches may not be reset."
         raise ApiError(504, text, code="timeout") from None
     return Response()
 

@@ -49,7 +49,9 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
         elif source != "auto":
             path = Path(source) / GENERATION_CONFIG
             if not path.is_file():
-                raise ConfigError(f"--generation-config: {source} is not auto, vllm or a directory with such a file")
+                raise ConfigError(
+                    f"--generation-config: {source} is not auto, vllm or a directory with {GENERATION_CONFIG}"
+                )
             chosen = _read(path)
         ends: list[Any] = []
         for file in (own, chosen, config, config.get("text_config", {})):
@@ -92,7 +94,7 @@ class SamplingResolver:
         defaults = self.defaults
         max_tokens = self._max_tokens(request, prompt_tokens)
         if request.min_tokens is not None and request.min_tokens > max_tokens:
-            text = f"Invalid 'min_tokens': must be at most {max_tokens}, the most tokens that the answer may have."
+            text = f"Invalid 'min_tokens': must be at most {max_tokens}, the maximum of output tokens."
             raise bad_request(text, "min_tokens")
         temperature = _first(request.temperature, defaults.temperature)
         greedy = temperature < GREEDY_BELOW
@@ -134,8 +136,8 @@ class SamplingResolver:
         room = self.max_model_len - prompt_tokens
         if room < 1:
             raise bad_request(
-                f"The prompt has {prompt_tokens} tokens, images and videos included; with at least one token of "
-                f"answer that is more than the {self.max_model_len} of this server's --max-model-len. Send less.",
+                f"The prompt has {prompt_tokens} tokens, images and videos included; with at least one output token "
+                f"it exceeds --max-model-len, {self.max_model_len}. Send a shorter prompt.",
                 request.prompt_field,
                 "context_length_exceeded",
             )
@@ -144,8 +146,8 @@ class SamplingResolver:
             return min(room, request.default_tokens or self.defaults.max_new_tokens or room)
         if asked > room:
             raise bad_request(
-                f"The prompt has {prompt_tokens} tokens, images and videos included; with {asked} tokens of answer "
-                f"that is more than the {self.max_model_len} that this server takes. Ask for at most {room}.",
+                f"The prompt has {prompt_tokens} tokens, images and videos included; with {asked} output tokens it "
+                f"exceeds --max-model-len, {self.max_model_len}. Ask for at most {room}.",
                 "max_completion_tokens" if request.max_tokens is None else "max_tokens",
                 "context_length_exceeded",
             )

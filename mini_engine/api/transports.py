@@ -88,7 +88,7 @@ def add_slots(
 
 def _refusal(engine: int, mode: TensorIpc, failures: Mapping[TransportName, TransportError]) -> str:
     why = "; ".join(f"{name}: {error}" for name, error in failures.items())
-    remedy = "" if mode == "auto" else " Use --mm-tensor-ipc auto to take whichever works."
+    remedy = "" if mode == "auto" else " Use --mm-tensor-ipc auto."
     return f"--mm-tensor-ipc {mode}: no transport reaches every worker of engine {engine}: {why}.{remedy}"
 
 

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> Report:
     args.launch = args.launch or ""
     sides = {side: server_flags(f"--{side}", f"{args.launch} {vars(args)[side]}") for side in "ab"}
     if args.plot is not None:
-        raise ConfigError("--plot draws one run or a sweep: use it with bench.py serve or bench.py sweep")
+        raise ConfigError("--plot is not for ab; use it with bench.py serve or bench.py sweep")
     serve.check(args)
     runs: Runs = {"a": [], "b": []}
     failures, prompts = [], None
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> Report:
     print(f"A: {args.a.strip() or 'defaults'}\nB: {args.b.strip() or 'defaults'}\nboth: {args.launch or 'defaults'}")
     print(f"Means of {args.rounds} round(s), and the ratio with the least and greatest of a round:\n")
     print(table(["", "A", "B", "B/A", "least", "greatest"], [[k, *r.values()] for k, r in figures["ratios"].items()]))
-    print(f"\nPrompts not answered alike by all runs: {answers['differ']} of {answers['prompts']}")
+    print(f"\nPrompts with different answers: {answers['differ']} of {answers['prompts']}")
     return Report(figures, failures)
 
 

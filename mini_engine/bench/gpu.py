@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Measure all parts and print the table."""
     if not torch.cuda.is_available():
-        raise ConfigError("gpu: torch finds no CUDA device here, so there is nothing to measure")
+        raise ConfigError("gpu: torch finds no CUDA device here")
     copy_rate, matrix_rate = _rates()
     longest = max(*args.contexts, PREFILL_TOKENS) + args.steps * (args.repeats + 1)
     runner, model = make_runner(parse(server_flags("--launch", args.launch)), max(args.batches), longest)

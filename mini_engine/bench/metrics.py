@@ -166,13 +166,13 @@ def describe(found: dict[str, Any], wanted: Wanted, title: str) -> str:
         lines += [_row(f"{name} {metric.upper()} (ms):", found[f"{key}_{metric}_ms"]) for key, name in names.items()]
     lines.append("=" * WIDTH)
     if known := found["accuracy"]:
-        lines.append(_row("Right answers:", f"{known['right']} of {known['known']} ({known['share']:.1%})"))
+        lines.append(_row("Correct answers:", f"{known['right']} of {known['known']} ({known['share']:.1%})"))
     if stages := found["stages_ms"]:
         rows = [[stage, *(one[key] for key in names), f"{one['share']:.1%}"] for stage, one in stages.items()]
-        lines += ["", "Where the server says the time went (ms):", table(["", *names, "share"], rows)]
-    lines += ["", f"The client took {found['client_cpu_share']:.0%} of one core."]
+        lines += ["", "Stages of a request in the server (ms):", table(["", *names, "share"], rows)]
+    lines += ["", f"The client used {found['client_cpu_share']:.0%} of one core."]
     if found["client_cpu_share"] > BUSY_SHARE:
-        lines.append("The client was a bottleneck: latencies are its own in part. Give it a core, or less to do.")
+        lines.append("The client was a bottleneck, so latencies include its own. Give it a core, or lower the load.")
     return "\n".join(lines)
 
 

@@ -39,7 +39,7 @@ def draw_run(run: Run, stages: dict[str, Any] | None, path: Path) -> None:
     other = axes[4].twinx()
     other.step(*in_flight(run), where="post", color="grey", linewidth=0.8)
     other.set_ylabel("requests in flight", color="grey")
-    axes[5].set(title="Where the server says the time went", xlabel="ms, mean")
+    axes[5].set(title="Stages of a request in the server", xlabel="ms, mean")
     if stages is not None:
         axes[5].barh(list(stages), [stage["mean"] for stage in stages.values()])
         axes[5].invert_yaxis()

@@ -128,7 +128,7 @@ def _from_file(args: argparse.Namespace, path: Path) -> list[Record]:
         lines = [line for line in text.split("\n") if line.strip()]
         records = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines]
     except json.JSONDecodeError as error:
-        raise ConfigError(f"--dataset-path: {path} is no JSON list, nor an object on each line: {error}") from None
+        raise ConfigError(f"--dataset-path: {path} is neither a JSON list nor JSON Lines: {error}") from None
     return records if args.disable_shuffle else draws(args.seed, "records").sample(records, len(records))
 
 

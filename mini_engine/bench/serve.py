@@ -194,9 +194,9 @@ def check(args: argparse.Namespace) -> None:
         if name in names and getattr(args, needed) is None:
             raise ConfigError(f"--dataset-name {name} needs --{needed.replace('_', '-')}")
     if (args.launch is not None) + (args.base_url is not None) + bool(args.host or args.port) > 1:
-        raise ConfigError("keep one of --launch, --base-url, and --host with --port: each says which server")
+        raise ConfigError("--launch, --base-url, and --host with --port exclude each other")
     if args.burstiness != 1 and math.isinf(args.request_rate):
-        raise ConfigError("--burstiness is of the times between requests: it needs --request-rate")
+        raise ConfigError("--burstiness needs --request-rate")
     given = (args.save_detailed, args.result_dir, args.result_filename, args.label, args.metadata)
     if any(given) and not args.save_result:
         raise ConfigError("--save-detailed, --result-dir, --result-filename, --label and --metadata need --save-result")

@@ -1,4 +1,4 @@
-"""The engine's own share of a decode step: what a step takes beyond the model's own time.
+"""The engine's overhead per decode step: the time of a step beyond the model's own.
 
 The bundled model, or that of --launch, decodes one batch; one torch thread. The three take turns, and the fastest of
 --repeats counts, since whatever else the machine does only adds:
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> Report:
     ]
     print(f"A decode step of {args.batch} sequences, ms; {args.repeats} times {args.steps} steps")
     print(table(["", "fastest", "median", "/ forward"], rows))
-    print(f"The engine's own share of a step: {share:.1%}")
+    print(f"Engine overhead per step: {share:.1%}")
     figures: dict[str, Any] = {f"{name}_ms": round(value, 4) for name, value in least.items()}
     return Report(figures | {"batch": args.batch, "engine_share": round(share, 4)})
 

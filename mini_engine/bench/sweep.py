@@ -68,7 +68,7 @@ def _with_value(args: argparse.Namespace, flag: str, value: str, running: bool) 
     serve.add_arguments(parser)
     _, unknown = parser.parse_known_args([f"{flag}={value}"], mine)
     if unknown and running:
-        raise ConfigError(f"--flag: {flag} is not a flag of this client; to change the server's, leave out its address")
+        raise ConfigError(f"--flag: {flag} is not a flag of this client; for a flag of the server, omit its address")
     if unknown:
         mine.launch = f"{mine.launch} {flag}={value}"
         server_flags("--flag", mine.launch)

@@ -37,7 +37,7 @@ def problem_with(new: NewRequest, model: ModelConfig, limits: EngineLimits) -> s
     """
     length = len(new.prompt_token_ids)
     if not length or new.sampling.max_tokens < 1:
-        return "the prompt and max_tokens need at least one token each"
+        return "the prompt is empty, or max_tokens is below 1"
     if length + new.sampling.max_tokens > limits.max_model_len:
         return f"{length} prompt tokens and {new.sampling.max_tokens} output tokens exceed {limits.max_model_len}"
     if min(new.prompt_token_ids) < 0 or max(new.prompt_token_ids) >= model.text.vocab_size:
@@ -78,6 +78,6 @@ def _problem_with_item(item: MediaItem, earliest: int, tokens: list[int], model:
     for offset in item.offsets:
         run = tokens[offset : offset + item.run_length]
         if offset < earliest or run.count(placeholder) != item.run_length:
-            return "does not lie on its placeholders"
+            return "does not match its placeholders"
         earliest = offset + item.run_length
     return None

@@ -104,7 +104,7 @@ class Links:
                     peer.decode(), sockets.HIGH_WATER_MARK,
                 )  # fmt: skip
         except zmq.ZMQError:
-            logger.debug("%s is gone: %s dropped", peer.decode(), type(body).__name__)
+            logger.debug("%s exited: %s dropped", peer.decode(), type(body).__name__)
 
 
 class Outbox:

@@ -197,7 +197,7 @@ class DecoderPool:
     def _retire(self, child: Decoder, ending: Ending) -> None:
         metrics.media_decoder_exits_total.labels(ending).inc()
         if ending not in ("surplus", "cancelled"):
-            logger.warning("media decoder %d is replaced: %s", child.pid, ending)
+            logger.warning("media decoder %d replaced: %s", child.pid, ending)
         self._children.discard(child)
         self._in_background(asyncio.to_thread(child.close))
         self._keep_spare()
@@ -360,7 +360,7 @@ class Decoder:
         status = self._process.returncode
         if status == -signal.SIGKILL:
             self.ending = self.ending or "killed"
-            return DecoderUnavailable(item, "its decoder was killed, perhaps to free memory; retry later")
+            return DecoderUnavailable(item, "its decoder was killed, perhaps by the OOM killer; retry later")
         self.kill("crash")
         how = "invalid message" if status is None else f"signal {-status}" if status < 0 else f"exit status {status}"
         logger.warning("media decoder %d crashed: %s", self._process.pid, how)

@@ -78,7 +78,7 @@ def parse_http(text: str, policy: MediaPolicy, item: str, base: URL | None = Non
         problem = f"the URL must be https://host/path, without a user name, of at most {MAX_URL_CHARACTERS} characters"
         raise MediaError(item, f"{problem}; percent-encode spaces, control characters, backslashes") from error
     if base is not None and base.scheme == "https" and url.scheme == "http":
-        raise MediaError(item, "the redirect leads from https to http")
+        raise MediaError(item, "redirect from https to http")
     if policy.allowed_hosts.isdisjoint({(host, None), (host, port)}):
         raise MediaError(item, "--allowed-media-domains does not list the URL's host with its port")
     return url

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mini_engine.decode_limits import DecodeLimits, flag_of
 from mini_engine.media.errors import MediaError
 
-UNREADABLE = "cannot be read, or is damaged; send a whole file of another format, such as PNG, or H.264 in mp4"
+UNREADABLE = "cannot be read, or is damaged; send a whole file in another format, such as PNG, or H.264 in mp4"
 CUT_SHORT = "the file is cut short or damaged: {}; send the whole file"
 _MAX_ASPECT_RATIO = 200  # where the Qwen-VL processors refuse
 

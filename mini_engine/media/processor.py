@@ -161,7 +161,7 @@ def _explained(problem: str) -> Iterator[None]:
         yield
     except Exception as error:
         why = f"{type(error).__name__}: {str(error)[:300]}"
-        raise ValueError(f"{problem}: {why}; copy the model's processor files from where the model is from") from error
+        raise ValueError(f"{problem}: {why}; copy the processor files from the model's source") from error
 
 
 def _call(half: Any, device: str | None) -> dict[str, Any]:

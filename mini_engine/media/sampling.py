@@ -40,7 +40,7 @@ class VideoSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         least, most, start, end = self.min_frames, self.max_frames, self.start or 0.0, self.end
         if self.num_frames == 0 or (self.num_frames is None) == (self.fps is None):
-            raise ValueError("exactly one of num_frames (not 0) and fps is needed")
+            raise ValueError("set exactly one of num_frames (not 0) and fps")
         if self.num_frames is not None and (least or most):
             raise ValueError("max_frames and min_frames go with fps, not with num_frames")
         if least is not None and most is not None and least > most:

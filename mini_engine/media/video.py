@@ -93,7 +93,7 @@ class _Decode:
         walks = 0
         while frames is None or not frames.holds(indices.tolist()):
             if walks == 2:  # a decoder that has seen damage may remember it
-                raise MediaError(self.guard.item, CUT_SHORT.format("it decodes to other frames each time"))
+                raise MediaError(self.guard.item, CUT_SHORT.format("two decodes return different frames"))
             del frames  # the next ones may take its memory
             frames, times = self._walk(indices)
             indices = self._sample(times)

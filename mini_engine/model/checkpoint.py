@@ -131,12 +131,11 @@ def _files(directory: Path, index: dict[str, str]) -> Iterable[Path]:
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
         if pickled:
             raise CheckpointError(
-                f"{directory} has its weights in {shorten(pickled)} only, and loading that can run any code; "
+                f"{directory} has its weights in {shorten(pickled)} only, and unpickling can run any code; "
                 "convert them to safetensors"
             )
         raise CheckpointError(
-            f"{directory} has no safetensors files, and no others are read; download them, or measure without: "
-            "--load-format dummy"
+            f"{directory} has no safetensors files, and no others are read; download them, or set --load-format dummy"
         )
     return files
 

@@ -110,7 +110,7 @@ def _videos(grids: Sequence[Grid], seconds: Sequence[float], config: ModelConfig
 
 def _take(waiting: dict[int, list[_Item]], token_id: int, at: int) -> _Item:
     if not waiting[token_id]:
-        raise ValueError(f"the placeholder at token {at} has no item left to stand for")
+        raise ValueError(f"the placeholder at token {at} has no media item")
     return waiting[token_id].pop()
 
 

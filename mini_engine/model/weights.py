@@ -152,7 +152,7 @@ def _check_finite(values: Tensor, stored: Stored) -> None:
     dtype = str(values.dtype).removeprefix("torch.")
     raise CheckpointError(
         f"{stored.name} in {stored.file} holds values that are not finite in {dtype}; "
-        "choose --dtype float32 if they are too large for that, else download it again"
+        "use --dtype float32 if they overflow, else download the file again"
     )
 
 

@@ -153,7 +153,7 @@ class Arena:
             async with self._first_in_queue:
                 while (taken := self._allocate(sizes)) is None:
                     if self._pages.num_used == self._lost:
-                        raise TransportError("memory is short, and no tensors are on their way")
+                        raise TransportError("memory is short, and no tensors are in transfer")
                     self._freed.clear()
                     await self._freed.wait()
                 return taken

@@ -176,7 +176,7 @@ class CudaMapped:
             with use_cuda(self._where) as runtime:
                 while self._last is not None and not self._last.query():
                     if time.monotonic() >= deadline:
-                        raise TransportError(f"a copy has not ended within {DRAIN_SECONDS:.0f} s")
+                        raise TransportError(f"a copy did not complete within {DRAIN_SECONDS:.0f} s")
                     time.sleep(0.0005)
                 del self._memory
                 check(runtime.cudaIpcCloseMemHandle(self._address))

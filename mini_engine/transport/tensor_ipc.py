@@ -81,7 +81,7 @@ class Outgoing:
             TransportError: it has another size than was reserved, or the copy failed.
         """
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{type(tensor).__name__} cannot be sent, neither in a message nor as a tensor")
+            raise TypeError(f"cannot send an object of type {type(tensor).__name__}")
         message = next(self._next, None)
         if message is None or tensor.nbytes != message.nbytes:
             raise TransportError(f"no room was reserved for a tensor of {tensor.nbytes} bytes")

@@ -159,7 +159,7 @@ class MediaInputs:
             try:
                 arrival = self._on_device(arrival)
             except RuntimeError as error:
-                arrival = Failed(message, f"it cannot be brought to the device: {error}")
+                arrival = Failed(message, f"it cannot be copied to the device: {error}")
         with self._lock:
             if message.incarnation in self._gone:
                 return

@@ -83,5 +83,5 @@ def _three(name: str, values: Any, above: float) -> tuple[float, ...]:
             return tuple(values)
     raise ConfigError(
         f"the model's processor files say {name} {values}; it must be a number{' above 0' if above == 0 else ''} for "
-        "each of three channels; copy them from where the model is from"
+        "each of three channels; copy them from the model's source"
     )

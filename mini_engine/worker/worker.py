@@ -169,15 +169,13 @@ def _check_compiler() -> None:
     ConfigError: there is no compiler, or no Python.h where it would look."""
     needs = "Triton needs a C compiler and Python's headers at the first use of a kernel"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        raise ConfigError(f"{needs}, and there is no compiler: install gcc and libc6-dev, or name one in CC")
+        raise ConfigError(f"{needs}, but there is no compiler: install gcc and libc6-dev, or set CC")
     # As triton/runtime/build.py has it: Debian's own scheme is for what lies beside its packages, and headers are one.
     scheme = sysconfig.get_default_scheme()
     own = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
     named = ":".join(os.environ.get(name, "") for name in ("CPATH", "C_INCLUDE_PATH"))  # which compilers heed
     if not any(Path(place, "Python.h").is_file() for place in (own, *filter(None, named.split(":")))):
-        raise ConfigError(
-            f"{needs}, and there is no {own}/Python.h: install python3-dev, or name its directory in CPATH"
-        )
+        raise ConfigError(f"{needs}, but {own}/Python.h is missing: install python3-dev, or set CPATH to its directory")
 
 
 def leave_out_cudnn() -> None:

@@ -175,7 +175,7 @@ def test_hf_reads_a_local_folder_with_its_media(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("hello\n", "no JSON list, nor an object on each line"), ("{}\n", "no prompt under")],
+    [("hello\n", "neither a JSON list nor JSON Lines"), ("{}\n", "no prompt under")],
 )
 def test_what_is_no_data_set_says_so(tmp_path: Path, text: str, said: str):
     (tmp_path / "bad.jsonl").write_text(text)

@@ -12,7 +12,7 @@ A, B = b"a" * 16, b"b" * 16
 
 
 @pytest.mark.parametrize(("prompt", "cached"), [(14, 12), (12, 8)])
-def test_a_prompt_seen_before_is_computed_but_for_its_full_blocks_and_never_less_than_a_token(prompt, cached):
+def test_prefix_hit_reuses_full_blocks_and_computes_a_token_at_least(prompt, cached):
     world = World()
     world.request("first", prompt, max_tokens=1)
     finish(world, "first")
@@ -26,7 +26,7 @@ def test_a_prompt_seen_before_is_computed_but_for_its_full_blocks_and_never_less
     world.assert_at_rest()
 
 
-def test_the_answer_is_part_of_the_prefix_of_the_next_turn():
+def test_answer_is_in_the_cached_prefix_of_the_next_turn():
     world = World()
     world.request("first", prompt=6, max_tokens=7)
     finish(world, "first")
@@ -40,7 +40,7 @@ def test_the_answer_is_part_of_the_prefix_of_the_next_turn():
     ("flags", "more"),
     [({"enable_prefix_caching": False}, {}), ({}, {"cache_salt": "another"}), ({}, {"first_token": 21})],
 )
-def test_no_hit_without_prefix_caching_or_in_another_salt_or_after_another_beginning(flags, more):
+def test_no_prefix_hit_if_disabled_or_with_another_salt_or_prefix(flags, more):
     world = World(**flags)
     world.request("first", prompt=14)
     finish(world, "first")
@@ -49,7 +49,7 @@ def test_no_hit_without_prefix_caching_or_in_another_salt_or_after_another_begin
     assert world.cached["second"] == 0
 
 
-def test_the_same_placeholders_of_other_media_are_no_hit():
+def test_same_placeholders_of_other_media_do_not_hit():
     world = World()
     for number, (name, value) in enumerate([("first", A), ("same", A), ("other", B)], 1):
         world.request(name, prompt=14, media=[item(message(number), 2, 8, media_hash=value)])
@@ -59,7 +59,7 @@ def test_the_same_placeholders_of_other_media_are_no_hit():
     assert world.links.num_encoded == 2
 
 
-def test_a_block_is_found_only_once_its_step_has_retired():
+def test_block_is_found_only_after_its_step_retired():
     world = World(max_tokens=40)
     world.request("first", prompt=12, max_tokens=4)
     world.turn()
@@ -92,7 +92,7 @@ def test_a_video_is_encoded_once_for_all_its_requests():
     world.assert_at_rest()
 
 
-def test_an_item_is_relied_on_by_others_only_once_its_step_has_retired():
+def test_encoded_item_is_shared_only_after_its_step_retired():
     world = World(max_tokens=64, enable_prefix_caching=False)
     for number in (1, 2):
         media = [item(message(number), 4, 6, media_hash=A)]
@@ -105,7 +105,7 @@ def test_an_item_is_relied_on_by_others_only_once_its_step_has_retired():
     assert world.links.num_encoded == 1
 
 
-def test_unused_items_make_room_the_longest_unused_first():
+def test_encoder_cache_evicts_the_least_recently_used_item():
     world = World(encoder_cache_tokens=8, enable_prefix_caching=False)
     for number, value in enumerate([A, B, b"c" * 16, A, B], 1):
         world.request(f"r{number}", media=[item(message(number), 1, 4, media_hash=value)], prompt=8)
@@ -115,7 +115,7 @@ def test_unused_items_make_room_the_longest_unused_first():
     world.assert_at_rest()
 
 
-def test_a_request_waits_for_room_in_the_encoder_cache_and_text_passes_it():
+def test_text_overtakes_a_request_that_waits_for_encoder_room():
     world = World(encoder_cache_tokens=8, max_tokens=64, enable_prefix_caching=False)
     for number, value in enumerate([A, B], 1):
         world.request(f"r{number}", media=[item(message(number), 1, 6, media_hash=value)], prompt=9, max_tokens=20)
@@ -146,7 +146,7 @@ def test_a_long_video_is_encoded_over_several_steps_each_grid_once():
     world.assert_at_rest()
 
 
-def test_the_last_grids_of_a_video_whose_first_are_in_the_prefix_cache_need_its_embeddings():
+def test_video_partly_in_the_prefix_cache_needs_its_last_embeddings():
     """Text stands between the grids, and differs between the third and the fourth."""
     world = World(model=TIMED, encoder_cache_tokens=8, max_tokens=64)
     tokens = list(range(20, 40))
@@ -162,7 +162,7 @@ def test_the_last_grids_of_a_video_whose_first_are_in_the_prefix_cache_need_its_
     world.assert_at_rest()
 
 
-def test_a_video_whose_encoding_was_aborted_is_finished_for_another_request_or_evicted():
+def test_aborted_encoding_is_completed_for_another_request_or_evicted():
     world = World(max_tokens=64, max_num_encoder_input_tokens=4, async_scheduling=False)
     for number in (1, 2):
         media = [item(message(number), 3, 12, grids=6, media_hash=A)]
@@ -180,7 +180,7 @@ def test_a_video_whose_encoding_was_aborted_is_finished_for_another_request_or_e
     world.assert_at_rest()
 
 
-def test_media_that_never_fit_are_refused_with_the_number():
+def test_media_larger_than_the_encoder_cache_are_refused():
     world = World(encoder_cache_tokens=8)
     world.request("sum", media=[item(message(2), 1, 5), item(message(2), 6, 5, 1)], prompt=14)
     world.media_ready(message(2))
@@ -222,7 +222,7 @@ def test_siblings_share_the_prompt_and_its_media(prefix_caching):
     world.assert_at_rest()
 
 
-def test_a_preempted_request_needs_no_media_again():
+def test_preempted_request_keeps_its_embeddings():
     world = World(blocks=9, block_size=4, max_tokens=32, enable_prefix_caching=False)
     world.request("first", prompt=12, max_tokens=14, first_token=40)
     world.request("video", prompt=12, max_tokens=14, media=[item(message(1), 2, 8)])

@@ -36,7 +36,7 @@ def test_decodes_go_before_prefills():
     assert [(chunk.request_id, chunk.num_tokens) for chunk in chunks] == [("short", 1), ("long", 7)]
 
 
-def test_a_request_waits_for_all_ranks_and_does_not_hold_up_others():
+def test_request_waits_for_all_ranks_without_blocking_others():
     world = World(ranks=2)
     world.request("video", media=[item(message(1), 1)])
     world.request("text")
@@ -60,7 +60,7 @@ def test_media_may_arrive_before_its_request():
     world.assert_at_rest()
 
 
-def test_a_request_whose_media_failed_is_to_be_sent_again_and_nothing_else_is_touched():
+def test_request_with_failed_media_is_resent_and_others_continue():
     world = World()
     bad, good = message(1), message(2)
     world.request("bad", media=[item(bad, 1)])
@@ -73,7 +73,7 @@ def test_a_request_whose_media_failed_is_to_be_sent_again_and_nothing_else_is_to
     world.assert_at_rest()
 
 
-def test_media_may_fail_before_their_request_comes():
+def test_media_may_fail_before_their_request_arrives():
     world = World()
     world.receive(MediaFailed(0, message(1), "no buffer"), ("worker 0.0 media", 100))
     world.run()
@@ -83,7 +83,7 @@ def test_media_may_fail_before_their_request_comes():
     world.assert_at_rest()
 
 
-def test_media_that_a_rank_cannot_use_are_released_once_the_other_has_reported_them():
+def test_failed_media_are_released_after_all_ranks_reported():
     world = World(ranks=2)
     world.request("video", media=[item(message(1), 1)])
     world.receive(MediaFailed(0, message(1), "why"))
@@ -95,7 +95,7 @@ def test_media_that_a_rank_cannot_use_are_released_once_the_other_has_reported_t
     world.assert_at_rest()
 
 
-def test_a_dead_api_server_takes_its_requests_along_and_nothing_else():
+def test_api_server_death_aborts_only_its_requests():
     world = World()
     dead, alive = ("api 1", 8), API
     tensors = MessageId(8, 1)
@@ -122,7 +122,7 @@ def test_a_dead_api_server_takes_its_requests_along_and_nothing_else():
 # --- pings: the core answers for all of its ranks, and only when they have shown that they run -----------------------
 
 
-def test_an_idle_engine_sends_an_empty_step_through_all_ranks():
+def test_ping_of_an_idle_engine_runs_an_empty_step():
     world = World(ranks=2)
     world.receive(ControlRequest(5))
     world.turn()
@@ -141,7 +141,7 @@ def test_an_idle_engine_sends_an_empty_step_through_all_ranks():
     world.assert_at_rest()
 
 
-def test_a_busy_engine_answers_by_the_step_that_runs():
+def test_ping_of_a_busy_engine_is_answered_by_the_running_step():
     world = World(async_scheduling=False)
     world.request("a", max_tokens=3)
     world.turn()

@@ -47,7 +47,7 @@ def test_any_use_keeps_each_block_in_one_place(size, actions):
     assert sorted(pool.allocate(size) or []) == list(range(size))
 
 
-def test_the_longest_unused_prefix_goes_first_and_its_end_before_its_beginning():
+def test_prefix_eviction_is_lru_and_starts_at_the_end():
     pool = BlockPool(4, 4)
     for name in (b"old", b"new"):
         blocks = pool.allocate(2)

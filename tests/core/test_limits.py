@@ -50,7 +50,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_computed_ends_alone(case):
+def test_invalid_request_fails_alone(case):
     world = World()
     world.request("good", max_tokens=3)
     world.receive(BAD[case])
@@ -72,14 +72,14 @@ def test_a_video_in_runs_has_one_for_each_temporal_grid():
     wrong = {
         "1 runs of placeholders, not 2": replace(good, offsets=[1]),
         "3 runs of placeholders, not 2": replace(good, offsets=[1, 5, 6]),
-        "item 1 does not lie on its placeholders": replace(good, offsets=[1, 4]),
-        "does not lie on its placeholders": replace(good, offsets=[5, 1]),
+        "item 1 does not match its placeholders": replace(good, offsets=[1, 4]),
+        "does not match its placeholders": replace(good, offsets=[5, 1]),
     }
     for problem, media in wrong.items():
         assert problem in problem_with(request([media], tokens), TIMED, limits)
 
 
-def test_a_length_that_the_cache_cannot_hold_is_an_error_if_asked_for_and_cut_otherwise(caplog):
+def test_max_model_len_beyond_the_kv_cache_is_an_error_if_set_else_reduced(caplog):
     assert engine_limits(EngineConfig(max_model_len=64), MODEL, num_blocks=4, device="cpu").max_model_len == 64
     assert not caplog.text
     assert engine_limits(EngineConfig(), MODEL, num_blocks=4, device="cuda").max_model_len == 64

@@ -28,7 +28,7 @@ def core_links(runtime, context, *numbers):
         yield links, apis
 
 
-def test_what_a_dead_api_server_still_says_makes_nobody_of_it(runtime, context):
+def test_late_messages_of_a_dead_api_server_are_ignored(runtime, context):
     with core_links(runtime, context, 7, 8) as (links, apis):
 
         def say(number: int) -> None:
@@ -43,7 +43,7 @@ def test_what_a_dead_api_server_still_says_makes_nobody_of_it(runtime, context):
         assert links.identities.keys() == {8} and links.gone == {7}
 
 
-def test_what_api_servers_say_while_ranks_load_is_kept(runtime, context):
+def test_messages_received_while_ranks_load_are_kept(runtime, context):
     """They are often ready before: of what they asked then they would wait for the answer forever."""
     with core_links(runtime, context, 7, 8) as (links, apis):
         for number, api in apis.items():
@@ -60,7 +60,7 @@ def test_what_api_servers_say_while_ranks_load_is_kept(runtime, context):
         assert sorted(heard) == [7, 8] == sorted(links.identities)
 
 
-def test_an_api_server_that_reads_nothing_is_named_once_and_holds_nobody_up(runtime, context, monkeypatch, caplog):
+def test_unresponsive_api_server_is_logged_once_and_blocks_nothing(runtime, context, monkeypatch, caplog):
     monkeypatch.setattr(sockets, "HIGH_WATER_MARK", 2)
     with core_links(runtime, context, 7) as (links, apis):
         apis[7].send(Encoder("api 7", 7).encode(ControlRequest(0, "stats")))

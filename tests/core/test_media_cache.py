@@ -49,7 +49,7 @@ both = pytest.mark.parametrize("kind", ["lru", "shm"])
 
 
 @both
-def test_what_was_found_is_read_without_a_tensor(kind):
+def test_found_item_needs_no_tensor_message(kind):
     world = a_world_with(kind, A, B, D, E)  # of which the encoder cache has the last two at most
     before = world.links.num_encoded
     assert world.look_up("again", A, C, B) == [A, B]
@@ -60,7 +60,7 @@ def test_what_was_found_is_read_without_a_tensor(kind):
 
 
 @both
-def test_a_request_refused_after_it_came_leaves_no_reference(kind):
+def test_refused_request_leaves_no_reference(kind):
     world = a_world_with(kind, A)
     world.look_up("bad", A)
     world.request("bad", prompt=8, media=[named(1, A), named(1, A)])  # on the same placeholders
@@ -72,7 +72,7 @@ def test_a_request_refused_after_it_came_leaves_no_reference(kind):
 # --- cache type shm --------------------------------------------------------------------------------------------------
 
 
-def test_a_step_sends_the_risen_mark_to_the_ranks():
+def test_step_sends_the_raised_mark_to_the_ranks():
     world = World(media=MediaStore(1 << 30, MODEL.vision.patch_dim, lambda: 1 << 50, is_registered=True))
     reserve(world, "writer", A)
     assert [step.media_mark for step in world.links.steps] == [64 << 20]
@@ -82,7 +82,7 @@ def test_a_step_sends_the_risen_mark_to_the_ranks():
 # --- cache type lru --------------------------------------------------------------------------------------------------
 
 
-def test_the_longest_unused_copy_is_evicted_and_a_look_up_is_a_use():
+def test_lru_eviction_counts_lookups_as_use():
     world = copies_world(2)
     seen(world, "r1", 1, A)
     seen(world, "r2", 2, B)
@@ -96,7 +96,7 @@ def test_the_longest_unused_copy_is_evicted_and_a_look_up_is_a_use():
 
 
 @pytest.mark.parametrize("cacheable", [False, True])
-def test_an_item_that_no_request_may_find_is_not_kept(cacheable):
+def test_uncacheable_item_is_not_kept(cacheable):
     world = copies_world(4)
     media = msgspec.structs.replace(brought(1, 1, A), cacheable=cacheable)
     world.request("r1", prompt=8, media=[media])

@@ -348,7 +348,7 @@ CopiesAgainstModel.TestCase.settings = settings(max_examples=100, stateful_step_
 TestCopiesAgainstModel = CopiesAgainstModel.TestCase
 
 
-def test_short_memory_is_full_unless_idle_items_can_be_evicted():
+def test_store_with_low_memory_is_full_unless_idle_items_are_evicted():
     available = MARK_PAGES * PAGE_BYTES
     store = MediaStore(4 * available, ROW, lambda: available)
     put(store, 1, 2 * MARK_PAGES)
@@ -358,7 +358,7 @@ def test_short_memory_is_full_unless_idle_items_can_be_evicted():
     assert store.reserve((API, "r"), facts(value_of(3), 1)).outcome == "full"
 
 
-def test_a_risen_mark_is_reported_where_ranks_register_the_memory():
+def test_raised_mark_is_reported_if_ranks_register_the_memory():
     store = MediaStore(4 * MARK_PAGES * PAGE_BYTES, ROW, lambda: PLENTY, is_registered=True)
     assert store.mark is None
     put(store, 1, 1)

@@ -172,7 +172,7 @@ def play(requests: list[Asked], settings: dict[str, object], timing: int) -> Wor
 
 @settings(max_examples=250, deadline=None)
 @given(requests=st.lists(asked, min_size=1, max_size=10), settings=worlds, timing=st.integers(0, 2**32))
-def test_any_load_ends_every_request_once_with_its_own_tokens(requests, settings, timing):
+def test_any_load_finishes_every_request_once_with_its_tokens(requests, settings, timing):
     play(requests, settings, timing)
 
 
@@ -182,5 +182,5 @@ def test_any_load_ends_every_request_once_with_its_own_tokens(requests, settings
     settings=small_worlds,
     timing=st.integers(0, 2**32),
 )
-def test_so_does_a_load_whose_caches_forget_all_the_time(requests, settings, timing):
+def test_any_load_with_constant_eviction_finishes_every_request_once(requests, settings, timing):
     play(requests, settings, timing)

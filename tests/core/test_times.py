@@ -30,7 +30,7 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def test_the_moments_of_a_request_with_media(clock):
+def test_times_of_a_request_with_media(clock):
     world = World(max_tokens=16, async_scheduling=False)
     world.request("a", prompt=30, max_tokens=3, media=[item(message(1), 1, 8, media_hash=A)])
     clock.run(world)
@@ -45,7 +45,7 @@ def test_the_moments_of_a_request_with_media(clock):
     world.assert_at_rest()
 
 
-def test_a_request_in_line(clock):
+def test_times_of_a_queued_request(clock):
     world = World(max_seqs=1, async_scheduling=False)
     world.request("a", max_tokens=4)
     world.request("b", max_tokens=1, first_token=60)
@@ -54,7 +54,7 @@ def test_a_request_in_line(clock):
     assert world.times["b"] == [EngineTimes(100, 104, 104, 105, 105)]  # one token: the first and the last
 
 
-def test_an_item_that_another_request_encodes_is_waited_for(clock):
+def test_times_include_waiting_for_an_item_encoded_by_another_request(clock):
     world = World(max_tokens=24)
 
     def ask(name, number):
@@ -77,7 +77,7 @@ def test_an_item_that_another_request_encodes_is_waited_for(clock):
     assert c.scheduled == c.encoded == c.first_token - 1
 
 
-def test_a_preempted_request_keeps_its_first_moments(clock):
+def test_preemption_keeps_the_first_times(clock):
     world = World(blocks=8, async_scheduling=False)
     names = ["a", "b"]
     for number, name in enumerate(names):
@@ -92,7 +92,7 @@ def test_a_preempted_request_keeps_its_first_moments(clock):
     assert min(generation) == 15 < max(generation)  # the other one's detour is in its generation
 
 
-def test_siblings_and_ends_from_outside_are_told_without(clock):
+def test_siblings_and_stopped_requests_have_no_times(clock):
     world = World(async_scheduling=False)
     world.request("a", max_tokens=3, siblings=[Sibling("a-1", 2)])
     world.request("b", max_tokens=9, first_token=60)
@@ -103,7 +103,7 @@ def test_siblings_and_ends_from_outside_are_told_without(clock):
     assert {name: len(times) for name, times in world.times.items()} == {"a": 2, "b": 1}
 
 
-def test_media_that_are_late_end_the_request_and_are_released_once_they_came(clock):
+def test_late_media_time_out_the_request_and_are_released_on_arrival(clock):
     world = World(ranks=2)
     world.request("video", media=[item(message(1), 1)], siblings=[Sibling("video-1", 3)])
     world.media_ready(message(1), rank=1)

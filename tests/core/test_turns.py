@@ -30,7 +30,7 @@ def test_a_short_request_waits_for_one_heavy_step_at_most(async_scheduling):
     world.assert_at_rest()
 
 
-def test_short_requests_that_keep_coming_do_not_stop_a_long_one():
+def test_steady_short_requests_do_not_starve_a_long_one():
     world = heavy_world()
     for number in range(60):
         world.request(f"text {number}", prompt=6, max_tokens=1)
@@ -42,7 +42,7 @@ def test_short_requests_that_keep_coming_do_not_stop_a_long_one():
     world.assert_at_rest()
 
 
-def test_priority_goes_before_arrival():
+def test_priority_precedes_arrival_order():
     world = World(max_seqs=1)
     world.request("running")
     world.turn()
@@ -98,7 +98,7 @@ def test_a_request_that_waits_for_encoder_room_is_not_overtaken_by_later_media(s
     world.assert_at_rest()
 
 
-def test_queued_videos_keep_no_encoder_room_from_a_more_urgent_one():
+def test_queued_videos_do_not_block_encoder_room_for_higher_priority():
     world = World(blocks=400, max_tokens=256, encoder_cache_tokens=16)
     world.request("heavy", prompt=600)
     world.turn()
@@ -112,7 +112,7 @@ def test_queued_videos_keep_no_encoder_room_from_a_more_urgent_one():
     assert list(world.ends) == ["heavy", "urgent", "low 1", "low 2"]
 
 
-def test_a_quick_step_takes_no_encoder_room_from_the_video_that_it_passes():
+def test_quick_step_takes_no_encoder_room_from_a_skipped_video():
     world = World(blocks=400, max_tokens=256, encoder_cache_tokens=16)
     world.request("heavy", prompt=600)
     world.turn()
@@ -125,7 +125,7 @@ def test_a_quick_step_takes_no_encoder_room_from_the_video_that_it_passes():
     assert list(world.ends).index("video") < list(world.ends).index("image")
 
 
-def test_a_quick_step_begins_nothing_whose_media_would_need_a_heavy_one():
+def test_quick_step_starts_no_request_that_needs_a_heavy_step():
     world = World(blocks=400, max_tokens=256)
     world.request("heavy", prompt=600)
     world.turn()

@@ -202,9 +202,7 @@ def grounds() -> Iterator[Callable[[Setup], Ground]]:
 
 
 @pytest.mark.parametrize(("setup", "stage", "how"), list(cases()))
-def test_an_ended_request_frees_all_that_it_held(
-    setup: Setup, stage: str, how: str, grounds: Callable[[Setup], Ground]
-):
+def test_abort_at_any_stage_frees_all_resources(setup: Setup, stage: str, how: str, grounds: Callable[[Setup], Ground]):
     ground = grounds(setup)
     victim = ground.server.pids()[VICTIM]
     with STAGES[stage](ground) as asking:

@@ -51,7 +51,7 @@ def test_answers_by_each_transport(workers, transport, asked):
 
 
 @pytest.mark.parametrize("workers", WORKERS[:1] + WORKERS[2:])
-def test_patches_that_are_made_on_the_device_never_leave_it(workers, asked):
+def test_patches_processed_on_the_device_stay_there(workers, asked):
     flags = [*workers, "--mm-processor-device", "cuda", "--mm-tensor-ipc", "torch_shm", "--api-server-count", "2"]
     with RunningServer(*flags) as server:
         answers = answer(server, asked)
@@ -70,7 +70,7 @@ def test_answers_from_the_store(workers, asked):
 
 
 @pytest.mark.parametrize("workers", WORKERS[:1])
-def test_tokens_with_graphs_are_those_without(workers):
+def test_cuda_graphs_do_not_change_tokens(workers):
     """Long greedy continuations of texts, many at a time, so that steps have every size."""
     texts = [" ".join(["red circle", "moves left", "and then"][: 1 + i % 3] * (1 + i % 5)) for i in range(40)]
 
@@ -89,7 +89,7 @@ def test_tokens_with_graphs_are_those_without(workers):
 
 
 @pytest.mark.slow
-def test_the_kernels_serve_on_the_cpu_by_the_interpreter():
+def test_server_with_triton_kernels_in_the_interpreter():
     """Too slow for more than one small question."""
     flags = ["--device", "cpu", "--attention-backend", "triton", "--health-timeout", "600", "--max-num-seqs", "2"]
     one = ask_image(3)

@@ -62,7 +62,7 @@ VARIANTS = {
     "variant",
     [pytest.param(name, marks=[pytest.mark.slow] if number > 1 else []) for number, name in enumerate(VARIANTS)],
 )
-def test_the_tokens_are_the_same(variant, asked, alone):
+def test_tokens_are_equal_in_every_configuration(variant, asked, alone):
     with RunningServer(*VARIANTS[variant]) as server:
         cold = answers(server, asked, len(asked))
         warm = answers(server, asked, len(asked))

@@ -102,7 +102,7 @@ def metadata_of(clip: VideoFacts) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("served", SERVERS)
-def test_answers_are_those_of_transformers(served, tmp_path):
+def test_answers_equal_transformers(served, tmp_path):
     name, flags = served
     family = Family(name, tmp_path)
     with RunningServer(str(tmp_path), *SMALL_STEPS, *flags) as server:

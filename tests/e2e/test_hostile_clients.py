@@ -84,7 +84,7 @@ def answerable(body: Any) -> Any:
     return {name: value for name, value in body.items() if name not in left_out} | prompt | {"max_tokens": 8}
 
 
-def test_the_document_names_every_endpoint(document):
+def test_openapi_document_has_every_endpoint(document):
     assert sorted(found.ok().label for found in document.get_all_operations()) == sorted(WITH_BODY + WITHOUT_BODY)
 
 
@@ -96,7 +96,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("label", "manner"), CASES)
-def test_no_request_that_the_document_leads_to_fails_in_the_server(strict, document, label, manner):
+def test_requests_generated_from_openapi_cause_no_500(strict, document, label, manner):
     operation = next(found.ok() for found in document.get_all_operations() if found.ok().label == label)
     modes = schemathesis.GenerationMode
     statuses: Counter[int] = Counter()
@@ -150,7 +150,7 @@ def check_good(server: RunningServer, number: int) -> None:
     assert server.ask(one.text, one.urls) == one.answer
 
 
-def test_every_bad_input_is_refused_and_the_next_good_one_answered(strict, root, web):
+def test_bad_inputs_are_refused_and_later_requests_answered(strict, root, web):
     corpus = bad_inputs.corpus(root, web.port)
     assert len(corpus) >= 60
     random.Random(0).shuffle(corpus)

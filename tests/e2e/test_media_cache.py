@@ -47,12 +47,12 @@ def test_media_that_an_api_server_stored_survive_its_death(server):
 
 
 @pytest.mark.slow
-def test_copies_of_media_survive_the_api_server_that_brought_them():
+def test_lru_copies_survive_the_api_server_that_sent_them():
     with RunningServer(*CACHES["lru"], "--api-server-count", "2") as server:
         assert_kept(server, 1)
 
 
-def test_a_reservation_of_a_hung_api_server_ends_with_the_process(server):
+def test_reservation_of_a_hung_api_server_is_freed_at_its_death(server):
     """A thread of it may still write: no time-out frees its pages. Meanwhile others send the item uncached."""
     one, kills = ask_large(8100), server.log.count("replacement ready")
     with server.failpoint("writing") as point:

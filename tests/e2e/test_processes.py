@@ -29,20 +29,20 @@ def proportional_bytes(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
-def test_processes_load_only_what_they_need(server):
+def test_processes_import_only_what_they_need(server):
     maps = {name: Path(f"/proc/{pid}/maps").read_text() for name, pid in server.pids().items()}
     assert {name for name, text in maps.items() if "libtorch" in text} == {"api 0", "worker 0.0"}
     assert "libav" not in maps["api 0"]  # FFmpeg is loaded in decoders only
     assert maps.keys() == {"api 0", "worker 0.0", "core 0", "supervisor"}
 
 
-def test_the_log_says_what_was_started(server):
+def test_log_names_model_address_and_transport(server):
     serving = "supervisor | serving mini-engine-demo (Qwen2_5_VLForConditionalGeneration) at http://127.0.0.1"
     for part in (serving, "reach engine 0 by torch_shm", "KV blocks of 16 tokens"):
         assert part in server.log
 
 
-def test_an_idle_server_costs_little_memory_and_no_processor_time(server):
+def test_idle_server_uses_little_memory_and_no_cpu(server):
     server.ask("What colour is it?", ask_video(0).urls)
     pids = [server.process.pid, *descendants(server.process.pid)]
     assert sum(map(proportional_bytes, pids)) < 2 << 30
@@ -113,7 +113,7 @@ def test_everything_dies_with_the_supervisor(watched):
     server.assert_nothing_left(family)
 
 
-def test_a_rank_that_hangs_ends_the_engine_with_its_requests_answered():
+def test_hung_rank_fails_requests_and_stops_the_server():
     with RunningServer("-tp", "2", "--collective-timeout", "6") as server:
         one = ask_video(3)
         assert server.ask(one.text, one.urls) == one.answer

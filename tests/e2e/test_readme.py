@@ -70,7 +70,7 @@ def test_every_block_is_run_by_a_test():
 
 
 @runs(f"{INSTALL.format('.')}{PYTHON} serve.py")
-def test_serving_needs_no_more_than_the_first_line(server):
+def test_serve_command(server):
     """The server of these tests is started by `serve.py` alone. `.ci/run` runs the rest of the line, with more."""
     assert server.ask("Describe the video.", ask_video(1).urls)
     assert RunningServer().command[1] == "serve.py"
@@ -80,7 +80,7 @@ TESTS = INSTALL.format('".[dev]"') + f"{PYTHON} -m pytest"
 
 
 @runs(TESTS)
-def test_the_test_command_is_the_one_that_is_run_on_a_clean_checkout(tmp_path):
+def test_the_ci_script_runs_the_test_command(tmp_path):
     script = (ROOT / ".ci" / "run").read_text()
     assert script.splitlines()[-1] == 'eval "$command"'
     (tmp_path / ".ci").mkdir()
@@ -93,7 +93,7 @@ RENDER = f"{PYTHON} -m mini_engine.demo --colour red --shape circle --motion lef
 
 
 @runs(RENDER)
-def test_the_video_and_its_answer(server, tmp_path):
+def test_video_request_and_its_documented_answer(server, tmp_path):
     commands = block(RENDER)
     assert "http://localhost:8000" in commands
     printed = shell(commands.replace("http://localhost:8000", server.url.removesuffix("/v1")), tmp_path)
@@ -103,7 +103,7 @@ def test_the_video_and_its_answer(server, tmp_path):
 
 
 @runs("import base64")
-def test_the_openai_package(server, tmp_path):
+def test_openai_package(server, tmp_path):
     shell(block(RENDER).splitlines()[0], tmp_path)
     code = block("import base64")
     assert "http://localhost:8000/v1" in code
@@ -117,7 +117,7 @@ HUB = f"{PYTHON} serve.py Qwen/Qwen2.5-VL-3B-Instruct --max-model-len 16384"
 @runs(HUB)
 @pytest.mark.parametrize("line", range(2))
 @pytest.mark.slow
-def test_another_model(line):
+def test_serve_another_model(line):
     """The bundled model stands in for those of the hub: it has their architecture."""
     _, _, model, *flags = shlex.split(block(HUB).splitlines()[line])
     assert model.startswith("Qwen/") and len(block(HUB).splitlines()) == 2
@@ -127,7 +127,7 @@ def test_another_model(line):
 
 
 @runs(f"{PYTHON} serve.py --help cache")
-def test_help_and_a_file_of_settings(tmp_path):
+def test_help_and_config_file(tmp_path):
     show, write, use = block(f"{PYTHON} serve.py --help cache").splitlines()
     assert "--mm-processor-cache-gb" in shell(show, tmp_path)
     shell(write, tmp_path)
@@ -138,7 +138,7 @@ def test_help_and_a_file_of_settings(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_file_of_settings_is_served(tmp_path):
+def test_server_reads_the_config_file(tmp_path):
     write = block(f"{PYTHON} serve.py --help cache").splitlines()[1]
     shell(write.replace("--print-config", "--port 0 --host 127.0.0.1 --print-config"), tmp_path)
     server = RunningServer()
@@ -157,7 +157,7 @@ def measured(command: str, cwd: Path, prompts: int) -> dict[str, Any]:
 
 
 @runs(BENCH)
-def test_measuring(server, tmp_path):
+def test_bench_command(server, tmp_path):
     command = block(BENCH).splitlines()[0]
     port = server.url.removesuffix("/v1").rpartition(":")[2]
     figures = measured(f"{command} --port {port}", tmp_path, 6)
@@ -165,7 +165,7 @@ def test_measuring(server, tmp_path):
 
 
 @pytest.mark.slow
-def test_comparing(tmp_path):
+def test_bench_ab_command(tmp_path):
     _, command = block(BENCH).splitlines()
     figures = measured(command, tmp_path, 6)
     assert figures["ratios"] and figures["answers"]["prompts"] == 6
@@ -176,7 +176,7 @@ TRAIN = f"{PYTHON} -m mini_engine.demo.train"
 
 @runs(TRAIN)
 @pytest.mark.slow
-def test_training_again(tmp_path):
+def test_train_command(tmp_path):
     """A few steps of it, and into another directory."""
     small = "--steps 2 --every 2 --patches 300 --pool 8 --pool-start 8 --held-out 8 --count 1 --threads 1 --out weights"
     printed = shell(f"{block(TRAIN).strip()} {small}", tmp_path)
@@ -187,7 +187,7 @@ def test_every_model_is_in_the_table():
     assert all(f"`{architecture}`" in README for architecture in SPECS)
 
 
-def test_the_image_and_its_answer(server, tmp_path):
+def test_image_request_of_the_api_page(server, tmp_path):
     """Of the page on the interface."""
     page = (ROOT / "docs" / "api.md").read_text()
     found = re.search(r"A question about an image:\n\n((?:    .*\n)+)", page)
@@ -200,7 +200,7 @@ def test_the_image_and_its_answer(server, tmp_path):
     assert json.loads(printed)["choices"][0]["message"]["content"] == picture.colour
 
 
-def test_every_file_and_folder_of_the_package_has_its_line():
+def test_every_file_of_the_package_is_in_the_table():
     for path in sorted((ROOT / "mini_engine").iterdir()):
         if path.name.startswith("__") or (path.suffix != ".py" and not path.is_dir()):
             continue

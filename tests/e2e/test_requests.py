@@ -27,7 +27,7 @@ def post(server: RunningServer, path: str, body: dict) -> Any:
         return json.load(response)
 
 
-def test_streaming_gives_the_same_words(server, one):
+def test_streaming_returns_the_same_text(server, one):
     stream = server.client.chat.completions.create(
         model=server.model, messages=[message(one.text, one.urls)], temperature=0, stream=True,
         stream_options={"include_usage": True},
@@ -40,7 +40,7 @@ def test_streaming_gives_the_same_words(server, one):
     assert chunks[-1].usage.completion_tokens > 1 and not chunks[-1].choices
 
 
-def test_a_stop_string_ends_the_answer_before_it(server, one):
+def test_stop_string_truncates_the_answer(server, one):
     words = one.answer.split()
     assert server.ask(one.text, one.urls, stop=[words[2]]) == " ".join(words[:2]) + " "
 
@@ -72,7 +72,7 @@ def counted(server: RunningServer) -> tuple[float, float, float]:
     return tuple(server.total(name) for name in names)
 
 
-def test_a_second_question_about_a_video_skips_the_tower_and_the_shared_prefill(server):
+def test_second_question_about_a_video_hits_encoder_and_prefix_cache(server):
     one, other = ask_video(101, "colour"), ask_video(102, "colour")
     server.ask(one.text, one.urls)
     prefix, queries, hits = counted(server)
@@ -85,7 +85,7 @@ def test_a_second_question_about_a_video_skips_the_tower_and_the_shared_prefill(
     assert third[1:] == (queries + 2, hits + 1)
 
 
-def test_samples_of_one_request_share_its_prompt(server):
+def test_choices_of_one_request_share_its_prompt(server):
     one = ask_video(7, "describe")
     prefix, queries, _ = counted(server)
     reply = server.client.chat.completions.create(

@@ -64,7 +64,7 @@ def leave(server: RunningServer, asked: Sequence[Asked], rng: random.Random, lon
 
 
 @pytest.mark.parametrize("cache", ONE_BY_DEFAULT)
-def test_the_cache_works_on_after_a_too_large_video_and_early_disconnects(cache):
+def test_cache_works_after_a_too_large_video_and_disconnects(cache):
     gib = 0.05
     over_long = sized(7, 448, 96, "colour")
     kept, fresh, left = ([sized(seed) for seed in range(first, first + 8)] for first in (10, 22, 30))
@@ -88,7 +88,7 @@ def test_the_cache_works_on_after_a_too_large_video_and_early_disconnects(cache)
 
 
 @pytest.mark.parametrize("cache", ONE_BY_DEFAULT)
-def test_a_cache_that_evicts_all_the_time_still_hits(cache, forty):
+def test_cache_under_constant_eviction_still_hits(cache, forty):
     """Room for about sixteen of the videos; every second request asks for one of four of them."""
     rng = random.Random(5)
     with RunningServer("--api-server-count", "2", *CACHES[cache], "--mm-processor-cache-gb", "0.0023") as server:

@@ -30,7 +30,7 @@ def published(name: str) -> list[str]:
     return shlex.split(PUBLISHED[name].replace("MODEL", BUNDLED_MODEL))
 
 
-def test_the_published_command_lines_are_understood():
+def test_published_command_lines_are_parsed():
     queue, cache = (parse(published(name), {}) for name in PUBLISHED)
     assert queue.media_io_kwargs == {"video": {"num_frames": 10}}
     assert queue.mm_processor_kwargs == {"size": {"shortest_edge": 100352, "longest_edge": 151200}}
@@ -40,7 +40,7 @@ def test_the_published_command_lines_are_understood():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "right"), [("tensor queue", 4), ("shared-memory cache", 7)])
-def test_the_published_command_lines_serve(name, right):
+def test_published_command_lines_start_a_server(name, right):
     """The first asks for larger frames than those that the bundled model has learned from."""
     asked = [ask_video(50 + seed) for seed in range(8)]
     with RunningServer(*published(name)) as server:
@@ -74,7 +74,7 @@ FAST = ("the supervisor", "a worker")
 @pytest.mark.parametrize(
     "case", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in REFUSED]
 )
-def test_settings_that_a_process_cannot_use_end_the_start_with_one_line(case):
+def test_settings_refused_by_a_process_fail_the_start_in_one_line(case):
     flags, status, said = REFUSED[case]
     if case in ("a device", "collectives") and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
@@ -84,7 +84,7 @@ def test_settings_that_a_process_cannot_use_end_the_start_with_one_line(case):
 
 
 @pytest.mark.slow
-def test_a_hub_name_from_the_cache_in_bfloat16_by_two_workers(tmp_path):
+def test_cached_hub_model_in_bfloat16_on_two_workers(tmp_path):
     put_in_cache(tmp_path, "someone/some-model")
     environ = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
     with RunningServer("someone/some-model", "--dtype", "bfloat16", "-tp", "2", environ=environ) as server:

@@ -62,7 +62,7 @@ def in_flight(server: RunningServer) -> Iterator[None]:
     assert max(at for _, at in ends) - dead_at < SOON
 
 
-def test_the_death_of_a_worker_is_survived_as_often_as_allowed_and_then_ends_the_server():
+def test_worker_deaths_restart_the_engine_up_to_the_limit():
     one = ask_video(3)
     with RunningServer("-tp", "2", "--restart-engine", "1") as server:
         with server.failpoint("loading-core") as starting:
@@ -96,7 +96,7 @@ def test_the_death_of_a_worker_is_survived_as_often_as_allowed_and_then_ends_the
 
 
 @pytest.mark.slow
-def test_the_death_of_one_engine_restarts_all():
+def test_death_of_one_engine_restarts_all():
     with RunningServer("-dp", "2", "--restart-engine") as server:
         before = server.pids()
         os.kill(before.pop("worker 1.0"), signal.SIGKILL)
@@ -174,7 +174,7 @@ def test_an_api_server_that_hangs_is_replaced(server):
 
 
 @pytest.mark.slow
-def test_no_process_that_works_is_killed_for_being_slow():
+def test_slow_step_makes_health_503_and_kills_no_process():
     """A step takes many times --health-timeout, one of its ranks being stopped for most of it, and less than
     --collective-timeout: /health shows it, and no request is lost."""
     flags = ["-tp", "2", "--health-timeout", "1", "--collective-timeout", "40", "--max-num-batched-tokens", "12"]

@@ -47,7 +47,7 @@ def wait_for_successor(server: RunningServer, killed: int) -> None:
     assert server.get("/health", API).status == 200
 
 
-def test_an_api_server_killed_in_the_middle_of_a_frame_leaves_nothing_behind():
+def test_api_server_killed_during_a_frame_leaves_nothing():
     one = ask_large(1)
     with RunningServer("--mm-tensor-ipc", "direct_rpc", *CACHES["off"], *LARGE) as server:
         assert Asking(server, API, one).answer() == one.answer
@@ -66,7 +66,7 @@ def test_an_api_server_killed_in_the_middle_of_a_frame_leaves_nothing_behind():
             eventually(lambda: files_and_mappings(server) == before)
 
 
-def test_an_api_server_killed_while_it_stores_an_item_leaves_nothing_behind():
+def test_api_server_killed_during_a_store_write_leaves_nothing():
     """The store holds six of the videos: pages of a dead API server that were not freed would soon be missing."""
     chance = random.Random(1)
     with RunningServer(*CACHES["shm"], "--mm-processor-cache-gb", "0.03", *LARGE) as server:

@@ -204,7 +204,7 @@ def endings(role: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(("ranks", "role", "number", "stage"), list(cells(STAGES)))
-def test_every_client_gets_a_right_answer_or_an_error(ranks, role, number, stage, grounds):
+def test_fault_at_any_stage_gives_right_answers_or_errors(ranks, role, number, stage, grounds):
     ground = grounds(ranks, number)
     server, family = ground.server, descendants(ground.server.process.pid)
     victim = server.pids()[role]
@@ -255,7 +255,7 @@ def assert_of_the_supervisor(server: RunningServer, number: int, family: list[in
     os.kill(server.process.pid, signal.SIGCONT)
 
 
-def test_an_api_server_of_a_dead_engine_that_dies_itself_leaves_its_port_to_the_other(grounds):
+def test_api_server_death_after_its_engine_died_leaves_the_port_to_the_other(grounds):
     """While the engine that is to replace the dead one loads. Without the other, connections are refused at once."""
     ground = grounds(2)
     server, one = ground.server, ask_small(next(seeds))
@@ -271,7 +271,7 @@ def test_an_api_server_of_a_dead_engine_that_dies_itself_leaves_its_port_to_the_
     ground.assert_recovers(*old.values())
 
 
-def test_while_an_api_server_is_replaced_the_other_serves(grounds):
+def test_other_api_server_serves_during_replacement(grounds):
     ground = grounds(2)
     server, victim = ground.server, ground.server.pids()["api 0"]
     with server.failpoint("loading-api") as loading:
@@ -309,7 +309,7 @@ def test_a_fault_during_a_restart_leads_to_another_restart(ranks, role, number, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "role", "number"), list(cells()))
-def test_a_fault_during_a_drain_ends_every_request_and_process(ranks, role, number):
+def test_fault_during_a_drain_stops_every_request_and_process(ranks, role, number):
     flags = ["--shutdown-timeout", str(DRAIN_SECONDS)]
     with grounded(ranks, STOP, *flags) as ground, generation(ground) as there:
         server, family = ground.server, descendants(ground.server.process.pid)

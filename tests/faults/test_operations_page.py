@@ -13,20 +13,20 @@ SOURCE = "\n".join(path.read_text() for path in (ROOT / "mini_engine").rglob("*.
 SPOKEN = re.sub(r'"\s*\n\s*f?"', "", SOURCE)
 
 
-def test_the_tests_that_it_names_exist():
+def test_named_tests_exist():
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)
     assert len(named) >= 15
     missing = [f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text()]
     assert not missing, missing
 
 
-def test_every_row_of_the_first_table_names_one():
+def test_every_row_of_the_first_table_names_a_test():
     rows = [line for line in PAGE.partition("## systemd")[0].splitlines() if line.startswith("|")][2:]
     assert len(rows) >= 13
     assert not [row for row in rows if "::test_" not in row]
 
 
-def test_the_error_lines_that_it_explains_are_the_code_s():
+def test_error_lines_exist_in_the_code():
     rows = re.findall(r"^\| `([^`]+)` \|", PAGE.partition("## When it does not start")[2], re.MULTILINE)
     assert len(rows) >= 14
     parts = [part for row in rows for part in map(str.strip, row.split("…")) if len(part) > 3]
@@ -34,7 +34,7 @@ def test_the_error_lines_that_it_explains_are_the_code_s():
     assert not missing, missing
 
 
-def test_the_metrics_that_it_names_exist():
+def test_named_metrics_exist():
     known, named = (set(re.findall(r"mini_engine:\w+", text)) for text in (metrics.exposition().decode(), PAGE))
     assert len(named) >= 7
     assert named <= known, named - known

@@ -22,7 +22,7 @@ from tests.faults.load import ask
 from tests.web import WebServer, response
 
 
-def test_too_few_descriptors_are_refused_at_start_in_one_line():
+def test_too_few_descriptors_fail_the_start_in_one_line():
     command = ["sh", "-c", 'ulimit -n 96; exec "$@"', "sh", sys.executable, "serve.py", "--port", "0"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1
@@ -52,7 +52,7 @@ def ask_on(connection: http.client.HTTPConnection, one: Asked) -> tuple[int, str
 
 
 @pytest.mark.slow
-def test_an_api_server_without_descriptors_answers_503_where_it_needs_one(tmp_path):
+def test_api_server_out_of_descriptors_returns_503(tmp_path):
     """Requests that need one are refused; others on open connections are served; new connections wait."""
     one, first, inline, waits = (ask_small(34_200 + number) for number in range(4))
     video = base64.b64decode(one.urls[0][1].partition(",")[2])

@@ -61,7 +61,7 @@ def cells(fast: set, *axes: tuple) -> list:
 
 
 @pytest.mark.parametrize(("phase", "number"), cells(FAST, PHASES, (TERM, INT, KILL)))
-def test_a_start_that_is_interrupted_leaves_nothing(phase, number):
+def test_interrupted_start_leaves_nothing(phase, number):
     with Starting(phase) as server:
         held = server.point.wait()
         family = descendants(server.process.pid)
@@ -88,7 +88,7 @@ def flags_for(role: str) -> list[str]:
 @pytest.mark.parametrize(
     ("role", "phase"), cells(FAST_DEATHS, VICTIMS, ("loading-api", "loading-worker", "loading-core"))
 )
-def test_a_death_in_the_first_start_ends_it_and_names_the_process(role, phase):
+def test_death_during_first_start_fails_it_and_names_the_process(role, phase):
     """Not one of those that exit because of it, nor is the start tried again."""
     with Starting(phase, "--restart-engine", *flags_for(role)) as server:
         server.point.wait()
@@ -103,7 +103,7 @@ def test_a_death_in_the_first_start_ends_it_and_names_the_process(role, phase):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", VICTIMS)
-def test_a_hang_in_the_first_start_ends_it_and_names_the_process(role):
+def test_hang_during_first_start_fails_it_and_names_the_process(role):
     """Not one of those that only wait for it, and are not ready either."""
     with Starting("loading-worker", "--startup-timeout", "30", *flags_for(role)) as server:
         server.point.wait()
@@ -119,7 +119,7 @@ def test_a_hang_in_the_first_start_ends_it_and_names_the_process(role):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [TERM, INT, KILL])
-def test_a_stop_in_the_pause_before_a_restart_leaves_nothing(number):
+def test_stop_before_an_engine_restart_leaves_nothing(number):
     with RunningServer("--restart-engine") as server:
         with server.failpoint("restarting-engines") as point:
             family = descendants(server.process.pid)
@@ -183,7 +183,7 @@ def test_ten_starts_and_stops_in_a_row_leave_nothing():
     assert (len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))) == before
 
 
-def test_a_log_that_is_not_read_blocks_no_process():
+def test_unread_log_blocks_no_process():
     """Stderr is a pipe that is full, then one without a reader; and all along stdout is closed."""
     one = ask_small(33_003)
     with tempfile.TemporaryDirectory() as temporary:
