@@ -6,7 +6,7 @@ import torch
 
 from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker import attention
-from mini_engine.worker.attention import KVCache, SdpaBackend, Span, attention_order, causal_tiles
+from mini_engine.worker.attention import KVCache, SdpaBackend, Span, attention_order
 from tests.attention_reference import reference_attention, slots_of
 
 DIM = 8
@@ -60,28 +60,3 @@ def test_any_cut_into_groups_gives_the_same(pad_bytes, group_bytes, monkeypatch)
     monkeypatch.setattr(attention, "GROUP_BYTES", group_bytes)
     lengths = [(int(n), 1) for n in np.random.default_rng(5).integers(0, 200, 12)]
     check(random_spans(np.random.default_rng(6), lengths, 4), 4)
-
-
-def test_a_sequence_reads_no_block_of_another():
-    """NaN in the blocks of others would reach the result even where it is masked."""
-    cache = KVCache.allocate(AttentionShape(1, 1, DIM), 20, 4, torch.float32, CPU)
-    cache.storage.fill_(float("nan"))
-    spans = [Span(20, 1, np.arange(1, 7)), Span(9, 1, np.arange(10, 13)), Span(2, 5, np.arange(15, 17))]
-    for span in spans:
-        cache.clear(span.blocks.tolist())
-    assert cache.storage.isfinite().all(dim=-1).sum() == 2 * 4 * 11, "of the other blocks nothing is cleared"
-    q, k, v = torch.randn(7, 4, DIM).split((2, 1, 1), dim=1)
-    assert SdpaBackend(cache).step(slots_of(spans, 4), spans)(0, q, k, v).isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("start", "length"), [(0, 3), (7, 1), (2, 128), (301, 261)])
-def test_causal_tiles(start, length, dtype):
-    """Rows begin at addresses that CUDA's kernels take."""
-    tiles = causal_tiles(start, length, dtype, CPU)
-    firsts = range(0, length, attention.TILE)
-    assert [len(mask) for mask in tiles] == [min(attention.TILE, length - first) for first in firsts]
-    for first, mask in zip(firsts, tiles, strict=True):
-        seen = torch.arange(start + first + len(mask)) <= torch.arange(len(mask)).unsqueeze(1) + start + first
-        assert torch.equal(mask == 0, seen) and mask[~seen].isneginf().all()
-        assert not mask.storage_offset() % 8 and not mask.stride(0) % 8 and mask.stride(1) == 1
