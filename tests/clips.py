@@ -126,15 +126,16 @@ def remuxed(
     change: Callable[[int, bytes], bytes] = lambda _, content: content,
     times: int = 1,
     degrees: int = 0,
+    is_mirrored: bool = False,
 ) -> bytes:
-    """The video of `data` in a file of its own, `times` over, to be shown turned by `degrees`, with packets that
-    `change` makes of their index and their content. Nothing is encoded again."""
+    """The video of `data` in a file of its own, `times` over, to be shown turned by `degrees` counterclockwise,
+    then mirrored, with packets that `change` makes of their index and their content. Nothing is encoded again."""
     buffer = io.BytesIO()
     with av.open(io.BytesIO(data)) as source, av.open(buffer, "w", format=container, options=SAME_BYTES) as output:
         track = source.streams.video[0]
         stream = output.add_stream_from_template(track)
-        if degrees:
-            stream.set_display_rotation(degrees)
+        if degrees or is_mirrored:
+            stream.set_display_rotation(degrees, hflip=is_mirrored)
         packets = [(bytes(packet), packet) for packet in source.demux(track) if packet.size]
         for turn in range(times):
             for index, (content, old) in enumerate(packets):

@@ -1,13 +1,10 @@
-"""A process that is out of file descriptors or threads, while a block runs."""
+"""A process that is out of file descriptors, while a block runs."""
 
 from __future__ import annotations
 
 import contextlib
 import resource
-import threading
 from collections.abc import Iterator
-
-import pytest
 
 STANDARD = 3  # descriptors that stay open: input, output, errors
 
@@ -21,15 +18,3 @@ def no_descriptors() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@contextlib.contextmanager
-def no_threads() -> Iterator[None]:
-    """Starting one fails as in the interpreter; those that run go on."""
-
-    def start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
-        yield

@@ -16,7 +16,6 @@ from mini_engine.free_memory import (
 )
 
 MIB = 1 << 20
-UNLIMITED = 9223372036854771712  # what version 1 says without a limit
 
 
 @pytest.fixture
@@ -50,18 +49,10 @@ def test_the_tightest_group_on_the_way_up_counts(proc: Path, tmp_path: Path, ver
     assert available_memory(proc, groups) == 2 * MIB and total_memory(proc, groups) == 3 * MIB
     group(root / "a", version, 2 * MIB, 1 * MIB + 512)
     assert available_memory(proc, groups) == 1 * MIB - 512 and total_memory(proc, groups) == 2 * MIB
+    group(root / "a", version, "max" if version == 2 else 9223372036854771712, MIB)  # no limit
+    assert available_memory(proc, groups) == 2 * MIB
     group(root, version, 1000, 1005)
     assert available_memory(proc, groups) == 0
-
-
-def test_groups_without_a_limit_and_of_both_versions(proc: Path, tmp_path: Path):
-    groups = tmp_path / "groups"
-    belongs(proc, "4:memory:/x", "0::/x")
-    group(groups / "memory" / "x", 1, UNLIMITED, MIB)
-    group(groups / "unified" / "x", 2, "max", MIB)
-    assert available_memory(proc, groups) == 4 * MIB and total_memory(proc, groups) == 8 * MIB
-    group(groups / "unified" / "x", 2, 2 * MIB, 0)
-    assert available_memory(proc, groups) == 2 * MIB
 
 
 @pytest.mark.parametrize("path", ["/docker/0123", "/../other"])

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -19,8 +15,6 @@ from mini_engine.cli import parse
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
 from mini_engine.host import check_model, resolve_model, runtime_directory, without_effect
 from mini_engine.messages import MediaCachePlan
-from tests.e2e.running_server import ROOT, descendants
-from tests.e2e.waiting import eventually
 
 # --- the model's files ------------------------------------------------------------------------------------------------
 
@@ -67,17 +61,6 @@ def test_a_hub_name_is_found_in_the_cache_without_network(offline):
 def test_a_path_that_is_not_a_directory(name):
     with pytest.raises(ConfigError, match=f"{name} is not a directory"):
         resolve_model(EngineConfig(model=name))
-
-
-def test_damaged_weights_and_configs_are_named(model):
-    weights = model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100_000])
-    with pytest.raises(ConfigError, match=r"model.safetensors is cut short .* download it again"):
-        check_model(str(model), EngineConfig())
-    check_model(str(model), EngineConfig(load_format="dummy"))
-    (model / "config.json").write_text('{"a": 1} x')
-    with pytest.raises(ConfigError, match=f"the model in {model} cannot be served: .*Extra data"):
-        check_model(str(model), EngineConfig())
 
 
 @pytest.mark.parametrize(
@@ -172,26 +155,3 @@ def test_no_room_for_a_runtime_directory(base, monkeypatch):
     monkeypatch.setenv("TMPDIR", base)
     with pytest.raises(ConfigError, match=f"^cannot create a directory in {base} .*: set TMPDIR"), runtime_directory():
         pass
-
-
-def test_a_runtime_directory_outlives_neither_its_process_nor_a_signal_to_all(tmp_path):
-    """As when a service manager stops its unit, and then kills what has not stopped."""
-    code = "import sys; from mini_engine.host import *\nwith runtime_directory(Path(sys.argv[1])): input()"
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-    def janitor() -> int:
-        (found,) = descendants(held.pid) or [0]
-        ignored = int(re.findall(r"SigIgn:\s+(\w+)", Path(f"/proc/{found or held.pid}/status").read_text())[0], 16)
-        assert found and all(ignored & 1 << number - 1 for number in numbers)
-        return found
-
-    def assert_gone() -> None:
-        assert not list(tmp_path.iterdir())
-
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE) as held:
-        found = eventually(janitor)
-        for number in numbers:
-            subprocess.run(["kill", f"-{int(number)}", str(found)], check=True)
-        assert len(list(tmp_path.iterdir())) == 1
-        held.kill()
-    eventually(assert_gone)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mini_engine.messages import ControlReply, ControlRequest, Finish, Sibling
+from mini_engine.messages import ControlReply, ControlRequest, Sibling
 from tests.core.simulated_ranks import token_of
 from tests.core.world import TIMED, World, finish, item, message
 
@@ -159,24 +159,6 @@ def test_video_partly_in_the_prefix_cache_needs_its_last_embeddings():
         finish(world, name)
     assert world.cached["again"] == 8  # two grids of one token, and text
     assert world.links.num_encoded == 3
-    world.assert_at_rest()
-
-
-def test_aborted_encoding_is_completed_for_another_request_or_evicted():
-    world = World(max_tokens=64, max_num_encoder_input_tokens=4, async_scheduling=False)
-    for number in (1, 2):
-        media = [item(message(number), 3, 12, grids=6, media_hash=A)]
-        world.request(f"r{number}", media=media, prompt=20, first_token=20 * number)
-        world.media_ready(message(number))
-    world.request("alone", media=[item(message(3), 3, 12, grids=6)], prompt=20, first_token=60)
-    world.media_ready(message(3))
-    for name in ("r1", "alone"):
-        while world.links.num_grids.get(A if name == "r1" else b"3 0", 0) == 0:
-            world.turn()
-            world.links.run_step()
-        world.receive(Finish(name, "abort"))
-    finish(world, "r2")
-    assert world.links.num_encoded == 1
     world.assert_at_rest()
 
 

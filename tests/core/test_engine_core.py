@@ -7,14 +7,10 @@ from mini_engine.messages import (
     ControlRequest,
     Envelope,
     MediaFailed,
-    MessageId,
-    NewRequest,
-    PeerGone,
-    SamplingParams,
     Step,
     StepResult,
 )
-from tests.core.world import API, MODEL, World, item, message
+from tests.core.world import World, item, message
 
 
 def test_two_steps_are_in_flight_only_when_asynchronous():
@@ -93,30 +89,6 @@ def test_failed_media_are_released_after_all_ranks_reported():
     world.run()
     assert world.links.released == [message(1)] == world.consumed
     world.assert_at_rest()
-
-
-def test_api_server_death_aborts_only_its_requests():
-    world = World()
-    dead, alive = ("api 1", 8), API
-    tensors = MessageId(8, 1)
-    tokens = [30, MODEL.video_token_id, MODEL.video_token_id, 31, 32]
-    world.receive(NewRequest("dead", tokens, SamplingParams(9, 1), [item(tensors, 1)]), dead)
-    world.request("alive", max_tokens=6)
-    world.media_ready(tensors)
-    for _ in range(3):
-        world.turn()
-        world.links.run_step()
-    world.receive(PeerGone("api 1", 8), ("supervisor", 0))
-    world.receive(NewRequest("late", [1, 2], SamplingParams(3, 1)), dead)
-    world.media_ready(MessageId(8, 2))
-    seen_before = len(world.tokens["dead"])
-    world.run()
-    assert world.ends == {"alive": ["length"]}
-    assert len(world.tokens["alive"]) == 6
-    assert len(world.tokens["dead"]) == seen_before
-    assert "late" not in world.tokens
-    world.assert_at_rest()
-    assert alive[1] not in world.links.gone
 
 
 # --- pings: the core answers for all of its ranks, and only when they have shown that they run -----------------------

@@ -5,17 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mini_engine.core.media_store import MediaStore
 from tests.core.world import (
     BYTES,
-    MODEL,
-    World,
     brought,
     copies_world,
     finish,
     message,
     named,
-    reserve,
     store_world,
     stored,
 )  # fmt: skip
@@ -67,16 +63,6 @@ def test_refused_request_leaves_no_reference(kind):
     world.run()
     assert world.ends["bad"] == ["error"]
     world.assert_at_rest()
-
-
-# --- cache type shm --------------------------------------------------------------------------------------------------
-
-
-def test_step_sends_the_raised_mark_to_the_ranks():
-    world = World(media=MediaStore(1 << 30, MODEL.vision.patch_dim, lambda: 1 << 50, is_registered=True))
-    reserve(world, "writer", A)
-    assert [step.media_mark for step in world.links.steps] == [64 << 20]
-    world.run()
 
 
 # --- cache type lru --------------------------------------------------------------------------------------------------

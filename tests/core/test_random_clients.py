@@ -93,6 +93,7 @@ class RandomClients:
         for number, (_, name, sender) in self.reservations.items():
             if sender == dead:  # what it sent before it died and arrives after that is void
                 self.world.receive(self.chance.choice([Written(number, [name]), Abandoned(number)]), dead)
+        self.world.request(f"late {dead}", sender=dead)
         self.senders[1] = (dead[0], dead[1] + 2)
         self.world.links.identities[dead[1] + 2] = b"api 1:%d" % (dead[1] + 2)
         for held in (self.coming, self.sent):
@@ -106,6 +107,7 @@ class RandomClients:
         self.world.run()
         for name in self.sent:
             assert self.world.ends[name] in (["length"], ["abort"]), name
+        assert not [name for name in self.world.tokens if name.startswith("late")]
 
 
 def play(kind: str, budget: int, timing: int, asynchronous: bool) -> World:

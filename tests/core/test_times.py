@@ -7,8 +7,6 @@ import pytest
 from mini_engine.messages import EngineTimes, Finish, Sibling
 from tests.core.world import World, item, message
 
-A = b"a" * 16
-
 
 class Clock:
     def __init__(self, monkeypatch):
@@ -32,7 +30,7 @@ def clock(monkeypatch):
 
 def test_times_of_a_request_with_media(clock):
     world = World(max_tokens=16, async_scheduling=False)
-    world.request("a", prompt=30, max_tokens=3, media=[item(message(1), 1, 8, media_hash=A)])
+    world.request("a", prompt=30, max_tokens=3, media=[item(message(1), 1, 8)])
     clock.run(world)
     assert not world.times  # not accepted: no rank has its media
     clock.now = 200.0
@@ -52,29 +50,6 @@ def test_times_of_a_queued_request(clock):
     clock.run(world)
     assert world.times["a"][-1] == EngineTimes(100, 100, 100, 101, 104)
     assert world.times["b"] == [EngineTimes(100, 104, 104, 105, 105)]  # one token: the first and the last
-
-
-def test_times_include_waiting_for_an_item_encoded_by_another_request(clock):
-    world = World(max_tokens=24)
-
-    def ask(name, number):
-        media = [item(message(number), 2, 8, media_hash=A)]
-        world.request(name, prompt=12, max_tokens=1, media=media, cache_salt=name)
-        world.media_ready(message(number))
-
-    ask("a", 1)
-    world.turn()
-    assert world.core.encoder.holds(A) and len(world.links.steps) == 1
-    clock.now += 0.25
-    ask("b", 2)  # two tokens of text come before the item: they are computed while a's step runs
-    clock.run(world)
-    (a,), (b,) = world.times["a"], world.times["b"]
-    assert a == EngineTimes(100, 100, 101.25, 101.25, 101.25)  # one step encodes and computes the prompt
-    assert b == EngineTimes(100.25, 100.25, encoded=101.25, first_token=103.25, last_token=103.25)
-    ask("c", 3)
-    clock.run(world)
-    (c,) = world.times["c"]
-    assert c.scheduled == c.encoded == c.first_token - 1
 
 
 def test_preemption_keeps_the_first_times(clock):

@@ -89,17 +89,20 @@ def run_prefill(world: World) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dim", "group", "kv_heads", "dtype"),
-    [(32, 2, 2, torch.float32), (64, 4, 2, torch.float16), (80, 1, 3, torch.bfloat16), (80, 2, 1, torch.float32),
-     (96, 8, 1, torch.bfloat16), (96, 1, 2, torch.float32), (128, 7, 2, torch.bfloat16), (128, 2, 1, torch.float16)],
+    ("dim", "group", "kv_heads", "block_size", "dtype"),
+    [(32, 2, 2, 16, torch.float32), (64, 4, 2, 64, torch.float16), (80, 1, 3, 16, torch.bfloat16),
+     (80, 2, 1, 24, torch.float32), (96, 8, 1, 16, torch.bfloat16), (96, 1, 2, 64, torch.float32),
+     (128, 7, 2, 16, torch.bfloat16), (128, 2, 1, 24, torch.float16)],
 )  # fmt: skip
-class TestHeads:
-    def test_decode(self, dim, group, kv_heads, dtype, device):
-        world = make([(0, 1), (63, 1), (64, 1), (200, 1)], 16, group, kv_heads, dim, dtype, device)
+class TestHeadsAndBlocks:
+    def test_decode(self, dim, group, kv_heads, block_size, dtype, device):
+        edges = (1, block_size - 1, block_size, block_size + 1, 64, 201)
+        world = make([(edge - 1, 1) for edge in edges], block_size, group, kv_heads, dim, dtype, device)
         world.check(run_decode(world, 1))
 
-    def test_prefill(self, dim, group, kv_heads, dtype, device):
-        world = make([(0, 21), (70, 40), (127, 2)], 16, group, kv_heads, dim, dtype, device)
+    def test_prefill(self, dim, group, kv_heads, block_size, dtype, device):
+        lengths = [(0, 21), (70, 40), (127, 2), (block_size, block_size + 1)]
+        world = make(lengths, block_size, group, kv_heads, dim, dtype, device)
         world.check(run_prefill(world))
 
 
@@ -110,26 +113,9 @@ def test_split_contexts_from_one_key_to_the_longest(splits, device):
     world.check(run_decode(world, splits))
 
 
-@pytest.mark.parametrize("block_size", [16, 24, 64])
-def test_any_block_size(block_size, device):
-    edges = [block_size - 1, block_size, block_size + 1, 3 * block_size]
-    world = make([(edge - 1, 1) for edge in edges], block_size, 2, 2, 64, torch.float32, device)
-    world.check(run_decode(world, 2))
-    world = make([(block_size, edge) for edge in edges], block_size, 2, 2, 64, torch.float32, device)
-    world.check(run_prefill(world))
-
-
 def test_large_scores_do_not_overflow(device):
     """Scores of several hundred, of either sign: the sum of weights must not overflow or vanish."""
     world = make([(300, 1), (40, 1)], 16, 2, 1, 64, torch.float32, device)
     world.q.mul_(100)
     out = run_decode(world, 4)
     torch.testing.assert_close(out.cpu().double(), world.expected(), atol=2e-4, rtol=0)
-
-
-def test_splits_fill_the_device():
-    cpu = torch.device("cpu")
-    assert paged.choose_splits(64, 4, 8192, cpu) == 1
-    assert paged.choose_splits(1, 1, 255, cpu) == 1
-    assert paged.choose_splits(1, 1, 8192, cpu) == 8
-    assert paged.choose_splits(1, 3, 8192, cpu) == 4

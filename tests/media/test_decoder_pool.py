@@ -7,8 +7,6 @@ import itertools
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,8 @@ from mini_engine.media.errors import DecoderUnavailable, MediaError
 from mini_engine.media.sampling import VideoSampling
 from mini_engine.metrics import REGISTRY
 from tests import clips
-from tests.api.peers import eventually
+from tests.api.patience import eventually
+from tests.e2e.waiting import FailPoint
 from tests.media.corpus import ATTACKS
 
 GOOD = clips.encode(20)
@@ -98,29 +97,11 @@ def run(scenario: Callable[[Decoders], Awaitable[None]], **more: Any) -> None:
     assert not [pid for pid in children(os.getpid()) if "decoder of test" in command(pid)]
 
 
-class FailPoint:
-    """Holds the next decoder that decodes a frame."""
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-
-    async def held(self) -> int:
-        """The process that it holds."""
-        await eventually(lambda: any(self.directory.glob("decoding.held.*")))
-        return int(next(self.directory.glob("decoding.held.*")).suffix[1:])
-
-    def arm(self) -> None:
-        (self.directory / "decoding.armed").touch()
-
-    def release(self) -> None:
-        for path in self.directory.iterdir():
-            path.unlink()
-
-
 @pytest.fixture
 def failpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FailPoint]:
+    """It holds the next decoder that decodes a frame, once it is armed."""
     monkeypatch.setenv("MINI_ENGINE_FAILPOINTS", str(tmp_path))
-    point = FailPoint(tmp_path)
+    point = FailPoint(tmp_path, "decoding")
     yield point
     point.release()
 
@@ -175,7 +156,7 @@ def test_a_lost_decoder_fails_its_item_alone_and_is_replaced(
         before, counted = await decoders.settled(2), exits(reason)
         failpoint.arm()
         lost = asyncio.ensure_future(decoders.decode())
-        pid = await failpoint.held()
+        pid = await asyncio.to_thread(failpoint.wait)
         os.kill(pid, number)
         await decoders.check()
         with pytest.raises(MediaError if number == signal.SIGSEGV else DecoderUnavailable, match=error):
@@ -208,7 +189,7 @@ def test_a_cancelled_decode_stops(stuck: bool, failpoint: FailPoint) -> None:
         counted = exits("cancelled")
         failpoint.arm()
         leaving = asyncio.ensure_future(decoders.decode())
-        pid = await failpoint.held()
+        pid = await asyncio.to_thread(failpoint.wait)
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
@@ -219,27 +200,6 @@ def test_a_cancelled_decode_stops(stuck: bool, failpoint: FailPoint) -> None:
         assert (pid in await decoders.settled(2)) == (not stuck)
 
     run(scenario, places=1)
-
-
-DYING_SERVER = """
-import asyncio, os, signal
-from tests.media.test_decoder_pool import Decoders
-
-async def main():
-    decoders = Decoders()
-    await decoders.check()
-    print(*await decoders.settled(2), flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-asyncio.run(main())
-"""
-
-
-def test_decoders_die_with_their_api_server() -> None:
-    died = subprocess.run([sys.executable, "-c", DYING_SERVER], stdout=subprocess.PIPE, text=True)
-    pids = died.stdout.split()
-    assert died.returncode == -signal.SIGKILL and len(pids) == 2
-    asyncio.run(eventually(lambda: not any(command(int(pid)) for pid in pids)))
 
 
 def test_items_of_one_request_leave_places_to_other_requests() -> None:

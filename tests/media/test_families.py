@@ -14,7 +14,6 @@ from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.protocol import ChatMessage
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.media.sampling import VideoFacts, VideoSampling
-from mini_engine.metrics import REGISTRY
 from tests import tiny_processor
 from tests.media.decoding import Video
 from tests.tiny_processor import own_settings
@@ -79,10 +78,7 @@ def assert_same(processor: MediaProcessor, item: ProcessedItem, expected: Any) -
 def test_patches(processor, height, width):
     for count in (2, 5, 8):
         video = decoded(count, height, width, np.arange(3 * count) / 29.97)
-        item, expected = (
-            process_video(processor, video),
-            full_call(processor, video),
-        )
+        item, expected = process_video(processor, video), full_call(processor, video)
         assert_same(processor, item, expected)
         duration = 2 * 3 * count / 29.97 / count
         assert item.second_per_grid == pytest.approx(expected.get("second_per_grid_ts", [duration])[0])
@@ -146,25 +142,6 @@ def test_concurrent_threads_get_equal_patches(processor: MediaProcessor) -> None
     with ThreadPoolExecutor(4) as threads:
         made = list(threads.map(lambda video: process_video(processor, video), videos * 5))
     assert all(torch.equal(item.patches, patches) for item, patches in zip(made, alone * 5, strict=True))
-
-
-def test_full_device_falls_back_to_the_cpu_and_is_counted(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On torch's meta device, which computes shapes alone. Here it has no memory for videos."""
-    processor, plain = MediaProcessor(model_dir, device="meta"), MediaProcessor(model_dir)
-    video, preprocess = decoded(4, 60, 100), processor.hf_processor.video_processor.preprocess
-    assert process_video(processor, video).patches.device.type == "meta"
-
-    def out_of_memory(*args: Any, **more: Any) -> Any:
-        if more["device"] == "meta":
-            raise torch.OutOfMemoryError("CUDA out of memory. 3.00 GiB allowed")
-        return preprocess(*args, **more)
-
-    monkeypatch.setattr(processor.hf_processor.video_processor, "preprocess", out_of_memory)
-    counter = ("mini_engine:ipc_fallbacks_total", {"reason": "processor_memory"})
-    before = REGISTRY.get_sample_value(*counter) or 0
-    assert process_video(processor, video).patches.equal(process_video(plain, video).patches)
-    assert REGISTRY.get_sample_value(*counter) == before + 1
-    assert processor.process_image(video.frames[0], own_settings(processor)).patches.device.type == "meta"
 
 
 @pytest.mark.gpu

@@ -148,18 +148,6 @@ def test_ranks_hold_every_weight_once(name, size, checkpoints):
         assert counts.unique().tolist() == [size if is_whole else once], key
 
 
-def test_heads_that_do_not_divide_are_refused(checkpoint, untied):
-    for size, message in ((3, "4 vision attention heads cannot be split over 3"), (8, "over 8")):
-        with pytest.raises(ValueError, match=message):
-            VisionLanguageModel(checkpoint.config, Placement(TensorParallel(0, size), torch.float32, CPU))
-    with pytest.raises(
-        ValueError, match="3 attention key-value heads can be neither split nor replicated evenly over 2"
-    ):
-        TensorParallel(0, 2).check_heads("attention", 6, 3)
-    with pytest.raises(ValueError, match="rank 2 is not in a group of 2"):
-        TensorParallel(2, 2)
-
-
 def test_quantised_weights_are_named(copy):
     rewrite(copy, lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)}))
     with pytest.raises(CheckpointError, match="not floating point: model.language_model.norm.weight is I8"):

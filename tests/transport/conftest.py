@@ -7,16 +7,17 @@ import os
 import queue
 import select
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from mini_engine.messages import RankAddress
+from mini_engine.messages import RankAddress, TensorHandle
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver, TensorIpcSender
+from tests.e2e.waiting import eventually
 
 API = 41  # incarnation of the sender
 MIB = 1 << 20
@@ -94,17 +95,26 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def connect(arena: Arena) -> Iterator[Callable[..., TensorIpcSender]]:
+def connect(arena: Arena, runtime: Path) -> Iterator[Callable[..., TensorIpcSender]]:
+    """Makes a sender to the first ranks of `runtime`, all with the same arena."""
     made: list[TensorIpcSender] = []
 
-    def make(placement: str, to: list[Rank], shared: Arena = arena) -> TensorIpcSender:
-        made.append(TensorIpcSender(ME, [rank.address for rank in to], shared))
+    def make(placement: str, count: int = 2, incarnation: int = API) -> TensorIpcSender:
+        addresses = [address_of(runtime, rank) for rank in range(count)]
+        made.append(TensorIpcSender(Encoder("api 0", incarnation), addresses, arena))
         made[-1].probe(placement, PATIENCE)
         return made[-1]
 
     yield make
     for sender in made:
         sender.close_streams()
+
+
+async def send(sender: TensorIpcSender, *tensors: torch.Tensor) -> list[TensorHandle]:
+    outgoing = await sender.reserve(tensors)
+    handles = [outgoing(tensor) for tensor in tensors]
+    sender.send_tensors(outgoing)
+    return handles
 
 
 class Held:
@@ -131,12 +141,3 @@ class Held:
 @pytest.fixture
 def held() -> Held:
     return Held()
-
-
-def eventually(condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True

@@ -80,14 +80,6 @@ def test_pages_belong_to_one_allocation_at_a_time(events: list[tuple[str, int]])
     assert model.allocator.num_used == 0
 
 
-def test_as_few_runs_as_possible_are_taken() -> None:
-    allocator = PageAllocator(16 * PAGE_BYTES, lambda: 1 << 40)
-    parts = [allocator.allocate(count * PAGE_BYTES) for count in (1, 1, 1, 1, 5, 1, 3, 3)]
-    for extents in parts[:8:2]:
-        allocator.free(extents)
-    assert allocator.allocate(7 * PAGE_BYTES) == [(4, 5), (10, 2)]
-
-
 def test_the_mark_rises_by_steps_while_memory_is_available() -> None:
     available = 3 * MARK_PAGES * PAGE_BYTES
     allocator = PageAllocator(100 * MARK_PAGES * PAGE_BYTES, lambda: available)

@@ -6,33 +6,25 @@ import asyncio
 import resource
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mini_engine.messages import DeviceSlots, MessageId, TensorMessage
+from mini_engine.messages import MessageId, TensorMessage
 from mini_engine.transport.arena import DTYPES, Arena
 from mini_engine.transport.codec import TransportError
-from mini_engine.transport.cuda_memory import StagingSlots
 from mini_engine.transport.frames import pack_frame
 from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcSender
-from tests.transport.conftest import API, ME, MIB, PATIENCE, Held, Rank, address_of, eventually, unlimited
+from tests.transport.conftest import API, ME, MIB, PATIENCE, Held, Rank, address_of, send, unlimited
 
 PLACEMENTS = ["torch_shm", "direct_rpc"]
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(scenario, PATIENCE))
-
-
-async def send(sender: TensorIpcSender, *tensors: torch.Tensor) -> list[MessageId]:
-    outgoing = await sender.reserve(tensors)
-    handles = [outgoing(tensor) for tensor in tensors]
-    sender.send_tensors(outgoing)
-    return [handle.message for handle in handles]
 
 
 async def arrival(rank: Rank) -> Received | Failed:
@@ -52,18 +44,18 @@ def broken(why: str) -> None:
 def test_tensors_arrive_at_every_rank_as_they_were_sent(placement: str, ranks: Any, connect: Any) -> None:
     async def scenario() -> None:
         both = ranks()
-        sender = connect(placement, both)
+        sender = connect(placement)
         sender.watch_end(broken)
         tensors = [torch.randint(0, 2, (300, 7)).to(dtype) for dtype in DTYPES.values()]
         tensors += [torch.rand(3, 100, 1000), torch.arange(10).view(2, 5).t()]
         for tensor in tensors:
-            (message,) = await send(sender, tensor)
+            (handle,) = await send(sender, tensor)
             for rank in both:
                 received = await arrival(rank)
-                assert received.message == message
+                assert received.message == handle.message
                 assert whole(received).dtype == tensor.dtype and torch.equal(whole(received), tensor)
                 assert torch.equal(received.rows(1, 2) if len(tensor) > 1 else tensor[1:2], tensor[1:2])
-            sender.consumed([message])
+            sender.consumed([handle.message])
         assert (sender.buffered_bytes, sender.buffered_tensors) == (0, 0)
 
     run(scenario())
@@ -75,13 +67,14 @@ def test_a_blocked_rank_gets_its_frames_later_and_the_other_goes_on(
 ) -> None:
     async def scenario() -> None:
         blocked, other = ranks()
-        sender = connect(placement, [blocked, other])
+        sender = connect(placement)
         sender.watch_end(broken)
         blocked.pause()
         messages: list[MessageId] = []
         for number in range(2000 if placement == "torch_shm" else 10):
             nbytes = 1 if placement == "torch_shm" else MIB
-            messages += await send(sender, torch.full((nbytes,), number % 251, dtype=torch.uint8))
+            (handle,) = await send(sender, torch.full((nbytes,), number % 251, dtype=torch.uint8))
+            messages.append(handle.message)
             if number >= 100:
                 sender.consumed([messages[number - 100]])  # room for the next; the blocked rank reads other bytes
             assert (await arrival(other)).message == messages[-1]
@@ -96,7 +89,8 @@ def test_a_blocked_rank_gets_its_frames_later_and_the_other_goes_on(
 
 def test_discarded_messages_free_their_pages(ranks: Any, connect: Any, arena: Arena) -> None:
     async def scenario() -> None:
-        sender = connect("torch_shm", ranks(1))
+        ranks(1)
+        sender = connect("torch_shm", 1)
         outgoing = await sender.reserve([torch.zeros(100_000), torch.zeros(5)])
         outgoing(torch.zeros(100_000))
         assert (sender.buffered_tensors, sender.buffered_bytes) == (2, 400_020) and arena.num_used == 8
@@ -118,14 +112,14 @@ def test_the_end_of_a_stream_is_reported_once_and_frames_after_it_are_dropped(
     async def scenario() -> None:
         ended: list[str] = []
         first, second = ranks()
-        sender = connect("torch_shm", [first, second])
+        sender = connect("torch_shm")
         sender.watch_end(ended.append)
         second.close()
         await asyncio.to_thread(second.thread.join)
-        messages = await send(sender, torch.ones(3))
-        assert await asyncio.to_thread(eventually, lambda: bool(ended))
-        messages += await send(sender, torch.ones(3))
-        assert [(await arrival(first)).message for _ in messages] == messages
+        sent = await send(sender, torch.ones(3))
+        assert await asyncio.to_thread(lambda: bool(ended))
+        sent += await send(sender, torch.ones(3))
+        assert [(await arrival(first)).message for _ in sent] == [handle.message for handle in sent]
         assert len(ended) == 1 and ended[0].startswith("tensor stream to rank 1 ended: ")
         used = arena.num_used
         outgoing = await sender.reserve([torch.ones(3)])
@@ -166,26 +160,20 @@ def test_a_probe_without_memory_fails_and_the_other_placement_passes(ranks: Any,
 
 
 def test_a_probe_that_arrives_with_other_bytes_fails(runtime: Path, arena: Arena) -> None:
-    class Wrong(Rank):
-        def _run(self) -> None:
-            connection, _ = self.listener.accept()
+    def answer_wrongly() -> None:
+        connection, _ = listener.accept()
+        with connection:
             connection.recv(1 << 20)
             connection.send(pack_frame(ME.encode(TensorMessage(1, (1,), "uint8"))))
-            connection.close()
-            self.listener.close()
 
-        def __init__(self) -> None:
-            self.listener = socket.socket(socket.AF_UNIX)
-            self.listener.bind(address_of(runtime).tensor_ipc)
-            self.listener.listen()
-            self.thread = threading.Thread(target=self._run)
-            self.thread.start()
-
-    rank = Wrong()
-    sender = TensorIpcSender(ME, [address_of(runtime)], arena)
-    with pytest.raises(TransportError, match="wrong checksum of the probe"):
-        sender.probe("torch_shm", PATIENCE)
-    rank.thread.join()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address_of(runtime).tensor_ipc)
+        listener.listen()
+        thread = threading.Thread(target=answer_wrongly)
+        thread.start()
+        with pytest.raises(TransportError, match="wrong checksum of the probe"):
+            TensorIpcSender(ME, [address_of(runtime)], arena).probe("torch_shm", PATIENCE)
+        thread.join()
 
 
 def test_a_lost_descriptor_fails_messages_and_the_next_stream_is_served(ranks: Any, connect: Any) -> None:
@@ -197,7 +185,7 @@ def test_a_lost_descriptor_fails_messages_and_the_next_stream_is_served(ranks: A
         failed = rank.next()
     assert isinstance(failed, Failed) and failed.message == MessageId(API, 7)
     assert failed.why == "descriptor of the arena lost: out of file descriptors"
-    connect("torch_shm", [rank])
+    connect("torch_shm", 1)
 
 
 # --- what is held ----------------------------------------------------------------------------------------------------
@@ -212,7 +200,7 @@ def test_descriptors_and_mappings_are_back_after_close(placement: str, runtime: 
         sender.probe(placement, PATIENCE)
         sender.watch_end(broken)
         for _ in range(3):
-            messages = await send(sender, torch.ones(100_000), torch.ones(3))
+            messages = [handle.message for handle in await send(sender, torch.ones(100_000), torch.ones(3))]
             for rank in both:
                 assert [(await arrival(rank)).message for _ in messages] == messages
             sender.consumed(messages)
@@ -242,103 +230,3 @@ def test_an_arena_is_mapped_as_long_as_something_of_it_is_viewed(runtime: Path, 
     assert held.mappings() == 1 and rows.tolist() == list(range(10, 20))
     del rows
     assert held.is_baseline()
-
-
-# --- staging slots, in host memory -----------------------------------------------------------------------------------
-
-
-class HostStaging:
-    """Slots in memory that both ends share because they are one process."""
-
-    device_type = "cpu"
-    memory = torch.empty(0, dtype=torch.uint8)
-
-    def allocate(self, slots: int, nbytes: int) -> torch.Tensor:
-        HostStaging.memory = torch.zeros(slots * nbytes, dtype=torch.uint8)
-        return HostStaging.memory
-
-    def export(self, nbytes: int) -> DeviceSlots:
-        return DeviceSlots(0, nbytes, b"", [])
-
-    def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
-
-    def fill(self, slot: int, memory: torch.Tensor, content: torch.Tensor) -> None:
-        memory.copy_(content)
-
-
-class HostMapped:
-    def __init__(self, slots: DeviceSlots):
-        self.nbytes = slots.nbytes
-
-    def fetch(self, slot: int, nbytes: int) -> Any:
-        return HostCopy(HostStaging.memory[(slot - 1) * self.nbytes :][:nbytes].clone())
-
-    def close(self) -> None:
-        pass
-
-
-class HostCopy:
-    def __init__(self, memory: torch.Tensor):
-        self.memory = memory
-
-    def use(self, tensor: torch.Tensor) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
-def refuse(_: DeviceSlots) -> Any:
-    raise TransportError("cudaErrorInvalidDevice")
-
-
-def with_slots(
-    make_ranks: Callable[..., list[Rank]], arena: Arena, map_slots: Any, nbytes: int = 1 << 17
-) -> tuple[Rank, TensorIpcSender, StagingSlots]:
-    (rank,) = make_ranks(1, map_slots=map_slots)
-    return rank, TensorIpcSender(ME, [rank.address], arena), StagingSlots(HostStaging(), 3, nbytes)
-
-
-def test_slots_bring_tensors_and_are_used_again_once_consumed(ranks: Any, arena: Arena) -> None:
-    async def scenario() -> None:
-        rank, sender, slots = with_slots(ranks, arena, HostMapped)
-        sender.probe("torch_shm", PATIENCE, slots)
-        sender.watch_end(broken)
-        assert sender.reserve_slots([torch.zeros(1 << 17)]) is None, "too large for a slot"
-        assert sender.reserve_slots([torch.zeros(1)] * 4) is None, "more than there are"
-        tensors = [torch.rand(100, 3), torch.arange(5)]
-        outgoing = sender.reserve_slots(tensors)
-        handles = [outgoing(tensor) for tensor in tensors]
-        sender.send_tensors(outgoing)
-        for tensor in tensors:
-            received = await arrival(rank)
-            assert torch.equal(whole(received), tensor) and received.copied is not None
-            assert torch.equal(received.rows(1, 3), tensor[1:3])
-        discarded = sender.reserve_slots([torch.zeros(1)])
-        assert sender.reserve_slots([torch.zeros(1)]) is None, "all slots are in use"
-        discarded.discard()
-        sender.consumed([handle.message for handle in handles])
-        assert sender.reserve_slots([torch.zeros(1)] * 3) is not None and arena.num_used == 0
-        sender.close_streams()
-
-    run(scenario())
-
-
-@pytest.mark.parametrize(
-    ("map_slots", "nbytes", "why"),
-    [
-        (None, 1 << 17, "this rank has no CUDA device"),
-        (refuse, 1 << 17, "cudaErrorInvalidDevice"),
-        (HostMapped, 512, "a staging slot of 512 bytes is too small for a probe"),
-    ],
-)
-def test_slots_whose_probe_fails_leave_the_host_to_be_tried(
-    map_slots: Any, nbytes: int, why: str, ranks: Any, arena: Arena
-) -> None:
-    _, sender, slots = with_slots(ranks, arena, map_slots, nbytes)
-    with pytest.raises(TransportError, match=why):
-        sender.probe("torch_shm", PATIENCE, slots)
-    sender.probe("torch_shm", PATIENCE)
-    assert sender.reserve_slots([torch.zeros(1)]) is None
-    sender.close_streams()

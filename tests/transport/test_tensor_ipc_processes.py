@@ -22,7 +22,7 @@ from mini_engine.transport.codec import Encoder
 from mini_engine.transport.frames import pack_frame
 from mini_engine.transport.pages import PAGE_BYTES
 from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver, TensorIpcSender
-from tests.transport.conftest import API, ME, MIB, PATIENCE, Held, Rank, address_of, eventually, pump, unlimited
+from tests.transport.conftest import API, ME, MIB, PATIENCE, Held, Rank, address_of, pump, send, unlimited
 
 TURNS = 6
 FORKS = multiprocessing.get_context("forkserver")  # a fork of this process would have its locks, but not its threads
@@ -105,9 +105,7 @@ def send_until_killed(address: Any, placement: str, incarnation: int) -> None:
         sender.watch_end(lambda _: os._exit(1))
         for number in range(1, 100):
             tensor = torch.full((4 * MIB,), number, dtype=torch.uint8)
-            outgoing = await sender.reserve([tensor])
-            outgoing(tensor)
-            sender.send_tensors(outgoing)
+            await send(sender, tensor)
             await asyncio.sleep(0)
         await asyncio.sleep(PATIENCE)
 
@@ -156,20 +154,17 @@ def test_a_killed_rank_ends_its_stream_alone(runtime: Path, arena: Arena) -> Non
         sender.probe("direct_rpc", PATIENCE)
         sender.watch_end(ended.append)
 
-        async def send(number: int) -> None:
-            tensor = torch.full((2 * MIB,), number, dtype=torch.uint8)
-            outgoing = await sender.reserve([tensor])
-            outgoing(tensor)
-            sender.send_tensors(outgoing)
+        async def check(number: int) -> None:
+            await send(sender, torch.full((2 * MIB,), number, dtype=torch.uint8))
             received = await asyncio.to_thread(rank.next)
             assert received.message == MessageId(API, number) and int(received.rows(0, 1)[0]) == number
 
         for number in (1, 2, 3):
-            await send(number)
+            await check(number)
         assert not ended
         kill(child)
-        assert await asyncio.to_thread(eventually, lambda: bool(ended))
-        await send(4)
+        assert await asyncio.to_thread(lambda: bool(ended))
+        await check(4)
         assert len(ended) == 1 and "rank 1" in ended[0]
         sender.close_streams()
 

@@ -16,10 +16,9 @@ class _Running:
         self.total = len(new.prompt_token_ids) + count
         self.computed = 0
         self.known = len(new.prompt_token_ids)
-        self.started = False
-        self.announced = 0
-        self.restart = False
-        self.blocks = 0
+        self.blocks: list[int] = []
+        self.started = self.restart = False
+        self.announced = 0  # items
 
 
 def write_steps(
@@ -37,42 +36,34 @@ def write_steps(
     """
     free = random.Random(0).sample(range(num_blocks), num_blocks)
     running = [_Running(new, count) for new in requests]
-    owned: dict[str, list[int]] = {new.request_id: [] for new in requests}
     steps: list[Step] = []
-    finished: list[str] = []
+    finished: list[_Running] = []
     encoded: set[bytes] = set()
     while running or finished:
         if len(steps) in preempt_at:
-            running[0].computed = running[0].blocks = 0
-            running[0].restart = True
-            free += owned.pop(running[0].new.request_id)
-            owned[running[0].new.request_id] = []
+            free += running[0].blocks
+            running[0].computed, running[0].blocks, running[0].restart = 0, [], True
         unused = encoded - {item.media_hash for one in running for item in one.new.media}
         encoded -= unused
-        step = Step(
-            len(steps) + 1, finished=finished, evict=sorted(unused), started=[], encode=[], chunks=[], release=[]
-        )
+        step = Step(len(steps) + 1, finished=[one.new.request_id for one in finished], evict=sorted(unused))
         # Blocks are another's from the next step on: in this one they are still read.
-        free += [block for request_id in finished for block in owned.pop(request_id)]
+        free += [block for one in finished for block in one.blocks]
         left, finished = budget, []
         for one in list(running):
             length = min(left, one.known - one.computed)
             if length == 0:
                 continue
             left -= length
-            _announce(one, step, one.computed + length, encoded)
-            needed = -(-(one.computed + length) // block_size) - one.blocks
-            blocks = [free.pop() for _ in range(needed)]
-            owned[one.new.request_id] += blocks
-            one.blocks += needed
-            samples = one.computed + length == one.known
+            stop = one.computed + length
+            _announce(one, step, stop, encoded)
+            blocks = [free.pop() for _ in range(-(-stop // block_size) - len(one.blocks))]
+            one.blocks += blocks
+            samples = stop == one.known
             step.chunks.append(Chunk(one.new.request_id, one.computed, length, blocks, samples, one.restart))
-            one.restart = False
-            one.computed += length
-            one.known += samples
+            one.computed, one.known, one.restart = stop, one.known + samples, False
             if one.known == one.total:
                 running.remove(one)
-                finished.append(one.new.request_id)
+                finished.append(one)
         steps.append(step)
     return steps
 

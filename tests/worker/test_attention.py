@@ -6,7 +6,7 @@ import torch
 
 from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker import attention
-from mini_engine.worker.attention import KVCache, SdpaBackend, Span, attention_order, causal_tiles
+from mini_engine.worker.attention import KVCache, SdpaBackend, Span, attention_order
 from tests.attention_reference import reference_attention, slots_of
 
 DIM = 8
@@ -62,26 +62,28 @@ def test_any_cut_into_groups_gives_the_same(pad_bytes, group_bytes, monkeypatch)
     check(random_spans(np.random.default_rng(6), lengths, 4), 4)
 
 
-def test_a_sequence_reads_no_block_of_another():
-    """NaN in the blocks of others would reach the result even where it is masked."""
-    cache = KVCache.allocate(AttentionShape(1, 1, DIM), 20, 4, torch.float32, CPU)
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_long_context_in_half_precision(dtype):
+    """By Triton's kernels: 8,192 tokens on the device, heads as in a model of 7 B."""
+    pytest.importorskip("triton")
+    from mini_engine.worker.triton_attention import TritonBackend
+
+    device = torch.device("cuda", 0)
+    torch.manual_seed(0)
+    cache = KVCache.allocate(AttentionShape(2, 4, 128), 600, 16, dtype, device)
     cache.storage.fill_(float("nan"))
-    spans = [Span(20, 1, np.arange(1, 7)), Span(9, 1, np.arange(10, 13)), Span(2, 5, np.arange(15, 17))]
-    for span in spans:
-        cache.clear(span.blocks.tolist())
-    assert cache.storage.isfinite().all(dim=-1).sum() == 2 * 4 * 11, "of the other blocks nothing is cleared"
-    q, k, v = torch.randn(7, 4, DIM).split((2, 1, 1), dim=1)
-    assert SdpaBackend(cache).step(slots_of(spans, 4), spans)(0, q, k, v).isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("start", "length"), [(0, 3), (7, 1), (2, 128), (301, 261)])
-def test_causal_tiles(start, length, dtype):
-    """Rows begin at addresses that CUDA's kernels take."""
-    tiles = causal_tiles(start, length, dtype, CPU)
-    firsts = range(0, length, attention.TILE)
-    assert [len(mask) for mask in tiles] == [min(attention.TILE, length - first) for first in firsts]
-    for first, mask in zip(firsts, tiles, strict=True):
-        seen = torch.arange(start + first + len(mask)) <= torch.arange(len(mask)).unsqueeze(1) + start + first
-        assert torch.equal(mask == 0, seen) and mask[~seen].isneginf().all()
-        assert not mask.storage_offset() % 8 and not mask.stride(0) % 8 and mask.stride(1) == 1
+    backend = TritonBackend(cache, 8192)
+    span = Span(0, 8191, np.random.default_rng(0).permutation(600)[:512])
+    q, k, v = torch.randn(8192, 36, 128, device=device, dtype=dtype).split((28, 4, 4), dim=1)
+    out = backend.step(slots_of([span], 16).to(device), [span])(1, q[:8191], k[:8191], v[:8191])
+    wide = [x.transpose(0, 1).double() for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        wide[0], wide[1], wide[2], is_causal=True, enable_gqa=True
+    ).transpose(0, 1)
+    bound = 8e-3 if dtype == torch.bfloat16 else 1e-3
+    torch.testing.assert_close(out.double(), expected[:8191], atol=bound, rtol=bound)
+    last = Span(8191, 1, span.blocks)
+    out = backend.step(slots_of([last], 16).to(device), [last])(1, q[8191:], k[8191:], v[8191:])
+    torch.testing.assert_close(out.double(), expected[8191:], atol=bound, rtol=bound)

@@ -12,12 +12,13 @@ import torch
 import zmq
 
 from mini_engine.messages import MediaFailed, MediaReady, MessageId, Step, TensorHandle
-from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.sockets import bind_router
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from mini_engine.worker.media_inputs import MediaInputs
-from tests.transport.conftest import API, address_of
+from tests.transport.conftest import API, address_of, arena, connect, send
+
+__all__ = ["arena", "connect"]
 
 
 class Core:
@@ -39,11 +40,8 @@ class Core:
         return bodies
 
 
-def send(sender: TensorIpcSender, *tensors: torch.Tensor) -> list[TensorHandle]:
-    outgoing = asyncio.run(sender.reserve(tensors))
-    handles = [outgoing(tensor) for tensor in tensors]
-    sender.send_tensors(outgoing)
-    return handles
+def send_now(sender: TensorIpcSender, *tensors: torch.Tensor) -> list[TensorHandle]:
+    return asyncio.run(send(sender, *tensors))
 
 
 def ready(number: int, incarnation: int = API) -> MediaReady:
@@ -70,22 +68,6 @@ def start(context, runtime, core) -> Iterator[Callable[..., MediaInputs]]:
         inputs.close()
 
 
-@pytest.fixture
-def connect(runtime) -> Iterator[Callable[..., TensorIpcSender]]:
-    made: list[TensorIpcSender] = []
-    arena = Arena(16 << 20, lambda: 1 << 50)
-
-    def connect_to(incarnation: int = API) -> TensorIpcSender:
-        made.append(TensorIpcSender(Encoder("api 0", incarnation), [address_of(runtime)], arena))
-        made[-1].probe("torch_shm", timeout=60)
-        return made[-1]
-
-    yield connect_to
-    for sender in made:
-        sender.close_streams()
-    arena.close_memory()
-
-
 def is_here(inputs: MediaInputs, handle: TensorHandle) -> bool:
     try:
         inputs.rows(handle, 0, 0)
@@ -95,34 +77,29 @@ def is_here(inputs: MediaInputs, handle: TensorHandle) -> bool:
 
 
 def test_life_of_a_message(start, core, connect) -> None:
-    inputs, sender = start(), connect()
+    inputs, sender = start(), connect("torch_shm", 1)
     tensors = [torch.arange(1000).view(10, 100), torch.randint(0, 256, (64, 48), dtype=torch.uint8)]
-    handles = send(sender, *tensors)
+    handles = send_now(sender, *tensors)
     assert core.reports(2) == [ready(1), ready(2)]
     for handle, tensor in zip(handles, tensors, strict=True):
         assert torch.equal(inputs.rows(handle, 0, len(tensor)), tensor)
         assert torch.equal(inputs.rows(handle, 3, 7), tensor[3:7])
     inputs.release([handles[0].message])
     assert [is_here(inputs, handle) for handle in handles] == [False, True]
-    sender.consumed([handles[0].message])
-    (again,) = send(sender, tensors[0])
-    assert core.reports(1) == [ready(3)]
-    inputs.release([handles[1].message, again.message])
-    assert not is_here(inputs, again)
 
 
 def test_the_core_drops_a_sender_and_the_end_of_its_stream_does_not(start, core, connect) -> None:
     """To all ranks in one step. Later messages of that sender are ignored."""
     inputs = start()
-    sender, other = (connect(incarnation) for incarnation in (API, API + 1))
-    (handle,) = send(sender, torch.arange(5))
+    sender, other = (connect("torch_shm", 1, incarnation) for incarnation in (API, API + 1))
+    (handle,) = send_now(sender, torch.arange(5))
     assert core.reports(1) == [ready(1)]
     sender.close_streams()
     assert core.reports(1, seconds=0.1) == [] and inputs.rows(handle, 0, 5).tolist() == [0, 1, 2, 3, 4]
     inputs.drop_sender(API)
-    sender = connect()
-    send(sender, torch.ones(3))
-    (theirs,) = send(other, torch.ones(3))
+    sender = connect("torch_shm", 1)
+    send_now(sender, torch.ones(3))
+    (theirs,) = send_now(other, torch.ones(3))
     assert core.reports(2, seconds=0.2) == [ready(1, API + 1)]
     assert not is_here(inputs, handle) and is_here(inputs, theirs)
 
@@ -133,8 +110,8 @@ def test_a_tensor_that_cannot_be_brought_to_the_device_fails_alone(start, core, 
             raise RuntimeError("out of memory")
         return tensor * 2
 
-    inputs, sender = start(to_device=to_device), connect()
-    handle, failing = send(sender, torch.ones(3), torch.ones(4))
+    inputs, sender = start(to_device=to_device), connect("torch_shm", 1)
+    handle, failing = send_now(sender, torch.ones(3), torch.ones(4))
     first, second = core.reports(2)
     assert first == ready(1) and isinstance(second, MediaFailed) and "out of memory" in second.why
     assert inputs.rows(handle, 0, 3).tolist() == [2, 2, 2]
@@ -145,7 +122,7 @@ def test_a_tensor_that_cannot_be_brought_to_the_device_fails_alone(start, core, 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_crashed_thread_fails_the_next_step_even_an_empty_one(start, connect, make_runner) -> None:
     runner = make_runner(start(to_device=lambda tensor: 1 / 0))
-    send(connect(), torch.ones(3))
+    send_now(connect("torch_shm", 1), torch.ones(3))
     with pytest.raises(RuntimeError, match="thread has died") as caught:
         for _ in range(1000):
             runner.execute(Step(1))

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
+from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig, flag_of
 from mini_engine.messages import MediaCachePlan
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import TensorParallel
@@ -18,7 +18,6 @@ from mini_engine.worker.memory import (
     HUNGRY_SAMPLING,
     MemoryUse,
     count_blocks,
-    media_bytes,
     profile,
     room_for,
     run_worst,
@@ -32,8 +31,9 @@ from tests.worker import tiny
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(layers=3, kv_heads=2, head_dim=8)
 BLOCK_BYTES = 3 * 2 * 16 * 2 * 8 * 4
-MODEL = ModelConfig.from_dir(BUNDLED_MODEL)
-VISION = dataclasses.replace(MODEL.vision, patch_size=14, spatial_merge_size=2)  # 784 pixels are a token
+VISION = dataclasses.replace(  # 784 pixels are a token
+    ModelConfig.from_dir(BUNDLED_MODEL).vision, patch_size=14, spatial_merge_size=2
+)
 NO_MEDIA = {"image": 0, "video": 0}
 OFF = MediaCachePlan("off", 0, "")
 
@@ -50,26 +50,17 @@ def count(longest: int = 4096, dtype: torch.dtype = torch.float32, **settings: o
         (9, {"max_num_seqs": 3, "longest": 33}),  # no more than can be filled
         ((1 << 30) // BLOCK_BYTES, {"max_num_seqs": 10**6}),  # a gibibyte where no flag says
         (10**5, {"num_gpu_blocks_override": 10**5, "kv_cache_memory_bytes": 100, "max_num_seqs": 1}),
+        (f"leaves 100 .* one block needs {BLOCK_BYTES}", {"kv_cache_memory_bytes": 100}),
+        (r" of \d+\.\d GiB cannot be had, .* lower it", {"num_gpu_blocks_override": 10**9}),
+        ("a KV cache .* lower it", {"kv_cache_memory_bytes": 2 << 40, "max_num_seqs": 10**9}),
     ],
 )
 def test_count_blocks(blocks, given):
-    assert count(**given) == blocks
-
-
-@pytest.mark.parametrize(
-    ("message", "settings"),
-    [
-        (f"--kv-cache-memory-bytes 100 leaves 100 .* one block needs {BLOCK_BYTES}", {"kv_cache_memory_bytes": 100}),
-        (
-            r"--num-gpu-blocks-override: .* of \d+\.\d GiB cannot be had, .* lower it",
-            {"num_gpu_blocks_override": 10**9},
-        ),
-        (r"--kv-cache-memory-bytes: a KV cache .* lower it", {"kv_cache_memory_bytes": 2 << 40, "max_num_seqs": 10**9}),
-    ],
-)
-def test_a_cache_that_cannot_be_had_is_an_error(message, settings):
-    with pytest.raises(ConfigError, match=message):
-        count(**settings)
+    if isinstance(blocks, int):
+        assert count(**given) == blocks
+    else:
+        with pytest.raises(ConfigError, match=f"{flag_of(next(iter(given)))}.*{blocks}"):
+            count(**given)
 
 
 def test_what_is_left_of_a_device():
@@ -101,7 +92,6 @@ SIZED = {
     "preprocessor_config.json": {"size": {"shortest_edge": 3136, "longest_edge": 784 * 9}},
     "video_preprocessor_config.json": {"size": {"longest_edge": 784 * 25}},
 }
-JOINT = {"image_processor": {"max_pixels": 784 * 4}, "video_processor": {"max_pixels": 784 * 9}}
 STEP = {"max_num_encoder_input_tokens": 90}
 SMALL = STEP | {"max_image_pixels": 784 * 9, "max_frame_pixels": 784 * 9}
 
@@ -112,7 +102,6 @@ SMALL = STEP | {"max_image_pixels": 784 * 9, "max_frame_pixels": 784 * 9}
         (20, 10, HUB, {"max_num_encoder_input_tokens": 1000}),
         (10, 3, SIZED, STEP),  # a video's frame
         (4, 22, SIZED, STEP | {"mm_processor_kwargs": {"size": {"longest_edge": 784 * 4}}}),
-        (6, 1, {"processor_config.json": JOINT}, {"max_num_encoder_input_tokens": 9}),
         (4, 22, HUB, SMALL | {"max_image_pixels": 1, "max_frame_pixels": 1}),  # enlarged
         # One temporal grid is encoded whole, whatever a step may have; no prompt has more than the encoder cache.
         (20, 1, HUB, {"max_num_encoder_input_tokens": 10}),
@@ -128,41 +117,13 @@ def test_the_largest_frame_is_what_the_processor_and_the_limits_let_through(
     assert worst_grids(EngineConfig(**settings), VISION, tmp_path) == [(1, side, side)] * number
 
 
-def test_what_media_take():
-    config = EngineConfig(encoder_cache_tokens=100, mm_ipc_memory_bytes=7, api_server_count=3)
-    assert media_bytes(config, MODEL, torch.bfloat16, OFF) == 100 * 128 * 2 + 21
-    assert media_bytes(config, MODEL, torch.float32, MediaCachePlan("shm", 5, "")) == 100 * 128 * 4 + 21
-    assert media_bytes(config, MODEL, torch.float32, MediaCachePlan("lru", 5, "")) == 100 * 128 * 4 + 21 + 5
-    # A quarter of it are slots, shared out among the engines; a rank copies what comes in those of its own.
-    made_there = dataclasses.replace(
-        config, mm_processor_device="cuda", mm_ipc_gpu_memory_gb=24.0, data_parallel_size=2
-    )
-    assert media_bytes(made_there, MODEL, torch.bfloat16, OFF) == 100 * 128 * 2 + 21 + (3 << 30)
-    none = dataclasses.replace(config, limit_mm_per_prompt=NO_MEDIA)
-    assert media_bytes(none, MODEL, torch.float32, MediaCachePlan("lru", 5, "")) == 0
-
-
-@pytest.mark.parametrize(
-    ("tokens", "seqs", "longest", "counts"),
-    [
-        (None, 3, 10_000, [2046, 1, 1]),
-        (100, 3, 60, [60, 39, 1]),
-        (2, 64, 1000, [1, 1]),
-    ],
-)
-def test_the_worst_step(tokens, seqs, longest, counts):
-    step = worst_step(EngineConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs), longest)
-    assert [chunk.num_tokens for chunk in step.chunks] == counts
-    assert step.chunks[0].start + counts[0] == longest
-    for chunk, new in zip(step.chunks, step.started, strict=True):
-        assert chunk.start + chunk.num_tokens == len(new.prompt_token_ids) <= 16 * len(chunk.block_ids)
-        assert set(chunk.block_ids) == {0} and new.sampling == HUNGRY_SAMPLING
-
-
 def test_the_worst_step_runs_in_a_cache_of_one_block(make_runner, model):
     config = EngineConfig(max_num_batched_tokens=100, max_num_seqs=4)
+    step = worst_step(config, 60)
+    assert [chunk.num_tokens for chunk in step.chunks] == [60, 38, 1, 1]
+    assert all(new.sampling == HUNGRY_SAMPLING for new in step.started)
     runner = make_runner(tiny.MemoryMedia(), num_blocks=1)
-    run_worst(runner, model.config.vision, [(1, 8, 10), (1, 8, 10)], worst_step(config, 1000))
+    run_worst(runner, model.config.vision, [(1, 8, 10), (1, 8, 10)], step)
 
 
 @pytest.mark.gpu

@@ -15,19 +15,14 @@ COUNT = 20
 
 
 @pytest.mark.parametrize("family", FAMILIES, indirect=True, scope="session")
-@pytest.mark.parametrize(("budget", "preempt_at"), [(7, (9,)), (100_000, ())])
-def test_tokens_are_those_of_transformers(budget, preempt_at, family, make_runner, expected):
-    """Chunks of seven tokens end inside of items, and between the runs of one."""
+@pytest.mark.parametrize(
+    ("budget", "ahead", "preempt_at"), [(7, 0, (9,)), (64, 1, (9, 14, 15)), (64, 2, (3,)), (100_000, 0, ())]
+)
+def test_tokens_are_those_of_transformers(budget, ahead, preempt_at, family, make_runner, expected):
+    """Chunks of seven tokens end inside of items, and between the runs of one; restarts have other blocks."""
     media = tiny.MemoryMedia()
     requests = tiny.mixed_requests(media, family)
     steps = script.write_steps(requests, COUNT, budget, 16, NUM_BLOCKS, preempt_at)
-    assert script.run(make_runner(media), steps) == expected
-
-
-@pytest.mark.parametrize(("ahead", "preempt_at"), [(0, (3,)), (1, (9, 14, 15)), (2, (9, 14, 15))])
-def test_steps_launched_ahead_and_restarts_with_other_blocks_change_no_token(ahead, preempt_at, make_runner, expected):
-    media = tiny.MemoryMedia()
-    steps = script.write_steps(tiny.mixed_requests(media), COUNT, 64, 16, NUM_BLOCKS, preempt_at)
     assert script.run(make_runner(media), steps, ahead) == expected
 
 

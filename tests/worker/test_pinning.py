@@ -54,16 +54,3 @@ def test_a_mapping_is_registered_as_far_as_it_is_used_and_copied_from() -> None:
     view = readable.read(extents, 0, 3 * MIB)
     assert view[:MIB].is_pinned()
     assert torch.equal(pinned.to_device(view).cpu(), tensor)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_failed_registration_leaves_torch_usable() -> None:
-    """CUDA keeps a thread's last error, which torch reports after its next call."""
-    memory = PinnedMemory(torch.device("cuda", 0))
-    host = torch.arange(1 << 20)
-    undo = memory.pin(host.data_ptr(), host.nbytes)
-    assert undo is not None and memory.pin(host.data_ptr(), host.nbytes) is None  # registered already
-    assert torch.equal(memory.to_device(host).cpu(), host)
-    undo()
-    assert not host.is_pinned()
