@@ -35,6 +35,11 @@ def types_of(dtype: str) -> dict[str, str]:
     return {name: kind for kind, some in names for name in some.split()}
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
 def compile_for_hopper(
     kernel: Any, types: Mapping[str, str], fixed: Mapping[str, int | bool], shape: paged.Shape
 ) -> Any:
