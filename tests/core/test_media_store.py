@@ -10,16 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mini_engine.core.media_store import Entry, MediaStore, Owner, RankCopies
+from mini_engine.core.media_store import Entry, MediaStore, Owner
 from mini_engine.messages import (
     CachedMedia,
     MediaItem,
-    MessageId,
     NewRequest,
     Reserved,
     SamplingParams,
     StoreHandle,
-    TensorHandle,
 )
 from mini_engine.transport.pages import MARK_PAGES, PAGE_BYTES, pages_for
 
@@ -27,7 +25,7 @@ ROW = PAGE_BYTES // 2
 PAGES = 12  # of the store in the property test
 ROWS = [1, 2, 3, 5, 8, 13, 2 * PAGES, 2 * PAGES + 1]  # of the items, by hash; the last is too large
 PLENTY = 1 << 50
-API, OTHER = 7, 8  # incarnations
+API = 7  # an incarnation
 
 
 def value_of(number: int) -> bytes:
@@ -275,80 +273,7 @@ StoreAgainstModel.TestCase.settings = settings(max_examples=200, stateful_step_c
 TestStoreAgainstModel = StoreAgainstModel.TestCase
 
 
-class CopiesAgainstModel(RuleBasedStateMachine):
-    """Copies in the ranks: what is listed fits, what is referred to stays, and the ranks are told of each change."""
-
-    def __init__(self):
-        super().__init__()
-        self.copies = RankCopies(20)
-        self.at_ranks: set[bytes] = set()
-        self.steps: list[list[bytes]] = []  # dispatched: what each keeps
-        self.held: dict[Owner, set[bytes]] = {}
-
-    @rule(value=st.integers(0, 7).map(value_of))
-    def arrive(self, value):
-        rows = ROWS[value[0]] % 20 + 1
-        handle = TensorHandle(MessageId(API, 1), (rows, 1), "uint8")
-        self.copies.arrived(MediaItem("video", [0], 1, (1, 1, rows), 1.0, handle, value))
-
-    @rule()
-    def dispatch(self):
-        for value in self.copies.drop:
-            self.at_ranks.remove(value)
-        self.steps.append([keep.media_hash for keep in self.copies.keep])
-        assert not self.at_ranks & set(self.steps[-1]), "kept twice"
-        self.at_ranks |= set(self.steps[-1])
-        self.copies.drop, self.copies.keep = [], []
-
-    @precondition(lambda self: self.steps)
-    @rule()
-    def retire(self):
-        for value in self.steps.pop(0):
-            self.copies.kept(value)
-
-    @rule(name=st.integers(0, 3).map(str), value=st.integers(0, 7).map(value_of))
-    def look_up(self, name, value):
-        for media in self.copies.look_up((API, name), [value]):
-            self.held.setdefault((API, name), set()).add(media.media_hash)
-
-    @rule(name=st.integers(0, 3).map(str), comes=st.booleans())
-    def end(self, name, comes):
-        self.held.pop((API, name), None)
-        if comes:
-            self.copies.release(self.copies.claim((API, name)))
-        else:
-            self.copies.release_request((API, name))
-
-    @rule()
-    def reset(self):
-        self.copies.reset()
-        assert not list(self.copies.idle)
-
-    @rule()
-    def die(self):
-        self.held.clear()
-        self.copies.on_api_server_gone(API)
-
-    @invariant()
-    def accounts_agree(self):
-        copies = self.copies
-        pinned = set().union(*self.held.values())
-        assert copies.num_bytes <= copies.capacity
-        assert copies.num_references == sum(map(len, self.held.values()))
-        copied = {*itertools.chain(*self.steps), *(keep.media_hash for keep in copies.keep)}
-        assert not pinned & copied, "found before every rank has its copy"
-        assert copies.num_bytes_pinned == sum(ROWS[value[0]] % 20 + 1 for value in pinned | copied)
-        assert copies.num_bytes_idle == sum(entry.nbytes for entry in copies.idle)
-        dropped = set(copies.drop)
-        assert pinned <= self.at_ranks - dropped
-        assert pinned | {entry.media.media_hash for entry in copies.idle} <= self.at_ranks - dropped
-
-
-CopiesAgainstModel.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
-TestCopiesAgainstModel = CopiesAgainstModel.TestCase
-
-
-def test_store_with_low_memory_is_full_unless_idle_items_are_evicted():
+def test_short_memory_is_full_unless_idle_items_can_be_evicted():
     available = MARK_PAGES * PAGE_BYTES
     store = MediaStore(4 * available, ROW, lambda: available)
     put(store, 1, 2 * MARK_PAGES)

@@ -21,7 +21,8 @@ from mini_engine.messages import (
     Unreserve,
     Written,
 )
-from tests.core.world import API, OTHER, World, copies_world, item, named, reserve, store_world, write
+from mini_engine.transport.pages import PAGE_BYTES
+from tests.core.world import API, BYTES, OTHER, World, copies_world, item, named, reserve, store_world, write
 
 
 class RandomClients:
@@ -131,6 +132,9 @@ def play(kind: str, budget: int, timing: int, asynchronous: bool) -> World:
         while world.links.steps and chance.random() < 0.6:
             world.links.run_step()
             world.turn()
+        media, item_bytes = world.core.media, PAGE_BYTES if kind == "shm" else 2 * BYTES
+        assert media.num_bytes_pinned <= media.num_bytes <= budget * item_bytes
+        assert kind == "shm" or world.links.kept.issuperset(world.idle), "found before every rank has its copy"
     clients.finish()
     world.assert_at_rest()
     return world

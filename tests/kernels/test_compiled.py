@@ -20,7 +20,19 @@ from mini_engine.kernels.triton_env import padded  # noqa: E402
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 99 << 10  # bytes a block may take on any device from Ampere on; a Hopper has 227 KiB
 WIDTHS = {"bf16": 2, "fp32": 4}
-STRIDES = dict.fromkeys(("q_stride", "table_stride", "block_stride", "place_stride", "heads"), "i32")
+
+
+def types_of(dtype: str) -> dict[str, str]:
+    """Of each argument of any kernel, by its name; those that are not here are strides and counts."""
+    names = [
+        (f"*{dtype}", "out q keys values k v x residual weight gate_up"),
+        ("*fp32", "parts sums cos sin frequencies mean std scores factors"),
+        ("*i64", "positions axis slots rows"),
+        ("*i32", "tables contexts tiles counts"),
+        ("*u8", "patches"),
+        ("fp32", "scale eps"),
+    ]
+    return {name: kind for kind, some in names for name in some.split()}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +45,7 @@ def compile_for_hopper(
 ) -> Any:
     """The compiled kernel; pointers and strides are multiples of 16, as the engine's mostly are."""
     names = kernel.arg_names
-    signature = {name: "constexpr" if name in fixed else types[name] for name in names}
+    signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
     aligned = [i for i, name in enumerate(names) if signature[name][0] == "*" or name.endswith("stride")]
     source = ASTSource(
         fn=kernel, signature=signature, constexprs={(names.index(name),): value for name, value in fixed.items()},
@@ -44,16 +56,15 @@ def compile_for_hopper(
 
 @pytest.mark.parametrize(("dim", "group", "dtype"), [(128, 7, "bf16"), (80, 8, "fp32")])
 def test_attention(dim: int, group: int, dtype: str):
-    types = {**STRIDES, "tables": "*i32", "contexts": "*i32", "tiles": "*i32", "scale": "fp32"}
-    types |= dict.fromkeys(("q", "keys", "values"), f"*{dtype}")
+    types = types_of(dtype)
     common = {"GROUP": group, "DIM": dim, "PADDED": padded(dim, 16), "BLOCK_SIZE": 16}
     shape = paged.decode_shape(group, WIDTHS[dtype])
     split = {"ROWS": shape.rows, "N": shape.keys, "LEAST": paged.LEAST_SPLIT}
-    one, wide = ({"out": f"*{name}", "sums": f"*{name}"} for name in (dtype, "fp32"))
-    alone = compile_for_hopper(paged._decode, types | one, common | split | {"SPLITS": 1}, shape)
-    parts = compile_for_hopper(paged._decode, types | wide, common | split | {"SPLITS": 8}, shape)
+    one, wide = types | {"sums": f"*{dtype}"}, types | {"out": "*fp32"}
+    alone = compile_for_hopper(paged._decode, one, common | split | {"SPLITS": 1}, shape)
+    parts = compile_for_hopper(paged._decode, wide, common | split | {"SPLITS": 8}, shape)
     shape = paged.prefill_shape(group, WIDTHS[dtype])
-    chunk = compile_for_hopper(paged._prefill, types | one, common | {"ROWS": shape.rows, "N": shape.keys}, shape)
+    chunk = compile_for_hopper(paged._prefill, one, common | {"ROWS": shape.rows, "N": shape.keys}, shape)
     for compiled in (alone, parts, chunk):
         assert compiled.metadata.shared <= SHARED_MEMORY
         assert "ld.global" in compiled.asm["ptx"] or "cp.async" in compiled.asm["ptx"]
@@ -61,25 +72,17 @@ def test_attention(dim: int, group: int, dtype: str):
         assert "mma" in alone.asm["ptx"] and "wgmma" in chunk.asm["ptx"], "the matrix units are used"
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", WIDTHS)
 def test_small_operators(dtype: str):
-    shape = paged.Shape(0, 0, 8, 3)
-    one, wide = f"*{dtype}", "*fp32"
-    for kernel, types, fixed in (
-        (paged._join, {"out": one, "parts": wide, "sums": wide, "contexts": "*i32", "heads": "i32"},
-         {"DIM": 80, "PADDED": 128, "N": 64, "SPLITS": 64, "LEAST": 256}),
-        (elementwise._rms_norm, {"out": one, "x": one, "residual": one, "weight": one, "eps": "fp32", "stride": "i32"},
-         {"SIZE": 3584, "PADDED": 4096, "ADD": True}),
-        (elementwise._silu_mul, {"out": one, "gate_up": one, "stride": "i32"}, {"SIZE": 3420, "COLUMNS": 1024}),
-        (elementwise._rotate, {"out": one, "x": one, "cos": wide, "sin": wide, "x_stride": "i32"},
-         {"HEADS": 28, "HEADS_PADDED": 32, "HALF": 40, "HALF_PADDED": 64}),
-        (elementwise._mrope, {"cos": wide, "sin": wide, "positions": "*i64", "axis": "*i64", "frequencies": wide,
-                              "count": "i32"}, {"HALF": 40, "HALF_PADDED": 64}),
-        (elementwise._normalise, {"out": one, "patches": "*u8", "mean": wide, "std": wide},
-         {"SIZE": 1176, "CHANNEL": 392, "COLUMNS": 1024}),
-        (elementwise._write_cache, {"keys": one, "values": one, "k": one, "v": one, "slots": "*i64",
-                                    "k_stride": "i32", "v_stride": "i32"}, {"SIZE": 512, "PADDED": 512}),
-        (elementwise._penalise, {"scores": wide, "counts": "*i32", "rows": "*i64", "factors": wide},
-         {"SIZE": 152064, "COLUMNS": 1024}),
-    ):  # fmt: skip
-        assert "st.global" in compile_for_hopper(kernel, types, fixed, shape).asm["ptx"]
+    for kernel, fixed in (
+        (paged._join, {"DIM": 80, "PADDED": 128, "N": 64, "SPLITS": 64, "LEAST": 256}),
+        (elementwise._rms_norm, {"SIZE": 3584, "PADDED": 4096, "ADD": True}),
+        (elementwise._silu_mul, {"SIZE": 3420, "COLUMNS": 1024}),
+        (elementwise._rotate, {"HEADS": 28, "HEADS_PADDED": 32, "HALF": 40, "HALF_PADDED": 64}),
+        (elementwise._mrope, {"HALF": 40, "HALF_PADDED": 64}),
+        (elementwise._normalise, {"SIZE": 1176, "CHANNEL": 392, "COLUMNS": 1024}),
+        (elementwise._write_cache, {"SIZE": 512, "PADDED": 512}),
+        (elementwise._penalise, {"SIZE": 152064, "COLUMNS": 1024}),
+    ):
+        compiled = compile_for_hopper(kernel, types_of(dtype), fixed, paged.Shape(0, 0, 8, 3))
+        assert "st.global" in compiled.asm["ptx"]

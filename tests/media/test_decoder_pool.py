@@ -22,6 +22,7 @@ from mini_engine.media.sampling import VideoSampling
 from mini_engine.metrics import REGISTRY
 from tests import clips
 from tests.api.patience import eventually
+from tests.e2e.processes import descendants, memory
 from tests.e2e.waiting import FailPoint
 from tests.media.corpus import ATTACKS
 
@@ -52,18 +53,12 @@ class Decoders:
 
     def pids(self) -> set[int]:
         """Of those that have started."""
-        return {pid for pid in children(os.getpid()) if command(pid).startswith("mini-engine: decoder of test")}
+        return {pid for pid in descendants(os.getpid()) if command(pid).startswith("mini-engine: decoder of test")}
 
     async def settled(self, count: int) -> set[int]:
         """The processes, once there are `count`."""
         await eventually(lambda: len(self.pids()) == count)
         return self.pids()
-
-
-def children(pid: int) -> list[int]:
-    return [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
 
 
 def command(pid: int) -> str:
@@ -94,7 +89,7 @@ def run(scenario: Callable[[Decoders], Awaitable[None]], **more: Any) -> None:
     descriptors = set(os.listdir("/proc/self/fd"))
     asyncio.run(whole())
     assert set(os.listdir("/proc/self/fd")) == descriptors
-    assert not [pid for pid in children(os.getpid()) if "decoder of test" in command(pid)]
+    assert not [pid for pid in descendants(os.getpid()) if "decoder of test" in command(pid)]
 
 
 @pytest.fixture
@@ -116,7 +111,7 @@ def test_a_decoder_does_one_job_after_another_in_the_same_memory() -> None:
         frames = [8 * 48 * 64 * 3, 8 * 16 * 32 * 3, 8 * 2000 * 3000 * 3]
         counted = list(itertools.accumulate(decoders.counted))
         assert [each for each in counted if each] == [frames[0], frames[0], frames[1], frames[2], frames[0]]
-        assert resident("RssShmem") < 2 * KEPT_BYTES < frames[2]  # what is more is freed
+        assert memory(os.getpid(), "RssShmem") < 2 * KEPT_BYTES < frames[2]  # what is more is freed
 
     run(scenario, places=1)
 
@@ -230,18 +225,13 @@ def test_an_item_that_finds_no_place_in_time_is_unavailable() -> None:
     run(scenario, places=1, media_decode_timeout=0.3)
 
 
-def resident(kind: str) -> int:
-    """Bytes of this process's memory that are there: `RssAnon`, `RssShmem` or both, `VmRSS`."""
-    return int(Path("/proc/self/status").read_text().partition(f"{kind}:")[2].split()[0]) << 10
-
-
 def test_an_attack_is_contained() -> None:
     """It ends within the time of one item, others are answered meanwhile, and nothing stays in this process."""
     attacks = [(modality, generate()) for modality, generate in ATTACKS.values()]
 
     async def scenario(decoders: Decoders) -> None:
         await asyncio.gather(*(decoders.check() for _ in range(2)))
-        memory = resident("VmRSS")
+        before = memory(os.getpid(), "VmRSS")
         sent = [asyncio.ensure_future(decoders.decode(data, "attacker", modality)) for modality, data in attacks]
         while not all(one.done() for one in sent):
             await decoders.check()
@@ -251,6 +241,6 @@ def test_an_attack_is_contained() -> None:
             else:
                 assert isinstance(outcome, MediaError | DecoderUnavailable), outcome
         await eventually(lambda: 1 <= len(decoders.pids()) <= 3)  # as many as there are places, and a spare
-        assert resident("VmRSS") - memory < 64 << 20
+        assert memory(os.getpid(), "VmRSS") - before < 64 << 20
 
     run(scenario, media_decode_timeout=2.0)

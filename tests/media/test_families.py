@@ -14,6 +14,7 @@ from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.protocol import ChatMessage
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.media.sampling import VideoFacts, VideoSampling
+from mini_engine.model.normalise import normalise_patches
 from tests import tiny_processor
 from tests.media.decoding import Video
 from tests.tiny_processor import own_settings
@@ -63,15 +64,16 @@ def full_call(processor: MediaProcessor, *items: Video | np.ndarray, text: str =
 
 
 def assert_same(processor: MediaProcessor, item: ProcessedItem, expected: Any) -> None:
-    """The worker's normalisation of the patches, `(x * rescale_factor - mean) / std`, gives the expected pixels."""
+    """The worker's normalisation of the patches gives the expected pixels."""
     name, half = ("pixel_values_videos", "video") if item.modality == "video" else ("pixel_values", "image")
     own = getattr(processor.hf_processor, f"{half}_processor")
     assert item.patches.dtype == torch.uint8 and item.patches.is_contiguous()
     assert item.grid_thw == tuple(expected[f"{half}_grid_thw"][0].tolist())
     assert item.num_tokens == (expected["input_ids"] == getattr(processor.hf_processor, f"{half}_token_id")).sum()
-    mean, std = (torch.tensor(values).double().view(1, 3, 1) for values in (own.image_mean, own.image_std))
-    pixels = (item.patches.double().view(len(item.patches), 3, -1) * own.rescale_factor - mean) / std
-    torch.testing.assert_close(pixels.flatten(1), expected[name].double(), atol=1e-6, rtol=0)
+    normal = (own.image_mean, own.image_std, own.rescale_factor)
+    exact, narrow = (normalise_patches(item.patches, *normal, dtype) for dtype in (torch.float32, torch.half))
+    torch.testing.assert_close(exact, expected[name], atol=1e-6, rtol=0)
+    assert torch.equal(exact.half(), narrow)
 
 
 @pytest.mark.parametrize(("height", "width"), [(90, 62), (300, 40), (1, 3)])

@@ -22,6 +22,7 @@ from mini_engine.transport.codec import Encoder
 from mini_engine.transport.frames import pack_frame
 from mini_engine.transport.pages import PAGE_BYTES
 from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver, TensorIpcSender
+from tests.e2e.waiting import eventually
 from tests.transport.conftest import API, ME, MIB, PATIENCE, Held, Rank, address_of, pump, send, unlimited
 
 TURNS = 6
@@ -163,7 +164,7 @@ def test_a_killed_rank_ends_its_stream_alone(runtime: Path, arena: Arena) -> Non
             await check(number)
         assert not ended
         kill(child)
-        assert await asyncio.to_thread(lambda: bool(ended))
+        assert await asyncio.to_thread(eventually, lambda: bool(ended))
         await check(4)
         assert len(ended) == 1 and "rank 1" in ended[0]
         sender.close_streams()
