@@ -79,8 +79,8 @@ def run(args: argparse.Namespace) -> Report:
     name = torch.cuda.get_device_name(runner.device)
     print(f"{name}: copy {copy_rate / 1e12:.2f} TB/s, matrix {matrix_rate / 1e12:.0f} TFLOP/s")
     print(table(head, rows))
-    figures = {"device": name, "copy_bytes_per_s": copy_rate, "matrix_flop_per_s": matrix_rate}
-    return Report(figures | {"rows": [dict(zip(head, row, strict=True)) for row in rows]})
+    results = {"device": name, "copy_bytes_per_s": copy_rate, "matrix_flop_per_s": matrix_rate}
+    return Report(results | {"rows": [dict(zip(head, row, strict=True)) for row in rows]})
 
 
 def _weights(module: torch.nn.Module) -> int:

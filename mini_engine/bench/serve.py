@@ -22,7 +22,7 @@ from mini_engine.bench import metrics
 from mini_engine.bench.client import Request, Run, Target, arrivals, send_all
 from mini_engine.bench.datasets import NAMES, READ, Prompts, load
 from mini_engine.bench.prompts import Prompt, draws
-from mini_engine.bench.report import Report, say, surroundings
+from mini_engine.bench.report import Report, environment, say
 from mini_engine.bench.server import ENDPOINTS, open_target, server_flags
 from mini_engine.config import ConfigError
 
@@ -47,7 +47,7 @@ class Measured:
     """A run, and its metrics, which are plain data."""
 
     run: Run
-    figures: dict[str, Any]
+    results: dict[str, Any]
     text: str  # the table
     failures: list[str]
     model: str
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> Report:
     if args.plot is not None:
         from mini_engine.bench import plot
 
-        plot.draw_run(measured.run, measured.figures["stages_ms"], args.plot)
-    return Report({"model": measured.model, **measured.figures}, measured.failures, all_here=launch is not None)
+        plot.draw_run(measured.run, measured.results["stages_ms"], args.plot)
+    return Report({"model": measured.model, **measured.results}, measured.failures, all_here=launch is not None)
 
 
 # --- flags ----------------------------------------------------------------------------------------------------------
@@ -219,13 +219,13 @@ def measure(args: argparse.Namespace, target: Target, prompts: Prompts, title: s
         failures = [f"warm-up: {failure}" for failure in metrics.failures(before.outcomes)]
     run = asyncio.run(send_all(target, requests, starts, args.max_concurrency))
     wanted = metrics.Wanted(args.percentile_metrics, args.metric_percentiles, dict(args.goodput))
-    figures = {
+    results = {
         "max_concurrency": args.max_concurrency,
         "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
         **metrics.compute(run, wanted),
     }
-    text = metrics.describe(figures, wanted, title)
-    return Measured(run, figures, text, failures + metrics.failures(run.outcomes), target.model)
+    text = metrics.describe(results, wanted, title)
+    return Measured(run, results, text, failures + metrics.failures(run.outcomes), target.model)
 
 
 def requests_of(args: argparse.Namespace, target: Target, prompts: list[Prompt]) -> list[Request]:
@@ -276,8 +276,8 @@ def save(args: argparse.Namespace, measured: Measured, part: str = "") -> None:
         "num_prompts": args.num_prompts,
         **dict(args.metadata),
         "burstiness": args.burstiness,
-        **measured.figures,
-        **surroundings(args, args.launch is not None),
+        **measured.results,
+        **environment(args, args.launch is not None),
     }
     if args.save_detailed:
         result |= _details(measured.run)

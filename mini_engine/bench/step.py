@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> Report:
     print(f"A decode step of {args.batch} sequences, ms; {args.repeats} times {args.steps} steps")
     print(table(["", "fastest", "median", "/ forward"], rows))
     print(f"Engine overhead per step: {share:.1%}")
-    figures: dict[str, Any] = {f"{name}_ms": round(value, 4) for name, value in least.items()}
-    return Report(figures | {"batch": args.batch, "engine_share": round(share, 4)})
+    results: dict[str, Any] = {f"{name}_ms": round(value, 4) for name, value in least.items()}
+    return Report(results | {"batch": args.batch, "engine_share": round(share, 4)})
 
 
 def _step_seconds(root: str, api_server: int, args: argparse.Namespace) -> float:

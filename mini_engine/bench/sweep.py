@@ -44,10 +44,10 @@ def run(args: argparse.Namespace) -> Report:
         with open_target(mine, launch) as target:
             measured = serve.measure(mine, target, load(mine, target.model), f"{flag} {value}")
         serve.save(mine, measured, value.replace("/", "_"))
-        figures, right = measured.figures, measured.figures["accuracy"]
-        runs.append(figures)
+        results, right = measured.results, measured.results["accuracy"]
+        runs.append(results)
         failures += [f"{flag} {value}: {failure}" for failure in measured.failures]
-        rows.append([value, *map(figures.get, COLUMNS), f"{right['share']:.1%}" if right else None])
+        rows.append([value, *map(results.get, COLUMNS), f"{right['share']:.1%}" if right else None])
     print(table([flag, *COLUMNS.values(), "right"], rows))
     if args.plot is not None:
         from mini_engine.bench import plot

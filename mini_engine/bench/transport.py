@@ -1,4 +1,4 @@
-"""What it takes to bring a tensor from one process into T others, by each placement of the tensor queue.
+"""The time to send a tensor from one process into T others, by each placement of the tensor queue.
 
 A uint8 tensor is in this process, which stands in for an API server and for the engine core; T further processes, each
 with the workers' own receiver, stand in for the ranks. Each rank returns the tensor's CRC-32, which must be the
@@ -78,7 +78,7 @@ class Ranks(NamedTuple):
 
     addresses: list[RankAddress]
     pipes: list[Connection]  # to ask for the checksum of a tensor
-    reports: zmq.Socket[bytes]  # what arrived, as an engine core is told
+    reports: zmq.Socket[bytes]  # what arrived, as reported to an engine core
 
 
 async def _measure(running: Ranks, args: argparse.Namespace, megabytes: float) -> list[dict[str, Any]]:
@@ -180,7 +180,7 @@ def ranks(count: int) -> Iterator[Ranks]:
 
 
 def _serve_rank(pipe: Connection, core: str, address: RankAddress) -> None:
-    """A rank's process: for each handle that comes, the checksum of its tensor, and the seconds in which one byte of
+    """A rank's process: for each received handle, the checksum of its tensor, and the seconds in which one byte of
     each page was read."""
     torch.set_num_threads(1)
     context: zmq.Context = zmq.Context()

@@ -75,7 +75,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class Announced(msgspec.Struct, frozen=True, tag=True):
-    """The frames to come, at most: uint8 [T, H, W, 3] at the start of the output memory."""
+    """The maximum of the frames that follow: uint8 [T, H, W, 3] at the start of the output memory."""
 
     shape: Shape
 

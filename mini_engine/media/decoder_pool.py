@@ -67,7 +67,7 @@ class Decoding:
 
 
 class DecoderPool:
-    """At most `places` decoders at work, and as many again on slow items. Further jobs are queued."""
+    """At most `places` busy decoders, and as many again for slow items. Further jobs are queued."""
 
     def __init__(self, name: str, places: int, limits: DecodeLimits, max_input_bytes: int):
         """`name` is the API server's, for the titles of the processes. No process is started yet."""
@@ -139,7 +139,7 @@ class DecoderPool:
         return Decoding(frames, video, release)
 
     def close(self) -> None:
-        """Kill all decoders and wait for their ends. What is at work is lost."""
+        """Kill all decoders and wait for them. Running jobs are lost."""
         self._closed = True
         with contextlib.suppress(RuntimeError):  # the loop has ended
             while self._idle:
@@ -181,7 +181,7 @@ class DecoderPool:
         asyncio.get_running_loop().remove_reader(child.connection)
 
     def _lose(self, child: Decoder) -> None:
-        """An idle decoder has ended, or has sent what the next job would take for its own."""
+        """An idle decoder exited, or sent a message without a job."""
         self._unwatch(child)
         self._retire(child, "killed")
 
@@ -191,7 +191,7 @@ class DecoderPool:
         if not work.done():
             child.kill("cancelled")
             await asyncio.wait({work})
-        work.exception()  # asyncio logs one that is never looked at
+        work.exception()  # asyncio logs one that is never retrieved
         give_back()
 
     def _retire(self, child: Decoder, ending: Ending) -> None:
@@ -272,7 +272,7 @@ class Decoder:
     async def decode(
         self, job: Job, data: bytes, announced: Callable[[int], None]
     ) -> tuple[NDArray[np.uint8], VideoFacts | None]:
-        """Do one job; see `DecoderPool.decode`. Calls `announced` with the bytes of the frames to come. The next job
+        """Do one job; see `DecoderPool.decode`. Calls `announced` with the bytes of the expected frames. The next job
         writes over them."""
         began, seconds = self._processor_seconds(), self._limits.media_decode_timeout
         try:

@@ -1,6 +1,6 @@
 """The safetensors files of a model directory: which tensors lie where, and reading parts of them.
 
-Knows nothing of models: names come out as a given mapping makes them. Imports torch only to read, so that a process
+Knows nothing of models: a given mapping converts names. Imports torch only to read, so that a process
 that holds no tensors may ask whether a checkpoint is whole.
 """
 

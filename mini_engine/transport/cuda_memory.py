@@ -125,7 +125,7 @@ class CudaCopy:
     _done: torch.cuda.Event
 
     def use(self, tensor: torch.Tensor) -> None:
-        """The current stream's later work comes after the copy. `tensor` is a view of the memory."""
+        """The current stream's later work waits for the copy. `tensor` is a view of the memory."""
         stream = torch.cuda.current_stream(tensor.device)
         stream.wait_event(self._done)
         tensor.record_stream(stream)  # torch would reuse the memory for the next copy when the last reference ends

@@ -2,9 +2,9 @@
 
     TensorIpcSender ==one ordered stream of frames per rank (`frames.py`)==> TensorIpcReceiver
 
-A frame brings one tensor: its head is a `TensorMessage`, and the placement says where the bytes are.
+A frame carries one tensor: its head is a `TensorMessage`, and the placement says where the bytes are.
 
-    torch_shm    in extents of the API server's arena (`arena.py`); its descriptor came with the first such frame
+    torch_shm    in extents of the API server's arena (`arena.py`); the first such frame passes its descriptor
     direct_rpc   after the head
     CUDA slots   in a staging slot in device memory (`cuda_memory.py`), for CUDA tensors; beside either of the others
 
@@ -180,7 +180,7 @@ class TensorIpcSender:
     def send_tensors(self, outgoing: Outgoing) -> int:
         """Queue the frames of all tensors to every rank. Does not wait, cannot be undone. Returns how many frames."""
         for message in outgoing.messages:
-            assert message.head is not None, "room was reserved for more tensors than came"
+            assert message.head is not None, "memory was reserved for more tensors"
             self._arena.written(message.head.extents)
             head = self._me.encode(message.head)
             for stream in self._streams:

@@ -68,7 +68,7 @@ class Row(NamedTuple):
 
 
 class Report:
-    """Logarithms of probabilities on their way to the host.
+    """Logarithms of probabilities in transfer to the host.
 
     Args:
         rows: of the batch, which ask; the arguments that follow are theirs.
@@ -80,7 +80,7 @@ class Report:
         self._rows = rows
         self._chosen, self._own = HostCopy(chosen), HostCopy(raw.gather(1, chosen.unsqueeze(1))[:, 0])
         self._best: list[tuple[list[int], HostCopy, HostCopy]] = []
-        # By count, and not the largest for all: which of two equals comes first may depend on how many are sought.
+        # By count, and not the largest for all: the order of two equals may depend on how many are sought.
         for count in set(counts) - {0}:
             which = [i for i, wanted in enumerate(counts) if wanted == count]
             some = raw if len(which) == len(raw) else raw[to_device(torch.tensor(which), raw.device)]

@@ -1,4 +1,4 @@
-"""The directory of cached media against a simple model: nothing is lost, read wrongly, or evicted out of turn."""
+"""The directory of cached media against a simple model: no item is lost, misread, or evicted in the wrong order."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.next_incarnation, self.stamps = itertools.count(3), itertools.count(1)
         self.content: dict[int, int] = {}  # page -> the stamp that was last written there
         self.written: list[Written] = []  # that lie in the store
-        self.lru: list[Written] = []  # of those, the idle, the longest unused first
+        self.lru: list[Written] = []  # of those, the idle, least recently used first
         self.writing: dict[int, Written] = {}  # by reservation
         self.coming: dict[Owner, dict[bytes, Written]] = {}  # references of requests that have not come
         self.running: list[tuple[Owner, dict[bytes, Entry], list[Written]]] = []
@@ -208,7 +208,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         """Its last step retires; or its tensors failed, and what it refers to waits for it to come again."""
         owner, references, items = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         if is_turned_down and owner[0] in self.incarnations:
-            self.store.hand_back(owner, references)
+            self.store.return_references(owner, references)
             self.coming[owner] = {one.value: one for one in items}
         else:
             self.store.release(references)
@@ -276,7 +276,7 @@ TestStoreAgainstModel = StoreAgainstModel.TestCase
 
 
 class CopiesAgainstModel(RuleBasedStateMachine):
-    """Copies in the ranks: what is listed fits, what is referred to stays, and the ranks are told of each change."""
+    """Copies in the ranks: what is listed fits, what is referred to stays, and each change is sent to the ranks."""
 
     def __init__(self):
         super().__init__()
@@ -372,7 +372,7 @@ def test_raised_mark_is_reported_if_ranks_register_the_memory():
 
 @pytest.mark.parametrize("number", [6_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_many_small_items_make_room_for_a_large_one(number):
-    """As many as its pages, the longest unused of those without a reference; it lies in as few runs as there are."""
+    """As many as its pages, the least recently used of those without a reference; in as few runs as possible."""
     store = MediaStore(number * PAGE_BYTES, ROW, lambda: PLENTY)
     values = [index.to_bytes(16) for index in range(number)]
     for index, value in enumerate(values):

@@ -1,7 +1,7 @@
-"""Requests that a server has to refuse: files that are cut, damaged or lie, URLs that lead astray, bodies of no sense.
+"""Requests that a server has to refuse: truncated or damaged files, files with false headers, bad URLs, invalid bodies.
 
-`corpus` makes some of each kind, for one server, whose directory of media `furnish` fills, and for one web server that
-it may ask, which answers with `answer`. `tests/media` and `tests/api` have more of each kind.
+`corpus` returns some of each kind for one server, with its media directory filled by `write_media`, and one allowed web
+server, which responds with `answer`. `tests/media` and `tests/api` have more of each kind.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def data_url(data: bytes, mime: str = "video/mp4") -> str:
     return f"data:{mime};base64,{base64.b64encode(data).decode()}"
 
 
-def furnish(root: Path) -> None:
+def write_media(root: Path) -> None:
     """Ways out of `root`, and what is no video in it; `secret.mp4` lies beside it."""
     secret = root.parent / "secret.mp4"
     secret.write_bytes(clips.cached("libx264", "mp4"))

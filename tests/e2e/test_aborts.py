@@ -1,4 +1,4 @@
-"""A request ends at each stage of its path, by its client or with its API server: all that it holds comes back.
+"""A request ends at each stage of its path, by its client or with its API server: all its resources are freed.
 
 Flags or a fail point hold a request at its stage. What is held is seen from outside: the gauges of /metrics, open
 descriptors, mappings of shared memory, and /dev/shm.
@@ -129,7 +129,7 @@ def admission(ground: Ground) -> Iterator[Asking]:
     if ground.server.pids().get(VICTIM) == victim:
         assert ahead.answer() == first.answer
     else:
-        assert ahead.is_cut()
+        assert ahead.is_reset()
 
 
 @contextlib.contextmanager
@@ -210,7 +210,7 @@ def test_abort_at_any_stage_frees_all_resources(setup: Setup, stage: str, how: s
             asking.hang_up()
         else:
             os.kill(victim, signal.SIGKILL)
-            assert asking.is_cut()
+            assert asking.is_reset()
     ground.server.assert_at_rest(OTHER)
     ground.assert_as_before()
     assert (ground.server.pids()[VICTIM] == victim) == (how == "client leaves")

@@ -152,23 +152,23 @@ BENCH = f"{PYTHON} bench.py"
 
 
 def measured(command: str, cwd: Path, prompts: int) -> dict[str, Any]:
-    """The figures of a benchmark with fewer prompts: the last line that it prints."""
-    return json.loads(shell(f"{command} --num-prompts {prompts} --num-warmups 0", cwd).splitlines()[-1])["figures"]
+    """The results of a benchmark with fewer prompts: the last line that it prints."""
+    return json.loads(shell(f"{command} --num-prompts {prompts} --num-warmups 0", cwd).splitlines()[-1])["results"]
 
 
 @runs(BENCH)
 def test_bench_command(server, tmp_path):
     command = block(BENCH).splitlines()[0]
     port = server.url.removesuffix("/v1").rpartition(":")[2]
-    figures = measured(f"{command} --port {port}", tmp_path, 6)
-    assert figures["completed"] == 6 and figures["failed"] == 0
+    results = measured(f"{command} --port {port}", tmp_path, 6)
+    assert results["completed"] == 6 and results["failed"] == 0
 
 
 @pytest.mark.slow
 def test_bench_ab_command(tmp_path):
     _, command = block(BENCH).splitlines()
-    figures = measured(command, tmp_path, 6)
-    assert figures["ratios"] and figures["answers"]["prompts"] == 6
+    results = measured(command, tmp_path, 6)
+    assert results["ratios"] and results["answers"]["prompts"] == 6
 
 
 TRAIN = f"{PYTHON} -m mini_engine.demo.train"

@@ -1,4 +1,4 @@
-"""Waiting for what other processes do, and holding them: at a fail point, or stopped."""
+"""Waits for conditions in other processes, and holds them at a fail point or by SIGSTOP."""
 
 from __future__ import annotations
 
@@ -69,6 +69,6 @@ class FailPoint:
         return int(path.suffix[1:])
 
     def release(self) -> None:
-        """The held process goes on, and no other is held."""
+        """Resume the held process, and hold no other."""
         for path in self._directory.glob(f"{self._name}.*"):
             path.unlink()

@@ -59,7 +59,7 @@ def test_api_server_killed_during_a_frame_leaves_nothing():
                 more_than_a_socket_takes = sent + 2 * TURN_BYTES
                 eventually(lambda more=more_than_a_socket_takes: server.total("ipc_bytes_total") > more)
                 os.kill(killed, signal.SIGKILL)
-                assert asking.is_cut()
+                assert asking.is_reset()
             wait_for_successor(server, killed)
             assert Asking(server, API, one).answer() == one.answer
             server.assert_at_rest()

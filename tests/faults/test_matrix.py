@@ -132,7 +132,7 @@ def awaited(asking: Asking, one: Asked) -> Iterator[Future[Outcome]]:
 
 @contextlib.contextmanager
 def held(ground: Ground, name: str, one: Asked, system_prompt: str = "") -> Iterator[AtStage]:
-    """A new request, and the process that has come with it to a fail point."""
+    """A new request, and the process that it stopped at a fail point."""
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     with ground.server.failpoint(name) as point:
         asking = Asking(ground.server, "api 0", one, messages=[*system, message(one.text, one.urls)])
@@ -162,14 +162,14 @@ def prefill(ground: Ground) -> contextlib.AbstractContextManager[AtStage]:
 
 @contextlib.contextmanager
 def generation(ground: Ground) -> Iterator[AtStage]:
-    """It would go on for minutes."""
+    """It would run for minutes."""
     asking = begun(ground, "api 0")
     with awaited(asking, TEXT) as ending:
         yield AtStage(ending)
 
 
 def begun(ground: Ground, api: str) -> Asking:
-    """An endless request of which some has come."""
+    """An endless request with some output received."""
     asking = Asking(ground.server, api, TEXT, **ENDLESS)
     asking.read_events(3)
     return asking
@@ -245,7 +245,7 @@ def test_fault_at_any_stage_gives_right_answers_or_errors(ranks, role, number, s
 
 
 def assert_of_the_supervisor(server: RunningServer, number: int, family: list[int]) -> None:
-    """All exit when it dies, and go on when it is stopped."""
+    """All exit when it dies, and continue when it is stopped."""
     if number == KILL:
         server.process.wait()
         server.assert_nothing_left(family)

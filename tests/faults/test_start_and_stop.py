@@ -1,4 +1,4 @@
-"""A start that is interrupted, or loses a process, at each of its phases; a stop with requests that are stuck; many of
+"""A start that is interrupted, or loses a process, at each of its phases; a stop with hung requests; many of
 both in a row; and a log that cannot be written."""
 
 from __future__ import annotations
