@@ -51,7 +51,7 @@ ENGINE_STOPPED = "The engine has stopped; send this request again later."
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What all engines of an API server share."""
+    """Shared by all engines of an API server."""
 
     encoder: Encoder
     media_capacity: int  # most bytes of cached media that an engine can read; 0: none are cached
@@ -107,7 +107,7 @@ class Engine:
         return len(self.requests) + self.preparing
 
     def check(self) -> None:
-        """Raises EngineError when it serves no more."""
+        """Raises EngineError when it is down."""
         if self.stopped is not None:
             raise self.stopped.with_traceback(None)  # which would grow with each who meets it
 
@@ -155,7 +155,7 @@ class Engine:
             self.send(Finish(request_id, reason))
 
     async def refresh_metrics(self) -> None:
-        """Bring the engine's metrics up to date; without effect when it is gone. Cancelling it stops the wait only."""
+        """Bring the engine's metrics up to date; without effect when it is down. Cancelling it stops the wait only."""
         if self.stopped is None:
             await asyncio.wait([self._control("stats")])
 
@@ -226,7 +226,7 @@ class Engine:
                 if body.consumed:
                     self._sender.consumed(body.consumed)
             case MediaMiss(request_id=request_id, late=late):
-                self._on_turned_down(request_id, late)
+                self._on_rejected(request_id, late)
             case Found():
                 self.media.on_found(body)
             case Reserved():
@@ -244,7 +244,7 @@ class Engine:
         self.send(ControlRequest(number, action))
         return reply
 
-    def _on_turned_down(self, request_id: str, late: bool) -> None:
+    def _on_rejected(self, request_id: str, late: bool) -> None:
         """The core has forgotten the request, but not its references."""
         generation = self.requests[request_id].generation
         if late:  # its tensors are on their way still
@@ -283,7 +283,7 @@ class Engine:
 
 
 def send_now(socket: zmq.asyncio.Socket, frame: bytes) -> None:
-    """Queue `frame` at once, without giving way to other tasks.
+    """Queue `frame` at once, without yielding to other tasks.
 
     Raises:
         zmq.ZMQError: the queue is full.

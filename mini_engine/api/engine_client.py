@@ -93,7 +93,7 @@ class EngineClient:
         return all(await asyncio.gather(*(engine.answers_ping(within) for engine in self.engines)))
 
     async def run(self) -> None:
-        """Take what the cores send, until cancelled. Raises EngineLost: this process is to be replaced."""
+        """Take what the cores send, until cancelled. Raises EngineLost: this process must be replaced."""
         await asyncio.gather(self._lost, *(engine.receive() for engine in self.engines))
 
     @contextlib.contextmanager

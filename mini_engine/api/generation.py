@@ -1,4 +1,4 @@
-"""A request at its engine, and the text of each of its samples as it comes.
+"""A request at its engine, and the text of each of its samples, incrementally.
 
 Only `Generation` decides whether a request is finished: `responses.py` iterates over it, and `Engine` calls the rest.
 Shared by chat and legacy completions. Belongs to the event loop's thread.
@@ -119,7 +119,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> Piece:
-        """Wait for tokens of any sample. Raises EngineError: the engine has failed at the request, or is gone."""
+        """Wait for tokens of any sample. Raises EngineError: the engine has failed at the request, or is down."""
         if self.over:
             raise StopAsyncIteration
         while not (self._waiting or self._error):
@@ -158,7 +158,7 @@ class Generation:
         return self._accepted
 
     def answer(self, accepted: bool) -> None:
-        """The engine has accepted the request, or rejected it: then it has no state of it."""
+        """The engine accepted the request, or rejected it and has no state of it."""
         if not accepted:
             self.finish_at_engine = None
         if self._accepted is not None and not self._accepted.done():
@@ -177,7 +177,7 @@ class Generation:
         self._wake()
 
     def fail(self, error: EngineError) -> None:
-        """The engine sends no more: the request ends with `error`."""
+        """The engine sends no more outputs: fail the request with `error`."""
         self._error = error
         self._wake()
 

@@ -120,7 +120,7 @@ def load(init: Init, index: int) -> ModelFront:
 
 
 def media_policy(config: EngineConfig) -> MediaPolicy:
-    """What may be fetched. Raises ConfigError."""
+    """Allowed sources and limits. Raises ConfigError."""
     root = config.allowed_local_media_path
     try:
         return MediaPolicy(

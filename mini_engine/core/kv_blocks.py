@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
-    """Hands out the ids `0 .. num_blocks - 1`. A freed block may be reused at once, even while a dispatched step still
+    """Allocates the ids `0 .. num_blocks - 1`. A freed block may be reused at once, even while a dispatched step still
     writes to it: every worker runs its steps in order, and a sequence writes each slot before it reads it.
     """
 

@@ -48,7 +48,7 @@ _KEPT_BYTES = 16 << 20  # of freed memory, for the next item
 
 
 class DecoderSpec(msgspec.Struct, frozen=True):
-    """What a decoder process is started with."""
+    """Arguments of a decoder process."""
 
     parent_pid: int
     title: str  # of the process

@@ -292,7 +292,7 @@ class Decoder:
             raise await self._explain_exit(job.item) from error
 
     def stop(self) -> None:
-        """Ask the decode loop to stop. It reports a failure, or has finished already."""
+        """Ask the decode loop to stop. It then reports a failure, unless it has finished."""
         os.pwrite(self._input.fileno(), b"\1", 0)
 
     def kill(self, ending: Ending) -> None:
@@ -308,7 +308,7 @@ class Decoder:
             self._output.madvise(mmap.MADV_REMOVE, KEPT_BYTES)
 
     def close(self) -> None:
-        """Kill the process, wait for its end and close the descriptors. Blocks."""
+        """Kill the process, wait for its exit and close the descriptors. Blocks."""
         self._process.kill()
         self._process.wait()
         self.connection.close()
@@ -354,7 +354,7 @@ class Decoder:
             raise ConnectionError("the decoder closed its connection or sent an invalid message") from error
 
     async def _explain_exit(self, item: str) -> Exception:
-        """The error of a job whose process exited, or is killed here for what it sent."""
+        """The error of a job after its process exited, or is killed here for an invalid message."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._process.wait, 1)  # its connection is closed, so it is about to exit
         status = self._process.returncode

@@ -63,7 +63,7 @@ def find_tensors(directory: Path, rename: Callable[[str], str]) -> dict[str, Sto
 
 
 def shorten(names: Sequence[str]) -> str:
-    """The first few, and how many more."""
+    """The first few, and the number of the others."""
     more = len(names) - MAX_LISTED
     return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 

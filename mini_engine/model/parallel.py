@@ -34,7 +34,7 @@ _LATE = ("Timed out waiting",)
 
 
 def _rank_lost_in(error: RuntimeError) -> RankLost | None:
-    """What `error` says of the loss of another rank; None if it is about something else."""
+    """The loss of another rank that `error` reports; None if it is another error."""
     if isinstance(error, RankLost):
         return error
     if any(sign in str(error) for sign in _ENDED):
@@ -45,7 +45,7 @@ def _rank_lost_in(error: RuntimeError) -> RankLost | None:
 
 
 class Collectives(Protocol):
-    """What ranks do together. All call the same methods in the same order, with contiguous tensors of equal shape and
+    """Collective operations. All call the same methods in the same order, with contiguous tensors of equal shape and
     dtype. A rank that is alone needs none."""
 
     def all_reduce(self, tensor: Tensor) -> None:

@@ -89,7 +89,7 @@ class Outgoing:
         return TensorHandle(MessageId(self._incarnation, head.number), head.shape, head.dtype)
 
     def discard(self) -> None:
-        """Give everything back unsent."""
+        """Release everything unsent."""
         self._sender.give_back(self.messages)
 
 
@@ -193,7 +193,7 @@ class TensorIpcSender:
         self.give_back(self._held[message.number] for message in messages if message.number in self._held)
 
     def give_back(self, messages: Iterable[_Message]) -> None:
-        """Free the memory of these, which nothing reads or writes. Without effect for what `close_streams` has lost."""
+        """Free the memory of these, which no process uses. Without effect for pages that `close_streams` lost."""
         for message in messages:
             if message.number and self._held.pop(message.number, None) is None:
                 continue
@@ -377,7 +377,7 @@ class TensorIpcReceiver:
         self._connections: dict[int, _Connection] = {}
 
     def descriptors(self) -> set[int]:
-        """What to poll for reading. Changes with each `receive`."""
+        """Descriptors to poll for reading. Changes with each `receive`."""
         return {self._listener.fileno(), *self._connections}
 
     def receive(self, fd: int) -> Iterator[Received | Failed]:

@@ -84,7 +84,7 @@ class SequenceState:
         self._shift = placed.next_position - self.prompt_length
 
     def take_blocks(self, chunk: Chunk, block_size: int) -> list[int]:
-        """Put the chunk's blocks into the table: after those that are there, or in their place if it restarts.
+        """Put the chunk's blocks into the table: append them, or replace all if it restarts.
 
         Returns those of them that the chunk leaves partly or wholly unwritten. Blocks that hold tokens before the
         chunk, computed by whichever sequence, are never among these.

@@ -27,7 +27,7 @@ from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver
 
 
 class MediaInputs:
-    """Receives, keeps and hands out the tensors of one rank. All methods may be called from any thread.
+    """Receives and stores the tensors of one rank. All methods may be called from any thread.
 
     Tensors on the CPU are views of memory that the sender will use again, and read-only: a write ends the process. They
     may be read until the message is released; only after that the core reports it to the sender as consumed.
@@ -145,7 +145,7 @@ class MediaInputs:
                     self.store.register(self._store_mark)
 
     def _receive(self, fd: int) -> None:
-        """The end of a stream drops nothing: the core may have scheduled what it brought, and a rank that dropped it
+        """The end of a stream drops nothing: the core may have scheduled its tensors, and a rank that dropped them
         alone would fail a step in which the others enter a collective. A dead sender's messages go by `drop_sender`, on
         all ranks in the same step."""
         reach_failpoint("receiving")

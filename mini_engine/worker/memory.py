@@ -1,4 +1,4 @@
-"""How many blocks the KV cache of a rank has, and what else a CUDA device must have room for.
+"""The number of KV cache blocks of a rank, and the other memory of a CUDA device.
 
 On CUDA a step of the worst kind is run before there is a cache, and measured: so the first large video finds the memory
 that it needs.
@@ -137,7 +137,7 @@ def profile(
     config: EngineConfig, model_dir: str, media_cache: MediaCachePlan, model: ModelConfig,
     device: torch.device, runner_with: Callable[[int], ModelRunner],
 ) -> MemoryUse | None:  # fmt: skip
-    """What of its CUDA device this rank cannot have for the KV cache; None where that does not set the cache's size.
+    """The memory of its CUDA device that this rank cannot use for the KV cache; None if flags or the CPU set its size.
 
     `runner_with` makes a runner of the loaded model, with a KV cache of so many blocks. A collective: it runs a step.
     Raises ConfigError: there is no room for the step.

@@ -155,7 +155,7 @@ class ModelRunner:
         return self._cache.block_size
 
     def execute(self, step: Step) -> StepResult:
-        """Do what the step says, and wait for it; tokens in the result of rank 0 only.
+        """Execute the step and wait for it; only rank 0's result has tokens.
 
         Raises any error: a rank that failed in the middle of a step cannot continue.
         """

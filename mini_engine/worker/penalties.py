@@ -1,5 +1,5 @@
-"""What changes a row's logits before its temperature, and so a greedy row's choice as well: logit bias, stop tokens
-that are barred, penalties. `sampler.py` says in which order, and why in that one.
+"""Changes to a row's logits before temperature, for greedy rows as well: logit bias, masked stop tokens, penalties.
+`sampler.py` gives their order and its reason.
 
 What the penalties need to know of a sequence's tokens is counted on the device, where the tokens are chosen: so a step
 can be launched before the host knows the token of the step before.

@@ -120,7 +120,7 @@ def load(model_dir: str, config: EngineConfig, tp: TensorParallel, device: torch
 
 
 def choose_threads(config: EngineConfig) -> int:
-    """Threads for torch's operators: OMP_NUM_THREADS if set, else the cores but one shared out among all workers."""
+    """Threads for torch's operators: OMP_NUM_THREADS if set, else all cores but one, split over all workers."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdigit() and int(given) > 0:
         return int(given)
@@ -179,7 +179,7 @@ def _check_compiler() -> None:
 
 
 def disable_cudnn_attention() -> None:
-    """Have torch compute attention by its other kernels, in this process.
+    """Disable cuDNN's attention kernels in this process.
 
     On a Hopper torch prefers cuDNN's, which builds a plan for every new shape before it computes; and here every video
     brings new shapes, and every step of `sdpa`.
@@ -188,7 +188,7 @@ def disable_cudnn_attention() -> None:
 
 
 def choose_collectives(config: EngineConfig, device: torch.device) -> str:
-    """What carries tensors between ranks: "shm", or torch.distributed with "nccl" or "gloo". Raises ConfigError: what
+    """The backend of collectives: "shm", or torch.distributed with "nccl" or "gloo". Raises ConfigError: what
     was asked for does not work on the device."""
     asked = config.distributed_backend
     if asked == "auto":
