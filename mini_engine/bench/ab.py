@@ -27,9 +27,9 @@ Runs = dict[str, list[Measured]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The two servers' flags, and those of `serve`, where `--launch` is for both."""
     group = parser.add_argument_group("servers")
-    group.add_argument("--a", required=True, metavar="FLAGS", help='Flags of the one server, such as "" for none.')
-    group.add_argument("--b", required=True, metavar="FLAGS", help="Flags of the other.")
-    group.add_argument("--rounds", type=int, default=2, help="Runs of each (default: 2).")
+    group.add_argument("--a", required=True, metavar="FLAGS", help='Flags of server A; "" for none.')
+    group.add_argument("--b", required=True, metavar="FLAGS", help="Flags of server B.")
+    group.add_argument("--rounds", type=int, default=2, help="Runs of each server (default: 2).")
     serve.add_arguments(parser)
 
 

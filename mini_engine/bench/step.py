@@ -42,10 +42,10 @@ LONGEST_STEP_SECONDS = 0.01
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    parser.add_argument("--launch", default="", metavar="FLAGS", help="Flags of serve.py for the server.")
-    parser.add_argument("--batch", type=int, default=32, help="Sequences (default: 32).")
-    parser.add_argument("--steps", type=int, default=100, help="Steps timed at a time (default: 100).")
-    parser.add_argument("--repeats", type=int, default=10, help="Times; the fastest counts (default: 10).")
+    parser.add_argument("--launch", default="", metavar="FLAGS", help="Flags of serve.py.")
+    parser.add_argument("--batch", type=int, default=32, help="Number of sequences (default: 32).")
+    parser.add_argument("--steps", type=int, default=100, help="Steps per measurement (default: 100).")
+    parser.add_argument("--repeats", type=int, default=10, help="Measurements; the fastest counts (default: 10).")
 
 
 def run(args: argparse.Namespace) -> Report:

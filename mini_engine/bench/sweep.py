@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flag that varies, and those of `serve`."""
     group = parser.add_argument_group("sweep")
     group.add_argument("--flag", required=True, metavar="NAME", help="A flag of this client or of serve.py.")
-    group.add_argument("--values", required=True, metavar="A,B,C", help="Its values.")
+    group.add_argument("--values", required=True, metavar="A,B,C", help="Comma-separated values of the flag.")
     serve.add_arguments(parser)
 
 

@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--payloads", type=float, nargs="+", default=[1, 4, 16, 64, 256], metavar="MB",
         help="Sizes in MB of 2**20 bytes, fractions too (default: 1 4 16 64 256).")  # fmt: skip
-    add("--ranks", type=int, nargs="+", default=[1, 2], metavar="T", help="Default: 1 2.")
-    add("--repeats", type=int, default=7, help="Times; medians count (default: 7).")
+    add("--ranks", type=int, nargs="+", default=[1, 2], metavar="T", help="Numbers of ranks (default: 1 2).")
+    add("--repeats", type=int, default=7, help="Measurements; medians count (default: 7).")
 
 
 def run(args: argparse.Namespace) -> Report:

@@ -64,8 +64,8 @@ class Watch:
         self._steps.put(step)
 
     def take(self) -> None:
-        """Remove one step from `done`. Waits if it is not readable. Raises RuntimeError: the device failed in a step; the
-        cause is CUDA's error."""
+        """Remove one step from `done`. Waits if it is not readable. Raises RuntimeError: the device failed in a step;
+        CUDA's error is the cause."""
         os.eventfd_read(self.done)
         if self._crash is not None:
             raise RuntimeError("the device has failed in a step") from self._crash
