@@ -277,7 +277,7 @@ class Engine:
     def _lose(self, why: str) -> None:
         """A connection to it has ended. If it has died the supervisor says so, too."""
         if self.stopped is None:
-            logger.error("engine %d is treated as dead: %s", self.number, why)
+            logger.error("connection to engine %d lost: %s", self.number, why)
             self.die()
             self._on_lost(self.number)
 

@@ -138,7 +138,7 @@ async def _transfer(running: Ranks, sender: TensorIpcSender, payload: np.ndarray
         pipe.send(handle)
     found = [pipe.recv() for pipe in running.pipes[: sender.num_ranks]]
     if any(received != checksum(tensor) for received, _ in found):
-        raise BenchError(f"{sender.placement}: a rank read other bytes than were sent")
+        raise BenchError(f"{sender.placement}: a rank read wrong bytes")
     sender.consumed([handle.message])
     return np.array([copied - begun, arrived - copied, max(touch for _, touch in found)])
 

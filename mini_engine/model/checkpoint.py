@@ -111,7 +111,7 @@ def _read_index(path: Path) -> dict[str, str]:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{path} is no index of safetensors files; download it again") from None
+        raise CheckpointError(f"{path} is not a valid safetensors index; download it again") from None
 
 
 def _files(directory: Path, index: dict[str, str]) -> Iterable[Path]:

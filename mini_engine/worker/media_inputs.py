@@ -75,7 +75,7 @@ class MediaInputs:
     def check(self) -> None:
         """Raise a RuntimeError if the thread has died: reception has stopped."""
         if self._crash is not None:
-            raise RuntimeError("the media receiver thread has died") from self._crash
+            raise RuntimeError("the media receiver thread crashed") from self._crash
 
     def rows(self, handle: TensorHandle, first: int, stop: int) -> torch.Tensor:
         """Rows `first .. stop` of the tensor that `handle` stands for. On a device they are for the current stream.

@@ -50,7 +50,7 @@ class Sequence:
 
 
 class SimulatedLinks:
-    """Stands where `links.Links` stands: the test decides what arrives and when the ranks run."""
+    """A fake `links.Links`: the test decides which messages arrive and when the ranks run."""
 
     def __init__(self, config: EngineConfig):
         self.num_ranks, self.block_size = config.tensor_parallel_size, config.block_size

@@ -57,7 +57,7 @@ def put(store: MediaStore, number: int, rows: int | None = None, owner: Owner = 
 
 @dataclasses.dataclass(eq=False)
 class Written:
-    """The model of an item that lies in the store, or of one that is being written."""
+    """The model of an item that is in the store or being written."""
 
     value: bytes
     stamp: int  # what its pages hold
@@ -72,7 +72,7 @@ class Written:
 
 
 class StoreAgainstModel(RuleBasedStateMachine):
-    """Two API servers with requests at every stage. Each death brings a successor, with a new incarnation."""
+    """Two API servers with requests at every stage. Each dead one is replaced, with a new incarnation."""
 
     values = st.integers(0, len(ROWS) - 1).map(value_of)
     slots = st.integers(0, 1)
@@ -114,7 +114,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
                 self.lru.remove(one)
 
     def settle(self, one: Written) -> None:
-        """It may be that no request refers to it any more."""
+        """Perhaps no request refers to it now."""
         if not one.readers:
             (self.lru.append if one.listed else self.written.remove)(one)
 
@@ -162,7 +162,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     @precondition(lambda self: self.writing)
     @rule(data=st.data())
     def write(self, data):
-        """The thread has copied: some requests wait for it, or none does any more."""
+        """The copy is complete: some requests wait for it, or none."""
         number = data.draw(st.sampled_from(sorted(self.writing)))
         one = self.writing.pop(number)
         readers = data.draw(st.lists(self.names, max_size=3, unique=True))
@@ -276,7 +276,7 @@ TestStoreAgainstModel = StoreAgainstModel.TestCase
 
 
 class CopiesAgainstModel(RuleBasedStateMachine):
-    """Copies in the ranks: what is listed fits, what is referred to stays, and each change is sent to the ranks."""
+    """Copies in the ranks: listed items fit, referenced ones stay, and each change is sent to the ranks."""
 
     def __init__(self):
         super().__init__()

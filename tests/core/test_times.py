@@ -16,7 +16,7 @@ class Clock:
         monkeypatch.setattr("time.monotonic", lambda: self.now)
 
     def run(self, world, until=lambda: False):
-        """To rest, or until something is so; each step takes the ranks a second."""
+        """Run until idle, or until a condition; each step takes the ranks a second."""
         while True:
             world.turn()
             if until() or not world.links.steps:

@@ -44,7 +44,7 @@ TIMED = dataclasses.replace(MODEL, video_time="text")
 
 
 class World:
-    """An engine core, its simulated ranks, and one API server that records what it receives."""
+    """An engine core with simulated ranks and one recording API server."""
 
     def __init__(self, blocks=64, block_size=4, max_seqs=8, max_tokens=16, ranks=1, media=None, model=MODEL, **more):
         media = RankCopies(1 << 30) if media is None else media
@@ -168,7 +168,7 @@ class World:
 
 
 def item(message, offset, num_tokens=2, index=0, media_hash=None, grids=1, gap=0):
-    """A video of so many temporal grids, with `gap` tokens of text between each two; like no other without a hash."""
+    """A video of so many temporal grids, with `gap` text tokens between them; unique without a hash."""
     media_hash = media_hash or b"%d %d" % (message.number, index)
     patches = TensorHandle(message, (4 * num_tokens, MODEL.vision.patch_dim), "uint8")
     grid = (grids, 2, 2 * num_tokens // grids)

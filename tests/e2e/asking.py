@@ -64,7 +64,7 @@ class Asking:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def hang_up(self) -> None:
-        """Close the connection, whatever was received by now. Without effect when closed."""
+        """Close the connection. Without effect when closed."""
         if self._response is not None:
             self._response.close()
         self._connection.close()

@@ -92,7 +92,7 @@ class Ground:
 
 @contextlib.contextmanager
 def held(ground: Ground, name: str, one: Asked | None = None, **more: object) -> Iterator[Asking]:
-    """At the fail point `name`, with nothing answered."""
+    """At the fail point `name`, without a response."""
     with ground.server.failpoint(name) as point:
         asking = ground.ask(one or ground.new(), **more)
         point.wait()
@@ -153,7 +153,7 @@ def waiting(ground: Ground, is_kept: bool = False) -> Iterator[Asking]:
 
 @contextlib.contextmanager
 def generating(ground: Ground) -> Iterator[Asking]:
-    """Some of its tokens are with the client."""
+    """The client has some of its tokens."""
     asking = ground.ask(ground.new(), **ENDLESS)
     asking.read_events(3)
     ground.wait_for_gauges(num_requests_running=1)

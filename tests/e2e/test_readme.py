@@ -1,4 +1,4 @@
-"""The README's commands, as they stand: each block of them belongs to a test here that runs it."""
+"""The README's commands: each block is run by a test here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def blocks() -> dict[str, str]:
 
 
 def runs(first_line: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Marks the test that runs the block which begins like this."""
+    """Marks the test that runs the block with this first line."""
 
     def register(test: Callable[..., None]) -> Callable[..., None]:
         run_here[first_line] = test
@@ -55,7 +55,7 @@ def block(first_line: str) -> str:
 
 
 def shell(commands: str, cwd: Path) -> str:
-    """What commands print, run in an empty directory as if it were the project's with its `.venv`."""
+    """The output of commands in an empty directory, with the project's Python."""
     commands = re.sub(r" (serve|bench)\.py", rf" {ROOT}/\1.py", commands.replace(PYTHON, sys.executable))
     environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(cwd)}
     result = subprocess.run(
@@ -177,7 +177,7 @@ TRAIN = f"{PYTHON} -m mini_engine.demo.train"
 @runs(TRAIN)
 @pytest.mark.slow
 def test_train_command(tmp_path):
-    """A few steps of it, and into another directory."""
+    """A few steps, with output to another directory."""
     small = "--steps 2 --every 2 --patches 300 --pool 8 --pool-start 8 --held-out 8 --count 1 --threads 1 --out weights"
     printed = shell(f"{block(TRAIN).strip()} {small}", tmp_path)
     assert (tmp_path / "weights" / "model.safetensors").exists() and "h264" in printed
@@ -188,7 +188,7 @@ def test_every_model_is_in_the_table():
 
 
 def test_image_request_of_the_api_page(server, tmp_path):
-    """Of the page on the interface."""
+    """The example of docs/api.md."""
     page = (ROOT / "docs" / "api.md").read_text()
     found = re.search(r"A question about an image:\n\n((?:    .*\n)+)", page)
     assert found is not None

@@ -1,4 +1,4 @@
-"""Clients that ask questions with known answers, one after the other, and note how each request ended."""
+"""Clients that ask questions with known answers and record the outcome of each request."""
 
 from __future__ import annotations
 

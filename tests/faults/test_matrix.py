@@ -52,7 +52,7 @@ class Ground:
         self.descriptors = descriptors(server.process.pid)
 
     def wait_until_whole(self, gone: set[int]) -> None:
-        """Until each process is there once, none of them one of `gone`, and every API server is healthy."""
+        """Wait until all processes run, none of them one of `gone`, and every API server is healthy."""
 
         def check() -> None:
             assert self.server.process.poll() is None, self.server.log
@@ -109,7 +109,7 @@ def grounds() -> Iterator[Callable[..., Ground]]:
 
 @dataclasses.dataclass(frozen=True)
 class AtStage:
-    """The request that is where the stage's name says."""
+    """The request at the named stage."""
 
     ending: Future[Outcome]  # it ends, at the latest, with the block of the stage
     point: FailPoint | None = None  # that holds it
@@ -121,7 +121,7 @@ Stage = Callable[[Ground], contextlib.AbstractContextManager[AtStage | None]]
 
 @contextlib.contextmanager
 def awaited(asking: Asking, one: Asked) -> Iterator[Future[Outcome]]:
-    """How the request ends, noted when it does; after the block it is not waited for."""
+    """The outcome of the request; the end of the block does not wait for it."""
     with ThreadPoolExecutor(1) as pool:
         try:
             yield pool.submit(outcome_of, one, asking.response)
@@ -199,7 +199,7 @@ def bound(role: str, number: int) -> float:
 
 
 def endings(role: str) -> tuple[str, ...]:
-    """How requests may end that have no answer, when this process has died."""
+    """Allowed outcomes of failed requests after the death of this process."""
     return API_SERVER_DIED if role.startswith(("api", "supervisor")) else ENGINE_DIED
 
 
