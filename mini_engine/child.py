@@ -1,4 +1,4 @@
-"""What every child process does first: die with the supervisor, set its title, say hello, run its role.
+"""The start of every child process: die with the supervisor, set its title, send Hello, run its role.
 
 Started as `python -m mini_engine.child SPEC`, SPEC being a `ChildSpec` in JSON. Nothing heavy is imported before the
 parent-death signal is set; each role's module is imported last.

@@ -1,4 +1,4 @@
-"""What a child process does before anything else: die with its parent, keep freed memory, give up rights.
+"""The first steps of a child process: die with its parent, tune malloc, drop privileges (decoders).
 
 Imports nothing heavy.
 """

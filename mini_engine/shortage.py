@@ -1,4 +1,4 @@
-"""Whether the host gives this process no more of something, which is the fault of no request, no file and no client."""
+"""Errors of a host that is out of file descriptors, memory or threads, which no request, file or client caused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIGNS = {"can't start new thread": "threads", "DefaultCPUAllocator": "memory"}
 
 
 class Shortage(Exception):
-    """The host, or a limit of this process, gives no more of `what` at present. The text is for the client."""
+    """The host, or a limit of this process, is out of `what`. The text is for the client."""
 
     def __init__(self, what: str):
         super().__init__(f"This server is out of {what}; retry later.")

@@ -1,4 +1,4 @@
-"""What the routes of the HTTP application share. Each route gets it by `context_of`."""
+"""The objects that the routes of the HTTP application share. Each route gets it by `context_of`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens of an answer -> its text, as they come. `SampleText` uses the other classes of this file.
+"""Tokens of an answer -> its text, incrementally. `SampleText` uses the other classes of this file.
 
 A token costs what its own bytes cost, however many came before: `tokenizers.decoders.DecodeStream` decodes all tokens
 that have made no text yet again at each. Knows nothing of requests or streams. Runs in the event loop's thread only: a
@@ -122,7 +122,7 @@ class Detokenizer:
         return self._release(text) if text else ""
 
     def finish(self) -> str:
-        """Returns the rest when no more tokens come: what was held back, and U+FFFD for an unfinished character."""
+        """Returns the rest after the last token: what was held back, and U+FFFD for an unfinished character."""
         if self.stopped_by is not None:
             return ""
         rest = self._decoder.decode(b"", final=True)

@@ -50,8 +50,8 @@ ENGINE_STOPPED = "The engine has stopped; send this request again later."
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What all engines of an API server share."""
+class EngineContext:
+    """Shared by all engines of an API server."""
 
     encoder: Encoder
     media_capacity: int  # most bytes of cached media that an engine can read; 0: none are cached
@@ -74,7 +74,7 @@ class Engine:
         socket: zmq.asyncio.Socket,
         queue: TensorIpcSender,
         store: WritableMemory | None,
-        surroundings: Surroundings,
+        context: EngineContext,
     ):
         """`store`: the memory of its media store, if it has one."""
         self.number = number
@@ -83,22 +83,22 @@ class Engine:
         self.preparing = 0  # samples of requests that chose this engine and are not in `requests` yet
         self.stopped: EngineError | None = None  # what requests end with once it serves no more
         self._socket = socket
-        self._encoder = surroundings.encoder
-        self._on_lost = surroundings.on_lost
-        self._on_stop = surroundings.on_stop
-        self._metrics = metrics.EngineMetrics(number, surroundings.media_capacity)
+        self._encoder = context.encoder
+        self._on_lost = context.on_lost
+        self._on_stop = context.on_stop
+        self._metrics = metrics.EngineMetrics(number, context.media_capacity)
         self._numbers = itertools.count(1)
         self._replies: dict[int, asyncio.Future[ControlReply | None]] = {}  # to control requests, by number
         self._ping_reply: asyncio.Future[ControlReply | None] | None = None
         self._pinged_at = 0.0
-        self._sender = RequestSender(self._encoder, queue, self._send, surroundings.on_memory)
+        self._sender = RequestSender(self._encoder, queue, self._send, context.on_memory)
         self.media = MediaStoreClient(
             number,
             lambda body: self._send(self._encoder.encode(body)),
             queue.num_ranks,
-            surroundings.media_capacity > 0,
+            context.media_capacity > 0,
             store,
-            surroundings.max_object_bytes,
+            context.max_object_bytes,
         )
 
     @property
@@ -107,7 +107,7 @@ class Engine:
         return len(self.requests) + self.preparing
 
     def check(self) -> None:
-        """Raises EngineError when it serves no more."""
+        """Raises EngineError when it is down."""
         if self.stopped is not None:
             raise self.stopped.with_traceback(None)  # which would grow with each who meets it
 
@@ -117,7 +117,7 @@ class Engine:
 
         What finds room in the store is written there; for the rest this waits for room for its tensors, which leave
         before the request does, straight to the ranks; and, if there are media, until the engine has accepted the
-        request. Cancelling it leaves nothing behind, inside of `media.holding`. Raises EngineError: the engine is gone,
+        request. Cancelling it leaves nothing behind, inside of `media.holding`. Raises EngineError: the engine is down,
         or the tensors cannot be sent or do not arrive (MediaNotSent).
         """
         self.requests |= {sample.request_id: sample for sample in generation.samples}
@@ -145,7 +145,7 @@ class Engine:
             raise
 
     def send(self, body: AnyMessage) -> None:
-        """Send what is no request; it is dropped if the engine is gone."""
+        """Send what is no request; it is dropped if the engine is down."""
         with contextlib.suppress(EngineError):
             self._send(self._encoder.encode(body))
 
@@ -155,13 +155,13 @@ class Engine:
             self.send(Finish(request_id, reason))
 
     async def refresh_metrics(self) -> None:
-        """Bring the engine's metrics up to date; without effect when it is gone. Cancelling it stops the wait only."""
+        """Bring the engine's metrics up to date; without effect when it is down. Cancelling it stops the wait only."""
         if self.stopped is None:
             await asyncio.wait([self._control("stats")])
 
     async def reset_caches(self) -> None:
         """Have the core drop all that its caches hold and no running request uses. Cancelling it stops the wait only.
-        Raises EngineError: the engine is gone."""
+        Raises EngineError: the engine is down."""
         self.check()
         if await asyncio.shield(self._control("reset_caches")) is None:
             self.check()
@@ -169,7 +169,7 @@ class Engine:
     async def answers_ping(self, within: float) -> bool:
         """Whether the core and all its ranks answer a ping within so many seconds of it.
 
-        At most one is sent at a time, which all callers await. An unanswered ping is never given up: the engine hangs.
+        At most one is sent at a time, which all callers await. An unanswered ping does not time out: the engine hangs.
         """
         if self.stopped is not None:
             return False
@@ -182,7 +182,7 @@ class Engine:
         return reply.done() and reply.result() is not None
 
     def stop(self, why: EngineError, begun: EngineError) -> None:
-        """Refuse new requests with `why`, and end those that the engine has with `begun`: the engine is gone, or this
+        """Refuse new requests with `why`, and end those that the engine has with `begun`: the engine is down, or this
         server is going."""
         if self.stopped is not None:
             return
@@ -226,7 +226,7 @@ class Engine:
                 if body.consumed:
                     self._sender.consumed(body.consumed)
             case MediaMiss(request_id=request_id, late=late):
-                self._on_turned_down(request_id, late)
+                self._on_rejected(request_id, late)
             case Found():
                 self.media.on_found(body)
             case Reserved():
@@ -238,13 +238,13 @@ class Engine:
                     reply.set_result(body)
 
     def _control(self, action: Literal["ping", "stats", "reset_caches"]) -> asyncio.Future[ControlReply | None]:
-        """Send a control request. The future is None when the engine is gone; nothing cancels it."""
+        """Send a control request. The future is None when the engine is down; nothing cancels it."""
         number = next(self._numbers)
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
         self.send(ControlRequest(number, action))
         return reply
 
-    def _on_turned_down(self, request_id: str, late: bool) -> None:
+    def _on_rejected(self, request_id: str, late: bool) -> None:
         """The core has forgotten the request, but not its references."""
         generation = self.requests[request_id].generation
         if late:  # its tensors are on their way still
@@ -262,7 +262,7 @@ class Engine:
             sample.generation.receive(sample, output)
 
     def _forget(self, generation: Generation) -> None:
-        """The core knows nothing of it: no final output will come."""
+        """The core has no state of it: there will be no final output."""
         for sample in generation.samples:
             self.requests.pop(sample.request_id, None)
 
@@ -277,13 +277,13 @@ class Engine:
     def _lose(self, why: str) -> None:
         """A connection to it has ended. If it has died the supervisor says so, too."""
         if self.stopped is None:
-            logger.error("engine %d is treated as dead: %s", self.number, why)
+            logger.error("connection to engine %d lost: %s", self.number, why)
             self.die()
             self._on_lost(self.number)
 
 
 def send_now(socket: zmq.asyncio.Socket, frame: bytes) -> None:
-    """Queue `frame` at once, without giving way to other tasks.
+    """Queue `frame` at once, without yielding to other tasks.
 
     Raises:
         zmq.ZMQError: the queue is full.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import zmq.asyncio
 
 from mini_engine import metrics
-from mini_engine.api.engine import Engine, Surroundings
+from mini_engine.api.engine import Engine, EngineContext
 from mini_engine.api.errors import EngineError
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder
@@ -53,8 +53,8 @@ class EngineClient:
         self._blocks: set[asyncio.Timeout] = set()  # that last no longer than the engines
         self._gone: set[int] = set()  # engines whose death was reported
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.draining = False  # this process ends by itself, when its last request has
-        shared = Surroundings(
+        self.draining = False  # this process exits when its last request has finished
+        shared = EngineContext(
             encoder, media_capacity, max_object_bytes, self._show_memory, self._end_blocks, self._on_lost
         )
         self.engines = [
@@ -63,7 +63,7 @@ class EngineClient:
         ]
 
     def check(self) -> None:
-        """Raises EngineError when no engine runs: then a request need not be looked at."""
+        """Raises EngineError when no engine runs: then a request is not parsed."""
         if not self._running:
             self.engines[0].check()
 
@@ -93,7 +93,7 @@ class EngineClient:
         return all(await asyncio.gather(*(engine.answers_ping(within) for engine in self.engines)))
 
     async def run(self) -> None:
-        """Take what the cores send, until cancelled. Raises EngineLost: this process is to be replaced."""
+        """Take what the cores send, until cancelled. Raises EngineLost: this process must be replaced."""
         await asyncio.gather(self._lost, *(engine.receive() for engine in self.engines))
 
     @contextlib.contextmanager
@@ -130,7 +130,7 @@ class EngineClient:
 
     async def reset_caches(self) -> None:
         """Empty the caches of every engine, but for what running requests use. Cancelling it stops the wait only.
-        Raises EngineError: an engine is gone."""
+        Raises EngineError: an engine is down."""
         await asyncio.gather(*(engine.reset_caches() for engine in self.engines))
 
     def peer_gone(self, sender: str) -> None:

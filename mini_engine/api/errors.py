@@ -108,7 +108,7 @@ def too_much_work(reason: str, problem: str) -> ApiError:
 
 
 def shutting_down() -> EngineError:
-    """A 503: this server ends, and there may be another."""
+    """A 503: this server shuts down, and there may be another."""
     return EngineError(
         "The server is shutting down and takes no new requests; send this one again later.", code="shutting_down"
     )

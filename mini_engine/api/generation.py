@@ -1,6 +1,6 @@
-"""A request at its engine, and the text of each of its samples as it comes.
+"""A request at its engine, and the text of each of its samples, incrementally.
 
-`Generation` alone decides whether a request is over: it is an iterator for `responses.py`, and `Engine` calls the rest.
+Only `Generation` decides whether a request is finished: `responses.py` iterates over it, and `Engine` calls the rest.
 Shared by chat and legacy completions. Belongs to the event loop's thread.
 """
 
@@ -34,9 +34,9 @@ class Sample:
         self.generation = generation
         self.request_id = request_id
         self.text = text
-        self.over = False  # no more pieces come
+        self.over = False  # there are no more pieces
         self.num_cached_tokens = 0
-        self.times: EngineTimes | None = None  # of the first sample, once its first token came
+        self.times: EngineTimes | None = None  # of the first sample, once its first token arrived
         self._ended = False  # by the engine
         self._outputs: list[RequestOutput] = []
 
@@ -63,7 +63,7 @@ class Sample:
         return self.text.push(token_ids, outputs[-1].finish_reason, logprobs)
 
     def end(self) -> None:
-        """No more pieces come; outputs that were not taken are dropped."""
+        """There are no more pieces; outputs that were not taken are dropped."""
         self.over, self._outputs = True, []
         if self.times is not None and not self._ended:  # its last token is the one that was taken now
             self.times = msgspec.structs.replace(self.times, last_token=time.monotonic())
@@ -73,7 +73,7 @@ class Generation:
     """One request, as an asynchronous iterator over the pieces of its choices. As a context it aborts, when it is left,
     what has not ended.
 
-    Tokens that come faster than they are taken are one piece; no sample is taken twice while another waits.
+    Tokens that arrive faster than they are taken are one piece; no sample is taken twice while another waits.
 
     Args:
         request: with its siblings; the first sample has the request's own id.
@@ -105,7 +105,7 @@ class Generation:
 
     @property
     def over(self) -> bool:
-        """Whether every sample has ended: no more pieces come."""
+        """Whether every sample has ended: there are no more pieces."""
         return all(sample.over for sample in self.samples)
 
     @property
@@ -119,7 +119,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> Piece:
-        """Wait for tokens of any sample. Raises EngineError: the engine has failed at the request, or is gone."""
+        """Wait for tokens of any sample. Raises EngineError: the engine has failed at the request, or is down."""
         if self.over:
             raise StopAsyncIteration
         while not (self._waiting or self._error):
@@ -158,7 +158,7 @@ class Generation:
         return self._accepted
 
     def answer(self, accepted: bool) -> None:
-        """The engine has accepted the request, or turned it down: then it knows nothing of it any more."""
+        """The engine accepted the request, or rejected it and has no state of it."""
         if not accepted:
             self.finish_at_engine = None
         if self._accepted is not None and not self._accepted.done():
@@ -177,7 +177,7 @@ class Generation:
         self._wake()
 
     def fail(self, error: EngineError) -> None:
-        """The engine sends no more: the request ends with `error`."""
+        """The engine sends no more outputs: fail the request with `error`."""
         self._error = error
         self._wake()
 

@@ -25,7 +25,7 @@ from mini_engine.failpoints import reach_failpoint
 from mini_engine.shortage import shortage_in
 
 STOP_SECONDS = 1  # for responses to end after their requests have been ended, before their tasks are cancelled
-HEADER_BYTES = 16 << 10  # of a request that has not come whole
+HEADER_BYTES = 16 << 10  # of an incomplete request
 
 
 class Connection(asyncio.Protocol):

@@ -54,7 +54,7 @@ class MediaStoreClient:
 
     Args:
         engine: its number.
-        send: a message for the core; raises EngineError when the engine is gone.
+        send: a message for the core; raises EngineError when the engine is down.
         num_ranks: of the engine.
         is_cached: whether the engine caches media at all.
         memory: of its store; None: no store, or the ranks keep copies.
@@ -93,7 +93,7 @@ class MediaStoreClient:
                     self._send(Unreserve(request_id))
 
     async def look_up(self, request_id: str, hashes: Collection[bytes]) -> dict[bytes, CachedMedia]:
-        """The cached ones of `hashes`, by hash. Raises EngineError: the engine is gone."""
+        """The cached ones of `hashes`, by hash. Raises EngineError: the engine is down."""
         if not hashes or not self._is_cached:
             return {}
         self._looked_up.add(request_id)
@@ -128,7 +128,7 @@ class MediaStoreClient:
         self._writes[reserved.media_hash].answer.set_result(reserved)
 
     def close(self, error: EngineError) -> None:
-        """The engine is gone: waiting calls raise `error`."""
+        """The engine is down: waiting calls raise `error`."""
         answers: list[asyncio.Future[Any]] = [*self._lookups.values(), *(one.answer for one in self._writes.values())]
         for answer in answers:
             if not answer.done():

@@ -56,7 +56,7 @@ class ActiveRequests:
                 self._none_active.set()
 
     async def drain(self) -> None:
-        """Refuse further requests, and those whose bodies have not come yet; return when the others have ended."""
+        """Refuse further requests, and those with incomplete bodies; return when the others have ended."""
         self.draining = True
         for exchange in self._active:
             if exchange.receiving:

@@ -73,7 +73,7 @@ async def live() -> Response:
 async def reset_caches(request: Request) -> Response:
     """Empty the prefix, encoder and media caches of every engine, but for what running requests use.
 
-    200 when all have done so; 503 when an engine is gone; 504 when one does not answer in time.
+    200 when all have done so; 503 when an engine is down; 504 when one does not answer in time.
     """
     try:
         async with asyncio.timeout(RESET_SECONDS):
@@ -116,7 +116,7 @@ class Stats:
         self._looked_at = time.monotonic()
 
     def line(self) -> str | None:
-        """Throughputs and hit rates since the last look, and how full the engines are; None when nothing ran."""
+        """Throughputs and hit rates since the last call, and how full the engines are; None when nothing ran."""
         before, self._before = self._before, metrics.samples()
         begun, self._looked_at = self._looked_at, time.monotonic()
         seconds = self._looked_at - begun

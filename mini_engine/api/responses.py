@@ -178,7 +178,7 @@ def _token_name(data: Sequence[int]) -> str:
 
 
 class EventStream(Response):
-    """A response of server-sent events. The headers leave with `first`, then each of `events` as it comes.
+    """A response of server-sent events. The headers leave with `first`, then each of `events`.
 
     `events` is closed however the response ends.
     """
@@ -203,7 +203,7 @@ class EventStream(Response):
 
 
 async def _pieces(generations: Sequence[Generation]) -> AsyncGenerator[Piece, None]:
-    """The pieces of all generations as they come."""
+    """The pieces of all generations in order of arrival."""
     if len(generations) == 1:
         async for piece in generations[0]:
             yield piece

@@ -28,7 +28,7 @@ INLINE_COPY_BYTES = 1 << 20  # above it, tenths of a millisecond, tensors are co
 class RequestSender:
     """Sends requests to one engine, their tensors by `queue`.
 
-    `send_frame` takes an encoded message for the engine core, and raises EngineError when the engine is gone.
+    `send_frame` takes an encoded message for the engine core, and raises EngineError when the engine is down.
     `on_memory` is called when the memory of sent tensors has changed.
     """
 
@@ -50,7 +50,7 @@ class RequestSender:
         hash. Waits for memory for them; cancelling it leaves nothing behind.
 
         Raises:
-            EngineError: the engine is gone; memory for the tensors is short (MediaNotSent); or they are larger than
+            EngineError: the engine is down; memory for the tensors is short (MediaNotSent); or they are larger than
                 the limit, a 400.
         """
         tensors: list[Any] = [item.patches for item in request.media if item.patches is not None]
@@ -68,7 +68,7 @@ class RequestSender:
         self._on_memory()
 
     def close(self, error: EngineError) -> None:
-        """The engine is gone: requests that are not sent yet end with `error`."""
+        """The engine is down: requests that are not sent yet end with `error`."""
         self._closed = error
         self.queue.close_streams()
         self._on_memory()

@@ -68,7 +68,7 @@ def run(child: Child) -> None:
     metrics.engine_restarts.set(init.restarts)
     try:
         front = load(init, int(child.index))
-        # Half a million objects of torch and transformers that stay: no collection need look at them again.
+        # Half a million objects of torch and transformers that stay: collections can skip them.
         gc.collect()
         gc.freeze()
         asyncio.run(_main(child, init, front))
@@ -120,7 +120,7 @@ def load(init: Init, index: int) -> ModelFront:
 
 
 def media_policy(config: EngineConfig) -> MediaPolicy:
-    """What may be fetched. Raises ConfigError."""
+    """Allowed sources and limits. Raises ConfigError."""
     root = config.allowed_local_media_path
     try:
         return MediaPolicy(

@@ -29,7 +29,7 @@ class RequestClock:
         self._arrived = self._entered = time.monotonic()
         self._prompt = self._generated = 0  # tokens
         self._gaps, self._gap_seconds = 0, 0.0  # between tokens of one choice, of all choices
-        self._last_token: dict[int, float] = {}  # when it came, by choice
+        self._last_token: dict[int, float] = {}  # when it arrived, by choice
         self._ended = False
         self._stage: Stage = "other"
         self._spent = dict.fromkeys((*metrics.stage_seconds, "other"), 0.0)
@@ -65,7 +65,7 @@ class RequestClock:
         metrics.generation_tokens_total.inc(generated)
 
     def end(self, reason: FinishReason, times: EngineTimes | None = None) -> None:
-        """The request is over; with `times` if it has an answer. Calls after the first have no effect."""
+        """The request is finished; with `times` if it has an answer. Calls after the first have no effect."""
         if self._ended:
             return
         self._ended = True

@@ -27,9 +27,9 @@ Runs = dict[str, list[Measured]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The two servers' flags, and those of `serve`, where `--launch` is for both."""
     group = parser.add_argument_group("servers")
-    group.add_argument("--a", required=True, metavar="FLAGS", help='Flags of the one server, such as "" for none.')
-    group.add_argument("--b", required=True, metavar="FLAGS", help="Flags of the other.")
-    group.add_argument("--rounds", type=int, default=2, help="Runs of each (default: 2).")
+    group.add_argument("--a", required=True, metavar="FLAGS", help='Flags of server A; "" for none.')
+    group.add_argument("--b", required=True, metavar="FLAGS", help="Flags of server B.")
+    group.add_argument("--rounds", type=int, default=2, help="Runs of each server (default: 2).")
     serve.add_arguments(parser)
 
 
@@ -51,32 +51,32 @@ def run(args: argparse.Namespace) -> Report:
         runs[side].append(measured)
         failures += [f"{side.upper()}{number}: {failure}" for failure in measured.failures]
         serve.save(args, measured, f"{side.upper()}{number}")
-    figures = compare(runs)
-    answers = figures["answers"]
+    results = compare(runs)
+    answers = results["answers"]
     print(f"A: {args.a.strip() or 'defaults'}\nB: {args.b.strip() or 'defaults'}\nboth: {args.launch or 'defaults'}")
     print(f"Means of {args.rounds} round(s), and the ratio with the least and greatest of a round:\n")
-    print(table(["", "A", "B", "B/A", "least", "greatest"], [[k, *r.values()] for k, r in figures["ratios"].items()]))
+    print(table(["", "A", "B", "B/A", "least", "greatest"], [[k, *r.values()] for k, r in results["ratios"].items()]))
     print(f"\nPrompts with different answers: {answers['differ']} of {answers['prompts']}")
-    return Report(figures, failures)
+    return Report(results, failures)
 
 
 def compare(runs: Runs) -> dict[str, Any]:
     """Each metric of both sides with its ratio, and how many answers differ."""
-    values = {side: [_values(measured.figures) for measured in found] for side, found in runs.items()}
+    values = {side: [_values(measured.results) for measured in found] for side, found in runs.items()}
     texts = [[one.text if one.ok else None for one in measured.run.outcomes] for measured in runs["a"] + runs["b"]]
     differ = sum(len(set(of_prompt) - {None}) > 1 for of_prompt in zip(*texts, strict=True))
     return {
         "ratios": {key: ratio for key in values["a"][0] if (ratio := _ratio(key, values)) is not None},
         "answers": {"prompts": len(texts[0]), "differ": differ},
-        "runs": {side.upper(): [measured.figures for measured in found] for side, found in runs.items()},
+        "runs": {side.upper(): [measured.results for measured in found] for side, found in runs.items()},
     }
 
 
-def _values(figures: dict[str, Any]) -> dict[str, float | None]:
+def _values(results: dict[str, Any]) -> dict[str, float | None]:
     """What is compared: throughputs, latencies, and the means of the server's stages."""
-    latencies = [key for key in figures if key.endswith("_ms") and key != "stages_ms" and not key.startswith("std_")]
-    stages = {f"mean_{name}_ms": stage["mean"] for name, stage in (figures["stages_ms"] or {}).items()}
-    return {key: figures[key] for key in (*THROUGHPUTS, *latencies)} | stages
+    latencies = [key for key in results if key.endswith("_ms") and key != "stages_ms" and not key.startswith("std_")]
+    stages = {f"mean_{name}_ms": stage["mean"] for name, stage in (results["stages_ms"] or {}).items()}
+    return {key: results[key] for key in (*THROUGHPUTS, *latencies)} | stages
 
 
 def _ratio(key: str, values: dict[str, list[dict[str, float | None]]]) -> dict[str, float] | None:

@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from mini_engine.bench.report import BenchError, say, surroundings
+from mini_engine.bench.report import BenchError, environment, say
 from mini_engine.config import ConfigError
 
 COMMANDS = {
@@ -68,6 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     for failure in report.failures:
         print(f"failed: {failure}")
-    found = {"regime": args.regime, **surroundings(args, report.all_here)}
-    print(json.dumps({**found, "figures": report.figures, "failures": report.failures}, default=str), flush=True)
+    found = {"regime": args.regime, **environment(args, report.all_here)}
+    print(json.dumps({**found, "results": report.results, "failures": report.failures}, default=str), flush=True)
     return 1 if report.failures else 0

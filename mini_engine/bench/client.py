@@ -1,4 +1,4 @@
-"""Sends streamed requests to an OpenAI-compatible server as they arrive, and notes when each chunk came.
+"""Sends streamed requests to an OpenAI-compatible server as they arrive, and records when each chunk arrived.
 
 Bodies are ready before the clock starts. Knows nothing of data sets. On aiohttp: the client often shares its cores with
 the server, and a stream costs aiohttp a fifth of what httpx takes.
@@ -46,11 +46,11 @@ class Request:
 
 @dataclass
 class Outcome:
-    """What came of a request. Moments are of `time.perf_counter`."""
+    """The outcome of a request. Moments are of `time.perf_counter`."""
 
     begun: float = 0.0
-    ended: float = 0.0  # when the last event came
-    chunks: list[float] = field(default_factory=list)  # when each chunk with `choices` came
+    ended: float = 0.0  # when the last event arrived
+    chunks: list[float] = field(default_factory=list)  # when each chunk with `choices` arrived
     text: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -86,7 +86,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of all requests, in their order; and the client's own CPU time, as a share of one core."""
+    """The outcomes of all requests, in their order; and the client's own CPU time, as a share of one core."""
 
     outcomes: list[Outcome]
     begun: float

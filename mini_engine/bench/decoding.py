@@ -17,7 +17,7 @@ from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.worker import (
     choose_backend,
     choose_device,
-    leave_out_cudnn,
+    disable_cudnn_attention,
     load,
     make_attention,
     make_graphs,
@@ -49,7 +49,7 @@ class NoMedia:
 def make_runner(config: EngineConfig, batch: int, longest: int) -> tuple[ModelRunner, VisionLanguageModel]:
     """The only rank's runner, with a KV cache for `batch` sequences of `longest` tokens; and its model."""
     torch.set_num_threads(1)
-    leave_out_cudnn()
+    disable_cudnn_attention()
     model_dir, device, tp = resolve_model(config), choose_device(config, 0, 0), TensorParallel()
     model = load(model_dir, config, tp, device)
     backend = choose_backend(config.attention_backend, device)

@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     add = parser.add_argument
     add("--launch", default=MODEL, metavar="FLAGS", help=f"Flags of serve.py (default: {MODEL}).")
-    add("--batches", type=int, nargs="+", default=[1, 8, 32, 64], help="Default: 1 8 32 64.")
-    add("--contexts", type=int, nargs="+", default=[1024, 8192], help="Default: 1024 8192.")
-    add("--steps", type=int, default=50, help="Decode steps timed at a time (default: 50).")
-    add("--repeats", type=int, default=5, help="Times; medians count (default: 5).")
+    add("--batches", type=int, nargs="+", default=[1, 8, 32, 64], help="Batch sizes (default: 1 8 32 64).")
+    add("--contexts", type=int, nargs="+", default=[1024, 8192], help="Context lengths (default: 1024 8192).")
+    add("--steps", type=int, default=50, help="Decode steps per measurement (default: 50).")
+    add("--repeats", type=int, default=5, help="Measurements; medians count (default: 5).")
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -79,8 +79,8 @@ def run(args: argparse.Namespace) -> Report:
     name = torch.cuda.get_device_name(runner.device)
     print(f"{name}: copy {copy_rate / 1e12:.2f} TB/s, matrix {matrix_rate / 1e12:.0f} TFLOP/s")
     print(table(head, rows))
-    figures = {"device": name, "copy_bytes_per_s": copy_rate, "matrix_flop_per_s": matrix_rate}
-    return Report(figures | {"rows": [dict(zip(head, row, strict=True)) for row in rows]})
+    results = {"device": name, "copy_bytes_per_s": copy_rate, "matrix_flop_per_s": matrix_rate}
+    return Report(results | {"rows": [dict(zip(head, row, strict=True)) for row in rows]})
 
 
 def _weights(module: torch.nn.Module) -> int:

@@ -112,8 +112,8 @@ def _is_good(outcome: Outcome, goodput: dict[str, float]) -> bool:
 
 
 def arrived(run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds after the start at which tokens came, ascending, and how many: a request's are shared out evenly over its
-    chunks."""
+    """Seconds after the start at which tokens arrived, ascending, and how many: a request's are distributed evenly over
+    its chunks."""
     done = [one for one in run.outcomes if one.ok]
     found = [(chunk - run.begun, one.output_tokens / len(one.chunks)) for one in done for chunk in one.chunks]
     moments, tokens = np.array(sorted(found)).reshape(-1, 2).T
@@ -121,7 +121,7 @@ def arrived(run: Run) -> tuple[np.ndarray, np.ndarray]:
 
 
 def best_second(run: Run) -> float | None:
-    """The most tokens that came within a second, which may begin at any moment; None for a run shorter than that."""
+    """The most tokens that arrived within a second, which may begin at any moment; None for a run shorter than that."""
     moments, tokens = arrived(run)
     if run.seconds < 1 or not len(moments):
         return None

@@ -26,9 +26,9 @@ class BenchError(RuntimeError):
 
 @dataclasses.dataclass
 class Report:
-    """What a command measured. `figures` is plain JSON data; `failures` are sentences, and make the exit status 1."""
+    """What a command measured. `results` is plain JSON data; `failures` are sentences, and make the exit status 1."""
 
-    figures: dict[str, Any]
+    results: dict[str, Any]
     failures: list[str] = dataclasses.field(default_factory=list)
     all_here: bool = True  # False: the server ran before, and may be on another machine
 
@@ -53,7 +53,7 @@ def _cell(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def surroundings(args: argparse.Namespace, all_here: bool) -> dict[str, Any]:
+def environment(args: argparse.Namespace, all_here: bool) -> dict[str, Any]:
     """The flags, and what it ran on: of `all` that was measured, or of the `client` alone."""
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -62,7 +62,7 @@ def surroundings(args: argparse.Namespace, all_here: bool) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "config": {name: "inf" if value == math.inf else value for name, value in flags.items()},
-        "surroundings_of": "all" if all_here else "client",
+        "environment_of": "all" if all_here else "client",
         "commit": commit or None,
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
         | {"python": platform.python_version(), **versions},

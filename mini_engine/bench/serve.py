@@ -22,7 +22,7 @@ from mini_engine.bench import metrics
 from mini_engine.bench.client import Request, Run, Target, arrivals, send_all
 from mini_engine.bench.datasets import NAMES, READ, Prompts, load
 from mini_engine.bench.prompts import Prompt, draws
-from mini_engine.bench.report import Report, say, surroundings
+from mini_engine.bench.report import Report, environment, say
 from mini_engine.bench.server import ENDPOINTS, open_target, server_flags
 from mini_engine.config import ConfigError
 
@@ -47,7 +47,7 @@ class Measured:
     """A run, and its metrics, which are plain data."""
 
     run: Run
-    figures: dict[str, Any]
+    results: dict[str, Any]
     text: str  # the table
     failures: list[str]
     model: str
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> Report:
     if args.plot is not None:
         from mini_engine.bench import plot
 
-        plot.draw_run(measured.run, measured.figures["stages_ms"], args.plot)
-    return Report({"model": measured.model, **measured.figures}, measured.failures, all_here=launch is not None)
+        plot.draw_run(measured.run, measured.results["stages_ms"], args.plot)
+    return Report({"model": measured.model, **measured.results}, measured.failures, all_here=launch is not None)
 
 
 # --- flags ----------------------------------------------------------------------------------------------------------
@@ -82,78 +82,78 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_server(add: Callable[..., Any]) -> None:
     add("--launch", metavar="FLAGS", help='Start a server of this project with these flags, such as "-tp 2" or "".')
     add("--backend", "--endpoint-type", choices=ENDPOINTS, default="openai-chat",
-        help="API of the server (default: openai-chat; openai or vllm: texts without a chat).")  # fmt: skip
+        help="API of the server (default: openai-chat; openai or vllm: completions).")  # fmt: skip
     add("--base-url", metavar="URL", help="Root of the server, instead of --host and --port.")
-    add("--host", help="Default: 127.0.0.1.")
-    add("--port", type=int, help="Default: 8000.")
-    add("--endpoint", metavar="PATH", help="Default: that of the backend, such as /v1/chat/completions.")
-    add("--model", help="Name of the model in requests; default: the first that the server names.")
-    add("--served-model-name", metavar="NAME", help="That name, where --model is for the tokenizer.")
-    add("--header", type=pair, nargs="+", default=[], metavar="KEY=VALUE", help="More headers of each request.")
+    add("--host", help="Address of the server (default: 127.0.0.1).")
+    add("--port", type=int, help="Port of the server (default: 8000).")
+    add("--endpoint", metavar="PATH", help="API path; default: that of the backend, such as /v1/chat/completions.")
+    add("--model", help="Model name in requests; default: the first name of /v1/models.")
+    add("--served-model-name", metavar="NAME", help="Model name in requests, if --model names the tokenizer.")
+    add("--header", type=pair, nargs="+", default=[], metavar="KEY=VALUE", help="Additional HTTP headers.")
     add("--ready-check-timeout-sec", type=float, default=0.0, metavar="SECONDS",
-        help="How long to wait for a server that does not answer yet (default: 0).")  # fmt: skip
+        help="Seconds to wait until the server is ready (default: 0).")  # fmt: skip
     add("--tokenizer", metavar="NAME", help="Directory or hub name of the tokenizer that random texts and the lengths "
         "of a data set's own answers need (default: --model, or the server's name of it).")  # fmt: skip
 
 
 def _add_prompts(add: Callable[..., Any]) -> None:
-    add("--dataset-name", choices=NAMES, default="synthetic-video", help="Default: synthetic-video.")
+    add("--dataset-name", choices=NAMES, default="synthetic-video", help="Data set (default: synthetic-video).")
     add("--dataset-path", metavar="PATH", help="JSON file of sharegpt or custom; hub name or folder of hf.")
     add("--hf-subset", metavar="NAME", help="Subset of a data set of the hub.")
     add("--hf-split", metavar="NAME", help="Split of a data set of hf (default: train).")
-    add("--num-prompts", type=int, default=100, help="Default: 100.")
-    add("--num-warmups", type=int, default=4, help="Requests before those that count, with other media (default: 4).")
+    add("--num-prompts", type=int, default=100, help="Number of requests (default: 100).")
+    add("--num-warmups", type=int, default=4, help="Unmeasured requests before, with other media (default: 4).")
     add("--output-len", "--random-output-len", "--custom-output-len", "--sharegpt-output-len", "--hf-output-len",
-        type=int, metavar="TOKENS", help="Most tokens to generate; default: 32 for synthetic ones, as many as the "
+        type=int, metavar="TOKENS", help="Maximum output tokens; default: 32 for synthetic ones, as many as the "
         "record's own answer has for files, else 128.")  # fmt: skip
     add("--input-len", "--random-input-len", type=int, metavar="TOKENS", help="Length of the text of random and "
         "random-mm without a chat's template (default: 1024 for random, a short question for random-mm).")  # fmt: skip
     add("--random-prefix-len", type=int, metavar="TOKENS",
-        help="Length of a text before it that is the same for all prompts (default: 0).")  # fmt: skip
+        help="Length of a prefix that all prompts share (default: 0).")  # fmt: skip
     add("--random-range-ratio", type=float, metavar="SHARE",
-        help="By which share the lengths of texts and answers are less or more, drawn (default: 0).")  # fmt: skip
+        help="Random variation of input and output lengths, as a fraction (default: 0).")  # fmt: skip
     add("--random-mm-bucket-config", metavar="DICT", help="Sizes of random-mm with their weights, as {(height, width, "
         "frames): weight, ...}; one frame is an image. Sizes of videos are even.")  # fmt: skip
-    add("--random-mm-base-items-per-request", type=int, metavar="N", help="Default: 1.")
+    add("--random-mm-base-items-per-request", type=int, metavar="N", help="Items per prompt of random-mm (default: 1).")
     add("--unique-ratio", type=float, metavar="SHARE",
-        help="Share of the prompts whose media no earlier prompt had; the others repeat one of these. Of files, whole "
-        "prompts are repeated (default: 1).")  # fmt: skip
-    add("--no-oversample", action="store_true", help="Send fewer prompts where a file has too few, none again.")
-    add("--disable-shuffle", action="store_true", help="Take the records of a file in their order.")
-    add("--seed", type=int, default=0, help="Of all that is drawn (default: 0).")
+        help="Fraction of prompts with new media; the others repeat media of earlier ones. Whole prompts are repeated "
+        "with data from files (default: 1).")  # fmt: skip
+    add("--no-oversample", action="store_true", help="Do not repeat prompts if the file has too few; send fewer.")
+    add("--disable-shuffle", action="store_true", help="Keep the order of a file's records.")
+    add("--seed", type=int, default=0, help="Random seed (default: 0).")
 
 
 def _add_traffic(add: Callable[..., Any]) -> None:
-    add("--request-rate", type=float, default=math.inf, metavar="PER_SECOND", help="Default: inf, all at once.")
+    add("--request-rate", type=float, default=math.inf, metavar="N", help="Requests per second (default: inf).")
     add("--burstiness", type=float, default=1.0, metavar="SHAPE",
-        help="Shape of the gamma distribution of the times between requests: 1 is a Poisson process, less comes in "
-        "bursts (default: 1).")  # fmt: skip
+        help="Shape of the gamma distribution of the times between requests: 1 is a Poisson process, lower is "
+        "burstier (default: 1).")  # fmt: skip
     add("--max-concurrency", type=int, metavar="N",
-        help="Most requests at once; default: 8 for synthetic data sets without --request-rate, else any "
-        "number.")  # fmt: skip
-    add("--temperature", type=float, default=0.0, metavar="T", help="Default: 0, which is greedy.")
-    add("--top-p", type=float, metavar="SHARE", help="Sent if given.")
-    add("--top-k", type=int, metavar="N", help="Sent if given.")
-    add("--logprobs", type=int, metavar="N", help="Ask for those of so many tokens at each place.")
-    add("--ignore-eos", action="store_true", help="Have each answer as long as it may be.")
-    add("--extra-body", type=json.loads, default={}, metavar="JSON", help="More fields of each request.")
+        help="Maximum requests in flight; default: 8 for synthetic data sets without --request-rate, else no "
+        "limit.")  # fmt: skip
+    add("--temperature", type=float, default=0.0, metavar="T", help="Sampling temperature (default: 0, greedy).")
+    add("--top-p", type=float, metavar="SHARE", help="Nucleus sampling.")
+    add("--top-k", type=int, metavar="N", help="Top-k sampling.")
+    add("--logprobs", type=int, metavar="N", help="Number of most likely tokens to return per output token.")
+    add("--ignore-eos", action="store_true", help="Generate the maximum of output tokens.")
+    add("--extra-body", type=json.loads, default={}, metavar="JSON", help="Additional fields of the request body.")
 
 
 def _add_results(add: Callable[..., Any]) -> None:
     add("--percentile-metrics", type=metric_names, default=tuple(metrics.TITLES), metavar="NAMES",
-        help="Latencies to show (default: ttft,tpot,itl,e2el).")  # fmt: skip
+        help="Latencies to report (default: ttft,tpot,itl,e2el).")  # fmt: skip
     add("--metric-percentiles", type=percentiles, default=[99.0], metavar="NUMBERS",
-        help="Such as 50,90,99 (default: 99).")  # fmt: skip
+        help="Percentiles to report, such as 50,90,99 (default: 99).")  # fmt: skip
     add("--goodput", type=limit, nargs="+", default=[], metavar="NAME:MS",
-        help="Limits of ttft, tpot or e2el that good requests keep, such as ttft:500 e2el:2000.")  # fmt: skip
+        help="Goodput limits of ttft, tpot or e2el in ms, such as ttft:500 e2el:2000.")  # fmt: skip
     add("--save-result", action="store_true", help="Write the metrics to a JSON file.")
-    add("--save-detailed", action="store_true", help="With each request's times and text.")
-    add("--result-dir", type=Path, metavar="DIR", help="Default: here.")
-    add("--result-filename", metavar="NAME", help="Default: from backend, rate, concurrency, model, time.")
-    add("--label", metavar="NAME", help="For the results, and before the file's name instead of the backend.")
-    add("--metadata", type=pair, nargs="+", default=[], metavar="KEY=VALUE", help="For the results.")
-    add("--plot", type=Path, metavar="FILE", help="Draw latencies, throughput and stages, such as out.png.")
-    add("--disable-tqdm", action="store_true", help="Show no progress.")
+    add("--save-detailed", action="store_true", help="Add each request's times and text to that file.")
+    add("--result-dir", type=Path, metavar="DIR", help="Directory of that file (default: the current one).")
+    add("--result-filename", metavar="NAME", help="Its name; default: from backend, rate, concurrency, model, time.")
+    add("--label", metavar="NAME", help="Label in the file, and prefix of its name instead of the backend.")
+    add("--metadata", type=pair, nargs="+", default=[], metavar="KEY=VALUE", help="Additional keys of the file.")
+    add("--plot", type=Path, metavar="FILE", help="Plot latencies, throughput and stages to a file, such as out.png.")
+    add("--disable-tqdm", action="store_true", help="Hide the progress bar.")
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -219,13 +219,13 @@ def measure(args: argparse.Namespace, target: Target, prompts: Prompts, title: s
         failures = [f"warm-up: {failure}" for failure in metrics.failures(before.outcomes)]
     run = asyncio.run(send_all(target, requests, starts, args.max_concurrency))
     wanted = metrics.Wanted(args.percentile_metrics, args.metric_percentiles, dict(args.goodput))
-    figures = {
+    results = {
         "max_concurrency": args.max_concurrency,
         "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
         **metrics.compute(run, wanted),
     }
-    text = metrics.describe(figures, wanted, title)
-    return Measured(run, figures, text, failures + metrics.failures(run.outcomes), target.model)
+    text = metrics.describe(results, wanted, title)
+    return Measured(run, results, text, failures + metrics.failures(run.outcomes), target.model)
 
 
 def requests_of(args: argparse.Namespace, target: Target, prompts: list[Prompt]) -> list[Request]:
@@ -276,8 +276,8 @@ def save(args: argparse.Namespace, measured: Measured, part: str = "") -> None:
         "num_prompts": args.num_prompts,
         **dict(args.metadata),
         "burstiness": args.burstiness,
-        **measured.figures,
-        **surroundings(args, args.launch is not None),
+        **measured.results,
+        **environment(args, args.launch is not None),
     }
     if args.save_detailed:
         result |= _details(measured.run)

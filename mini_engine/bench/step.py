@@ -42,10 +42,10 @@ LONGEST_STEP_SECONDS = 0.01
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    parser.add_argument("--launch", default="", metavar="FLAGS", help="Flags of serve.py for the server.")
-    parser.add_argument("--batch", type=int, default=32, help="Sequences (default: 32).")
-    parser.add_argument("--steps", type=int, default=100, help="Steps timed at a time (default: 100).")
-    parser.add_argument("--repeats", type=int, default=10, help="Times; the fastest counts (default: 10).")
+    parser.add_argument("--launch", default="", metavar="FLAGS", help="Flags of serve.py.")
+    parser.add_argument("--batch", type=int, default=32, help="Number of sequences (default: 32).")
+    parser.add_argument("--steps", type=int, default=100, help="Steps per measurement (default: 100).")
+    parser.add_argument("--repeats", type=int, default=10, help="Measurements; the fastest counts (default: 10).")
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> Report:
     print(f"A decode step of {args.batch} sequences, ms; {args.repeats} times {args.steps} steps")
     print(table(["", "fastest", "median", "/ forward"], rows))
     print(f"Engine overhead per step: {share:.1%}")
-    figures: dict[str, Any] = {f"{name}_ms": round(value, 4) for name, value in least.items()}
-    return Report(figures | {"batch": args.batch, "engine_share": round(share, 4)})
+    results: dict[str, Any] = {f"{name}_ms": round(value, 4) for name, value in least.items()}
+    return Report(results | {"batch": args.batch, "engine_share": round(share, 4)})
 
 
 def _step_seconds(root: str, api_server: int, args: argparse.Namespace) -> float:

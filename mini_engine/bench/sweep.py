@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flag that varies, and those of `serve`."""
     group = parser.add_argument_group("sweep")
     group.add_argument("--flag", required=True, metavar="NAME", help="A flag of this client or of serve.py.")
-    group.add_argument("--values", required=True, metavar="A,B,C", help="Its values.")
+    group.add_argument("--values", required=True, metavar="A,B,C", help="Comma-separated values of the flag.")
     serve.add_arguments(parser)
 
 
@@ -44,10 +44,10 @@ def run(args: argparse.Namespace) -> Report:
         with open_target(mine, launch) as target:
             measured = serve.measure(mine, target, load(mine, target.model), f"{flag} {value}")
         serve.save(mine, measured, value.replace("/", "_"))
-        figures, right = measured.figures, measured.figures["accuracy"]
-        runs.append(figures)
+        results, right = measured.results, measured.results["accuracy"]
+        runs.append(results)
         failures += [f"{flag} {value}: {failure}" for failure in measured.failures]
-        rows.append([value, *map(figures.get, COLUMNS), f"{right['share']:.1%}" if right else None])
+        rows.append([value, *map(results.get, COLUMNS), f"{right['share']:.1%}" if right else None])
     print(table([flag, *COLUMNS.values(), "right"], rows))
     if args.plot is not None:
         from mini_engine.bench import plot

@@ -1,4 +1,4 @@
-"""What it takes to bring a tensor from one process into T others, by each placement of the tensor queue.
+"""The time to send a tensor from one process into T others, by each placement of the tensor queue.
 
 A uint8 tensor is in this process, which stands in for an API server and for the engine core; T further processes, each
 with the workers' own receiver, stand in for the ranks. Each rank returns the tensor's CRC-32, which must be the
@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--payloads", type=float, nargs="+", default=[1, 4, 16, 64, 256], metavar="MB",
         help="Sizes in MB of 2**20 bytes, fractions too (default: 1 4 16 64 256).")  # fmt: skip
-    add("--ranks", type=int, nargs="+", default=[1, 2], metavar="T", help="Default: 1 2.")
-    add("--repeats", type=int, default=7, help="Times; medians count (default: 7).")
+    add("--ranks", type=int, nargs="+", default=[1, 2], metavar="T", help="Numbers of ranks (default: 1 2).")
+    add("--repeats", type=int, default=7, help="Measurements; medians count (default: 7).")
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -78,7 +78,7 @@ class Ranks(NamedTuple):
 
     addresses: list[RankAddress]
     pipes: list[Connection]  # to ask for the checksum of a tensor
-    reports: zmq.Socket[bytes]  # what arrived, as an engine core is told
+    reports: zmq.Socket[bytes]  # what arrived, as reported to an engine core
 
 
 async def _measure(running: Ranks, args: argparse.Namespace, megabytes: float) -> list[dict[str, Any]]:
@@ -138,7 +138,7 @@ async def _transfer(running: Ranks, sender: TensorIpcSender, payload: np.ndarray
         pipe.send(handle)
     found = [pipe.recv() for pipe in running.pipes[: sender.num_ranks]]
     if any(received != checksum(tensor) for received, _ in found):
-        raise BenchError(f"{sender.placement}: a rank read other bytes than were sent")
+        raise BenchError(f"{sender.placement}: a rank read wrong bytes")
     sender.consumed([handle.message])
     return np.array([copied - begun, arrived - copied, max(touch for _, touch in found)])
 
@@ -180,7 +180,7 @@ def ranks(count: int) -> Iterator[Ranks]:
 
 
 def _serve_rank(pipe: Connection, core: str, address: RankAddress) -> None:
-    """A rank's process: for each handle that comes, the checksum of its tensor, and the seconds in which one byte of
+    """A rank's process: for each received handle, the checksum of its tensor, and the seconds in which one byte of
     each page was read."""
     torch.set_num_threads(1)
     context: zmq.Context = zmq.Context()

@@ -2,7 +2,7 @@
 
 Every rank reports every message once, as ready or as failed: a stream loses nothing unless one of its ends dies. A step
 releases a message only after all ranks have reported it: a rank drops only what it holds. Messages and requests take
-different connections: a report may come before the request, or after its end.
+different connections: a report may arrive before the request, or after its end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Which media items have their embeddings in the ranks' encoder cache, by media hash, within a budget in tokens.
 
 It knows hashes and token counts. A request reserves room for all of its items at once, when it is admitted, and keeps
-it until it ends: a request that has no room yet holds none, and a preempted one needs no media again.
-`worker/encoder_cache.py` holds the embeddings.
+it until it finishes; a preempted one keeps it. `worker/media.py` holds the embeddings.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Entry:
 
 
 class EncoderCache:
-    """Entries with users stay; idle ones are evicted to make room, the longest unused first.
+    """Entries with users stay; idle ones are evicted to make room, least recently used first.
 
     `evicted` collects hashes that the ranks are to drop with the next step; `Steps.dispatch` empties the list.
     """
@@ -60,7 +59,7 @@ class EncoderCache:
         return sum(n for value, n in items.items() if value not in self._entries or self._entries[value].idle)
 
     def reserve(self, items: Mapping[bytes, int], users: int) -> None:
-        """Become that many users of all these items (hash -> tokens), for which there is room."""
+        """Add that many users to all these items (hash -> tokens), for which there is room."""
         assert self.room_for(items) <= self.num_free, "more is reserved than fits"
         missing = {value: tokens for value, tokens in items.items() if value not in self._entries}
         for entry in [self._entries[value] for value in items if value not in missing]:
@@ -72,7 +71,7 @@ class EncoderCache:
             self.num_tokens += tokens
 
     def release(self, items: Mapping[bytes, int]) -> None:
-        """One user has ended. An item that is not encoded to its end is dropped with its last user."""
+        """One user is finished. An incomplete item is dropped with its last user."""
         for value in items:
             entry = self._entries[value]
             entry.users -= 1
@@ -91,7 +90,7 @@ class EncoderCache:
             self._on_idle(value)
 
     def ready_since(self, items: Iterable[bytes]) -> float:
-        """When the last of these items, all reserved, came to be ready, by `time.monotonic()`; 0 if none is."""
+        """When the last of these items, all reserved, became ready, by `time.monotonic()`; 0 if none is."""
         return max((self._entries[value].ready_at for value in items), default=0.0)
 
     def forget_unused(self) -> None:
@@ -103,7 +102,7 @@ class EncoderCache:
         self.num_idle_tokens += self._entries[value].num_tokens
 
     def _evict_idle(self, num_tokens: int) -> None:
-        """Evict the longest unused items, `num_tokens` of the `num_idle_tokens` or more."""
+        """Evict the least recently used items, `num_tokens` of the `num_idle_tokens` or more."""
         while num_tokens > 0:
             value = next(iter(self._entries))
             if self._entries[value].idle:

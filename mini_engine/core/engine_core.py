@@ -1,7 +1,7 @@
 """The engine core's process: receive messages and retire steps -> schedule -> dispatch -> send outputs.
 
 It sees requests as tokens, block ids and handles. It has no tensor, no tokenizer, no CUDA and no torch, and it sleeps
-in one poller until a message comes or a deadline passes.
+in one poller until a message arrives or a deadline passes.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class EngineCore:
     # --- receive -----------------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """Wait for messages, then handle all that have come."""
+        """Wait for messages, then handle all that have arrived."""
         deadline = self.awaiting_media.deadline()
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         for envelope in self.links.receive(timeout):
@@ -126,7 +126,7 @@ class EngineCore:
                 logger.error("rank %d cannot use tensor message %d: %s", rank, message.number, why)
                 self.steps.release += self.arrivals.report(message, rank, usable=False)
                 if (request := self.awaiting_media.request_for(message)) is not None:
-                    self._turn_down(request)
+                    self._reject(request)
             case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
                 self._on_api_server_gone(sender, incarnation)
             case Lookup() | Reserve() | Written() | Abandoned() | Unreserve():
@@ -177,7 +177,7 @@ class EngineCore:
             for member in [*lead.siblings, lead]:
                 self._finish(member, "error", problem)
         elif self.arrivals.has_failed(lead.tensors.messages):
-            self._turn_down(lead)
+            self._reject(lead)
         else:
             self._start(lead)
 
@@ -196,7 +196,7 @@ class EngineCore:
             self._enter(request)
 
     def _enter(self, request: Request) -> None:
-        """Queue a request whose media lie on all ranks, and cache them."""
+        """Queue a request that has its media on all ranks, and cache them."""
         request.accepted_at = time.monotonic()
         if request.media:
             self.outbox.accepted(sockets.identity(request.sender, request.incarnation), request.id)
@@ -207,17 +207,17 @@ class EngineCore:
         self.scheduler.add(request)
 
     def _expire_media(self) -> None:
-        """Turn down the requests whose media are late."""
+        """Reject the requests with timed-out media."""
         for request in self.awaiting_media.expired(time.monotonic()):
             logger.warning("%s: timed out waiting for its media on all ranks", request.id, extra=about(request.id))
-            self._turn_down(request, late=True)
+            self._reject(request, late=True)
 
-    def _turn_down(self, request: Request, late: bool = False) -> None:
+    def _reject(self, request: Request, late: bool = False) -> None:
         """Its tensors do not reach all ranks: remove it and its siblings, and notify its API server."""
         request.tensors.references, references = {}, request.tensors.references
         for member in [*request.siblings, request]:
             self._remove(member)
-        self.media.hand_back((request.incarnation, request.new.request_id), references)
+        self.media.return_references((request.incarnation, request.new.request_id), references)
         self.links.send(sockets.identity(request.sender, request.incarnation), MediaMiss(request.id, late))
 
     def _on_api_server_gone(self, sender: str, incarnation: int) -> None:
@@ -319,7 +319,7 @@ class EngineCore:
         self._output(request, RequestOutput(request.id, [], reason, error))
 
     def _remove(self, request: Request) -> None:
-        """The one end of a request: frees all that it holds once the dispatched steps have retired."""
+        """The only end of a request: frees all that it holds once the dispatched steps have retired."""
         del self.requests[request.id]
         self.awaiting_media.remove(request)
         self.scheduler.remove(request)

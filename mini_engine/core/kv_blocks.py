@@ -1,7 +1,7 @@
 """The pool of KV-cache blocks: which are held, and which hold a prefix that can be found again.
 
 It knows block ids and hashes, not tensors. A block is held (by one sequence, or by several that share it) or free; a
-free block may still be cached: it is reused only when no plain block is left, the longest unused first.
+free block may still be cached: it is reused only when no plain block is left, least recently used first.
 
 Copy-on-write is not needed: only full blocks are shared, and a sequence writes each slot once, past all of its full
 blocks. A sequence that shares a prefix computes the tokens of a block that is not full again, in a block of its own.
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
-    """Hands out the ids `0 .. num_blocks - 1`. A freed block may be reused at once, even while a dispatched step still
+    """Allocates the ids `0 .. num_blocks - 1`. A freed block may be reused at once, even while a dispatched step still
     writes to it: every worker runs its steps in order, and a sequence writes each slot before it reads it.
     """
 
@@ -58,7 +58,7 @@ class BlockPool:
         return found
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Become one more holder of blocks that `find` gave."""
+        """Add a holder to blocks that `find` returned."""
         for block in blocks:
             if not self._holders[block]:
                 del self._cached[block]
@@ -87,7 +87,7 @@ class BlockPool:
             self._hash_of[block] = value
 
     def forget_prefixes(self) -> None:
-        """No prefix is found any more; held blocks stay held."""
+        """Forget all prefixes; held blocks stay held."""
         self._hash_of.clear()
         self._block_of.clear()
         self._plain += self._cached

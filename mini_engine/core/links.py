@@ -35,7 +35,7 @@ class Links:
         self.identities: dict[int, bytes] = {}  # addresses on `api` of the running API servers, by incarnation
         self.gone: set[int] = set()  # dead incarnations: their messages are void
         self.unresponsive: set[bytes] = set()  # peers whose queue is full
-        self.early: list[Envelope] = []  # messages that came before all ranks had loaded
+        self.early: list[Envelope] = []  # messages received before all ranks had loaded
         self.supervisor = child.supervisor
         self.sockets = (child.supervisor, self.workers, self.api)
         self.poller = zmq.Poller()
@@ -43,7 +43,7 @@ class Links:
             self.poller.register(socket, zmq.POLLIN)
 
     def receive(self, timeout: float | None) -> list[Envelope]:
-        """All messages that have come; waits at most `timeout` seconds for the first."""
+        """All received messages; waits at most `timeout` seconds for the first."""
         envelopes, self.early = self.early, []
         if not envelopes:
             self.poller.poll(None if timeout is None else int(timeout * 1000) + 1)
@@ -88,7 +88,7 @@ class Links:
             self.workers.send_multipart([rank, frame], zmq.NOBLOCK)
 
     def send(self, peer: bytes, body: AnyMessage) -> None:
-        """Drops the message when the peer is gone or its queue is full: the supervisor kills a process that is
+        """Drops the message if the peer exited or its queue is full: the supervisor kills a process that is
         unresponsive for `--collective-timeout`, mostly long before its queue is full."""
         frame = self.encoder.encode(body)
         try:

@@ -73,7 +73,7 @@ class MediaDirectory:
         self.num_references = 0
         self.num_evictions = 0
         self._listed: OrderedDict[bytes, Entry] = OrderedDict()  # the idle ones in the order of their last use
-        self._held: dict[Owner, References] = {}  # of requests that have not come yet
+        self._held: dict[Owner, References] = {}  # of requests that have not arrived
         # Fields of the next step:
         self.keep: list[KeepMedia] = []
         self.drop: list[bytes] = []
@@ -81,7 +81,7 @@ class MediaDirectory:
 
     @property
     def idle(self) -> Iterator[Entry]:
-        """Listed items without a reference, the longest unused first."""
+        """Listed items without a reference, least recently used first."""
         return (entry for entry in self._listed.values() if not entry.references)
 
     @property
@@ -90,7 +90,7 @@ class MediaDirectory:
         return self.num_bytes - self.num_bytes_pinned
 
     def oldest_seconds(self) -> float:
-        """For how long the longest unused item has been idle; 0 when none is."""
+        """Seconds since the least recently used idle item was used; 0 when none is."""
         oldest = next(self.idle, None)
         return 0.0 if oldest is None else time.monotonic() - oldest.used_at
 
@@ -106,11 +106,11 @@ class MediaDirectory:
         self.release(self._held.pop(owner, {}))
 
     def claim(self, owner: Owner) -> References:
-        """The request has come. Returns its references, which the caller owns until `release` or `hand_back`."""
+        """The request arrived. Returns its references; the caller owns them until `release` or `return_references`."""
         return self._held.pop(owner, {})
 
-    def hand_back(self, owner: Owner, references: References) -> None:
-        """The request was turned down; it comes again or is released."""
+    def return_references(self, owner: Owner, references: References) -> None:
+        """The request was rejected; it is sent again or released."""
         if references:
             self._held[owner] = references
 
@@ -129,12 +129,12 @@ class MediaDirectory:
                 self._on_unreferenced(entry)
 
     def on_api_server_gone(self, incarnation: int) -> None:
-        """Release its requests that have not come."""
+        """Release its requests that have not arrived."""
         for owner in [owner for owner in self._held if owner[0] == incarnation]:
             self.release_request(owner)
 
     def arrived(self, item: MediaItem) -> None:
-        """The tensor of `item` lies on all ranks."""
+        """The tensor of `item` is on all ranks."""
 
     def kept(self, value: bytes) -> None:
         """A step with this `KeepMedia` has retired."""
@@ -168,7 +168,7 @@ class MediaDirectory:
             self._free([entry])
 
     def _evict_idle(self, nbytes: int) -> int:
-        """Free the longest unused items, `nbytes` of the `num_bytes_idle` or more; returns how many items."""
+        """Free the least recently used items, `nbytes` of the `num_bytes_idle` or more; returns how many items."""
         evicted: list[Entry] = []
         left = nbytes
         while left > 0:  # one pass for thousands of items: it takes as long as their memory takes to reach the CPU
@@ -250,7 +250,7 @@ class MediaStore(MediaDirectory):
         return len(self._reservations)
 
     def reserve(self, owner: Owner, media: CachedMedia) -> Reserved:
-        """Pages for an item that a request brings; or a reference, if it has been written meanwhile."""
+        """Pages for an item of a request; or a reference, if it has been written meanwhile."""
         value = media.media_hash
         if value in self._listed:
             self._refer(owner, self._listed[value])
@@ -309,7 +309,7 @@ class MediaStore(MediaDirectory):
         self._being_written.clear()
 
     def _allocate(self, nbytes: int) -> list[Extent] | None:
-        """Free pages, or those of the longest unused items, if both together are enough."""
+        """Free pages, or those of the least recently used items, if both together are enough."""
         before = self.pages.mark
         extents = self.pages.allocate(nbytes)
         if self._is_registered and self.pages.mark > before:

@@ -105,7 +105,7 @@ class Request:
         return 0 if self.num_sampled >= self.sampling.max_tokens else self.num_known - self.num_computed
 
     def times_so_far(self, media_ready: float) -> EngineTimes | None:
-        """For the output with its first token, and with its last; None for a sibling. Called as the token comes.
+        """For the output with its first token, and with its last; None for a sibling. Called when the token arrives.
         `media_ready`: when the last of its media was encoded, perhaps by an earlier request."""
         if self.id != self.new.request_id:
             return None

@@ -19,9 +19,9 @@ def main() -> None:
     parser.add_argument("--colour", choices=videos.COLOURS)
     parser.add_argument("--shape", choices=videos.SHAPES)
     parser.add_argument("--motion", choices=videos.MOTIONS)
-    parser.add_argument("--seed", type=int, default=None, help="of everything that is not chosen; default: a new one")
+    parser.add_argument("--seed", type=int, default=None, help="random seed of unset properties; default: a new one")
     parser.add_argument(
-        "--out", type=Path, default=Path("clip.mp4"), help="ending in .mp4, .mkv, .webm, or .png for a frame"
+        "--out", type=Path, default=Path("clip.mp4"), help="output file: .mp4, .mkv, .webm, or .png for a frame"
     )
     args = parser.parse_args()
     container = args.out.suffix.removeprefix(".")

@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=demo_model.WEIGHTS, help="model directory to write")
     parser.add_argument("--work", type=Path, default=Path("runs/demo"), help="checkpoint, log and rendered clips")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=2, help="of torch")
+    parser.add_argument("--threads", type=int, default=2, help="number of torch threads")
     parser.add_argument("--workers", type=int, default=1, help="processes that render clips")
     parser.add_argument("--count", type=int, default=30, help="fresh seeds per row of the final table")
     for name, value in asdict(Settings()).items():
@@ -186,7 +186,7 @@ def main() -> None:
     settings = Settings(**{name: getattr(arguments, name) for name in asdict(Settings())})
     trainer = Trainer(settings, arguments.work, arguments.device)
     if trainer.resume():
-        print(f"going on from step {trainer.step}")
+        print(f"resuming at step {trainer.step}")
     train(trainer, arguments.out, arguments.workers)
     print(evaluate.table(evaluate.measure(arguments.out, arguments.count)))
 

@@ -19,7 +19,7 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 
 
 class HostCopy:
-    """Numbers on their way to the host, from the moment this is made."""
+    """Numbers in transfer to the host, from the moment this is made."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host, self._done = tensor, None

@@ -2,7 +2,7 @@
 interpreter gets right.
 
 Kernels are launched on the current CUDA device and stream. A worker makes its device current once, at its start, so no
-launch pays for a guard; who calls these functions from elsewhere does the same first.
+launch pays for a guard; other callers of these functions must do the same first.
 """
 
 from __future__ import annotations

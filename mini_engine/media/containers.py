@@ -1,4 +1,4 @@
-"""How long a video file's header says that it is.
+"""The file size that a video file's header declares.
 
 FFmpeg reads most truncated files to their end and reports nothing; this finds the truncation. Recordings that were
 written without seeking do not say how long they are. Knows nothing of codecs.
@@ -11,7 +11,7 @@ _SEGMENT = b"\x18\x53\x80\x67"
 
 
 def declared_size(data: bytes | mmap.mmap) -> int:
-    """The bytes that the file should have at least; more than it has means that it is cut short."""
+    """The bytes that the file should have at least; more than it has means that it is truncated."""
     if data[:4] == _EBML:
         return _end_of_matroska(data)
     if data[:4] == b"RIFF":

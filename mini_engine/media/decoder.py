@@ -48,7 +48,7 @@ _KEPT_BYTES = 16 << 20  # of freed memory, for the next item
 
 
 class DecoderSpec(msgspec.Struct, frozen=True):
-    """What a decoder process is started with."""
+    """Arguments of a decoder process."""
 
     parent_pid: int
     title: str  # of the process
@@ -75,7 +75,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class Announced(msgspec.Struct, frozen=True, tag=True):
-    """The frames to come, at most: uint8 [T, H, W, 3] at the start of the output memory."""
+    """The maximum of the frames that follow: uint8 [T, H, W, 3] at the start of the output memory."""
 
     shape: Shape
 

@@ -67,7 +67,7 @@ class Decoding:
 
 
 class DecoderPool:
-    """At most `places` decoders at work, and as many again on slow items. Further jobs are queued."""
+    """At most `places` busy decoders, and as many again for slow items. Further jobs are queued."""
 
     def __init__(self, name: str, places: int, limits: DecodeLimits, max_input_bytes: int):
         """`name` is the API server's, for the titles of the processes. No process is started yet."""
@@ -139,7 +139,7 @@ class DecoderPool:
         return Decoding(frames, video, release)
 
     def close(self) -> None:
-        """Kill all decoders and wait for their ends. What is at work is lost."""
+        """Kill all decoders and wait for them. Running jobs are lost."""
         self._closed = True
         with contextlib.suppress(RuntimeError):  # the loop has ended
             while self._idle:
@@ -181,7 +181,7 @@ class DecoderPool:
         asyncio.get_running_loop().remove_reader(child.connection)
 
     def _lose(self, child: Decoder) -> None:
-        """An idle decoder has ended, or has sent what the next job would take for its own."""
+        """An idle decoder exited, or sent a message without a job."""
         self._unwatch(child)
         self._retire(child, "killed")
 
@@ -191,7 +191,7 @@ class DecoderPool:
         if not work.done():
             child.kill("cancelled")
             await asyncio.wait({work})
-        work.exception()  # asyncio logs one that is never looked at
+        work.exception()  # asyncio logs one that is never retrieved
         give_back()
 
     def _retire(self, child: Decoder, ending: Ending) -> None:
@@ -272,7 +272,7 @@ class Decoder:
     async def decode(
         self, job: Job, data: bytes, announced: Callable[[int], None]
     ) -> tuple[NDArray[np.uint8], VideoFacts | None]:
-        """Do one job; see `DecoderPool.decode`. Calls `announced` with the bytes of the frames to come. The next job
+        """Do one job; see `DecoderPool.decode`. Calls `announced` with the bytes of the expected frames. The next job
         writes over them."""
         began, seconds = self._processor_seconds(), self._limits.media_decode_timeout
         try:
@@ -292,7 +292,7 @@ class Decoder:
             raise await self._explain_exit(job.item) from error
 
     def stop(self) -> None:
-        """Ask the decode loop to stop. It reports a failure, or has finished already."""
+        """Ask the decode loop to stop. It then reports a failure, unless it has finished."""
         os.pwrite(self._input.fileno(), b"\1", 0)
 
     def kill(self, ending: Ending) -> None:
@@ -308,7 +308,7 @@ class Decoder:
             self._output.madvise(mmap.MADV_REMOVE, KEPT_BYTES)
 
     def close(self) -> None:
-        """Kill the process, wait for its end and close the descriptors. Blocks."""
+        """Kill the process, wait for its exit and close the descriptors. Blocks."""
         self._process.kill()
         self._process.wait()
         self.connection.close()
@@ -354,7 +354,7 @@ class Decoder:
             raise ConnectionError("the decoder closed its connection or sent an invalid message") from error
 
     async def _explain_exit(self, item: str) -> Exception:
-        """The error of a job whose process exited, or is killed here for what it sent."""
+        """The error of a job after its process exited, or is killed here for an invalid message."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._process.wait, 1)  # its connection is closed, so it is about to exit
         status = self._process.returncode

@@ -1,4 +1,4 @@
-"""Which job is next: places at work, shared fairly between requests. Knows nothing of what the jobs do.
+"""A fair queue of jobs: slots are shared fairly between requests. Knows nothing of what the jobs do.
 
 Start-time fair queueing (Goyal, Vin and Cheng, 1996): a job's tag is one more than that of its request's last job, but
 at least that of the last job that got a place. The lowest tag is next. A job that takes long moves to a slow place, if
@@ -15,7 +15,7 @@ SLOW_SECONDS = 2.0
 
 
 class FairPlaces:
-    """At most `places` jobs at work, and as many again that take longer than SLOW_SECONDS."""
+    """At most `places` running jobs, and as many again that take longer than SLOW_SECONDS."""
 
     def __init__(self, places: int):
         self._free = self._free_slow = places
@@ -57,7 +57,7 @@ class FairPlaces:
 
 
 class Place:
-    """The place of one job at work."""
+    """The place of one running job."""
 
     def __init__(self, places: FairPlaces):
         self._places = places

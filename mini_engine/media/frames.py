@@ -74,7 +74,7 @@ class FrameRows:
 
 
 def _turn_of(frame: av.VideoFrame) -> _Turn:
-    """How to set a frame upright, by its display matrix; to the nearest quarter turn.
+    """The rotation of a frame by its display matrix, to the nearest quarter turn.
 
     The matrix takes column x and row y to a*x + c*y and b*x + d*y (ISO/IEC 14496-12, section 6.2.2).
     """

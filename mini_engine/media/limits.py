@@ -1,4 +1,4 @@
-"""Checks that hold the decoding of one image or video to its limits.
+"""Enforces the limits of decoding one image or video.
 
 Time and memory are bounded from outside, see `decoder_pool.py`. Knows nothing of decoders.
 """
@@ -17,7 +17,7 @@ _MAX_ASPECT_RATIO = 200  # where the Qwen-VL processors refuse
 
 @dataclass
 class Guard:
-    """Holds one decode to its limits, and knows what is missing from its file. The methods raise MediaError."""
+    """Enforces the limits of one decode, and records what is missing from its file. The methods raise MediaError."""
 
     item: str  # its name in errors, such as "video 1"
     limits: DecodeLimits

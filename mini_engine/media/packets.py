@@ -14,7 +14,7 @@ from mini_engine.media.limits import Guard
 
 ENCRYPTED = "its video is encrypted; send it without encryption"
 # Where each packet becomes a frame at a time that the file says, and key frames are marked. AVI's times are counted,
-# and an MPEG-4 encoder that drops a frame writes a packet of which none comes (ISO/IEC 14496-2, vop_coded).
+# and an MPEG-4 encoder that drops a frame writes a packet without one (ISO/IEC 14496-2, vop_coded).
 _CONTAINERS = {"mov", "matroska", "mpegts", "flv"}
 _CODECS = {"h264", "hevc", "vvc", "vp8", "vp9", "av1"}  # and those that have key frames only
 
@@ -74,7 +74,7 @@ class PacketTable:
         return runs
 
     def promised(self, run: range) -> set[int]:
-        """When the frames that must come of a run are shown; empty where `can_seek` is false.
+        """When the expected frames of a run are shown; empty where `can_seek` is false.
 
         The run may begin with frames that refer to others before its first key frame: none of these count.
         """
@@ -106,7 +106,7 @@ def _read(container: av.container.InputContainer, stream: av.video.VideoStream, 
             is_frame = packet.size > 0 or packet.dts is not None  # the last is empty: it would end the decoder
             read += is_frame
             shown += is_frame and not packet.is_discard
-            # Around an mp4's edits as many frames again may come for the decoder alone.
+            # Around an mp4's edits as many frames again may be for the decoder alone.
             guard.check("max_video_frames", max(shown, (read + 1) // 2), "frames", "a shorter video")
             if packet.size:
                 packets.append(packet)

@@ -27,7 +27,7 @@ MAX_URL_CHARACTERS = 16384
 
 @dataclass(frozen=True)
 class MediaPolicy:
-    """What may be fetched.
+    """Allowed sources and limits.
 
     Args:
         allowed_local_media_path: `file://` URLs may read below this directory; None disables them.

@@ -41,7 +41,7 @@ class MediaSettings:
 
 @dataclass(frozen=True, eq=False)
 class ProcessedItem:
-    """What the model needs of one image or video."""
+    """The model's input for one image or video."""
 
     modality: Kind
     patches: "torch.Tensor"  # uint8 [grid_t * grid_h * grid_w, 3 * temporal_patch_size * patch_size**2], contiguous
@@ -145,7 +145,7 @@ class MediaProcessor:
 
 
 def _run(half: Any, pixels: "torch.Tensor", call: Kwargs) -> Any:
-    """What one half of the processor makes of an item: on the device, or on the CPU if the device's memory is full."""
+    """The output of one half of the processor: on the device, or on the CPU if the device's memory is full."""
     import torch
 
     with contextlib.suppress(torch.OutOfMemoryError):
@@ -156,7 +156,7 @@ def _run(half: Any, pixels: "torch.Tensor", call: Kwargs) -> Any:
 
 @contextlib.contextmanager
 def _explained(problem: str) -> Iterator[None]:
-    """Makes every exception a ValueError: transformers raises any kind where a model's files were changed."""
+    """Converts every exception to a ValueError: transformers raises any kind for modified model files."""
     try:
         yield
     except Exception as error:

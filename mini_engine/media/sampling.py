@@ -58,7 +58,7 @@ class VideoSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         first, last = 0, len(times)
         if self.start is not None:
             if 0 < self.start >= edges[-1]:
-                raise ValueError(f"its sampling has start {self.start:g}, but the video ends at {edges[-1]:.6g} s")
+                raise ValueError(f"start is {self.start:g}, but the video ends at {edges[-1]:.6g} s")
             first = int(np.searchsorted(edges[:-1], self.start + _SLACK, side="right")) - 1
         if self.end is not None:
             last = int(np.searchsorted(edges[:-1], self.end - _SLACK, side="left"))

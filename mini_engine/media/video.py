@@ -2,7 +2,7 @@
 
 First the packets are read. That costs next to nothing and shows how many frames there should be and when, which
 predicts the frames that the sampling takes. If the key frames show that these need few of the packets, only those are
-decoded. Otherwise, and whenever anything comes out that was not predicted, every packet is decoded, and sampling over
+decoded. Otherwise, and after any unexpected frame, every packet is decoded, and sampling over
 the decoded frames decides: if it asks for frames that were not kept (headers and packets can lie), a second walk
 fetches them. Only sampled frames are converted to RGB. Memory holds the file's packets and the kept frames.
 
@@ -168,7 +168,7 @@ class _Decode:
             frames.offer(len(stamps), frame)
             stamps.append(frame.pts)
             interlaced |= frame.interlaced_frame
-        # The halves of an interlaced frame may come in packets of their own.
+        # The fields of an interlaced frame may be in separate packets.
         if not interlaced and (lost := len(self.packets.promised(run).difference(stamps))):
             self.guard.add_damage(f"{lost} of {len(self.packets.stamps)} frames cannot be decoded")
         if not stamps:

@@ -110,7 +110,7 @@ class Abandoned(Message, frozen=True):
 
 
 class Unreserve(Message, frozen=True):
-    """API server -> core: this request will not come (again); its references end."""
+    """API server -> core: this request will not be sent (again); release its references."""
 
     request_id: str
 
@@ -132,7 +132,7 @@ class Finish(Message, frozen=True):
 class ControlRequest(Message, frozen=True):
     """API server -> core; "ping" also supervisor -> core and supervisor -> API server."""
 
-    number: int  # comes back in `ControlReply`
+    number: int  # returned in `ControlReply`
     # ping: health check; stats: the metrics of the engine; reset_caches: drop all that no running request uses
     action: Literal["ping", "stats", "reset_caches"] = "ping"
 
@@ -190,7 +190,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 class Outputs(Message, frozen=True):
     """Core -> API server: what one turn of the core's loop has for it. Fields are handled in this order."""
 
-    accepted: list[str] = []  # requests whose media all ranks have
+    accepted: list[str] = []  # requests with all their media on all ranks
     outputs: list[RequestOutput] = []
     consumed: list[MessageId] = []  # tensor messages that no rank reads again; the sender may reuse their memory
 

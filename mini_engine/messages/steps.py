@@ -61,7 +61,7 @@ class Step(Message, frozen=True):
     encode: list[EncodeItem] = []
     chunks: list[Chunk] = []
     release: list[MessageId] = []  # drop these tensor messages, which every rank has reported
-    drop_senders: list[int] = []  # drop all messages of these incarnations, received or yet to come
+    drop_senders: list[int] = []  # drop all messages of these incarnations, received and later ones
     media_mark: int | None = None  # bytes of the media store that are in use, or soon will be: register them
 
 

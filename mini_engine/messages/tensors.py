@@ -22,7 +22,7 @@ class MessageId(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorHandle(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Stands for a tensor that tensor message `message` brings."""
+    """Stands for a tensor of tensor message `message`."""
 
     message: MessageId
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class MediaItem(msgspec.Struct, frozen=True):
 
 
 class TensorMessage(Message, frozen=True):
-    """API server -> rank, head of a frame of `transport/tensor_ipc.py`, which brings one tensor, in C order.
+    """API server -> rank, head of a frame of `transport/tensor_ipc.py`, which carries one tensor, in C order.
 
     Number 0 is a probe: the rank answers with a `ProbeResult`, and keeps nothing of it.
     """

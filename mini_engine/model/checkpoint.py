@@ -1,6 +1,6 @@
 """The safetensors files of a model directory: which tensors lie where, and reading parts of them.
 
-Knows nothing of models: names come out as a given mapping makes them. Imports torch only to read, so that a process
+Knows nothing of models: a given mapping converts names. Imports torch only to read, so that a process
 that holds no tensors may ask whether a checkpoint is whole.
 """
 
@@ -63,7 +63,7 @@ def find_tensors(directory: Path, rename: Callable[[str], str]) -> dict[str, Sto
 
 
 def shorten(names: Sequence[str]) -> str:
-    """The first few, and how many more."""
+    """The first few, and the number of the others."""
     more = len(names) - MAX_LISTED
     return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
@@ -111,7 +111,7 @@ def _read_index(path: Path) -> dict[str, str]:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{path} is no index of safetensors files; download it again") from None
+        raise CheckpointError(f"{path} is not a valid safetensors index; download it again") from None
 
 
 def _files(directory: Path, index: dict[str, str]) -> Iterable[Path]:

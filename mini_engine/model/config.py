@@ -118,7 +118,7 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the engine needs to know of a checkpoint. `dtype` is the checkpoint's own, one of `DTYPES`."""
+    """The engine's view of a checkpoint. `dtype` is the checkpoint's own, one of `DTYPES`."""
 
     architecture: str
     text: TextConfig

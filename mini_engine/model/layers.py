@@ -45,10 +45,10 @@ class Rows:
 
 
 class Layer(nn.Module):
-    """A module with weights of its own."""
+    """A module with its own weights."""
 
     def pieces(self) -> Iterator[Piece]:
-        """What this layer takes from a checkpoint. Targets are views made at the call: ask again after `.to()`."""
+        """The parts of a checkpoint that this layer loads. Targets are views: repeat the call after `.to()`."""
         raise NotImplementedError
 
 
@@ -71,7 +71,7 @@ class RMSNorm(Layer):
         return ops.rms_norm(x, self.weight, self.eps)
 
     def after_add(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Add `residual`, if there is one, to x, in place; the norm of the sum."""
+        """Add `residual`, if any, to x, in place; the norm of the sum."""
         return self(x) if residual is None else ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def pieces(self) -> Iterator[Piece]:
@@ -170,7 +170,7 @@ class RowParallel(Layer):
 
 
 def _clear(layer: nn.Module) -> None:
-    """All zeros: what of them is padding stays so."""
+    """Fill with zeros: the padding stays zero."""
     for parameter in layer.parameters():
         parameter.zero_()
 

@@ -42,6 +42,6 @@ def normalise_patches(
 
 @lru_cache(maxsize=16)
 def _per_channel(values: tuple[float, ...], rescale: float, device: torch.device) -> Tensor:
-    """Kept, since a copy to a device would wait for all that it has to do."""
+    """Cached, since a copy to a device would wait for its queued work."""
     # float32 before the product, as the processor does it, so that the result is the same to the last bit.
     return torch.tensor(values, dtype=torch.float32, device=device).mul_(1.0 / rescale)

@@ -1,4 +1,4 @@
-"""Tensor parallelism as an argument: the collectives of the ranks, and who holds which part.
+"""Tensor parallelism as an argument: the collectives of the ranks, and which rank holds which part.
 
 `TensorParallel()` is one rank alone, for which every collective does nothing. Starting and ending the process group is
 the caller's business.
@@ -18,11 +18,11 @@ GRANULES = {"cuda": 64}
 
 
 class RankLost(RuntimeError):
-    """Another rank has not come where it was waited for; the text says which, as far as that is known."""
+    """Another rank did not join a collective; the text says which, if known."""
 
 
 class RankEnded(RankLost):
-    """It has ended, or is about to."""
+    """It exited, or is about to."""
 
 
 # torch 2.14 deprecates the second name; torch 2.11 lacks the first.
@@ -33,19 +33,19 @@ _ENDED = ("closed by peer", "reset by peer", "Broken pipe")
 _LATE = ("Timed out waiting",)
 
 
-def _loss_in(error: RuntimeError) -> RankLost | None:
-    """What `error` says of the loss of another rank; None if it is about something else."""
+def _rank_lost_in(error: RuntimeError) -> RankLost | None:
+    """The loss of another rank that `error` reports; None if it is another error."""
     if isinstance(error, RankLost):
         return error
     if any(sign in str(error) for sign in _ENDED):
-        return RankEnded("a rank has ended")
+        return RankEnded("a rank exited")
     if any(sign in str(error) for sign in _LATE):
-        return RankLost("a rank has not come in time (--collective-timeout)")
+        return RankLost("timed out waiting for a rank (--collective-timeout)")
     return None
 
 
 class Collectives(Protocol):
-    """What ranks do together. All call the same methods in the same order, with contiguous tensors of equal shape and
+    """Collective operations. All call the same methods in the same order, with contiguous tensors of equal shape and
     dtype. A rank that is alone needs none."""
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -76,7 +76,7 @@ class TensorParallel:
     """A rank's place in its group.
 
     Raises, from each collective:
-        RankLost: another rank did not come to it.
+        RankLost: another rank did not join it.
     """
 
     rank: int = 0
@@ -90,7 +90,7 @@ class TensorParallel:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place where there is more than one; returns its argument."""
         if self.size > 1:
-            self._together(self.collectives.all_reduce, tensor)
+            self._run_collective(self.collectives.all_reduce, tensor)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -98,22 +98,22 @@ class TensorParallel:
         if self.size == 1:
             return tensor.unsqueeze(0)
         gathered = tensor.new_empty(self.size, *tensor.shape)
-        self._together(self.collectives.all_gather, gathered, tensor.contiguous())
+        self._run_collective(self.collectives.all_gather, gathered, tensor.contiguous())
         return gathered
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with rank 0's, in place; returns its argument."""
         if self.size > 1:
-            self._together(self.collectives.broadcast, tensor)
+            self._run_collective(self.collectives.broadcast, tensor)
         return tensor
 
     @staticmethod
-    def _together(collective: Callable[..., None], *tensors: Tensor) -> None:
+    def _run_collective(collective: Callable[..., None], *tensors: Tensor) -> None:
         """Run it; an error names the rank that was lost."""
         try:
             collective(*tensors)
         except RuntimeError as error:
-            lost = _loss_in(error)
+            lost = _rank_lost_in(error)
             if lost is None:
                 raise
             raise type(lost)(f"{collective.__name__}: {lost}") from error

@@ -1,4 +1,4 @@
-"""A vision tower that every rank holds whole, and whose work the ranks share out: each encodes some of a call's frames.
+"""A replicated vision tower with its work split over the ranks: each encodes some of a call's frames.
 
 It saves the two sums per layer over all ranks that sharded weights cost, for memory: the whole tower on each rank. No
 layer of a tower attends across temporal grids, so a video may be cut between them. Knows nothing of families.

@@ -1,4 +1,4 @@
-"""A model for inference: embeddings, vision tower, decoder and output head. What sets the families apart is elsewhere.
+"""A model for inference: embeddings, vision tower, decoder and output head. Differences between families are elsewhere.
 
 A step is `embed` -> `forward` -> `logits`, with the rows of `encode_vision` in the placeholders' place. Every rank of a
 tensor-parallel group makes the same calls with the same arguments and gets the same results; only the heads that its

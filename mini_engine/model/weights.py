@@ -146,7 +146,7 @@ def _check_room(model: nn.Module, path: str | Path) -> None:
 
 
 def _check_finite(values: Tensor, stored: Stored) -> None:
-    # A sum shows NaN and infinity alike, at a fraction of the price of a look at each; but it may overflow itself.
+    # A sum shows NaN and infinity alike, at a fraction of the cost of checking each; but it may overflow itself.
     if math.isfinite(values.sum().item()) or bool(values.isfinite().all()):
         return
     dtype = str(values.dtype).removeprefix("torch.")

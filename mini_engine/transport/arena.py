@@ -118,7 +118,7 @@ class RequestTooLarge(TransportError):
 
 
 class Arena:
-    """An API server's shared memory for tensors on their way to the ranks of all engines.
+    """An API server's shared memory for tensors in transfer to the ranks of all engines.
 
     Requests get pages in the order of arrival: later ones do not overtake a large one. With direct_rpc pages are only
     counted, nothing is written to them. Used from the event loop's thread, but for `write`.
@@ -183,12 +183,12 @@ class Arena:
         self._pages.written(extents)
 
     def give_back(self, extents: Sequence[Extent]) -> None:
-        """No process reads or writes these any more."""
+        """No process uses these now: free them."""
         self._pages.free(extents)
         self._freed.set()
 
     def lose(self, extents: Sequence[Extent]) -> None:
-        """Never use these again: a rank whose stream has ended may still read them."""
+        """Never reuse these: a rank may still read them after its stream ended."""
         self._lost += sum(count for _, count in extents)
         self._freed.set()
 

@@ -88,7 +88,7 @@ class CudaStaging:
 
 
 class StagingSlots:
-    """An API server's slots for tensors on their way to one engine, each for one tensor of up to `nbytes`. Raises
+    """An API server's slots for tensors in transfer to one engine, each for one tensor of up to `nbytes`. Raises
     TransportError: cannot allocate the memory."""
 
     def __init__(self, staging: CudaStaging, slots: int, nbytes: int):
@@ -125,7 +125,7 @@ class CudaCopy:
     _done: torch.cuda.Event
 
     def use(self, tensor: torch.Tensor) -> None:
-        """The current stream's later work comes after the copy. `tensor` is a view of the memory."""
+        """The current stream's later work waits for the copy. `tensor` is a view of the memory."""
         stream = torch.cuda.current_stream(tensor.device)
         stream.wait_event(self._done)
         tensor.record_stream(stream)  # torch would reuse the memory for the next copy when the last reference ends
@@ -191,8 +191,8 @@ MapSlots = Callable[[DeviceSlots], CudaMapped]  # raises TransportError
 
 @contextlib.contextmanager
 def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Work inside runs on `stream`. For any thread: `torch.cuda.stream` alone would create a context on the thread's
-    current device, often another one: hundreds of megabytes that nothing uses."""
+    """Work in the block runs on `stream`. For any thread: `torch.cuda.stream` alone would create a context on the
+    thread's current device, often another one: hundreds of unused megabytes."""
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from mini_engine.transport.codec import TransportError
 
-HEADER = struct.Struct("<IBQ")  # bytes of the head, descriptors that come with the frame (0 or 1), bytes after the head
+HEADER = struct.Struct("<IBQ")  # bytes of the head, descriptors passed with the frame (0 or 1), bytes after the head
 MAX_HEAD = 1 << 20
 TURN_BYTES = 1 << 20  # written to, or read from, one stream before the loop serves others
 
@@ -176,7 +176,7 @@ class Frame:
     head: bytes
     payload: np.ndarray  # uint8: the bytes after the head, in memory of its own
     descriptor: int | None
-    lost_descriptor: bool  # it came without its descriptor: this process is out of file descriptors
+    lost_descriptor: bool  # received without its descriptor: this process is out of file descriptors
 
 
 class FrameReceiver:
@@ -224,7 +224,7 @@ class FrameReceiver:
             payload = np.empty(after, np.uint8)
             if after:
                 yield payload
-            # A descriptor comes with the frame's first byte: one that is missing now was lost.
+            # A descriptor arrives with the frame's first byte: one that is missing now was lost.
             descriptor = self._descriptors.popleft() if descriptors and self._descriptors else None
             yield Frame(head.tobytes(), payload, descriptor, bool(descriptors) and descriptor is None)
 

@@ -22,7 +22,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def create_sparse(nbytes: int) -> int:
-    """Descriptor of `nbytes` of new memory, sealed in size, whose pages come with `populate_for_writing`.
+    """Descriptor of `nbytes` of new memory, sealed in size, with pages from `populate_for_writing` on.
 
     A read or write of a page without memory allocates it; where there is none the kernel kills a process. Raises
     OSError: out of descriptors, or `nbytes` is above this process's limit for a file.

@@ -2,9 +2,9 @@
 
     TensorIpcSender ==one ordered stream of frames per rank (`frames.py`)==> TensorIpcReceiver
 
-A frame brings one tensor: its head is a `TensorMessage`, and the placement says where the bytes are.
+A frame carries one tensor: its head is a `TensorMessage`, and the placement says where the bytes are.
 
-    torch_shm    in extents of the API server's arena (`arena.py`); its descriptor came with the first such frame
+    torch_shm    in extents of the API server's arena (`arena.py`); the first such frame passes its descriptor
     direct_rpc   after the head
     CUDA slots   in a staging slot in device memory (`cuda_memory.py`), for CUDA tensors; beside either of the others
 
@@ -89,7 +89,7 @@ class Outgoing:
         return TensorHandle(MessageId(self._incarnation, head.number), head.shape, head.dtype)
 
     def discard(self) -> None:
-        """Give everything back unsent."""
+        """Release everything unsent."""
         self._sender.give_back(self.messages)
 
 
@@ -180,7 +180,7 @@ class TensorIpcSender:
     def send_tensors(self, outgoing: Outgoing) -> int:
         """Queue the frames of all tensors to every rank. Does not wait, cannot be undone. Returns how many frames."""
         for message in outgoing.messages:
-            assert message.head is not None, "room was reserved for more tensors than came"
+            assert message.head is not None, "memory was reserved for more tensors"
             self._arena.written(message.head.extents)
             head = self._me.encode(message.head)
             for stream in self._streams:
@@ -193,7 +193,7 @@ class TensorIpcSender:
         self.give_back(self._held[message.number] for message in messages if message.number in self._held)
 
     def give_back(self, messages: Iterable[_Message]) -> None:
-        """Free the memory of these, which nothing reads or writes. Without effect for what `close_streams` has lost."""
+        """Free the memory of these, which no process uses. Without effect for pages that `close_streams` lost."""
         for message in messages:
             if message.number and self._held.pop(message.number, None) is None:
                 continue
@@ -377,7 +377,7 @@ class TensorIpcReceiver:
         self._connections: dict[int, _Connection] = {}
 
     def descriptors(self) -> set[int]:
-        """What to poll for reading. Changes with each `receive`."""
+        """Descriptors to poll for reading. Changes with each `receive`."""
         return {self._listener.fileno(), *self._connections}
 
     def receive(self, fd: int) -> Iterator[Received | Failed]:

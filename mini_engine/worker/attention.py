@@ -7,7 +7,7 @@ forms, both by gathering whole blocks and one `scaled_dot_product_attention`:
 
 - A chunk of one token (decode) goes into a group with others. The query heads that share a key-value head are the query
   rows, the group's sequences are the batch, shorter ones are padded by repeating their own last block.
-- A longer chunk (prefill) goes by itself, in tiles of queries, each with the keys up to its end and a causal mask.
+- A longer chunk (prefill) is computed alone, in tiles of queries, each with the keys up to its end and a causal mask.
 
 How groups are cut was measured on one thread of a server CPU (8 to 32 sequences of 20 to 2,000 tokens, 4/2 heads of 32
 and 16/2 of 128, float32 and bfloat16). A call costs 15 to 20 us, more than gathering and attending to `PAD_BYTES`, so a
@@ -125,7 +125,7 @@ class StepAttention(Protocol):
         """Keeps k and v in the cache, then attends."""
 
     def advance(self, slots: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> bool:
-        """Go on to the next step, where every span is one token past the last: they were all single tokens.
+        """Advance to the next step, where every span is one token past the last: they were all single tokens.
 
         Args:
             slots: as at the start.
@@ -301,7 +301,7 @@ class _Prefill:
 
 
 def causal_tiles(start: int, length: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Additive causal masks for each tile of `length` queries that come after `start` keys: `[count, keys up to the
+    """Additive causal masks for each tile of `length` queries after `start` keys: `[count, keys up to the
     tile's end]`, whose rows begin at multiples of ALIGNED numbers."""
     last = start + (length - 1) // TILE * TILE  # keys before the last tile
     rows = min(TILE, length)

@@ -1,4 +1,4 @@
-"""What a rank keeps of each sequence between steps, and the chunks of a step as one flat batch.
+"""The state of each sequence on a rank between steps, and the chunks of a step as one flat batch.
 
 The engine core never sends a sampled token back, so a sequence's tokens live here; every rank keeps the same. Knows
 nothing of the model.
@@ -53,7 +53,7 @@ class IntBuffer:
         self._length = index + 1
 
     def extend_at(self, start: int, values: Sequence[int]) -> None:
-        """Put `values` at `start`, which is at most the present length; what stood there or after is gone."""
+        """Write `values` at `start`, which is at most the present length; drops what was there and after."""
         assert start <= self._length
         self._length = start + len(values)
         if self._length > len(self._room):
@@ -84,7 +84,7 @@ class SequenceState:
         self._shift = placed.next_position - self.prompt_length
 
     def take_blocks(self, chunk: Chunk, block_size: int) -> list[int]:
-        """Put the chunk's blocks into the table: after those that are there, or in their place if it restarts.
+        """Put the chunk's blocks into the table: append them, or replace all if it restarts.
 
         Returns those of them that the chunk leaves partly or wholly unwritten. Blocks that hold tokens before the
         chunk, computed by whichever sequence, are never among these.
@@ -207,7 +207,7 @@ def build_batch(work: Sequence[tuple[Chunk, SequenceState]], block_size: int) ->
 
 
 class DecodeBatch:
-    """The batch of a decode step, carried on to the next: most steps are the one before, one token on.
+    """The batch of a decode step, reused for the next step: most steps are the one before, one token later.
 
     Laying out 32 sequences from nothing costs an eighth of what a small model then takes; carrying on costs a fraction
     of that. `build_batch` and a new `StepAttention` give the same, always, and are what a step that is not of this kind
@@ -242,7 +242,7 @@ class DecodeBatch:
         self.batch.token_ids.copy_(tokens)
 
     def advance(self, chunks: Sequence[Chunk]) -> bool:
-        """Go on to a step with these chunks, whose blocks are in the tables already.
+        """Advance to a step with these chunks, which have their blocks in the tables already.
 
         False: the step does not follow upon the last. Build a new one then and drop this one.
         """
@@ -262,7 +262,7 @@ class DecodeBatch:
         return True
 
     def _follows(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether the chunks are the last step's, in the same order and each one token on."""
+        """Whether the chunks are the last step's, in the same order and each one token later."""
         if len(chunks) != len(self._expected):
             return False
         self._steps += 1

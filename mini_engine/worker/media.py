@@ -1,4 +1,4 @@
-"""What a rank keeps of media, by media hash: patches for requests to come, and what the vision tower made of them.
+"""The media caches of a rank, by media hash: patches for later requests, and embeddings of the vision tower.
 
 The engine core decides what is kept, encoded and dropped, and keeps the budgets; all ranks of an engine do the same in
 the same step, and one that is asked to drop what it has not raises a KeyError. Knows nothing of sequences.
@@ -56,7 +56,7 @@ class MediaStore:
 
 @dataclass
 class _Begun:
-    """An item of which only the first `filled` rows are there."""
+    """An incomplete item: only its first `filled` rows are filled."""
 
     rows: Tensor
     filled: int = 0
@@ -65,7 +65,7 @@ class _Begun:
 class EncoderCache(Mapping[bytes, Tensor]):
     """`media_hash` -> embeddings `[num_tokens, row_size]` on the rank's device, for every sequence that has the item.
 
-    As a mapping it holds whole items only: an item is not read while a part is still to come. Not
+    As a mapping it holds whole items only: an item is not read before its last part. Not
     `core/encoder_cache.py`, which keeps the budget.
     """
 

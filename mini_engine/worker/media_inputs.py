@@ -27,7 +27,7 @@ from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver
 
 
 class MediaInputs:
-    """Receives, keeps and hands out the tensors of one rank. All methods may be called from any thread.
+    """Receives and stores the tensors of one rank. All methods may be called from any thread.
 
     Tensors on the CPU are views of memory that the sender will use again, and read-only: a write ends the process. They
     may be read until the message is released; only after that the core reports it to the sender as consumed.
@@ -73,9 +73,9 @@ class MediaInputs:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise a RuntimeError if the thread has died: nothing is received any more."""
+        """Raise a RuntimeError if the thread has died: reception has stopped."""
         if self._crash is not None:
-            raise RuntimeError("the media receiver thread has died") from self._crash
+            raise RuntimeError("the media receiver thread crashed") from self._crash
 
     def rows(self, handle: TensorHandle, first: int, stop: int) -> torch.Tensor:
         """Rows `first .. stop` of the tensor that `handle` stands for. On a device they are for the current stream.
@@ -87,7 +87,7 @@ class MediaInputs:
 
     def release(self, messages: Iterable[MessageId]) -> None:
         """Drop these messages, all of which were reported. Their memory is the sender's again afterwards: a copy out of
-        it that a device has not ended yet is waited for."""
+        it that a device has not completed is awaited."""
         with self._lock:
             dropped = [self._table.pop(message, None) for message in messages]  # None: it was reported as failed
         for received in dropped:
@@ -95,14 +95,14 @@ class MediaInputs:
                 received.copied.synchronize()
 
     def drop_sender(self, incarnation: int) -> None:
-        """Drop all messages of a sender that died, received or yet to come."""
+        """Drop all messages of a sender that died, received ones and later ones."""
         with self._lock:
             self._gone.add(incarnation)
             for message in [message for message in self._table if message.incarnation == incarnation]:
                 del self._table[message]
 
     def register_store(self, nbytes: int) -> None:
-        """So many bytes of the store, from its start, are in use or soon will be: the receiver thread pins them."""
+        """That many bytes of the store, from its start, are in use or soon will be: the receiver thread pins them."""
         self._store_mark = nbytes
         os.eventfd_write(self._wake, 1)
 
@@ -145,7 +145,7 @@ class MediaInputs:
                     self.store.register(self._store_mark)
 
     def _receive(self, fd: int) -> None:
-        """The end of a stream drops nothing: the core may have scheduled what it brought, and a rank that dropped it
+        """The end of a stream drops nothing: the core may have scheduled its tensors, and a rank that dropped them
         alone would fail a step in which the others enter a collective. A dead sender's messages go by `drop_sender`, on
         all ranks in the same step."""
         reach_failpoint("receiving")
@@ -172,7 +172,7 @@ class MediaInputs:
         self._core.send(self._me.encode(report), zmq.NOBLOCK)
 
     def _on_device(self, received: Received) -> Received:
-        """It may still be on its way there if it came in a staging slot."""
+        """The copy from a staging slot may still run."""
         if self._to_device is None or received.copied is not None:
             return received
         moved = self._to_device(received.rows(0, received.shape[0]))

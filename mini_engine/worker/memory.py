@@ -1,4 +1,4 @@
-"""How many blocks the KV cache of a rank has, and what else a CUDA device must have room for.
+"""The number of KV cache blocks of a rank, and the other memory of a CUDA device.
 
 On CUDA a step of the worst kind is run before there is a cache, and measured: so the first large video finds the memory
 that it needs.
@@ -42,8 +42,8 @@ HUNGRY_SAMPLING = SamplingParams(
 
 @contextlib.contextmanager
 def room_for(what: str, remedy: str, device: torch.device) -> Iterator[None]:
-    """Around what takes memory of the device. Raises ConfigError: there is none left; the text names `what`, and then
-    `remedy`: one line in the place of a traceback."""
+    """Context for allocations on the device. Raises ConfigError: there is none left; the text names `what`, and then
+    `remedy`: one line instead of a traceback."""
     try:
         yield
     except RuntimeError as error:
@@ -137,7 +137,7 @@ def profile(
     config: EngineConfig, model_dir: str, media_cache: MediaCachePlan, model: ModelConfig,
     device: torch.device, runner_with: Callable[[int], ModelRunner],
 ) -> MemoryUse | None:  # fmt: skip
-    """What of its CUDA device this rank cannot have for the KV cache; None where that does not set the cache's size.
+    """The memory of its CUDA device that this rank cannot use for the KV cache; None if flags or the CPU set its size.
 
     `runner_with` makes a runner of the loaded model, with a KV cache of so many blocks. A collective: it runs a step.
     Raises ConfigError: there is no room for the step.
@@ -185,7 +185,7 @@ def run_worst(runner: ModelRunner, vision: VisionConfig, grids: Sequence[Grid], 
 
 
 def media_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, cache: MediaCachePlan) -> int:
-    """Bytes on a worker's device of media: embeddings, those kept in its own cache, and those on their way."""
+    """Bytes on a worker's device of media: embeddings, those kept in its own cache, and those in transfer."""
     if not _modalities(config):
         return 0
     embeddings = config.encoder_cache_tokens * model.vision.row_size * dtype.itemsize
@@ -215,7 +215,7 @@ def worst_grids(config: EngineConfig, vision: VisionConfig, model_dir: str | Pat
 def worst_step(config: EngineConfig, longest: int) -> Step:
     """As many tokens and sequences as a step may have: the end of a prompt of `longest` tokens, and new ones beside it.
 
-    All lie in block 0, whose contents mean nothing, so that a cache of one block is enough.
+    All lie in block 0, with unused contents, so that a cache of one block is enough.
     """
     left, started, chunks = config.step_tokens("cuda"), [], []
     for number in range(config.max_num_seqs):

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 class Media(Protocol):
-    """Where received tensors lie; `media_inputs.py` has the real one."""
+    """Access to received tensors; `media_inputs.py` has the real one."""
 
     store: ReadableMemory | None  # the engine's media store
 
     def check(self) -> None:
-        """Raise a RuntimeError if nothing is received any more."""
+        """Raise a RuntimeError if reception has stopped."""
 
     def rows(self, handle: TensorHandle, first: int, stop: int) -> Tensor:
         """Rows of the tensor that `handle` stands for: uint8, valid until its message is released."""
@@ -48,14 +48,14 @@ class Media(Protocol):
         """Drop these messages, which were reported."""
 
     def register_store(self, nbytes: int) -> None:
-        """So many bytes of the store, from its start, are in use or soon will be."""
+        """That many bytes of the store, from its start, are in use or soon will be."""
 
     def drop_sender(self, incarnation: int) -> None:
-        """Drop all messages of an incarnation, received or yet to come."""
+        """Drop all messages of an incarnation, received ones and later ones."""
 
 
 class Sampling:
-    """The tokens of a step, on their way to the host.
+    """The tokens of a step, in transfer to the host.
 
     Args:
         tokens: int64, those of `batch.sampled`, in order.
@@ -64,7 +64,7 @@ class Sampling:
 
     def __init__(self, tokens: Tensor, batch: FlatBatch, sampled: sampler.Sampled | None) -> None:
         self._tokens, self._sequences, self._sampled = HostCopy(tokens), batch.sampled, sampled
-        self._stops: list[int] = batch.stops.tolist()  # now: a decode batch goes on in place
+        self._stops: list[int] = batch.stops.tolist()  # now: a decode batch is advanced in place
         self._result: list[SampledToken] | None = None
 
     def result(self) -> list[SampledToken]:
@@ -75,7 +75,7 @@ class Sampling:
 
     def _take(self, tokens: list[int]) -> list[SampledToken]:
         for sequence, stop, token in zip(self._sequences, self._stops, tokens, strict=True):
-            sequence.tokens.put(stop, token)  # later ones, from before a restart, are gone
+            sequence.tokens.put(stop, token)  # drops later ones, from before a restart
         if self._sampled is None:
             return []
         reports = self._sampled.logprobs
@@ -84,7 +84,7 @@ class Sampling:
 
 
 class Launched:
-    """A step of which the host has done its part. `done`: when the device has; None where none is to wait for.
+    """A step that the host has launched. `done`: when the device has; None where none is to wait for.
 
     `result` lacks the tokens, which are those of `sampling`.
     """
@@ -113,7 +113,7 @@ class ModelRunner:
         media: the tensors that the API servers sent.
         normalise: what turns raw patches into the vision tower's input.
         tp: this rank's place among those that share the model.
-        to_device: brings patches to the device of the computation; None is torch's own way.
+        to_device: copies patches to the device of the computation; None: by torch.
         graphs: what computes steps that are all decode, recorded or not; None computes them as any other.
     """
 
@@ -141,7 +141,7 @@ class ModelRunner:
         self._encoded = EncoderCache()
         self._store = MediaStore(media.rows, media.store)
         self._decode: DecodeBatch | None = None  # the last step's, if it was one
-        self._adjustments: Adjustments | None = None  # the last step's logits', as long as its batch goes on
+        self._adjustments: Adjustments | None = None  # the last step's logits', as long as its batch continues
         self._sampling: Sampling | None = None  # the last step's, as long as its tokens are not taken
 
     @property
@@ -155,9 +155,9 @@ class ModelRunner:
         return self._cache.block_size
 
     def execute(self, step: Step) -> StepResult:
-        """Do what the step says, and wait for it; tokens in the result of rank 0 only.
+        """Execute the step and wait for it; only rank 0's result has tokens.
 
-        Raises whatever goes wrong: a rank that failed in the middle of a step cannot go on.
+        Raises any error: a rank that failed in the middle of a step cannot continue.
         """
         return self.launch(step).result()
 
@@ -165,7 +165,7 @@ class ModelRunner:
     def launch(self, step: Step) -> Launched:
         """Do what the step says, field by field, but for what the device has still to do when all is said to it.
 
-        A step that goes on with the decoding of the one before does not wait for it; any other does. A sampled token is
+        A step that continues the decoding of the one before does not wait for it; any other does. A sampled token is
         the next decoding's input on the device (`DecodeBatch.feed`); it enters its sequence in `Sampling.result`.
         """
         self._media.check()  # in an empty step, too: a rank that receives nothing answers no ping
@@ -204,7 +204,7 @@ class ModelRunner:
             del self._sequences[request_id]
 
     def _encode(self, items: Sequence[EncodeItem]) -> None:
-        """All slices of the step through the vision tower in one call."""
+        """Encode all slices of the step in one call of the vision tower."""
         if not items:
             return
         if any(item.first for item in items):
@@ -263,7 +263,7 @@ class ModelRunner:
         return self._sample(hidden, batch) if batch.sampled else None
 
     def _media_rows(self, batch: FlatBatch) -> list[MediaRows]:
-        """What of the batch is media."""
+        """The media rows of the batch."""
         return [
             MediaRows(part.first + token - part.chunk.start, rows)
             for part in batch.in_prompt

@@ -1,5 +1,5 @@
-"""What the model's processor is set to, by the files in its directory, since the workers never import transformers; and
-what it would have done to the floats: means, deviations, scale.
+"""Rescaling and normalisation of patches as the model's processor would do it: means, deviations and scale from the
+files in the model's directory, since the workers never import transformers.
 
 The API server refuses a model whose images and videos differ in these, so one set serves both.
 """

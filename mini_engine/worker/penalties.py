@@ -1,5 +1,5 @@
-"""What changes a row's logits before its temperature, and so a greedy row's choice as well: logit bias, stop tokens
-that are barred, penalties. `sampler.py` says in which order, and why in that one.
+"""Changes to a row's logits before temperature, for greedy rows as well: logit bias, masked stop tokens, penalties.
+`sampler.py` gives their order and its reason.
 
 What the penalties need to know of a sequence's tokens is counted on the device, where the tokens are chosen: so a step
 can be launched before the host knows the token of the step before.
@@ -41,7 +41,7 @@ class Adjustments:
             params.min_tokens - (stop - sequence.prompt_length) if params.stop_token_ids else 0
             for params, sequence, stop in zip(self._params, sequences, stops, strict=True)
         ]
-        self._bar_stop_tokens()
+        self._mask_stop_tokens()
         biases = [(i * vocab_size + token, v) for i, p in enumerate(self._params) for token, v in p.logit_bias.items()]
         self._biased = self._integers(at for at, _ in biases)
         self._biases = to_device(torch.tensor([value for _, value in biases]), device)
@@ -66,7 +66,7 @@ class Adjustments:
     def apply(self, logits: Tensor) -> Tensor:
         """`[n, vocab_size]`, as they are or changed in place, or a float32 copy, changed."""
         if self._steps == self._bar_ends:
-            self._bar_stop_tokens()
+            self._mask_stop_tokens()
         if not (len(self._biased) or len(self._barred) or len(self._where)):
             return logits
         scores = logits.float()
@@ -79,7 +79,7 @@ class Adjustments:
         return scores
 
     def count(self, tokens: Tensor) -> None:
-        """int64 `[n]` on the device, what was chosen: the next step may come."""
+        """int64 `[n]` on the device, what was chosen: ready for the next step."""
         self._steps += 1
         if len(self._where):
             self._add(self._starts + tokens.index_select(0, self._where))
@@ -87,7 +87,7 @@ class Adjustments:
     def _add(self, places: Tensor) -> None:
         self._counts.view(-1).index_add_(0, places, self._once.expand(len(places)))
 
-    def _bar_stop_tokens(self) -> None:
+    def _mask_stop_tokens(self) -> None:
         """Set which are barred from this step on, and the step at which that changes."""
         barred = [i for i, short in enumerate(self._short) if short > self._steps]
         self._bar_ends = min((self._short[i] for i in barred), default=None)

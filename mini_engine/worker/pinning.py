@@ -1,5 +1,5 @@
-"""Copies of media to a CUDA device, on streams of their own, beside whatever the device computes; and host memory that
-is registered with CUDA, so that such a copy reads it by itself, without a staging buffer.
+"""Copies of media to a CUDA device, on separate streams, concurrent with its computation; and host memory that
+is registered with CUDA, so that such a copy needs no staging buffer.
 
 This file knows nothing of stores or segments: it gets ranges of memory, and is called when they end.
 """
@@ -51,9 +51,9 @@ class PinnedMemory:
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, contiguous, on the device, for what follows on the current stream. It may lie in any memory.
 
-        The copy may begin before earlier work on the device ends, and end after this call: the bytes must
-        stay until a later event of the current stream has come. A single copy may not cross the border of a registered
-        range: CUDA refuses it as an invalid argument.
+        The copy may begin before earlier work on the device ends, and end after this call: the bytes must stay until a
+        later event of the current stream has completed. A single copy may not cross the border of a registered range:
+        CUDA refuses it as an invalid argument.
         """
         if tensor.is_cuda:
             return tensor

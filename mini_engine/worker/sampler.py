@@ -38,7 +38,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Recipe(NamedTuple):
-    """How a sequence's tokens are chosen, worked out once: `of` makes it."""
+    """The sampling parameters of a sequence, resolved once: `of` makes it."""
 
     params: SamplingParams
     greedy: bool
@@ -48,7 +48,7 @@ class Recipe(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether the largest logit is all that there is to know."""
+        """Whether only the largest logit matters: greedy, without logprobs."""
         return self.greedy and not self.adjusts and self.params.logprobs is None
 
     @classmethod
@@ -61,14 +61,14 @@ class Recipe(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a row of logits is sampled with. `output_index`: number of the output token to be chosen, from 0."""
+    """The sampling inputs of a row of logits. `output_index`: number of the output token to be chosen, from 0."""
 
     recipe: Recipe
     output_index: int
 
 
 class Report:
-    """Logarithms of probabilities on their way to the host.
+    """Logarithms of probabilities in transfer to the host.
 
     Args:
         rows: of the batch, which ask; the arguments that follow are theirs.
@@ -80,7 +80,7 @@ class Report:
         self._rows = rows
         self._chosen, self._own = HostCopy(chosen), HostCopy(raw.gather(1, chosen.unsqueeze(1))[:, 0])
         self._best: list[tuple[list[int], HostCopy, HostCopy]] = []
-        # By count, and not the largest for all: which of two equals comes first may depend on how many are sought.
+        # By count, and not the largest for all: the order of two equals may depend on how many are sought.
         for count in set(counts) - {0}:
             which = [i for i, wanted in enumerate(counts) if wanted == count]
             some = raw if len(which) == len(raw) else raw[to_device(torch.tensor(which), raw.device)]
@@ -108,7 +108,7 @@ class Sampled(NamedTuple):
 
 
 def sample(logits: Tensor, rows: Sequence[Row], adjust: Callable[[Tensor], Tensor] | None = None) -> Sampled:
-    """The next token of each row. On a device nothing is waited for, if `adjust` waits for nothing.
+    """The next token of each row. On a device it does not wait, unless `adjust` waits.
 
     Args:
         logits: `[n, vocab_size]` of any float dtype; may be changed.

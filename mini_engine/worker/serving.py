@@ -1,7 +1,7 @@
 """The loop of a worker: steps from the engine core in, results out, in order.
 
-On the CPU a step is over when it has been executed. On CUDA the next step, if it is there, is launched while one runs:
-the device goes from one to the other without a pause.
+On the CPU a step is complete when it has been executed. On CUDA the next step, if received, is launched while one runs,
+so that the device does not idle between them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ AHEAD = 2  # steps that are launched and not reported
 
 
 def serve(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner) -> None:
-    """Receive -> execute -> report, for good."""
+    """Receive -> execute -> report, forever."""
     while True:
         core.send(encoder.encode(runner.execute(_receive(core))))
 
 
 def serve_ahead(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner, watch: Watch) -> None:
-    """Receive -> launch, and report what the device has done, for good. `watch` waits by `wait_for_device`."""
+    """Receive -> launch, and report what the device has done, forever. `watch` waits by `wait_for_device`."""
     running: deque[Launched] = deque()
     poller = zmq.Poller()
     poller.register(watch.done, zmq.POLLIN)
@@ -64,14 +64,14 @@ class Watch:
         self._steps.put(step)
 
     def take(self) -> None:
-        """Take one step off `done`. Waits if it is not readable. Raises RuntimeError: the device failed at a step that
-        was waited for; its cause is what CUDA said."""
+        """Remove one step from `done`. Waits if it is not readable. Raises RuntimeError: the device failed in a step;
+        CUDA's error is the cause."""
         os.eventfd_read(self.done)
         if self._crash is not None:
             raise RuntimeError("the device has failed in a step") from self._crash
 
     def close(self) -> None:
-        """End the thread, when it has waited for the steps that it was given."""
+        """Stop the thread after the steps that it waits for."""
         self._steps.put(None)
         self._thread.join()
         os.close(self.done)

@@ -1,13 +1,13 @@
 """Collectives of the ranks of one engine on one host: memory that all of them map, and a socket between each two.
 
-Each rank writes its part into its slot, says so to the others with one byte, waits for theirs, and reads all slots.
-There are two sets of slots, used in turn: who has heard from all others in one exchange knows that they are through
-with the one before. Every rank adds up the same numbers in the same order, so all hold the same sums to the last bit.
+Each rank writes its part into its slot, notifies the others with one byte, waits for theirs, and reads all slots. Two
+sets of slots alternate: a rank that has all bytes of one exchange knows that the others completed the previous one.
+All ranks add the same numbers in the same order, so their sums are bitwise equal.
 
-A collective costs a copy into the slot, a reading of all slots, and one wake-up of each rank. Gloo's go through TCP and
-a thread of its own, which is several wake-ups each; on a busy machine that is tens of times as long.
+A collective costs a copy into the slot, a read of all slots, and one wake-up of each rank. Gloo uses TCP and a separate
+thread, with several wake-ups each; on a busy machine that takes tens of times as long.
 
-Nothing spins: a rank that waits sleeps in `recv`. One that ends closes its sockets, and the others notice at once.
+Waiting ranks sleep in `recv`. A rank that exits closes its sockets, which the others detect at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SharedMemoryCollectives:
     All ranks call the same methods in the same order with tensors of equal shape and dtype, on the CPU.
 
     Raises, from each method:
-        RankLost: another rank has ended (RankEnded), or has not come within `timeout` seconds.
+        RankLost: another rank exited (RankEnded), or did not respond within `timeout` seconds.
     """
 
     def __init__(self, rank: int, links: dict[int, socket.socket], fd: int, timeout: float):
@@ -79,7 +79,7 @@ class SharedMemoryCollectives:
             piece.copy_(self._exchange(piece)[0])
 
     def close(self) -> None:
-        """Leave: the other ranks' collectives raise from now on."""
+        """Disconnect: the other ranks' collectives raise from now on."""
         for link in self._links.values():
             link.close()
 
@@ -96,7 +96,7 @@ class SharedMemoryCollectives:
             except ConnectionError:
                 raise RankEnded(f"rank {other} has ended") from None
         for other, link in self._links.items():
-            _hear(other, link, self._timeout)
+            _receive_ready(other, link, self._timeout)
         return slots
 
 
@@ -105,8 +105,8 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     yield from tensor.view(-1).split(SLOT_BYTES // tensor.element_size())
 
 
-def _hear(rank: int, link: socket.socket, timeout: float, descriptors: int = 0) -> list[int]:
-    """Wait for the other's byte, and up to so many descriptors with it."""
+def _receive_ready(rank: int, link: socket.socket, timeout: float, descriptors: int = 0) -> list[int]:
+    """Wait for the byte of rank `rank`, and up to `descriptors` descriptors with it."""
     try:
         heard, received = socket.recv_fds(link, 1, descriptors)[:2] if descriptors else (link.recv(1), [])
     except (BlockingIOError, TimeoutError):
@@ -124,14 +124,13 @@ def shared_bytes(size: int) -> int:
 
 
 def meet(path: Path, rank: int, size: int, patience: float, timeout: float) -> SharedMemoryCollectives:
-    """Bring the ranks together: each listens at `path` and its own number, and connects to those before it. Rank 0
-    makes the memory and hands it to the others.
+    """Connect the ranks: each listens at `path` and its own number, and connects to those before it. Rank 0 makes the
+    memory and passes it to the others.
 
-    They have `patience` seconds to come, since processes start as fast as the machine lets them; `timeout` is that of
-    each collective.
+    They have `patience` seconds to connect, since starting takes a while; `timeout` is that of each collective.
 
     Raises:
-        RankLost: not all have come in time, or one has ended.
+        RankLost: not all connected in time, or one exited.
         OSError: no memory or no descriptors.
     """
     until = time.monotonic() + patience
@@ -164,7 +163,7 @@ def meet(path: Path, rank: int, size: int, patience: float, timeout: float) -> S
                 socket.send_fds(link, [_READY], [fd])
         else:
             links[0].settimeout(max(until - time.monotonic(), 0.001))
-            (fd,) = _hear(0, links[0], patience, 1)
+            (fd,) = _receive_ready(0, links[0], patience, 1)
         opened.pop_all()  # the links and the descriptor are the result's
     return SharedMemoryCollectives(rank, links, fd, timeout)
 

@@ -13,7 +13,7 @@ from mini_engine.kernels import paged
 from mini_engine.kernels.staging import to_device
 from mini_engine.worker.attention import KVCache, Span
 
-# Columns come in such numbers, so that a kernel which is compiled for an even stride is not compiled again.
+# Columns are rounded up to these numbers, so that a kernel compiled for an even stride is not compiled again.
 COLUMNS = 16
 
 

@@ -59,7 +59,7 @@ GRAPHS_REMEDY = (
 
 
 def run(child: Child) -> None:
-    """Main function of a worker process; returns never."""
+    """Main function of a worker process; never returns."""
     try:
         _run(child)
     except RankLost as lost:
@@ -74,7 +74,7 @@ def _run(child: Child) -> None:
     engine, rank = (int(part) for part in child.index.split("."))
     device = choose_device(init.config, engine, rank)
     backend = choose_backend(init.config.attention_backend, device)
-    leave_out_cudnn()
+    disable_cudnn_attention()
     # First of all that takes time: API servers probe these addresses while the model loads.
     pinned = PinnedMemory(device) if device.type == "cuda" else None
     media = receive_media(child, init, engine, rank, device, pinned)
@@ -120,7 +120,7 @@ def load(model_dir: str, config: EngineConfig, tp: TensorParallel, device: torch
 
 
 def choose_threads(config: EngineConfig) -> int:
-    """Threads for torch's operators: OMP_NUM_THREADS if set, else the cores but one shared out among all workers."""
+    """Threads for torch's operators: OMP_NUM_THREADS if set, else all cores but one, split over all workers."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdigit() and int(given) > 0:
         return int(given)
@@ -173,13 +173,13 @@ def _check_compiler() -> None:
     # As triton/runtime/build.py has it: Debian's own scheme is for what lies beside its packages, and headers are one.
     scheme = sysconfig.get_default_scheme()
     own = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
-    named = ":".join(os.environ.get(name, "") for name in ("CPATH", "C_INCLUDE_PATH"))  # which compilers heed
+    named = ":".join(os.environ.get(name, "") for name in ("CPATH", "C_INCLUDE_PATH"))  # read by compilers
     if not any(Path(place, "Python.h").is_file() for place in (own, *filter(None, named.split(":")))):
         raise ConfigError(f"{needs}, but {own}/Python.h is missing: install python3-dev, or set CPATH to its directory")
 
 
-def leave_out_cudnn() -> None:
-    """Have torch compute attention by its other kernels, in this process.
+def disable_cudnn_attention() -> None:
+    """Disable cuDNN's attention kernels in this process.
 
     On a Hopper torch prefers cuDNN's, which builds a plan for every new shape before it computes; and here every video
     brings new shapes, and every step of `sdpa`.
@@ -188,7 +188,7 @@ def leave_out_cudnn() -> None:
 
 
 def choose_collectives(config: EngineConfig, device: torch.device) -> str:
-    """What carries tensors between ranks: "shm", or torch.distributed with "nccl" or "gloo". Raises ConfigError: what
+    """The backend of collectives: "shm", or torch.distributed with "nccl" or "gloo". Raises ConfigError: what
     was asked for does not work on the device."""
     asked = config.distributed_backend
     if asked == "auto":
@@ -201,7 +201,7 @@ def choose_collectives(config: EngineConfig, device: torch.device) -> str:
 
 
 def join_group(init: Init, engine: int, rank: int, device: torch.device) -> TensorParallel:
-    """Meet the engine's other ranks; waits for them. A collective that takes too long raises on every rank."""
+    """Connect to the engine's other ranks; waits for them. A collective that times out raises on every rank."""
     size, backend = init.config.tensor_parallel_size, choose_collectives(init.config, device)
     if size == 1:
         return TensorParallel()
@@ -221,7 +221,7 @@ def join_group(init: Init, engine: int, rank: int, device: torch.device) -> Tens
 
 
 def choose_dtype(config: EngineConfig) -> torch.dtype | None:
-    """Number format of weights, activations and KV cache; None is the checkpoint's own."""
+    """Dtype of weights, activations and KV cache; None is the checkpoint's."""
     return None if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
@@ -302,7 +302,7 @@ def record_graphs(runner: ModelRunner) -> None:
 
 
 def warm_up(runner: ModelRunner, vision: VisionConfig) -> None:
-    """One small image and a short prompt: what is set up at first use is set up before the first request."""
+    """Run one small image and a short prompt, so that lazy initialisation happens before the first request."""
     reach_failpoint("warming-up")
     side = 2 * vision.spatial_merge_size
     runner.encode_patches([torch.zeros(side * side, vision.patch_dim, dtype=torch.uint8)], [(1, side, side)])

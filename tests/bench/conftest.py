@@ -33,8 +33,8 @@ class Ran:
         return json.loads(self.out.splitlines()[-1])
 
     @property
-    def figures(self) -> dict[str, Any]:
-        return self.last["figures"]
+    def results(self) -> dict[str, Any]:
+        return self.last["results"]
 
     def row(self, label: str) -> float:
         """The first number of a row of the table."""

@@ -13,21 +13,21 @@ from mini_engine.bench.client import Outcome, Run
 from mini_engine.bench.serve import Measured
 
 
-def measured(figures: dict[str, Any], *texts: str | None) -> Measured:
+def measured(results: dict[str, Any], *texts: str | None) -> Measured:
     """A run; a text of None was not answered."""
     outcomes = [Outcome(text=text or "", error=None if text else "no") for text in texts]
-    return Measured(Run(outcomes, 0.0, 1.0), figures, "", [], "model")
+    return Measured(Run(outcomes, 0.0, 1.0), results, "", [], "model")
 
 
-def figures(throughput: float, ttft: float | None) -> dict[str, Any]:
+def results(throughput: float, ttft: float | None) -> dict[str, Any]:
     stages = {"encode": {"mean": 2.0}, "fetch": {"mean": 0.0}}
     throughputs = dict.fromkeys(ab.THROUGHPUTS, throughput)
     return throughputs | {"median_ttft_ms": ttft, "std_ttft_ms": 1.0, "stages_ms": stages}
 
 
 def test_ratios_by_hand():
-    a = [measured(figures(10.0, 4.0), "x", "y", "z", None), measured(figures(30.0, 4.0), "x", "y", "z", "v")]
-    b = [measured(figures(20.0, None), "x", "Y", "z", "w"), measured(figures(30.0, 1.0), "x", "y", "z", "w")]
+    a = [measured(results(10.0, 4.0), "x", "y", "z", None), measured(results(30.0, 4.0), "x", "y", "z", "v")]
+    b = [measured(results(20.0, None), "x", "Y", "z", "w"), measured(results(30.0, 1.0), "x", "y", "z", "w")]
     found = ab.compare({"a": a, "b": b})
     throughput = {"a": 20.0, "b": 25.0, "ratio": 1.25, "least": 1.0, "greatest": 2.0}
     encode = {"a": 2.0, "b": 2.0, "ratio": 1.0, "least": 1.0, "greatest": 1.0}
@@ -41,8 +41,8 @@ def test_a_sweep_of_a_server_that_runs(bench, root, tmp_path: Path):
                 "--num-warmups", 0, "--dataset-name", "synthetic-image", "--plot", tmp_path / "sweep.png",
                 "--save-result", "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
     assert ran.status == 0, ran.err
-    assert [run["max_concurrent_requests"] for run in ran.figures["runs"]] == [1, 3]
-    for value, run in zip("13", ran.figures["runs"], strict=True):
+    assert [run["max_concurrent_requests"] for run in ran.results["runs"]] == [1, 3]
+    for value, run in zip("13", ran.results["runs"], strict=True):
         row = next(line.split() for line in ran.out.splitlines() if line.split()[:3] == [value, "6", "0"])
         assert float(row[3]) == pytest.approx(run["request_throughput"], abs=1e-3)
         assert json.loads((tmp_path / f"r-{value}.json").read_text())["max_concurrency"] == int(value)
@@ -53,8 +53,8 @@ def test_a_sweep_of_a_server_that_runs(bench, root, tmp_path: Path):
 def test_a_sweep_starts_a_server_for_each_value(bench):
     ran = bench("sweep", "--flag", "max-num-seqs", "--values", "1,4", "--num-prompts", 4)
     assert ran.status == 0, ran.err
-    assert ran.last["surroundings_of"] == "all" and ran.figures["flag"] == "--max-num-seqs"
-    assert [run["completed"] for run in ran.figures["runs"]] == [4, 4]
+    assert ran.last["environment_of"] == "all" and ran.results["flag"] == "--max-num-seqs"
+    assert [run["completed"] for run in ran.results["runs"]] == [4, 4]
 
 
 @pytest.mark.slow
@@ -68,8 +68,8 @@ def test_two_servers_in_turn(bench, tmp_path: Path):
     saved = {path.stem[2:]: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert set(saved) == {"A1", "B1", "A2", "B2"}
     assert len({json.dumps(one["input_lens"]) for one in saved.values()}) == 1, "the same prompts"
-    ratio = ran.figures["ratios"]["request_throughput"]
+    ratio = ran.results["ratios"]["request_throughput"]
     of_rounds = [saved[f"B{n}"]["request_throughput"] / saved[f"A{n}"]["request_throughput"] for n in (1, 2)]
     assert ratio["least"] == pytest.approx(min(of_rounds), abs=1e-4)
     assert ratio["greatest"] == pytest.approx(max(of_rounds), abs=1e-4)
-    assert ran.figures["answers"]["differ"] <= 2
+    assert ran.results["answers"]["differ"] <= 2

@@ -39,10 +39,10 @@ def test_each_failure_is_counted_and_shown(bench, broken, prompts, tmp_path: Pat
     ran = bench(*prompts(*behaviours), "--base-url", broken.url, "--save-result", "--save-detailed",
                 "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
     assert ran.status == 1
-    figures = ran.figures
-    assert (figures["completed"], figures["failed"]) == (2, 8)
+    results = ran.results
+    assert (results["completed"], results["failed"]) == (2, 8)
     assert ran.row("Successful requests:") == 2 and ran.row("Failed requests:") == 8
-    assert figures["total_output_tokens"] == 12 and figures["total_input_tokens"] == 20  # of the two
+    assert results["total_output_tokens"] == 12 and results["total_input_tokens"] == 20  # of the two
     result = json.loads((tmp_path / "r.json").read_text())
     said = dict(zip(behaviours, result["errors"], strict=True))
     assert said["ok"] == "" and said["refuse"] == "ValueError: status 500: out of order"
@@ -58,22 +58,22 @@ def test_each_failure_is_counted_and_shown(bench, broken, prompts, tmp_path: Pat
 def test_failed_warm_ups_are_reported_apart(bench, broken, prompts):
     flags = [*prompts("ok", "refuse"), "--num-prompts", 1, "--num-warmups", 1]
     ran = bench(*flags, "--base-url", broken.url)
-    assert ran.status == 1 and ran.figures["failed"] == 0 and ran.figures["completed"] == 1
+    assert ran.status == 1 and ran.results["failed"] == 0 and ran.results["completed"] == 1
     assert ran.last["failures"] == ["warm-up: 1 of 1 requests: ValueError: status 500: out of order"]
 
 
 def test_no_more_than_the_given_number_at_once(bench, broken, prompts):
     broken.wanted_at_once = 3
     ran = bench(*prompts(*["ok"] * 12), "--base-url", broken.url, "--max-concurrency", 3)
-    assert ran.status == 0 and broken.most_at_once == 3 == ran.figures["max_concurrent_requests"]
-    assert ran.figures["max_concurrency"] == 3
+    assert ran.status == 0 and broken.most_at_once == 3 == ran.results["max_concurrent_requests"]
+    assert ran.results["max_concurrency"] == 3
 
 
 def test_what_is_sent(bench, broken, prompts, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     flags = ["--ignore-eos", "--top-k", 7, "--logprobs", 2, "--extra-body", '{"min_p": 0.1}', "--header", "X-Team=a"]
     ran = bench(*prompts("ok"), "--base-url", broken.url, *flags)
-    assert ran.status == 0 and ran.figures["model"] == "some-model"
+    assert ran.status == 0 and ran.results["model"] == "some-model"
     [(path, headers, body)] = broken.requests
     assert body.pop("messages") == [{"role": "user", "content": "ok"}]
     assert body == {
@@ -86,7 +86,7 @@ def test_what_is_sent(bench, broken, prompts, monkeypatch):
 
 def test_completions(bench, broken, prompts):
     ran = bench(*prompts("ok"), "--base-url", broken.url, "--backend", "vllm", "--model", "mine", "--logprobs", 2)
-    assert ran.status == 0 and ran.figures["total_output_tokens"] == 6
+    assert ran.status == 0 and ran.results["total_output_tokens"] == 6
     [(path, _, body)] = broken.requests
     assert path == "/v1/completions" and (body["prompt"], body["max_tokens"], body["logprobs"]) == ("ok", 50, 2)
     assert body["model"] == "mine"

@@ -19,7 +19,7 @@ def bench(*argv: str) -> subprocess.Popen[str]:
     )
 
 
-def figures(*argv: str) -> dict:
+def results(*argv: str) -> dict:
     """Of a run that leaves no process behind."""
     ran, family = bench(*argv), set()
     while ran.poll() is None:
@@ -28,7 +28,7 @@ def figures(*argv: str) -> dict:
     out, err = ran.communicate()
     assert ran.returncode == 0, out + err
     assert_gone(family)
-    return json.loads(out.splitlines()[-1])["figures"]
+    return json.loads(out.splitlines()[-1])["results"]
 
 
 def assert_gone(family: set[int]) -> None:
@@ -39,7 +39,7 @@ def assert_gone(family: set[int]) -> None:
 
 
 def test_transport():
-    rows = figures("transport", "--payloads", "0.01", "2", "--repeats", "2")["rows"]
+    rows = results("transport", "--payloads", "0.01", "2", "--repeats", "2")["rows"]
     states = [("direct_rpc", "fresh"), ("torch_shm", "cold"), ("torch_shm", "reused")]
     keys = [(row["payload_mb"], row["ranks"], row["placement"], row["memory"]) for row in rows]
     assert keys == [(size, ranks, *state) for size in (0.01, 2) for ranks in (1, 2) for state in states]
@@ -59,7 +59,7 @@ def test_the_ranks_of_a_killed_benchmark_exit():
 
 
 def test_step():
-    found = figures("step", "--batch", "3", "--steps", "12", "--repeats", "1", "--launch", "--block-size 8")
+    found = results("step", "--batch", "3", "--steps", "12", "--repeats", "1", "--launch", "--block-size 8")
     assert found["batch"] == 3 and 0 < found["forward_ms"] < found["execute_ms"] and found["step_ms"] > 0
     assert found["engine_share"] == pytest.approx(1 - found["forward_ms"] / found["step_ms"], abs=1e-3)
 
@@ -75,5 +75,5 @@ def test_without_cuda_gpu_says_so_in_one_line():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_device():
     """With the bundled model, whose contexts are short."""
-    found = figures("gpu", "--launch", "--dtype bfloat16", "--batches", "1", "3", "--contexts", "256", "--steps", "5")
+    found = results("gpu", "--launch", "--dtype bfloat16", "--batches", "1", "3", "--contexts", "256", "--steps", "5")
     assert [row["part"] for row in found["rows"]] == ["decode", "decode", "prefill", "vision"]

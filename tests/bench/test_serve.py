@@ -36,44 +36,44 @@ def test_table_file_and_counters_agree(bench, server, root, tmp_path: Path):
         "--plot", tmp_path / "p.png",
     )  # fmt: skip
     assert ran.status == 0, ran.err
-    figures = ran.figures
+    results = ran.results
     result = json.loads((tmp_path / "found.json").read_text())
 
     # the server's own counters
-    assert moved(server, before, "request_success_total") == figures["completed"] == 24
-    assert moved(server, before, "prompt_tokens_total") == figures["total_input_tokens"]
-    assert moved(server, before, "generation_tokens_total") == figures["total_output_tokens"]
+    assert moved(server, before, "request_success_total") == results["completed"] == 24
+    assert moved(server, before, "prompt_tokens_total") == results["total_input_tokens"]
+    assert moved(server, before, "generation_tokens_total") == results["total_output_tokens"]
     # Of requests that bring the same medium at once, two may decode it.
     assert 12 <= moved(server, before, "media_decodes_total") < 24
-    assert 1000 * moved(server, before, "e2e_request_latency_seconds_sum") / 24 <= figures["mean_e2el_ms"]
+    assert 1000 * moved(server, before, "e2e_request_latency_seconds_sum") / 24 <= results["mean_e2el_ms"]
 
     # the table and the last line
     for key in COUNTS.keys() - {"request_rate"}:
-        if figures[key] is not None:  # a peak, of a run of less than a second
-            assert ran.row(COUNTS[key]) == pytest.approx(figures[key], abs=0.006), key
+        if results[key] is not None:  # a peak, of a run of less than a second
+            assert ran.row(COUNTS[key]) == pytest.approx(results[key], abs=0.006), key
     for statistic in ("Mean", "Median", "P50", "P90", "P99"):
         for metric in ("TTFT", "TPOT", "ITL", "E2EL"):
             key = f"{statistic.lower()}_{metric.lower()}_ms"
-            assert ran.row(f"{statistic} {metric} (ms):") == pytest.approx(figures[key], abs=0.006)
-    assert figures["request_goodput"] == figures["request_throughput"]
-    assert figures["accuracy"]["known"] == 24 and figures["accuracy"]["right"] >= 22
-    assert f"{figures['accuracy']['right']} of 24" in ran.out
-    assert figures["max_concurrent_requests"] <= 8
+            assert ran.row(f"{statistic} {metric} (ms):") == pytest.approx(results[key], abs=0.006)
+    assert results["request_goodput"] == results["request_throughput"]
+    assert results["accuracy"]["known"] == 24 and results["accuracy"]["right"] >= 22
+    assert f"{results['accuracy']['right']} of 24" in ran.out
+    assert results["max_concurrent_requests"] <= 8
 
     # the file
     assert result["machine"] == "here" and result["hardware"]["cores"] and result["versions"]["python"]
-    assert {key: result[key] for key in figures if key != "model"} == {k: v for k, v in figures.items() if k != "model"}
-    assert sum(result["output_lens"]) == figures["total_output_tokens"]
-    assert np.mean(result["ttfts"]) * 1000 == pytest.approx(figures["mean_ttft_ms"])
-    assert np.std(np.concatenate(result["itls"])) * 1000 == pytest.approx(figures["std_itl_ms"], abs=1e-5)
+    assert {key: result[key] for key in results if key != "model"} == {k: v for k, v in results.items() if k != "model"}
+    assert sum(result["output_lens"]) == results["total_output_tokens"]
+    assert np.mean(result["ttfts"]) * 1000 == pytest.approx(results["mean_ttft_ms"])
+    assert np.std(np.concatenate(result["itls"])) * 1000 == pytest.approx(results["std_itl_ms"], abs=1e-5)
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    assert result["surroundings_of"] == ran.last["surroundings_of"] == "client", "the server was there before"
+    assert result["environment_of"] == ran.last["environment_of"] == "client", "the server was there before"
 
     # the stages of each request are its time, but for the way to the client
     for ttft, itls, stages in zip(result["ttfts"], result["itls"], result["stages"], strict=True):
         assert 0 < sum(stages.values()) <= ttft + sum(itls) + 0.01
-    assert set(figures["stages_ms"]) == set(result["stages"][0])
-    assert sum(stage["share"] for stage in figures["stages_ms"].values()) == pytest.approx(1, abs=1e-4)
+    assert set(results["stages_ms"]) == set(result["stages"][0])
+    assert sum(stage["share"] for stage in results["stages_ms"].values()) == pytest.approx(1, abs=1e-4)
 
 
 def test_no_server_listens(bench):
@@ -158,7 +158,7 @@ def test_a_server_of_its_own_is_not_left_behind(killed: bool):
         time.sleep(0.05)
     if not killed:
         found = json.loads(out.splitlines()[-1])
-        assert ran.returncode == 0 and found["surroundings_of"] == "all" and found["figures"]["completed"] == 2
+        assert ran.returncode == 0 and found["environment_of"] == "all" and found["results"]["completed"] == 2
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Ranks without a model: they run steps in order, keep what a real rank keeps, and check each step against it.
+"""Ranks without a model: they run steps in order, keep the state of a real rank, and check each step against it.
 
 A KV slot holds the content it stands for: the tokens up to its position and the media among them. So a block used
 twice, a wrong prefix hit, or a token computed against foreign keys is seen at once. The token sampled at output index i
@@ -50,7 +50,7 @@ class Sequence:
 
 
 class SimulatedLinks:
-    """Stands where `links.Links` stands: the test decides what arrives and when the ranks run."""
+    """A fake `links.Links`: the test decides which messages arrive and when the ranks run."""
 
     def __init__(self, config: EngineConfig):
         self.num_ranks, self.block_size = config.tensor_parallel_size, config.block_size

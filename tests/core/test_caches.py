@@ -1,4 +1,4 @@
-"""Prefix cache, encoder cache and samples that share a prompt: what is found, and what is not."""
+"""Prefix cache, encoder cache and samples that share a prompt: hits and misses."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_request_with_failed_media_is_resent_and_others_continue():
     world.receive(MediaFailed(0, bad, "no buffer"), ("worker 0.0 media", 100))
     world.media_ready(good)
     world.run()
-    assert world.ends == {"good": ["length"]} and world.turned_down == ["bad"] and world.accepted == ["good"]
+    assert world.ends == {"good": ["length"]} and world.rejected == ["bad"] and world.accepted == ["good"]
     assert set(world.consumed) == {bad, good}
     world.assert_at_rest()
 
@@ -75,7 +75,7 @@ def test_media_may_fail_before_their_request_arrives():
     world.run()
     world.request("bad", media=[item(message(1), 1)])
     world.run()
-    assert world.turned_down == ["bad"] and not world.ends and not world.accepted
+    assert world.rejected == ["bad"] and not world.ends and not world.accepted
     world.assert_at_rest()
 
 
@@ -84,7 +84,7 @@ def test_failed_media_are_released_after_all_ranks_reported():
     world.request("video", media=[item(message(1), 1)])
     world.receive(MediaFailed(0, message(1), "why"))
     world.run()
-    assert world.turned_down == ["video"] and world.links.released == []
+    assert world.rejected == ["video"] and world.links.released == []
     world.receive(MediaFailed(1, message(1), "why"))
     world.run()
     assert world.links.released == [message(1)] == world.consumed

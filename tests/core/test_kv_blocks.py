@@ -1,4 +1,4 @@
-"""The block pool by itself, against a plain record of the holders of each block."""
+"""The block pool against a plain record of the holders of each block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine can hold, and requests that the ranks cannot compute: each ends alone, before any rank gets it."""
+"""Limits of an engine, and invalid requests: each fails alone, before any rank receives it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directory of cached media against a simple model: nothing is lost, read wrongly, or evicted out of turn."""
+"""The directory of cached media against a simple model: no item is lost, misread, or evicted in the wrong order."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def put(store: MediaStore, number: int, rows: int | None = None, owner: Owner = 
 
 @dataclasses.dataclass(eq=False)
 class Written:
-    """The model of an item that lies in the store, or of one that is being written."""
+    """The model of an item that is in the store or being written."""
 
     value: bytes
     stamp: int  # what its pages hold
@@ -70,7 +70,7 @@ class Written:
 
 
 class StoreAgainstModel(RuleBasedStateMachine):
-    """Two API servers with requests at every stage. Each death brings a successor, with a new incarnation."""
+    """Two API servers with requests at every stage. Each dead one is replaced, with a new incarnation."""
 
     values = st.integers(0, len(ROWS) - 1).map(value_of)
     slots = st.integers(0, 1)
@@ -84,7 +84,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.next_incarnation, self.stamps = itertools.count(3), itertools.count(1)
         self.content: dict[int, int] = {}  # page -> the stamp that was last written there
         self.written: list[Written] = []  # that lie in the store
-        self.lru: list[Written] = []  # of those, the idle, the longest unused first
+        self.lru: list[Written] = []  # of those, the idle, least recently used first
         self.writing: dict[int, Written] = {}  # by reservation
         self.coming: dict[Owner, dict[bytes, Written]] = {}  # references of requests that have not come
         self.running: list[tuple[Owner, dict[bytes, Entry], list[Written]]] = []
@@ -112,7 +112,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
                 self.lru.remove(one)
 
     def settle(self, one: Written) -> None:
-        """It may be that no request refers to it any more."""
+        """Perhaps no request refers to it now."""
         if not one.readers:
             (self.lru.append if one.listed else self.written.remove)(one)
 
@@ -160,7 +160,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     @precondition(lambda self: self.writing)
     @rule(data=st.data())
     def write(self, data):
-        """The thread has copied: some requests wait for it, or none does any more."""
+        """The copy is complete: some requests wait for it, or none."""
         number = data.draw(st.sampled_from(sorted(self.writing)))
         one = self.writing.pop(number)
         readers = data.draw(st.lists(self.names, max_size=3, unique=True))
@@ -206,7 +206,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         """Its last step retires; or its tensors failed, and what it refers to waits for it to come again."""
         owner, references, items = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         if is_turned_down and owner[0] in self.incarnations:
-            self.store.hand_back(owner, references)
+            self.store.return_references(owner, references)
             self.coming[owner] = {one.value: one for one in items}
         else:
             self.store.release(references)
@@ -273,7 +273,7 @@ StoreAgainstModel.TestCase.settings = settings(max_examples=200, stateful_step_c
 TestStoreAgainstModel = StoreAgainstModel.TestCase
 
 
-def test_short_memory_is_full_unless_idle_items_can_be_evicted():
+def test_store_with_low_memory_is_full_unless_idle_items_are_evicted():
     available = MARK_PAGES * PAGE_BYTES
     store = MediaStore(4 * available, ROW, lambda: available)
     put(store, 1, 2 * MARK_PAGES)
@@ -297,7 +297,7 @@ def test_raised_mark_is_reported_if_ranks_register_the_memory():
 
 @pytest.mark.parametrize("number", [6_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_many_small_items_make_room_for_a_large_one(number):
-    """As many as its pages, the longest unused of those without a reference; it lies in as few runs as there are."""
+    """As many as its pages, the least recently used of those without a reference; in as few runs as possible."""
     store = MediaStore(number * PAGE_BYTES, ROW, lambda: PLENTY)
     values = [index.to_bytes(16) for index in range(number)]
     for index, value in enumerate(values):

@@ -105,7 +105,7 @@ def send(world: World, number: int, one: Asked) -> set[MessageId]:
 
 
 def answer(name: str, length: int, stop: int | None) -> list[int]:
-    """The tokens of a request that nobody aborts."""
+    """The tokens of a request without an abort."""
     tokens = [token_of(name, index) for index in range(length)]
     return tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
 

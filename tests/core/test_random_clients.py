@@ -1,4 +1,4 @@
-"""API servers that follow the engine core's answers, at random: no request of theirs fails, and nothing stays held."""
+"""API servers that follow the engine core's answers, at random: none of their requests fails, and all is released."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.core.world import API, BYTES, OTHER, World, copies_world, item, named
 
 
 class RandomClients:
-    """Requests of two API servers, each at some stage of its life; what they are told decides what they do next."""
+    """Requests of two API servers, each at some stage; the messages that they receive decide their next actions."""
 
     def __init__(self, world: World, chance: random.Random):
         self.world, self.chance = world, chance
@@ -81,7 +81,7 @@ class RandomClients:
                 self.world.request(name, prompt=8, media=[*media, item(number, 5, 1)], sender=sender)
                 self.world.receive(MediaFailed(0, number, "no descriptor"), ("worker 0.0 media", 100))
                 self.world.turn()
-                assert self.world.turned_down.pop() == name
+                assert self.world.rejected.pop() == name
                 self.coming[name] = value, sender
             else:
                 siblings = [Sibling(f"{name} 1", 1)] if what < 0.6 else []

@@ -14,7 +14,7 @@ class Clock:
         monkeypatch.setattr("time.monotonic", lambda: self.now)
 
     def run(self, world, until=lambda: False):
-        """To rest, or until something is so; each step takes the ranks a second."""
+        """Run until idle, or until a condition; each step takes the ranks a second."""
         while True:
             world.turn()
             if until() or not world.links.steps:
@@ -86,7 +86,7 @@ def test_late_media_time_out_the_request_and_are_released_on_arrival(clock):
     assert not world.late
     clock.now += 30
     world.run()
-    assert world.late == ["video"] and not (world.turned_down or world.ends or world.accepted)
+    assert world.late == ["video"] and not (world.rejected or world.ends or world.accepted)
     assert world.links.released == [] == world.consumed, "rank 0 may still get it"
     world.media_ready(message(1))
     world.run()

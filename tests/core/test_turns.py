@@ -8,7 +8,7 @@ from tests.core.world import World, finish, item, message
 
 
 def heavy_world(**more):
-    """A long video under way, and a short request that comes while its first step runs."""
+    """A running long video, and a short request that arrives during its first step."""
     world = World(blocks=2000, max_tokens=400, **more)
     world.request("video", prompt=1500, media=[item(message(1), 2, 1400, grids=7)])
     world.media_ready(message(1))

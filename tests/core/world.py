@@ -44,7 +44,7 @@ TIMED = dataclasses.replace(MODEL, video_time="text")
 
 
 class World:
-    """An engine core, its simulated ranks, and one API server that records what it is told."""
+    """An engine core with simulated ranks and one recording API server."""
 
     def __init__(self, blocks=64, block_size=4, max_seqs=8, max_tokens=16, ranks=1, media=None, model=MODEL, **more):
         media = RankCopies(1 << 30) if media is None else media
@@ -66,7 +66,7 @@ class World:
         self.consumed: list[MessageId] = []
         self.accepted: list[str] = []
         self.found: dict[str, list[bytes]] = {}  # of each request's last question
-        self.turned_down: list[str] = []
+        self.rejected: list[str] = []
         self.late: list[str] = []
         self.told: list[object] = []  # everything else
 
@@ -96,7 +96,7 @@ class World:
         self.receive(MediaReady(rank, message), ("worker 0.0 media", 100))
 
     def turn(self):
-        """One turn of the core's loop, and what it told the API server."""
+        """One turn of the core's loop, and what it sent to the API server."""
         self.core.turn()
         for _, body in self.links.sent:
             if isinstance(body, Outputs):
@@ -107,7 +107,7 @@ class World:
             elif isinstance(body, Found):
                 self.found[body.request_id] = [media.media_hash for media in body.items]
             elif isinstance(body, MediaMiss):
-                (self.late if body.late else self.turned_down).append(body.request_id)
+                (self.late if body.late else self.rejected).append(body.request_id)
             else:
                 self.told.append(body)
         self.links.sent.clear()
@@ -130,12 +130,12 @@ class World:
 
     @property
     def idle(self):
-        """Hashes of cached media that no request refers to, the longest unused first."""
+        """Hashes of cached media that no request refers to, least recently used first."""
         return [entry.media.media_hash for entry in self.core.media.idle]
 
     @property
     def started(self):
-        """What the ranks were told of each sequence."""
+        """What the ranks received about each sequence."""
         return self.links.started
 
     def run(self, turns=2000):
@@ -168,7 +168,7 @@ class World:
 
 
 def item(message, offset, num_tokens=2, index=0, media_hash=None, grids=1, gap=0):
-    """A video of so many temporal grids, with `gap` tokens of text between each two; like no other without a hash."""
+    """A video of so many temporal grids, with `gap` text tokens between them; unique without a hash."""
     media_hash = media_hash or b"%d %d" % (message.number, index)
     patches = TensorHandle(message, (4 * num_tokens, MODEL.vision.patch_dim), "uint8")
     grid = (grids, 2, 2 * num_tokens // grids)

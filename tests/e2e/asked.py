@@ -32,7 +32,7 @@ def image_url(picture: videos.Picture) -> str:
 
 
 def ask_video(seed: int, kind: str | None = None, formats: list[tuple[str, str]] = FORMATS) -> Asked:
-    """A question about the video rendered from `seed`, which no training run has seen: those stay below 10**8."""
+    """A question about the video rendered from `seed`; training uses seeds below 10**8."""
     container, codec = formats[seed % len(formats)]
     clip = videos.render(10**9 + seed)
     question = questions.ask([clip], kind, seed)

@@ -1,4 +1,4 @@
-"""Requests that are on their way while a test does something else."""
+"""Requests that run while a test does something else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT = Asked("tell me", "", [])
 
 
 class Asking:
-    """A question that is on its way to one API server, or to any."""
+    """A running request at one API server, or at any."""
 
     def __init__(self, server: RunningServer, api: str | None, one: Asked, **more: object):
         self._connection = server.connect(api)
@@ -55,7 +55,7 @@ class Asking:
             count -= line.startswith(b"data: ")
 
     def has_nothing_yet(self) -> bool:
-        """Whether not a byte has come."""
+        """Whether no byte was received."""
         return not select.select([self._connection.sock], [], [], 0)[0]
 
     def disconnect(self) -> None:
@@ -64,12 +64,12 @@ class Asking:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def hang_up(self) -> None:
-        """Close the connection, whatever has come by now. Without effect when closed."""
+        """Close the connection. Without effect when closed."""
         if self._response is not None:
             self._response.close()
         self._connection.close()
 
-    def is_cut(self) -> bool:
+    def is_reset(self) -> bool:
         """Whether the connection ends without the end of the answer."""
         try:
             if self._response is None:

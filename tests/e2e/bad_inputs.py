@@ -1,7 +1,7 @@
-"""Requests that a server has to refuse: files that are cut, damaged or lie, URLs that lead astray, bodies of no sense.
+"""Requests that a server has to refuse: truncated or damaged files, files with false headers, bad URLs, invalid bodies.
 
-`corpus` makes some of each kind, for one server, whose directory of media `furnish` fills, and for one web server that
-it may ask, which answers with `answer`. `tests/media` and `tests/api` have more of each kind.
+`corpus` returns some of each kind for one server, with its media directory filled by `write_media`, and one allowed web
+server, which responds with `answer`. `tests/media` and `tests/api` have more of each kind.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def data_url(data: bytes, mime: str = "video/mp4") -> str:
     return f"data:{mime};base64,{base64.b64encode(data).decode()}"
 
 
-def furnish(root: Path) -> None:
-    """Ways out of `root`, and what is no video in it; `secret.mp4` lies beside it."""
+def write_media(root: Path) -> None:
+    """Paths out of `root`, and files in it that are no videos; `secret.mp4` is beside it."""
     secret = root.parent / "secret.mp4"
     secret.write_bytes(clips.cached("libx264", "mp4"))
     (root / "out.mp4").symlink_to(secret)
@@ -64,7 +64,7 @@ def furnish(root: Path) -> None:
 
 
 def answer(connection: socket.socket, head: str) -> None:
-    """What the web server says to a GET of one of `web_inputs`."""
+    """The web server's response to a GET of one of `web_inputs`."""
     what, _, rest = head.split()[1][1:].partition("/")
     match what:
         case "to":
@@ -106,7 +106,7 @@ def corpus(root: Path, port: int) -> list[BadInput]:
 
 
 def video_inputs() -> Iterator[BadInput]:
-    """Files sent whole that are no whole videos."""
+    """Incomplete and damaged videos."""
     h264 = clips.cached("libx264", "mp4")
     for place in range(1, len(h264) - 100, len(h264) // 6):  # what follows the frames' index need not be there
         yield asking(f"an mp4 cut at {place}", data_url(h264[:place]))
@@ -166,7 +166,7 @@ def file_inputs(root: Path) -> Iterator[BadInput]:
 
 
 def web_inputs(port: int) -> Iterator[BadInput]:
-    """Other ways to write the address of this machine than the one that is allowed, and bad answers."""
+    """Spellings of this host's address other than the allowed one, and bad responses."""
     for host in (
         "localhost", "127.0.0.2", "2130706433", "0x7f.0.0.1", "0.0.0.0", "[::1]", "[::ffff:127.0.0.1]",
         "169.254.169.254", "user@127.0.0.1", "127.0.0.1#@example.com", "\uff11\uff12\uff17.0.0.1",
@@ -183,7 +183,7 @@ def web_inputs(port: int) -> Iterator[BadInput]:
 
 
 def body_inputs() -> Iterator[BadInput]:
-    """Bodies that are no requests."""
+    """Invalid request bodies."""
     user = {"role": "user", "content": "hi"}
     deep: Any = "x"
     for _ in range(300):

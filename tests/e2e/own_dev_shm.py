@@ -16,7 +16,7 @@ MS_REC, MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
 
 
 def mount_own() -> bool:
-    """False when this process may not."""
+    """False without permission."""
     libc = ctypes.CDLL(None, use_errno=True)
     uid, gid = os.getuid(), os.getgid()
     if libc.unshare(CLONE_NEWNS) != 0:

@@ -86,7 +86,7 @@ class RunningServer:
             )  # fmt: skip
 
     def wait_until_serving(self) -> None:
-        """Raises AssertionError when the process ends instead."""
+        """Raises AssertionError if the process exits instead."""
         self.url = eventually(self._url_in_log, START_SECONDS)
         self.client = self._connect()
         self.model = self.client.models.list().data[0].id
@@ -209,7 +209,7 @@ class RunningServer:
         return found
 
     def assert_dev_shm_never_written(self) -> None:
-        """No name was ever made in the server's own /dev/shm. Where it has to share everybody's: it left none there."""
+        """The server created no file in its private /dev/shm. In a shared one it left none."""
         theirs = os.stat(f"/proc/{self.process.pid}/root/dev/shm")
         if theirs.st_dev != os.stat("/dev/shm").st_dev:
             assert theirs.st_mtime_ns == 0, os.listdir(f"/proc/{self.process.pid}/root/dev/shm")

@@ -1,4 +1,4 @@
-"""A request ends at each stage of its path, by its client or with its API server: all that it holds comes back.
+"""A request ends at each stage of its path, by its client or with its API server: all its resources are freed.
 
 Flags or a fail point hold a request at its stage. What is held is seen from outside: the gauges of /metrics, open
 descriptors, mappings of shared memory, and /dev/shm.
@@ -92,7 +92,7 @@ class Ground:
 
 @contextlib.contextmanager
 def held(ground: Ground, name: str, one: Asked | None = None, **more: object) -> Iterator[Asking]:
-    """At the fail point `name`, with nothing answered."""
+    """At the fail point `name`, without a response."""
     with ground.server.failpoint(name) as point:
         asking = ground.ask(one or ground.new(), **more)
         point.wait()
@@ -129,7 +129,7 @@ def admission(ground: Ground) -> Iterator[Asking]:
     if ground.server.pids().get(VICTIM) == victim:
         assert ahead.answer() == first.answer
     else:
-        assert ahead.is_cut()
+        assert ahead.is_reset()
 
 
 @contextlib.contextmanager
@@ -153,7 +153,7 @@ def waiting(ground: Ground, is_kept: bool = False) -> Iterator[Asking]:
 
 @contextlib.contextmanager
 def generating(ground: Ground) -> Iterator[Asking]:
-    """Some of its tokens are with the client."""
+    """The client has some of its tokens."""
     asking = ground.ask(ground.new(), **ENDLESS)
     asking.read_events(3)
     ground.wait_for_gauges(num_requests_running=1)
@@ -210,7 +210,7 @@ def test_abort_at_any_stage_frees_all_resources(setup: Setup, stage: str, how: s
             asking.hang_up()
         else:
             os.kill(victim, signal.SIGKILL)
-            assert asking.is_cut()
+            assert asking.is_reset()
     ground.server.assert_at_rest(OTHER)
     ground.assert_as_before()
     assert (ground.server.pids()[VICTIM] == victim) == (how == "client leaves")

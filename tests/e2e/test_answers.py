@@ -1,4 +1,4 @@
-"""What the bundled model answers through the running server, and that it looks at the pixels."""
+"""Answers of the bundled model through the running server, which depend on the pixels."""
 
 from __future__ import annotations
 

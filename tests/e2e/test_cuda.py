@@ -90,7 +90,7 @@ def test_cuda_graphs_do_not_change_tokens(workers):
 
 @pytest.mark.slow
 def test_server_with_triton_kernels_in_the_interpreter():
-    """Too slow for more than one small question."""
+    """Only one small question, since it is slow."""
     flags = ["--device", "cpu", "--attention-backend", "triton", "--health-timeout", "600", "--max-num-seqs", "2"]
     one = ask_image(3)
     with RunningServer(*flags, environ={"TRITON_INTERPRET": "1"}) as server:

@@ -50,7 +50,7 @@ def test_a_drain_finishes_running_requests_and_refuses_new_ones():
 
 
 def send_half_a_body(server: RunningServer) -> socket.socket:
-    """The connection of a request whose body is waited for."""
+    """The connection of a request with an incomplete body."""
     address = urlsplit(server.url)
     connection = socket.create_connection((address.hostname, address.port), timeout=60)
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

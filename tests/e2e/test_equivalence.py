@@ -1,4 +1,4 @@
-"""The same tokens whatever the scheduler does: chunk sizes, caches, preemption, company, one step ahead, ranks."""
+"""Equal tokens in every configuration: chunk sizes, caches, preemption, concurrency, async scheduling, ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STORY = {"max_tokens": 150, "ignore_eos": True}  # five that run together do not
 
 @pytest.fixture(scope="module")
 def asked() -> list[Asked]:
-    """Long answers, videos, images, two videos in a prompt, text, and sampled text; some media twice."""
+    """Long answers, videos, images, two videos in a prompt, text, sampled text; some media repeat."""
     stories = [Asked(f"story {number}", "", [], more=STORY) for number in range(8)]
     seeded = {"temperature": 2, "max_tokens": 32, "ignore_eos": True}
     sampled = [Asked("tell me a story", "", [], more=seeded | {"seed": seed}) for seed in range(8)]

@@ -1,4 +1,4 @@
-"""Every family through the running server: what it answers is what transformers generates from the same frames."""
+"""Every family through the running server: answers equal what transformers generates from the same frames."""
 
 from __future__ import annotations
 

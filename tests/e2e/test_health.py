@@ -1,4 +1,4 @@
-"""/health of a real server whose processes are stopped, and run again."""
+"""/health of a real server while its processes are stopped, and after."""
 
 from __future__ import annotations
 

@@ -43,10 +43,10 @@ DOCUMENTED = {"POST /reset_caches": {503, 504}, "GET /health": {503}}  # of the 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of which the server may read what is below."""
+    """The directory of --allowed-local-media-path."""
     root = tmp_path_factory.mktemp("outside") / "media"
     root.mkdir()
-    bad_inputs.furnish(root)
+    bad_inputs.write_media(root)
     return root
 
 
@@ -58,7 +58,7 @@ def web() -> Iterator[WebServer]:
 
 @pytest.fixture(scope="module")
 def strict(root: Path, web: WebServer) -> Iterator[RunningServer]:
-    """A server with limits low enough for a test to pass them."""
+    """A server with low limits."""
     with RunningServer(
         "--max-model-len", "512", "--limit-mm-per-prompt", json.dumps({"video": MAX_ITEMS}),
         "--allowed-local-media-path", str(root),
@@ -123,7 +123,7 @@ def test_requests_generated_from_openapi_cause_no_500(strict, document, label, m
 
 
 def post(server: RunningServer, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
-    """Status and body of the answer to a chat request, on a connection of its own."""
+    """Status and body of the response to a chat request, on a new connection."""
     address = urlsplit(server.url)
     connection = http.client.HTTPConnection(address.hostname, address.port, timeout=120)
     with contextlib.closing(connection):
@@ -169,7 +169,7 @@ def test_bad_inputs_are_refused_and_later_requests_answered(strict, root, web):
 
 
 def leave(server: RunningServer, body: bytes, sent: int, seconds: float, abruptly: bool) -> None:
-    """Send the first `sent` bytes of a chat request, and hang up after `seconds`, whatever has come by then."""
+    """Send the first `sent` bytes of a chat request, and disconnect after `seconds`."""
     address = urlsplit(server.url)
     start = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     head = start + b"Content-Length: %d\r\n\r\n" % len(body)

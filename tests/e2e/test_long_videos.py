@@ -1,4 +1,4 @@
-"""What cameras and broadcasts send, asked of a Qwen2.5-VL in published layout with a context of 16,384 tokens."""
+"""Videos of cameras and broadcasts, with a Qwen2.5-VL in published layout with a context of 16,384 tokens."""
 
 from __future__ import annotations
 

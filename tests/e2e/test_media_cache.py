@@ -1,4 +1,4 @@
-"""Media that an API server brought outlive it, and what it was writing ends with it."""
+"""Media that an API server cached survive its death; an unfinished write is freed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_reservation_of_a_hung_api_server_is_freed_at_its_death(server):
                 answer(server, OTHER, one)
             assert server.metrics(OTHER)['ipc_fallbacks_total{reason="store_busy"}'] == 2
             kill_and_wait_for_successor(server, kills + 1)
-        assert asking.is_cut()
+        assert asking.is_reset()
     before = server.total("media_decodes_total", OTHER)
     for api in (OTHER, API):
         answer(server, api, one)

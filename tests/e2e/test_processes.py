@@ -1,4 +1,4 @@
-"""The processes of a running server: their names, what they load, what they cost, and that they all go."""
+"""The processes of a running server: names, imports, resource use, and exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's commands, as they stand: each block of them belongs to a test here that runs it."""
+"""The README's commands: each block is run by a test here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def blocks() -> dict[str, str]:
 
 
 def runs(first_line: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Marks the test that runs the block which begins like this."""
+    """Marks the test that runs the block with this first line."""
 
     def register(test: Callable[..., None]) -> Callable[..., None]:
         run_here[first_line] = test
@@ -55,7 +55,7 @@ def block(first_line: str) -> str:
 
 
 def shell(commands: str, cwd: Path) -> str:
-    """What commands print, run in an empty directory as if it were the project's with its `.venv`."""
+    """The output of commands in an empty directory, with the project's Python."""
     commands = re.sub(r" (serve|bench)\.py", rf" {ROOT}/\1.py", commands.replace(PYTHON, sys.executable))
     environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(cwd)}
     result = subprocess.run(
@@ -152,23 +152,23 @@ BENCH = f"{PYTHON} bench.py"
 
 
 def measured(command: str, cwd: Path, prompts: int) -> dict[str, Any]:
-    """The figures of a benchmark with fewer prompts: the last line that it prints."""
-    return json.loads(shell(f"{command} --num-prompts {prompts} --num-warmups 0", cwd).splitlines()[-1])["figures"]
+    """The results of a benchmark with fewer prompts: the last line that it prints."""
+    return json.loads(shell(f"{command} --num-prompts {prompts} --num-warmups 0", cwd).splitlines()[-1])["results"]
 
 
 @runs(BENCH)
 def test_bench_command(server, tmp_path):
     command = block(BENCH).splitlines()[0]
     port = server.url.removesuffix("/v1").rpartition(":")[2]
-    figures = measured(f"{command} --port {port}", tmp_path, 6)
-    assert figures["completed"] == 6 and figures["failed"] == 0
+    results = measured(f"{command} --port {port}", tmp_path, 6)
+    assert results["completed"] == 6 and results["failed"] == 0
 
 
 @pytest.mark.slow
 def test_bench_ab_command(tmp_path):
     _, command = block(BENCH).splitlines()
-    figures = measured(command, tmp_path, 6)
-    assert figures["ratios"] and figures["answers"]["prompts"] == 6
+    results = measured(command, tmp_path, 6)
+    assert results["ratios"] and results["answers"]["prompts"] == 6
 
 
 TRAIN = f"{PYTHON} -m mini_engine.demo.train"
@@ -177,7 +177,7 @@ TRAIN = f"{PYTHON} -m mini_engine.demo.train"
 @runs(TRAIN)
 @pytest.mark.slow
 def test_train_command(tmp_path):
-    """A few steps of it, and into another directory."""
+    """A few steps, with output to another directory."""
     small = "--steps 2 --every 2 --patches 300 --pool 8 --pool-start 8 --held-out 8 --count 1 --threads 1 --out weights"
     printed = shell(f"{block(TRAIN).strip()} {small}", tmp_path)
     assert (tmp_path / "weights" / "model.safetensors").exists() and "h264" in printed
@@ -188,7 +188,7 @@ def test_every_model_is_in_the_table():
 
 
 def test_image_request_of_the_api_page(server, tmp_path):
-    """Of the page on the interface."""
+    """The example of docs/api.md."""
     page = (ROOT / "docs" / "api.md").read_text()
     found = re.search(r"A question about an image:\n\n((?:    .*\n)+)", page)
     assert found is not None

@@ -1,4 +1,4 @@
-"""A running server with too little of something: cache, descriptors, room in TMPDIR. It serves, or says why not."""
+"""A running server with little cache, few descriptors or little space in TMPDIR: it serves, or says why not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def forty() -> list[Asked]:
 
 
 def assert_answered(server: RunningServer, asked: Sequence[Asked], at_once: int = 4) -> None:
-    """Each over a connection of its own, so that the kernel picks the API server again."""
+    """Each over a new connection, so that the kernel picks the API server again."""
     with ThreadPoolExecutor(at_once) as pool:
         answers = list(pool.map(lambda one: Asking(server, None, one).answer(), asked))
     assert answers == [one.answer for one in asked]

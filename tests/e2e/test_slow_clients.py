@@ -28,7 +28,7 @@ class LimitedServer(RunningServer):
 
 
 async def ask(port: int) -> float:
-    """Seconds for a good request on a connection of its own."""
+    """Latency of a good request on a new connection."""
     begun = time.monotonic()
     async with asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -1,4 +1,4 @@
-"""How `serve.py` starts, or refuses to: command lines that other engines' users bring, and settings of no use."""
+"""How `serve.py` starts, or refuses to: command lines for other engines, and unusable settings."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.e2e.waiting import eventually
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    """A certificate that signs itself, for localhost, and its key."""
+    """A self-signed certificate for localhost, and its key."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("needs the openssl command to make a certificate")

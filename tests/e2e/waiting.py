@@ -1,4 +1,4 @@
-"""Waiting for what other processes do, and holding them: at a fail point, or stopped."""
+"""Waits for conditions in other processes, and holds them at a fail point or by SIGSTOP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def eventually(check: Callable[[], T], seconds: float = 60) -> T:
-    """The result of `check` once it is true, or None without an AssertionError.
+    """Wait until `check` is true, or raises no AssertionError; returns its result.
 
     Raises:
         AssertionError: it never is; where `check` raises one itself, its last one.
@@ -60,15 +60,15 @@ class FailPoint:
         self.release()
 
     def arm(self) -> None:
-        """Hold the next process that reaches it."""
+        """Block the next process that reaches it."""
         (self._directory / f"{self._name}.armed").touch()
 
     def wait(self, seconds: float = 240) -> int:
-        """The process that is held, once one is."""
+        """The blocked process; waits for it."""
         (path,) = eventually(lambda: list(self._directory.glob(f"{self._name}.held.*")), seconds)
         return int(path.suffix[1:])
 
     def release(self) -> None:
-        """The held process goes on, and no other is held."""
+        """Resume the blocked process, and block no other."""
         for path in self._directory.glob(f"{self._name}.*"):
             path.unlink()

@@ -1,4 +1,4 @@
-"""Clients that ask questions with known answers, one after the other, and note how each request ended."""
+"""Clients that ask questions with known answers and record the outcome of each request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Outcome:
 
 
 def ask(server: RunningServer, one: Asked, stream: bool = False, api: str | None = None, **more: object) -> Outcome:
-    """One question, on a connection of its own."""
+    """One question, on a new connection."""
     with contextlib.ExitStack() as stack:
 
         def respond() -> http.client.HTTPResponse:
@@ -111,7 +111,7 @@ class Load:
         return Counter(outcome.kind for outcome in list(self.outcomes))
 
     def wait_for(self, kind: str, more: int) -> None:
-        """Until so many more have ended so."""
+        """Until that many more have ended this way."""
         wanted = self.tally()[kind] + more
         eventually(lambda: self._failures or self.tally()[kind] >= wanted, PATIENCE_SECONDS)
         assert not self._failures, self._failures

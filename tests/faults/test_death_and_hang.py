@@ -1,4 +1,4 @@
-"""What clients and operators see when a process is killed, when it hangs, and when a client does not read."""
+"""Killed processes, hung processes, and clients that do not read, as seen by clients and operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An API server is killed while it writes media: half a frame on a tensor stream, half an item in the media store.
+"""An API server is killed while it writes media: during a frame of a tensor stream, or an item in the media store.
 
 All is seen from outside: answers, metrics, descriptors and mappings.
 """
@@ -38,7 +38,7 @@ def ask_large(seed: int) -> Asked:
 
 
 def files_and_mappings(server: RunningServer) -> list[tuple[int, int]]:
-    """Of the engine's processes."""
+    """The engine's processes."""
     return [(descriptors(server.pids()[name]), mappings(server.pids()[name])) for name in ENGINE]
 
 
@@ -59,7 +59,7 @@ def test_api_server_killed_during_a_frame_leaves_nothing():
                 more_than_a_socket_takes = sent + 2 * TURN_BYTES
                 eventually(lambda more=more_than_a_socket_takes: server.total("ipc_bytes_total") > more)
                 os.kill(killed, signal.SIGKILL)
-                assert asking.is_cut()
+                assert asking.is_reset()
             wait_for_successor(server, killed)
             assert Asking(server, API, one).answer() == one.answer
             server.assert_at_rest()

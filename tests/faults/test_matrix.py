@@ -52,7 +52,7 @@ class Ground:
         self.descriptors = descriptors(server.process.pid)
 
     def wait_until_whole(self, gone: set[int]) -> None:
-        """Until each process is there once, none of them one of `gone`, and every API server is healthy."""
+        """Wait until all processes run, none of them one of `gone`, and every API server is healthy."""
 
         def check() -> None:
             assert self.server.process.poll() is None, self.server.log
@@ -109,7 +109,7 @@ def grounds() -> Iterator[Callable[..., Ground]]:
 
 @dataclasses.dataclass(frozen=True)
 class AtStage:
-    """The request that is where the stage's name says."""
+    """The request at the named stage."""
 
     ending: Future[Outcome]  # it ends, at the latest, with the block of the stage
     point: FailPoint | None = None  # that holds it
@@ -121,7 +121,7 @@ Stage = Callable[[Ground], contextlib.AbstractContextManager[AtStage | None]]
 
 @contextlib.contextmanager
 def awaited(asking: Asking, one: Asked) -> Iterator[Future[Outcome]]:
-    """How the request ends, noted when it does; after the block it is not waited for."""
+    """The outcome of the request; the end of the block does not wait for it."""
     with ThreadPoolExecutor(1) as pool:
         try:
             yield pool.submit(outcome_of, one, asking.response)
@@ -132,7 +132,7 @@ def awaited(asking: Asking, one: Asked) -> Iterator[Future[Outcome]]:
 
 @contextlib.contextmanager
 def held(ground: Ground, name: str, one: Asked, system_prompt: str = "") -> Iterator[AtStage]:
-    """A new request, and the process that has come with it to a fail point."""
+    """A new request, and the process that it stopped at a fail point."""
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     with ground.server.failpoint(name) as point:
         asking = Asking(ground.server, "api 0", one, messages=[*system, message(one.text, one.urls)])
@@ -162,14 +162,14 @@ def prefill(ground: Ground) -> contextlib.AbstractContextManager[AtStage]:
 
 @contextlib.contextmanager
 def generation(ground: Ground) -> Iterator[AtStage]:
-    """It would go on for minutes."""
+    """It would run for minutes."""
     asking = begun(ground, "api 0")
     with awaited(asking, TEXT) as ending:
         yield AtStage(ending)
 
 
 def begun(ground: Ground, api: str) -> Asking:
-    """An endless request of which some has come."""
+    """An endless request with some output received."""
     asking = Asking(ground.server, api, TEXT, **ENDLESS)
     asking.read_events(3)
     return asking
@@ -199,7 +199,7 @@ def bound(role: str, number: int) -> float:
 
 
 def endings(role: str) -> tuple[str, ...]:
-    """How requests may end that have no answer, when this process has died."""
+    """Allowed outcomes of failed requests after the death of this process."""
     return API_SERVER_DIED if role.startswith(("api", "supervisor")) else ENGINE_DIED
 
 
@@ -245,7 +245,7 @@ def test_fault_at_any_stage_gives_right_answers_or_errors(ranks, role, number, s
 
 
 def assert_of_the_supervisor(server: RunningServer, number: int, family: list[int]) -> None:
-    """All exit when it dies, and go on when it is stopped."""
+    """All exit when it dies, and continue when it is stopped."""
     if number == KILL:
         server.process.wait()
         server.assert_nothing_left(family)

@@ -1,4 +1,4 @@
-"""docs/operations.md names tests that exist, error lines that the code has, and figures that there are."""
+"""docs/operations.md names tests that exist, error lines of the code, and metrics that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host gives a process, or the whole server, no more descriptors."""
+"""A process, or the whole server, is out of file descriptors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def set_limit(pid: int, descriptors: int) -> None:
 
 
 def take_descriptors(pid: int) -> None:
-    """From now on the process gets no further one; those that it has stay."""
+    """Allow the process no further descriptors."""
     taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
     set_limit(pid, next(number for number in itertools.count() if number not in taken))
 

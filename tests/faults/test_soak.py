@@ -68,7 +68,7 @@ class Soak:
 
     def run(self) -> None:
         with ThreadPoolExecutor(CLIENTS) as pool:
-            clients = [pool.submit(self.be_client, random.Random(number)) for number in range(CLIENTS)]
+            clients = [pool.submit(self.run_client, random.Random(number)) for number in range(CLIENTS)]
             try:
                 end = time.monotonic() + 60 * MINUTES
                 last_kill = time.monotonic()
@@ -83,7 +83,7 @@ class Soak:
             for client in clients:
                 client.result()
 
-    def be_client(self, dice: random.Random) -> None:
+    def run_client(self, dice: random.Random) -> None:
         while not self.over.is_set():
             kind, one = dice.random(), dice.choice(self.asked)
             if kind < ABORTED:

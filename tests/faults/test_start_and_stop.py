@@ -1,4 +1,4 @@
-"""A start that is interrupted, or loses a process, at each of its phases; a stop with requests that are stuck; many of
+"""A start that is interrupted, or loses a process, at each of its phases; a stop with hung requests; many of
 both in a row; and a log that cannot be written."""
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_interrupted_start_leaves_nothing(phase, number):
 
 
 def victim_of(server: RunningServer, role: str) -> int:
-    """A process that may just have been started."""
+    """Wait for a process that may be starting."""
     return eventually(lambda: server.pids().get(role, 0))
 
 
@@ -89,7 +89,7 @@ def flags_for(role: str) -> list[str]:
     ("role", "phase"), cells(FAST_DEATHS, VICTIMS, ("loading-api", "loading-worker", "loading-core"))
 )
 def test_death_during_first_start_fails_it_and_names_the_process(role, phase):
-    """Not one of those that exit because of it, nor is the start tried again."""
+    """It names neither processes that exit because of it, nor a second start."""
     with Starting(phase, "--restart-engine", *flags_for(role)) as server:
         server.point.wait()
         victim, family = victim_of(server, role), descendants(server.process.pid)
@@ -104,7 +104,7 @@ def test_death_during_first_start_fails_it_and_names_the_process(role, phase):
 @pytest.mark.slow
 @pytest.mark.parametrize("role", VICTIMS)
 def test_hang_during_first_start_fails_it_and_names_the_process(role):
-    """Not one of those that only wait for it, and are not ready either."""
+    """It does not name processes that only wait for it."""
     with Starting("loading-worker", "--startup-timeout", "30", *flags_for(role)) as server:
         server.point.wait()
         victim, family = victim_of(server, role), descendants(server.process.pid)

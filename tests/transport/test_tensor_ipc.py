@@ -6,16 +6,17 @@ import asyncio
 import resource
 import socket
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mini_engine.messages import MessageId, TensorMessage
+from mini_engine.messages import DeviceSlots, MessageId, TensorMessage
 from mini_engine.transport.arena import DTYPES, Arena
 from mini_engine.transport.codec import TransportError
+from mini_engine.transport.cuda_memory import StagingSlots
 from mini_engine.transport.frames import pack_frame
 from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcSender
 from tests.e2e.waiting import eventually
@@ -218,3 +219,101 @@ def test_descriptors_and_mappings_are_back_once_nothing_of_the_arena_is_viewed(
     assert held.mappings() == (placement == "torch_shm") and rows.tolist() == list(range(10, 20))
     del rows
     assert held.is_baseline() and not list(runtime.glob("t*"))
+
+
+# --- staging slots, in host memory -----------------------------------------------------------------------------------
+
+
+class HostStaging:
+    """Slots in memory that both ends share because they are one process."""
+
+    device_type = "cpu"
+    memory = torch.empty(0, dtype=torch.uint8)
+
+    def allocate(self, slots: int, nbytes: int) -> torch.Tensor:
+        HostStaging.memory = torch.zeros(slots * nbytes, dtype=torch.uint8)
+        return HostStaging.memory
+
+    def export(self, nbytes: int) -> DeviceSlots:
+        return DeviceSlots(0, nbytes, b"", [])
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def fill(self, slot: int, memory: torch.Tensor, content: torch.Tensor) -> None:
+        memory.copy_(content)
+
+
+class HostMapped:
+    def __init__(self, slots: DeviceSlots):
+        self.nbytes = slots.nbytes
+
+    def fetch(self, slot: int, nbytes: int) -> Any:
+        return HostCopy(HostStaging.memory[(slot - 1) * self.nbytes :][:nbytes].clone())
+
+    def close(self) -> None:
+        pass
+
+
+class HostCopy:
+    def __init__(self, memory: torch.Tensor):
+        self.memory = memory
+
+    def use(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def refuse(_: DeviceSlots) -> Any:
+    raise TransportError("cudaErrorInvalidDevice")
+
+
+def with_slots(
+    make_ranks: Callable[..., list[Rank]], arena: Arena, map_slots: Any, nbytes: int = 1 << 17
+) -> tuple[Rank, TensorIpcSender, StagingSlots]:
+    (rank,) = make_ranks(1, map_slots=map_slots)
+    return rank, TensorIpcSender(ME, [rank.address], arena), StagingSlots(HostStaging(), 3, nbytes)
+
+
+def test_slots_bring_tensors_and_are_used_again_once_consumed(ranks: Any, arena: Arena) -> None:
+    async def scenario() -> None:
+        rank, sender, slots = with_slots(ranks, arena, HostMapped)
+        sender.probe("torch_shm", PATIENCE, slots)
+        sender.watch_end(broken)
+        assert sender.reserve_slots([torch.zeros(1 << 17)]) is None, "too large for a slot"
+        assert sender.reserve_slots([torch.zeros(1)] * 4) is None, "more than there are"
+        tensors = [torch.rand(100, 3), torch.arange(5)]
+        outgoing = sender.reserve_slots(tensors)
+        handles = [outgoing(tensor) for tensor in tensors]
+        sender.send_tensors(outgoing)
+        for tensor in tensors:
+            received = await arrival(rank)
+            assert torch.equal(whole(received), tensor) and received.copied is not None
+            assert torch.equal(received.rows(1, 3), tensor[1:3])
+        discarded = sender.reserve_slots([torch.zeros(1)])
+        assert sender.reserve_slots([torch.zeros(1)]) is None, "all slots are in use"
+        discarded.discard()
+        sender.consumed([handle.message for handle in handles])
+        assert sender.reserve_slots([torch.zeros(1)] * 3) is not None and arena.num_used == 0
+        sender.close_streams()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("map_slots", "nbytes", "why"),
+    [
+        (None, 1 << 17, "this rank has no CUDA device"),
+        (refuse, 1 << 17, "cudaErrorInvalidDevice"),
+        (HostMapped, 512, "a staging slot of 512 bytes is too small for a probe"),
+    ],
+)
+def test_slots_whose_probe_fails_are_not_used(map_slots: Any, nbytes: int, why: str, ranks: Any, arena: Arena) -> None:
+    _, sender, slots = with_slots(ranks, arena, map_slots, nbytes)
+    with pytest.raises(TransportError, match=why):
+        sender.probe("torch_shm", PATIENCE, slots)
+    sender.probe("torch_shm", PATIENCE)
+    assert sender.reserve_slots([torch.zeros(1)]) is None
+    sender.close_streams()
