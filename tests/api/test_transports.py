@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from mini_engine.api.transports import choose, processor_device, staging_slots
+from mini_engine.api.transports import add_slots, choose, processor_device, staging_slots
 from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig, TensorIpc
-from mini_engine.messages import RankAddress
+from mini_engine.messages import RankAddress, TransportChoice
 from mini_engine.transport.arena import Arena
-from mini_engine.transport.codec import Encoder
+from mini_engine.transport.codec import Encoder, TransportError
+from mini_engine.transport.cuda_memory import StagingSlots
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from tests.api.serving import metric
+from tests.transport.test_tensor_ipc import HostStaging
 
 CUDA = {"mm_processor_device": "cuda"}
 
@@ -65,6 +67,18 @@ def test_first_placement_whose_probe_passes_is_used(
 def test_no_placement_is_an_error(mode: TensorIpc, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         choose(3, mode, queue_to(RankAddress(3, 1, "/nowhere")), timeout=0.1)
+
+
+def test_cuda_tensors_are_copied_to_the_host_where_no_slots_can_be_made() -> None:
+    def fail() -> StagingSlots:
+        raise TransportError("out of memory")
+
+    first = TransportChoice(3, "torch_shm", "the first")
+    assert add_slots(queue_to(), first, "auto", lambda: StagingSlots(HostStaging(), 1, 512), 1) == first
+    replaced = add_slots(queue_to(), first, "auto", fail, 1)
+    assert replaced.reason == "the first; CUDA tensors are copied to the host: out of memory"
+    with pytest.raises(ConfigError, match="--mm-tensor-ipc torch_shm: .*auto"):
+        add_slots(queue_to(), first, "torch_shm", fail, 1)
 
 
 # --- the device of the processor -------------------------------------------------------------------------------------
