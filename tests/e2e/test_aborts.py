@@ -44,7 +44,7 @@ class Setup:
         return f"{self.cache}-{self.transport}-{self.ranks}"
 
 
-class Ground:
+class Cluster:
     """A running server, and what its processes hold at rest."""
 
     def __init__(self, server: RunningServer):
@@ -91,81 +91,81 @@ class Ground:
 
 
 @contextlib.contextmanager
-def held(ground: Ground, name: str, one: Asked | None = None, **more: object) -> Iterator[Asking]:
+def held(cluster: Cluster, name: str, one: Asked | None = None, **more: object) -> Iterator[Asking]:
     """At the fail point `name`, without a response."""
-    with ground.server.failpoint(name) as point:
-        asking = ground.ask(one or ground.new(), **more)
+    with cluster.server.failpoint(name) as point:
+        asking = cluster.ask(one or cluster.new(), **more)
         point.wait()
         assert asking.has_nothing_yet()
         yield asking
 
 
-def storing(ground: Ground) -> contextlib.AbstractContextManager[Asking]:
+def storing(cluster: Cluster) -> contextlib.AbstractContextManager[Asking]:
     """In the middle of the copy into the store."""
-    return held(ground, "writing", ask_large(next(ground.seeds)))
+    return held(cluster, "writing", ask_large(next(cluster.seeds)))
 
 
 @contextlib.contextmanager
-def prefilling(ground: Ground) -> Iterator[Asking]:
+def prefilling(cluster: Cluster) -> Iterator[Asking]:
     """In the middle of a prompt whose media come at its end."""
-    one = ground.new()
+    one = cluster.new()
     messages = [{"role": "system", "content": LONG_TEXT}, message(one.text, one.urls)]
-    with held(ground, "prefilling", one, messages=messages, stream=True) as asking:
-        ground.wait_for_gauges(num_requests_running=1)
-        assert ground.server.total("kv_cache_usage_perc", OTHER) > 0
+    with held(cluster, "prefilling", one, messages=messages, stream=True) as asking:
+        cluster.wait_for_gauges(num_requests_running=1)
+        assert cluster.server.total("kv_cache_usage_perc", OTHER) > 0
         yield asking
 
 
 @contextlib.contextmanager
-def admission(ground: Ground) -> Iterator[Asking]:
+def admission(cluster: Cluster) -> Iterator[Asking]:
     """Queued for admission, behind one that is decoded."""
-    first = ground.new()
-    victim = ground.server.pids()[VICTIM]
-    with ground.server.failpoint("decoding") as point:
-        ahead = ground.ask(first)
+    first = cluster.new()
+    victim = cluster.server.pids()[VICTIM]
+    with cluster.server.failpoint("decoding") as point:
+        ahead = cluster.ask(first)
         point.wait()
-        behind = ground.ask(ground.new())
+        behind = cluster.ask(cluster.new())
         yield behind
-    if ground.server.pids().get(VICTIM) == victim:
+    if cluster.server.pids().get(VICTIM) == victim:
         assert ahead.answer() == first.answer
     else:
         assert ahead.is_reset()
 
 
 @contextlib.contextmanager
-def waiting(ground: Ground, is_kept: bool = False) -> Iterator[Asking]:
+def waiting(cluster: Cluster, is_kept: bool = False) -> Iterator[Asking]:
     """In the core's queue, its media with the engine, behind a request without media that does not end."""
-    one = ground.new()
+    one = cluster.new()
     if is_kept:
-        assert ground.ask(one, OTHER).answer() == one.answer
-        ground.server.assert_at_rest(OTHER)
-    decodes = ground.server.total("media_decodes_total", OTHER)
-    ahead = ground.ask(TEXT, OTHER, **ENDLESS)
+        assert cluster.ask(one, OTHER).answer() == one.answer
+        cluster.server.assert_at_rest(OTHER)
+    decodes = cluster.server.total("media_decodes_total", OTHER)
+    ahead = cluster.ask(TEXT, OTHER, **ENDLESS)
     ahead.read_events(2)
-    asking = ground.ask(one)
-    ground.wait_for_gauges(num_requests_running=1, num_requests_waiting=1, media_decodes_total=decodes + (not is_kept))
+    asking = cluster.ask(one)
+    cluster.wait_for_gauges(num_requests_running=1, num_requests_waiting=1, media_decodes_total=decodes + (not is_kept))
     assert asking.has_nothing_yet()
     yield asking
-    ground.wait_for_gauges(num_requests_running=1, num_requests_waiting=0)
+    cluster.wait_for_gauges(num_requests_running=1, num_requests_waiting=0)
     ahead.read_events(2)
     ahead.hang_up()
 
 
 @contextlib.contextmanager
-def generating(ground: Ground) -> Iterator[Asking]:
+def generating(cluster: Cluster) -> Iterator[Asking]:
     """The client has some of its tokens."""
-    asking = ground.ask(ground.new(), **ENDLESS)
+    asking = cluster.ask(cluster.new(), **ENDLESS)
     asking.read_events(3)
-    ground.wait_for_gauges(num_requests_running=1)
+    cluster.wait_for_gauges(num_requests_running=1)
     yield asking
 
 
-STAGES: dict[str, Callable[[Ground], contextlib.AbstractContextManager[Asking]]] = {
+STAGES: dict[str, Callable[[Cluster], contextlib.AbstractContextManager[Asking]]] = {
     "admission": admission,
-    **{name: lambda ground, name=name: held(ground, name) for name in SMALL_STAGES},
+    **{name: lambda cluster, name=name: held(cluster, name) for name in SMALL_STAGES},
     "storing": storing,
     "waiting": waiting,
-    "waiting, kept": lambda ground: waiting(ground, is_kept=True),
+    "waiting, kept": lambda cluster: waiting(cluster, is_kept=True),
     "prefilling": prefilling,
     "generating": generating,
 }
@@ -186,31 +186,33 @@ def cases() -> Iterator[object]:
 
 
 @pytest.fixture(scope="module")
-def grounds() -> Iterator[Callable[[Setup], Ground]]:
-    """The ground of a setup, whose server runs until another one is asked for."""
+def clusters() -> Iterator[Callable[[Setup], Cluster]]:
+    """The cluster of a setup; its server runs until another setup is requested."""
     with contextlib.ExitStack() as stack:
-        present: dict[Setup, Ground] = {}
+        present: dict[Setup, Cluster] = {}
 
-        def ground(setup: Setup) -> Ground:
+        def cluster(setup: Setup) -> Cluster:
             if setup not in present:
                 present.clear()
                 stack.close()
-                present[setup] = Ground(stack.enter_context(RunningServer(*setup.flags, own_dev_shm=True)))
+                present[setup] = Cluster(stack.enter_context(RunningServer(*setup.flags, own_dev_shm=True)))
             return present[setup]
 
-        yield ground
+        yield cluster
 
 
 @pytest.mark.parametrize(("setup", "stage", "how"), list(cases()))
-def test_abort_at_any_stage_frees_all_resources(setup: Setup, stage: str, how: str, grounds: Callable[[Setup], Ground]):
-    ground = grounds(setup)
-    victim = ground.server.pids()[VICTIM]
-    with STAGES[stage](ground) as asking:
+def test_abort_at_any_stage_frees_all_resources(
+    setup: Setup, stage: str, how: str, clusters: Callable[[Setup], Cluster]
+):
+    cluster = clusters(setup)
+    victim = cluster.server.pids()[VICTIM]
+    with STAGES[stage](cluster) as asking:
         if how == "client leaves":
             asking.hang_up()
         else:
             os.kill(victim, signal.SIGKILL)
             assert asking.is_reset()
-    ground.server.assert_at_rest(OTHER)
-    ground.assert_as_before()
-    assert (ground.server.pids()[VICTIM] == victim) == (how == "client leaves")
+    cluster.server.assert_at_rest(OTHER)
+    cluster.assert_as_before()
+    assert (cluster.server.pids()[VICTIM] == victim) == (how == "client leaves")

@@ -52,12 +52,12 @@ FAST = [Cell("off", "direct_rpc", 1, 1, 2), Cell("lru", "torch_shm", 3, 1, 1), C
 
 
 @dataclasses.dataclass(frozen=True)
-class Counted:
+class Counts:
     messages: float
     decodes: float
 
 
-class Crowd:
+class ClientPool:
     """The clients of one server. Each asks for one video, at an API server of its own choice."""
 
     def __init__(self, cell: Cell, asked: list[Asked], server: RunningServer):
@@ -66,12 +66,12 @@ class Crowd:
         self.server = server
         self.apis = [f"api {slot}" for slot in range(cell.api_servers)]
         server.client.close()  # its connection would count
-        self.catch_up()  # what a first request opens is open
+        self.wait_for_metrics()  # what a first request opens is open
         eventually(lambda: not server.has_clients())
         self.before = self.files_and_mappings()
 
-    def catch_up(self) -> None:
-        """Until each API server has read what the engines have sent, such as which media they keep: for `/metrics` it
+    def wait_for_metrics(self) -> None:
+        """Until each API server has read the messages of the engines, such as cached media: for `/metrics` it
         asks the engines, and their answer comes last."""
         for api in self.apis:
             self.server.metrics(api)
@@ -105,9 +105,9 @@ class Crowd:
         with ThreadPoolExecutor(len(self.asked)) as pool:
             list(pool.map(ask_or_leave, range(len(self.asked))))
 
-    def counted(self, work: Callable[[], object]) -> Counted:
-        """What has been counted while `work` ran and all came to rest."""
-        self.catch_up()
+    def counts_during(self, work: Callable[[], object]) -> Counts:
+        """The growth of the counters while `work` ran, until idle."""
+        self.wait_for_metrics()
         before = self.server.metrics()
         work()
         self.server.assert_at_rest()
@@ -116,7 +116,7 @@ class Crowd:
         messages = {name: grown[f'ipc_messages_total{{transport="{name}"}}'] for name in (*TRANSPORTS, "shm_store")}
         carried = messages.pop("shm_store" if self.cell.cache == "shm" else self.cell.transport)
         assert not any(messages.values()) and not total(grown, "ipc_fallbacks_total")
-        return Counted(carried, total(grown, "media_decodes_total"))
+        return Counts(carried, total(grown, "media_decodes_total"))
 
     def files_and_mappings(self) -> dict[str, tuple[int, int]]:
         """Descriptors and mappings of each process: an arena is mapped from the start."""
@@ -138,15 +138,15 @@ def cases() -> Iterator[object]:
 def test_every_combination_answers_right_and_frees_everything(cell: Cell, clients: int, videos: list[Asked]):
     tokens: list[list[list[str]]] = []
     with RunningServer(*cell.flags, own_dev_shm=True) as server:
-        crowd = Crowd(cell, videos[:clients], server)
+        pool = ClientPool(cell, videos[:clients], server)
         begun = time.monotonic()
-        cold = crowd.counted(lambda: tokens.append(crowd.ask_all(clients)))
+        cold = pool.counts_during(lambda: tokens.append(pool.ask_all(clients)))
         took = time.monotonic() - begun
-        assert cold == Counted(clients * cell.ranks, clients)
-        again = crowd.counted(lambda: tokens.append(crowd.ask_all(AT_ONCE, shift=1)))
-        assert again == (cold if cell.cache == "off" else Counted(0, 0))
+        assert cold == Counts(clients * cell.ranks, clients)
+        again = pool.counts_during(lambda: tokens.append(pool.ask_all(AT_ONCE, shift=1)))
+        assert again == (cold if cell.cache == "off" else Counts(0, 0))
         assert tokens[0] == tokens[1]
-        left = crowd.counted(lambda: crowd.ask_while_others_leave(took))
+        left = pool.counts_during(lambda: pool.ask_while_others_leave(took))
         served = clients - len(range(0, clients, 3))
         assert served <= left.decodes <= clients
         assert served * cell.ranks <= left.messages <= left.decodes * cell.ranks

@@ -41,7 +41,7 @@ FLAGS = [
 seeds = itertools.count(30_000, 10)  # of videos that no other test asks about: up to ten from each on
 
 
-class Ground:
+class Cluster:
     """A running server with two API servers and `ranks` workers that restarts its engine."""
 
     def __init__(self, ranks: int, server: RunningServer):
@@ -80,28 +80,28 @@ class Ground:
 
 
 @contextlib.contextmanager
-def grounded(ranks: int, number: int, *flags: str) -> Iterator[Ground]:
+def new_cluster(ranks: int, number: int, *flags: str) -> Iterator[Cluster]:
     timeout = ["--collective-timeout", str(TIMEOUT_SECONDS if number == STOP else 120)]
     with RunningServer(*FLAGS, *timeout, "-tp", str(ranks), *flags, own_dev_shm=True) as server:
-        yield Ground(ranks, server)
+        yield Cluster(ranks, server)
 
 
 @pytest.fixture(scope="module")
-def grounds() -> Iterator[Callable[..., Ground]]:
+def clusters() -> Iterator[Callable[..., Cluster]]:
     """The server for so many ranks and this signal. It runs until another one is asked for, its supervisor is dead, or
     the next pause before a restart would be long."""
     with contextlib.ExitStack() as stack:
-        present: dict[tuple[int, int], Ground] = {}
+        present: dict[tuple[int, int], Cluster] = {}
 
-        def ground(ranks: int, number: int = KILL) -> Ground:
+        def cluster(ranks: int, number: int = KILL) -> Cluster:
             server = present[ranks, number].server if (ranks, number) in present else None
             if server is None or server.process.poll() is not None or server.log.count("restart ") >= MOST_RESTARTS:
                 present.clear()
                 stack.close()
-                present[ranks, number] = stack.enter_context(grounded(ranks, number))
+                present[ranks, number] = stack.enter_context(new_cluster(ranks, number))
             return present[ranks, number]
 
-        yield ground
+        yield cluster
 
 
 # --- the stages: while each lasts, a request is where its name says ---------------------------------------------------
@@ -116,7 +116,7 @@ class AtStage:
     holder: int | None = None  # the process that is held with it
 
 
-Stage = Callable[[Ground], contextlib.AbstractContextManager[AtStage | None]]
+Stage = Callable[[Cluster], contextlib.AbstractContextManager[AtStage | None]]
 
 
 @contextlib.contextmanager
@@ -131,46 +131,46 @@ def awaited(asking: Asking, one: Asked) -> Iterator[Future[Outcome]]:
 
 
 @contextlib.contextmanager
-def held(ground: Ground, name: str, one: Asked, system_prompt: str = "") -> Iterator[AtStage]:
+def held(cluster: Cluster, name: str, one: Asked, system_prompt: str = "") -> Iterator[AtStage]:
     """A new request, and the process that it stopped at a fail point."""
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    with ground.server.failpoint(name) as point:
-        asking = Asking(ground.server, "api 0", one, messages=[*system, message(one.text, one.urls)])
+    with cluster.server.failpoint(name) as point:
+        asking = Asking(cluster.server, "api 0", one, messages=[*system, message(one.text, one.urls)])
         with awaited(asking, one) as ending:
             yield AtStage(ending, point, point.wait())
 
 
 @contextlib.contextmanager
-def idle(ground: Ground) -> Iterator[None]:
+def idle(cluster: Cluster) -> Iterator[None]:
     """There are no requests."""
     yield
 
 
-def decoding(ground: Ground) -> contextlib.AbstractContextManager[AtStage]:
-    return held(ground, "decoding", ask_small(next(seeds)))
+def decoding(cluster: Cluster) -> contextlib.AbstractContextManager[AtStage]:
+    return held(cluster, "decoding", ask_small(next(seeds)))
 
 
-def transport(ground: Ground) -> contextlib.AbstractContextManager[AtStage]:
+def transport(cluster: Cluster) -> contextlib.AbstractContextManager[AtStage]:
     """The copy into the store has begun."""
-    return held(ground, "writing", ask_large(next(seeds)))
+    return held(cluster, "writing", ask_large(next(seeds)))
 
 
-def prefill(ground: Ground) -> contextlib.AbstractContextManager[AtStage]:
+def prefill(cluster: Cluster) -> contextlib.AbstractContextManager[AtStage]:
     """In the middle of a prompt that the prefix cache does not hold."""
-    return held(ground, "prefilling", ask_small(next(seeds)), f"{next(seeds)} {LONG_TEXT}")
+    return held(cluster, "prefilling", ask_small(next(seeds)), f"{next(seeds)} {LONG_TEXT}")
 
 
 @contextlib.contextmanager
-def generation(ground: Ground) -> Iterator[AtStage]:
+def generation(cluster: Cluster) -> Iterator[AtStage]:
     """It would run for minutes."""
-    asking = begun(ground, "api 0")
+    asking = begun(cluster, "api 0")
     with awaited(asking, TEXT) as ending:
         yield AtStage(ending)
 
 
-def begun(ground: Ground, api: str) -> Asking:
+def begun(cluster: Cluster, api: str) -> Asking:
     """An endless request with some output received."""
-    asking = Asking(ground.server, api, TEXT, **ENDLESS)
+    asking = Asking(cluster.server, api, TEXT, **ENDLESS)
     asking.read_events(3)
     return asking
 
@@ -204,9 +204,9 @@ def endings(role: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(("ranks", "role", "number", "stage"), list(cells(STAGES)))
-def test_fault_at_any_stage_gives_right_answers_or_errors(ranks, role, number, stage, grounds):
-    ground = grounds(ranks, number)
-    server, family = ground.server, descendants(ground.server.process.pid)
+def test_fault_at_any_stage_gives_right_answers_or_errors(ranks, role, number, stage, clusters):
+    cluster = clusters(ranks, number)
+    server, family = cluster.server, descendants(cluster.server.process.pid)
     victim = server.pids()[role]
     asked = [ask_small(next(seeds)) for _ in range(4)]
     unaffected = going_on = None
@@ -217,8 +217,8 @@ def test_fault_at_any_stage_gives_right_answers_or_errors(ranks, role, number, s
             if role == "api 0":
                 unaffected = loads.enter_context(Load(server, asked, clients=2, api="api 1"))
                 unaffected.wait_for("right", 1)
-                going_on = begun(ground, "api 1")
-        with stage(ground) as there:
+                going_on = begun(cluster, "api 1")
+        with stage(cluster) as there:
             since = time.monotonic()
             os.kill(victim, number)
             # After a death the request ends while it is held. A stopped process is to stay at the stage.
@@ -241,7 +241,7 @@ def test_fault_at_any_stage_gives_right_answers_or_errors(ranks, role, number, s
     assert_right_or_ended(ended, since, bound(role, number), () if is_harmless else endings(role))
     assert unaffected is None or unaffected.tally().keys() == {"right"}, unaffected.tally()
     if (role, number) != ("supervisor", KILL):
-        ground.assert_recovers(*([] if is_harmless else [victim]))
+        cluster.assert_recovers(*([] if is_harmless else [victim]))
 
 
 def assert_of_the_supervisor(server: RunningServer, number: int, family: list[int]) -> None:
@@ -255,10 +255,10 @@ def assert_of_the_supervisor(server: RunningServer, number: int, family: list[in
     os.kill(server.process.pid, signal.SIGCONT)
 
 
-def test_api_server_death_after_its_engine_died_leaves_the_port_to_the_other(grounds):
+def test_api_server_death_after_its_engine_died_leaves_the_port_to_the_other(clusters):
     """While the engine that is to replace the dead one loads. Without the other, connections are refused at once."""
-    ground = grounds(2)
-    server, one = ground.server, ask_small(next(seeds))
+    cluster = clusters(2)
+    server, one = cluster.server, ask_small(next(seeds))
     with server.failpoint("loading-worker") as loading:
         old = {api: server.pids()[api] for api in APIS}
         os.kill(server.pids()["core 0"], KILL)
@@ -268,18 +268,18 @@ def test_api_server_death_after_its_engine_died_leaves_the_port_to_the_other(gro
             eventually(lambda line=f"{api} (pid {pid}) died: killed by SIGKILL": line in server.log)
             for outcome in [ask(server, one) for _ in range(20)]:
                 assert outcome.kind == expected and outcome.ended - outcome.begun < SOON, outcome
-    ground.assert_recovers(*old.values())
+    cluster.assert_recovers(*old.values())
 
 
-def test_other_api_server_serves_during_replacement(grounds):
-    ground = grounds(2)
-    server, victim = ground.server, ground.server.pids()["api 0"]
+def test_other_api_server_serves_during_replacement(clusters):
+    cluster = clusters(2)
+    server, victim = cluster.server, cluster.server.pids()["api 0"]
     with server.failpoint("loading-api") as loading:
         os.kill(victim, KILL)
         loading.wait()
         outcomes = [ask(server, TEXT, max_tokens=1) for _ in range(20)]
     assert {outcome.kind for outcome in outcomes} == {"wrong"}, outcomes  # answered: of one token
-    ground.assert_recovers(victim)
+    cluster.assert_recovers(victim)
 
 
 # --- while it starts, and while it stops ------------------------------------------------------------------------------
@@ -289,13 +289,13 @@ def test_other_api_server_serves_during_replacement(grounds):
 @pytest.mark.parametrize("number", [KILL, STOP], ids=["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("role", ["api", "core", "worker"])
 @pytest.mark.parametrize("ranks", [2, 1])
-def test_a_fault_during_a_restart_leads_to_another_restart(ranks, role, number, grounds):
+def test_a_fault_during_a_restart_leads_to_another_restart(ranks, role, number, clusters):
     """The engine is dead, and a process of its successor dies, or is stopped, while it loads."""
-    ground = grounds(ranks)
-    with ground.server.failpoint(f"loading-{role}") as point:
-        with Load(ground.server, [ask_small(next(seeds)) for _ in range(4)], clients=2) as load:
+    cluster = clusters(ranks)
+    with cluster.server.failpoint(f"loading-{role}") as point:
+        with Load(cluster.server, [ask_small(next(seeds)) for _ in range(4)], clients=2) as load:
             since = time.monotonic()
-            os.kill(ground.server.pids()["core 0"], KILL)
+            os.kill(cluster.server.pids()["core 0"], KILL)
             loading = point.wait(90)
             load.wait_for("error", 3)  # each within its bound, though no engine serves
             os.kill(loading, number)
@@ -304,15 +304,15 @@ def test_a_fault_during_a_restart_leads_to_another_restart(ranks, role, number, 
             load.wait_for("error", 3)
         assert_right_or_ended(load.outcomes, since, SOON)
         eventually(lambda: not alive(loading), 240)  # twice the --startup-timeout
-    ground.assert_recovers(loading)
+    cluster.assert_recovers(loading)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "role", "number"), list(cells()))
 def test_fault_during_a_drain_stops_every_request_and_process(ranks, role, number):
     flags = ["--shutdown-timeout", str(DRAIN_SECONDS)]
-    with grounded(ranks, STOP, *flags) as ground, generation(ground) as there:
-        server, family = ground.server, descendants(ground.server.process.pid)
+    with new_cluster(ranks, STOP, *flags) as cluster, generation(cluster) as there:
+        server, family = cluster.server, descendants(cluster.server.process.pid)
         with Load(server, [ask_small(next(seeds)) for _ in range(4)]) as load:
             load.wait_for("right", 1)
             asked_at = time.monotonic()
