@@ -260,7 +260,6 @@ class EngineConfig:
         local, template, prefix = self.allowed_local_media_path, self.chat_template, self.root_path
         rules: list[tuple[object, str]] = [
             (template is not None and not os.path.isfile(template), f"--chat-template: {template} is not a file"),
-            (not all(self.served_model_name), "--served-model-name: empty; omit the flag for the default"),
             (not all(self.api_key), "--api-key: empty; omit the flag to require none"),
             (prefix and (not prefix.startswith("/") or prefix.endswith("/")),
              f"--root-path: {prefix!r} must begin with a slash and not end with one"),
