@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mini_engine import log
-from mini_engine.config import ConfigError, EngineConfig, Setting, fields
+from mini_engine.config import ConfigError, EngineConfig, Setting, fields, groups
 from mini_engine.config.sources import (
     CONFIG_ENV,
     IPC_SWITCH_ENV,
@@ -179,17 +179,19 @@ def build_parser(word: str = "") -> argparse.ArgumentParser:
     )
     if not word:
         _add_command(parser.add_argument_group("Command"))
-    groups: dict[str, Any] = {}
-    wanted = word.replace("_", "-").lower()
-    for setting in fields():
-        opt = setting.opt
-        if wanted in " ".join((opt.group, opt.help, *setting.flags)).replace("_", "-").lower():
-            if opt.group not in groups:
-                groups[opt.group] = parser.add_argument_group(opt.group)
-            _add_setting(groups[opt.group], setting)
-    if not groups:
+    wanted, found = _dashed(word), False
+    for group, settings in groups().items():
+        if shown := [one for one in settings if wanted in _dashed(" ".join((group, one.opt.help, *one.flags)))]:
+            found, part = True, parser.add_argument_group(group)
+            for setting in shown:
+                _add_setting(part, setting)
+    if not found:
         raise ConfigError(f"--help: no flag has {word!r} in its name, help or group")
     return parser
+
+
+def _dashed(text: str) -> str:
+    return text.replace("_", "-").lower()
 
 
 def _add_command(group: Any) -> None:

@@ -23,14 +23,22 @@ from mini_engine.config.options import ENV_PREFIX, ConfigError, Setting, flag_of
 
 __all__ = [
     "BUNDLED_MODEL", "BUNDLED_NAME", "ENV_PREFIX", "IPC_GPU_GIB", "SLOTS_PART", "STAGING_SLOTS", "AttentionBackendName",
-    "ConfigError", "EngineConfig", "Setting", "TensorIpc", "fields", "flag_of", "parse_options",
+    "ConfigError", "EngineConfig", "Setting", "TensorIpc", "fields", "flag_of", "groups", "parse_options",
 ]  # fmt: skip
 
 
 def fields() -> list[Setting]:
-    """The settings in their order; a group's stand together."""
+    """The settings in their order."""
     types = get_type_hints(EngineConfig)
     return [
         Setting(field.name, plain_type(types[field.name]), field.default, field.metadata["option"])
         for field in dataclasses.fields(EngineConfig)
     ]
+
+
+def groups() -> dict[str, list[Setting]]:
+    """The settings by group, in their order."""
+    found: dict[str, list[Setting]] = {}
+    for setting in fields():
+        found.setdefault(setting.opt.group, []).append(setting)
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mini_engine.config import Setting, fields
+from mini_engine.config import Setting, groups
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "config.md"
 
@@ -20,12 +20,10 @@ def row(setting: Setting) -> str:
 
 def page(text: str) -> str:
     """The page with new tables, in Markdown."""
-    lines, group = [text.partition("\n## ")[0].rstrip()], ""
-    for setting in fields():
-        if setting.opt.group != group:
-            group = setting.opt.group
-            lines += [f"\n## {group}\n", "| flag | variable | default | values | |", "|---|---|---|---|---|"]
-        lines.append(row(setting))
+    lines = [text.partition("\n## ")[0].rstrip()]
+    for group, settings in groups().items():
+        lines += [f"\n## {group}\n", "| flag | variable | default | values | |", "|---|---|---|---|---|"]
+        lines += map(row, settings)
     return "\n".join(lines) + "\n"
 
 

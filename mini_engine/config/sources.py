@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import yaml
 
-from mini_engine.config import ENV_PREFIX, ConfigError, EngineConfig, Setting, fields, flag_of
+from mini_engine.config import ENV_PREFIX, ConfigError, EngineConfig, Setting, fields, flag_of, groups
 
 CONFIG_ENV = ENV_PREFIX + "CONFIG"
 IPC_SWITCH_ENV = ENV_PREFIX + "MULTIMODAL_TENSOR_IPC"
@@ -145,14 +145,12 @@ def from_file(path: str) -> dict[str, Given]:
 def to_yaml(config: EngineConfig, origins: Mapping[str, str]) -> str:
     """All settings by group, each with its origin: a file for `--config`, but for what is secret."""
     lines: list[str] = []
-    group = ""
-    for setting in fields():
-        if setting.opt.group != group:
-            group = setting.opt.group
-            lines += ["", f"# {group}"]
-        value, key = getattr(config, setting.name), setting.flag[2:]
-        text = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=float("inf"))[1:-2]
-        line = f"# {key}: not shown" if setting.opt.secret and value else f"{key}: {text}"
-        default = f"default: {setting.opt.unset}" if setting.opt.unset else "default"
-        lines.append(f"{line}  # {origins.get(setting.name, default)}")
+    for group, settings in groups().items():
+        lines += ["", f"# {group}"]
+        for setting in settings:
+            value, key = getattr(config, setting.name), setting.flag[2:]
+            text = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=float("inf"))[1:-2]
+            line = f"# {key}: not shown" if setting.opt.secret and value else f"{key}: {text}"
+            default = f"default: {setting.opt.unset}" if setting.opt.unset else "default"
+            lines.append(f"{line}  # {origins.get(setting.name, default)}")
     return "\n".join(lines[1:]) + "\n"

@@ -28,8 +28,6 @@ def test_commands_of_the_page_do_the_same(tmp_path):
         assert "\nmax-num-seqs: 8  # " in shown and "  # default" in shown
 
 
-def test_defaults_are_in_words_and_groups_stand_together():
+def test_defaults_are_in_words():
     unclear = [one.name for one in config.fields() if one.default_text in ("", "None", "[]", "{}")]
     assert not unclear, "these need `unset`"
-    groups = [one.opt.group for one in config.fields()]
-    assert len({*groups}) == 1 + sum(one != other for one, other in zip(groups, groups[1:], strict=False))
