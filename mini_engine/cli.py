@@ -15,13 +15,11 @@ import logging
 import os
 import signal
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any, get_origin
+from typing import Any
 
 from mini_engine import log
-from mini_engine.config import ConfigError, EngineConfig, Option, env_of, field_types, fields, flag_of
-from mini_engine.config.options import choices_of, default_of, flags_of, plain_type
+from mini_engine.config import ConfigError, EngineConfig, Setting, fields, groups
 from mini_engine.config.sources import (
     CONFIG_ENV,
     IPC_SWITCH_ENV,
@@ -44,8 +42,8 @@ EXAMPLES = f"""examples:
   python serve.py --max-num-seqs 8 --print-config > small.yaml
   python serve.py --config small.yaml
 
-Underscores work as dashes. Each flag can also be set by an environment variable, such as {env_of("max_num_seqs")}
-for {flag_of("max_num_seqs")}; {IPC_SWITCH_ENV}=1 or 0 is --enable- or --disable-multimodal-tensor-ipc.
+Underscores work as dashes. Each flag can also be set by an environment variable, such as MINI_ENGINE_MAX_NUM_SEQS
+for --max-num-seqs; {IPC_SWITCH_ENV}=1 or 0 is --enable- or --disable-multimodal-tensor-ipc.
 A flag overrides a variable, a variable overrides the file of --config ({CONFIG_ENV}).
 """
 
@@ -78,7 +76,7 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     given = {
         **(from_file(path) if path is not None else {}),
         **from_environment(environ),
-        **{name: Given(_from_flags(name, value), flag_of(name)) for name, value in args.items()},
+        **{one.name: Given(_from_flags(one, args[one.name]), one.flag) for one in fields() if one.name in args},
     }
     config = EngineConfig(**{name: one.value for name, one in given.items()})
     config.validate()
@@ -88,8 +86,7 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
 
 def all_flags() -> set[str]:
     """Every flag of `serve.py`."""
-    kinds = field_types()
-    return {flag for field in fields() for flag in flags_of(field, kinds[field.name])} | {*COMMAND_FLAGS}
+    return {flag for setting in fields() for flag in setting.flags} | {*COMMAND_FLAGS}
 
 
 def _parse_flags(argv: Sequence[str]) -> dict[str, Any]:
@@ -97,18 +94,18 @@ def _parse_flags(argv: Sequence[str]) -> dict[str, Any]:
     args, known = _respelt(argv), all_flags()
     for flag in (arg.partition("=")[0] for arg in args):
         if flag.startswith("-") and not flag.lstrip("-")[:1].isdigit() and flag not in known:
-            raise ConfigError(f"{flag}: {unknown(flag, known, '--')}")
+            raise ConfigError(f"{flag}: {unknown(flag)}")
     namespace, rest = build_parser().parse_known_args(args)
     if rest:
         raise ConfigError(f"unexpected argument {rest[0]!r}; --help lists the flags")
     return vars(namespace)
 
 
-def _from_flags(name: str, value: Any) -> Any:
-    """The value of a field from what its flags give; objects from several flags are merged."""
-    if get_origin(field_types()[name]) is dict:
-        return functools.reduce(_merged, (read(name, text, flag_of(name)) for text in value))
-    return read(name, value, flag_of(name))
+def _from_flags(setting: Setting, value: Any) -> Any:
+    """The value of a setting from what its flags give; objects from several flags are merged."""
+    if setting.base is dict:
+        return functools.reduce(_merged, (read(setting, text, setting.flag) for text in value))
+    return read(setting, value, setting.flag)
 
 
 def _merged(first: Any, then: Any) -> Any:
@@ -156,13 +153,6 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message.removeprefix("argument "))
 
 
-class Layout(argparse.RawDescriptionHelpFormatter):
-    """Help in which no flag is broken at its dashes."""
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_on_hyphens=False)
-
-
 class Help(argparse.Action):
     """`--help` shows everything, `--help WORD` the flags with that word in their names, help or group."""
 
@@ -182,24 +172,26 @@ def build_parser(word: str = "") -> argparse.ArgumentParser:
         usage="serve.py [MODEL] [--flag VALUE ...]",
         description=None if word else "Serve a vision-language model over an OpenAI-compatible endpoint.",
         epilog=None if word else EXAMPLES,
-        formatter_class=Layout,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
         add_help=False,
     )
     if not word:
         _add_command(parser.add_argument_group("Command"))
-    kinds, groups = field_types(), {}
-    wanted = word.replace("_", "-").lower()
-    for field in fields():
-        opt: Option = field.metadata["option"]
-        if wanted in " ".join((opt.group, opt.help, *flags_of(field, kinds[field.name]))).replace("_", "-").lower():
-            if opt.group not in groups:
-                groups[opt.group] = parser.add_argument_group(opt.group)
-            _add_field(groups[opt.group], field, opt, kinds[field.name])
-    if not groups:
+    wanted, found = _dashed(word), False
+    for group, settings in groups().items():
+        if shown := [one for one in settings if wanted in _dashed(" ".join((group, one.opt.help, *one.flags)))]:
+            found, part = True, parser.add_argument_group(group)
+            for setting in shown:
+                _add_setting(part, setting)
+    if not found:
         raise ConfigError(f"--help: no flag has {word!r} in its name, help or group")
     return parser
+
+
+def _dashed(text: str) -> str:
+    return text.replace("_", "-").lower()
 
 
 def _add_command(group: Any) -> None:
@@ -213,34 +205,27 @@ def _add_command(group: Any) -> None:
     group.add_argument("--print-config", action="store_true", default=argparse.SUPPRESS, help=text)
 
 
-def _add_field(group: Any, field: dataclasses.Field[Any], opt: Option, kind: Any) -> None:
-    text = f"{opt.help} (default: {default_of(field)})".replace("%", "%%")
-    flags = [flag for flag in flags_of(field, kind) if flag not in opt.twins]
-    how: dict[str, Any] = {"metavar": _metavar(field.name, opt, kind), "action": "store"}
+def _add_setting(group: Any, setting: Setting) -> None:
+    opt, dest = setting.opt, setting.name
+    text = f"{opt.help} (default: {setting.default_text})".replace("%", "%%")
+    flags = [flag for flag in setting.flags if flag not in opt.twins]
+    choices = "{" + ",".join(setting.choices) + "}" if setting.choices else None
+    how: dict[str, Any] = {"metavar": opt.metavar or choices, "action": "store"}
     if opt.positional:
-        group.add_argument(dest=field.name, nargs="?", metavar=opt.metavar, help=text)
+        group.add_argument(dest=dest, nargs="?", metavar=opt.metavar, help=text)
         text = f"The same as {opt.metavar}."
-    if kind is bool:
+    if setting.type is bool:
         flags, how = flags[:1], {"action": argparse.BooleanOptionalAction}
-    elif get_origin(kind) is list:
+    elif setting.base is list:
         how |= {"action": "extend", "nargs": "+"}
-    elif get_origin(kind) is dict:
+    elif setting.base is dict:
         how["action"] = "append"
     elif opt.bare is not None:
         how |= {"nargs": "?", "const": opt.bare}
-    group.add_argument(*flags, dest=field.name, help=text, **how)
+    group.add_argument(*flags, dest=dest, help=text, **how)
     for twin, value in opt.twins.items():
-        same = ("" if value else "no-") + flags[0][2:] if kind is bool else f"{flags[0][2:]} {value}"
-        group.add_argument(twin, dest=field.name, action="store_const", const=value, help=f"The same as --{same}.")
-
-
-def _metavar(name: str, opt: Option, kind: Any) -> str:
-    """What stands for the value of a flag."""
-    if opt.metavar or choices_of(kind):
-        return opt.metavar or "{" + ",".join(choices_of(kind)) + "}"
-    if name.endswith(("timeout", "seconds")):
-        return "SECONDS"
-    return {int: "N", float: "X"}.get(plain_type(kind)) or name.rpartition("_")[2].upper()
+        same = setting.flags[1] if value is False else f"{setting.flag} {value}"
+        group.add_argument(twin, dest=dest, action="store_const", const=value, help=f"The same as {same}.")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The start-up checks: model files, memory, descriptors and TLS files; and the runtime directory."""
+"""The start-up checks of what the host has: model, memory and TLS files; and the runtime directory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,14 @@ from pathlib import Path
 from mini_engine.config import ConfigError, EngineConfig, flag_of
 from mini_engine.free_memory import available_memory
 from mini_engine.messages import MediaCachePlan
-from mini_engine.model.checkpoint import CheckpointError, find_tensors
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.registry import find_spec
 
 logger = logging.getLogger(__name__)
 
-# Of each pair one must be there.
+# Of each pair one must be there: without a tokenizer, transformers would make an empty one.
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 DEFAULT_MEDIA_CACHE_BYTES = 4 << 30
-SMALLEST_MEDIA_CACHE = 256 << 10  # bytes of one holder; a store's probe alone takes 98 KiB
-SPARE_DESCRIPTORS = 128  # for what is open in each process however many there are, and some clients
 MAX_UNIX_PATH = 107  # sun_path without its terminating zero
 
 
@@ -35,7 +31,7 @@ def resolve_model(config: EngineConfig) -> str:
     """The local directory of `config.model`; a hub name is downloaded once, here, or taken from the hub's cache.
 
     Raises:
-        ConfigError: no such directory and no such model on the hub; or, with HF_HUB_OFFLINE, in its cache.
+        ConfigError: no such directory and no such model on the hub, or with HF_HUB_OFFLINE in its cache.
     """
     if Path(config.model).is_dir():
         return str(Path(config.model).resolve())
@@ -51,29 +47,24 @@ def resolve_model(config: EngineConfig) -> str:
             allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.py", *weights],
         )
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
-        if hub.constants.HF_HUB_OFFLINE:
-            raise ConfigError(
-                f"{config.model!r} is neither a directory nor in the hub's cache, {hub.constants.HF_HUB_CACHE}; unset "
-                "HF_HUB_OFFLINE to download it, or set HF_HOME to where it is"
-            ) from None
         why = " ".join(str(error).split())
         raise ConfigError(f"{config.model!r} is neither a directory nor an available hub model: {why}") from None
 
 
 def check_model(model_dir: str, config: EngineConfig) -> ModelConfig:
-    """The model's own configuration. Looks for the files that the model's processes will read, and at the headers of
-    the weights; whether those fit the model is found when it is built.
+    """The model's own configuration. The workers find what is wrong with the weights.
 
     Raises:
-        ConfigError: a file is missing or damaged, the architecture is not supported, the heads cannot be divided among
+        ConfigError: a file is missing, the architecture is not supported, the heads cannot be divided among
             the workers, or the context is shorter than `--max-model-len`.
     """
-    if not (Path(model_dir) / "config.json").is_file():
-        raise ConfigError(f"{model_dir} has no config.json; give the directory that holds a Hugging Face model's files")
     try:
         model = ModelConfig.from_dir(model_dir)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the model in {model_dir} cannot be served: {error}") from None
+    for what, names in (("tokenizer", TOKENIZER_FILES), ("processor", PROCESSOR_FILES)):
+        if not any((Path(model_dir) / name).is_file() for name in names):
+            raise ConfigError(f"{model_dir} has no {what}: add {' or '.join(names)} from where the model is from")
     ranks, longest = config.tensor_parallel_size, model.text.max_position_embeddings
     heads, kv_heads, vision_heads = model.text.num_heads, model.text.num_kv_heads, model.vision.num_heads
     splits_tower = config.mm_encoder_tp_mode == "weights"
@@ -87,20 +78,7 @@ def check_model(model_dir: str, config: EngineConfig) -> ModelConfig:
             raise ConfigError(f"--tensor-parallel-size: heads cannot be divided by {ranks}; choose {remedy}")
     if (config.max_model_len or 0) > longest:
         raise ConfigError(f"--max-model-len: {config.max_model_len} exceeds the model's context length, {longest}")
-    _check_files(model_dir, model, config)
     return model
-
-
-def _check_files(model_dir: str, model: ModelConfig, config: EngineConfig) -> None:
-    for what, names in (("tokenizer", TOKENIZER_FILES), ("processor", PROCESSOR_FILES)):
-        if not any((Path(model_dir) / name).is_file() for name in names):
-            raise ConfigError(f"{model_dir} has no {what}: add {' or '.join(names)} from where the model is from")
-    if config.load_format == "dummy":
-        return
-    try:
-        find_tensors(Path(model_dir), find_spec([model.architecture]).canonical_name)
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from None
 
 
 def without_effect(config: EngineConfig, cache: MediaCachePlan, device: str) -> list[str]:
@@ -149,7 +127,7 @@ def plan_media_cache(config: EngineConfig) -> MediaCachePlan:
     """What becomes of processed media: `--mm-processor-cache-type` and `--mm-processor-cache-gb` on this host.
 
     Raises:
-        ConfigError: more memory is asked for than is free, or less than a cache needs.
+        ConfigError: more memory is asked for than is free.
     """
     if config.mm_processor_cache_gb == 0:
         return MediaCachePlan("off", 0, "--mm-processor-cache-gb 0")
@@ -158,23 +136,15 @@ def plan_media_cache(config: EngineConfig) -> MediaCachePlan:
     holders = config.data_parallel_size * (1 if shared else config.tensor_parallel_size)
     asked_by = 1 if shared else holders  # how often the size of the flag is taken
     free = available_memory()
-    if config.mm_processor_cache_gb is None:
-        total = min(DEFAULT_MEDIA_CACHE_BYTES * asked_by, free // 4)
-    else:
-        total = int(config.mm_processor_cache_gb * (1 << 30)) * asked_by
+    total = int((config.mm_processor_cache_gb or 0) * (1 << 30)) * asked_by
     if total > free:
         each = "" if shared else f" for each of {holders} worker(s)"
         raise ConfigError(
             f"--mm-processor-cache-gb: {config.mm_processor_cache_gb:g} GiB{each} exceed the {free / (1 << 30):.1f} "
             "GiB of free memory; lower it, or omit it to take a quarter of them"
         )
-    if total // holders < SMALLEST_MEDIA_CACHE:
-        raise ConfigError(
-            f"--mm-processor-cache-gb: {total} bytes for {holders} process(es) are less than {SMALLEST_MEDIA_CACHE} "
-            "each; raise it, or turn the cache off with 0"
-        )
-    asked = config.mm_processor_cache_type != "auto"
-    reason = "--mm-processor-cache-type" if asked else "the default"
+    total = total or min(DEFAULT_MEDIA_CACHE_BYTES * asked_by, free // 4)
+    reason = "the default" if config.mm_processor_cache_type == "auto" else "--mm-processor-cache-type"
     if on_device:
         reason = "--mm-processor-device cuda"
     return MediaCachePlan("shm" if shared else "lru", total // holders, reason)
@@ -190,31 +160,17 @@ def fill_standard_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
 
 
-def raise_descriptor_limit(config: EngineConfig) -> None:
-    """Allow this process and its children as many open files as the host lets them have.
-
-    Raises:
-        ConfigError: these are too few to start with.
-    """
+def raise_descriptor_limit() -> None:
+    """Allow this process and its children as many open files as the host lets them have."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    ranks = config.data_parallel_size * config.tensor_parallel_size
-    # The supervisor has up to four for a child; an API server connects to every rank, and a rank to every API server.
-    # It also has up to three for each of its media decoders.
-    needed = SPARE_DESCRIPTORS + 4 * (config.api_server_count + config.data_parallel_size + ranks)
-    needed += 3 * (2 * (len(os.sched_getaffinity(0)) // config.api_server_count) + 1)
-    if hard < needed:
-        raise ConfigError(
-            f"the open files limit is {hard}, and this server needs {needed} to start: raise it (ulimit -n, "
-            "LimitNOFILE= of a systemd unit, --ulimit nofile= of a container), or start fewer processes"
-        )
 
 
 @contextlib.contextmanager
-def runtime_directory(parent: Path | None = None) -> Iterator[Path]:
+def runtime_directory() -> Iterator[Path]:
     """A fresh 0700 directory for this process, removed however the process ends.
 
-    It lies in `parent`; by default in TMPDIR, if the paths of sockets are short enough there.
+    It lies in TMPDIR, if the paths of sockets are short enough there.
 
     A supervisor that is killed cannot clean up, and its children die with it; so a shell waits for the end of a pipe
     whose only writer is the supervisor, and then removes the directory. It ignores the signals of a service manager
@@ -223,8 +179,8 @@ def runtime_directory(parent: Path | None = None) -> Iterator[Path]:
     Raises:
         ConfigError: there is no room for one, or no shell.
     """
-    base = parent or Path(os.environ.get("TMPDIR", "/tmp"))
-    if parent is None and len(str(base)) + 50 > MAX_UNIX_PATH:
+    base = Path(os.environ.get("TMPDIR", "/tmp"))
+    if len(str(base)) + 50 > MAX_UNIX_PATH:
         base = Path("/tmp")
     script = 'trap "" TERM INT HUP; read -r _; rm -rf -- "$0"'  # one process: `read` is the shell's own
     try:

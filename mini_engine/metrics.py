@@ -20,7 +20,6 @@ from prometheus_client import (
     generate_latest,
     multiprocess,
 )
-from prometheus_client.metrics_core import Metric
 
 from mini_engine.messages import EngineStats, FinishReason, TransportName
 
@@ -138,21 +137,29 @@ stage_seconds = {
 # --- of an engine -----------------------------------------------------------------------------------------------------
 
 engine_restarts = _gauge("engine_restarts", "Restarts of the engines (--restart-engine).", "livemax")
-num_requests_running = _engine_gauge("num_requests_running", "Requests running.")
-num_requests_waiting = _engine_gauge("num_requests_waiting", "Requests queued in the engine.")
 kv_cache_usage_perc = _engine_gauge("kv_cache_usage_perc", "Fraction of the KV blocks that requests hold.")
-encoder_cache_tokens = _engine_gauge("encoder_cache_tokens", "Media tokens in the encoder cache, reserved ones too.")
 mm_store_bytes = _engine_gauge(
     "mm_store_bytes", "Bytes of the media cache: all items (used), items with references (pinned), free.", "state"
 )
-mm_cache_references = _engine_gauge("mm_cache_references", "References of unfinished requests to cached media.")
-mm_cache_oldest_seconds = _engine_gauge("mm_cache_oldest_seconds", "Time since the least recently used item was used.")
-prefix_cache_queries_total = _counter("prefix_cache_queries_total", "Prompt tokens looked up.", "engine")
-prefix_cache_hits_total = _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", "engine")
-encoder_cache_queries_total = _counter("encoder_cache_queries_total", "Media items looked up.", "engine")
-encoder_cache_hits_total = _counter("encoder_cache_hits_total", "Media items encoded, or being encoded.", "engine")
-mm_cache_evictions_total = _counter("mm_cache_evictions_total", "Media items evicted from the cache.", "engine")
-num_preemptions_total = _counter("num_preemptions_total", "Preempted requests.", "engine")
+_GAUGES = {  # by field of EngineStats
+    "running": _engine_gauge("num_requests_running", "Requests running."),
+    "waiting": _engine_gauge("num_requests_waiting", "Requests queued in the engine."),
+    "encoder_cache_tokens": _engine_gauge(
+        "encoder_cache_tokens", "Media tokens in the encoder cache, reserved ones too."
+    ),
+    "media_references": _engine_gauge("mm_cache_references", "References of unfinished requests to cached media."),
+    "media_oldest_seconds": _engine_gauge(
+        "mm_cache_oldest_seconds", "Time since the least recently used item was used."
+    ),
+}
+_COUNTERS = {  # by field of EngineStats
+    "prefix_cache_queries": _counter("prefix_cache_queries_total", "Prompt tokens looked up.", "engine"),
+    "prefix_cache_hits": _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", "engine"),
+    "encoder_cache_queries": _counter("encoder_cache_queries_total", "Media items looked up.", "engine"),
+    "encoder_cache_hits": _counter("encoder_cache_hits_total", "Media items encoded, or being encoded.", "engine"),
+    "media_evictions": _counter("mm_cache_evictions_total", "Media items evicted from the cache.", "engine"),
+    "preemptions": _counter("num_preemptions_total", "Preempted requests.", "engine"),
+}
 
 
 class EngineMetrics:
@@ -167,21 +174,8 @@ class EngineMetrics:
         self._kv_usage = kv_cache_usage_perc.labels(label)
         self._store = {state: mm_store_bytes.labels(label, state) for state in ("used", "pinned", "free")}
         self._store["free"].set(media_capacity)
-        self._gauges = {  # by field of EngineStats
-            "running": num_requests_running.labels(label),
-            "waiting": num_requests_waiting.labels(label),
-            "encoder_cache_tokens": encoder_cache_tokens.labels(label),
-            "media_references": mm_cache_references.labels(label),
-            "media_oldest_seconds": mm_cache_oldest_seconds.labels(label),
-        }
-        self._counters = {  # by field of EngineCounters
-            "prefix_cache_queries": prefix_cache_queries_total.labels(label),
-            "prefix_cache_hits": prefix_cache_hits_total.labels(label),
-            "encoder_cache_queries": encoder_cache_queries_total.labels(label),
-            "encoder_cache_hits": encoder_cache_hits_total.labels(label),
-            "preemptions": num_preemptions_total.labels(label),
-            "media_evictions": mm_cache_evictions_total.labels(label),
-        }
+        self._gauges = {field: gauge.labels(label) for field, gauge in _GAUGES.items()}
+        self._counters = {field: counter.labels(label) for field, counter in _COUNTERS.items()}
 
     def forget(self) -> None:
         """The engine is gone, and all that it held."""
@@ -200,22 +194,13 @@ class EngineMetrics:
                 counter.inc(events)
 
 
-class _Files(multiprocess.MultiProcessCollector):
-    """The metrics in the files of a directory."""
-
-    def collect(self) -> Iterable[Metric]:
-        """All of them. Raises OSError where they cannot be listed: the base class would find that there are none."""
-        directory = os.environ["PROMETHEUS_MULTIPROC_DIR"]
-        paths = [os.path.join(directory, name) for name in os.listdir(directory) if name.endswith(".db")]
-        return self.merge(paths, accumulate=True)
-
-
 def _registry() -> CollectorRegistry:
     """What collects the metrics of all API servers."""
     if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
         return REGISTRY
+    os.listdir(os.environ["PROMETHEUS_MULTIPROC_DIR"])  # raises OSError, where the collector would find no files
     registry = CollectorRegistry()
-    _Files(registry)
+    multiprocess.MultiProcessCollector(registry)
     return registry
 
 

@@ -7,7 +7,7 @@ values reach the processes inside `Init`. These files know nothing of models, so
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from mini_engine.config.engine_config import (
     BUNDLED_MODEL,
@@ -19,27 +19,26 @@ from mini_engine.config.engine_config import (
     EngineConfig,
     TensorIpc,
 )
-from mini_engine.config.options import ConfigError, Option, flag_of, parse_options
+from mini_engine.config.options import ENV_PREFIX, ConfigError, Setting, flag_of, parse_options, plain_type
 
 __all__ = [
     "BUNDLED_MODEL", "BUNDLED_NAME", "ENV_PREFIX", "IPC_GPU_GIB", "SLOTS_PART", "STAGING_SLOTS", "AttentionBackendName",
-    "ConfigError", "EngineConfig", "Option", "TensorIpc", "env_of", "field_types", "fields", "flag_of",
-    "parse_options",
+    "ConfigError", "EngineConfig", "Setting", "TensorIpc", "fields", "flag_of", "groups", "parse_options",
 ]  # fmt: skip
 
-ENV_PREFIX = "MINI_ENGINE_"
+
+def fields() -> list[Setting]:
+    """The settings in their order."""
+    types = get_type_hints(EngineConfig)
+    return [
+        Setting(field.name, plain_type(types[field.name]), field.default, field.metadata["option"])
+        for field in dataclasses.fields(EngineConfig)
+    ]
 
 
-def fields() -> list[dataclasses.Field[Any]]:
-    """The fields of `EngineConfig`, each with an `Option` under `metadata["option"]`; a group's stand together."""
-    return list(dataclasses.fields(EngineConfig))
-
-
-def field_types() -> dict[str, Any]:
-    """The resolved type of each field by name."""
-    return get_type_hints(EngineConfig)
-
-
-def env_of(name: str) -> str:
-    """`max_num_seqs` -> `MINI_ENGINE_MAX_NUM_SEQS`."""
-    return ENV_PREFIX + name.upper()
+def groups() -> dict[str, list[Setting]]:
+    """The settings by group, in their order."""
+    found: dict[str, list[Setting]] = {}
+    for setting in fields():
+        found.setdefault(setting.opt.group, []).append(setting)
+    return found

@@ -257,10 +257,8 @@ class EngineConfig:
     def validate(self) -> None:
         """Raises ConfigError for the first value that does not fit the others, or names what does not exist."""
         narrowed = (self.allowed_methods, self.allowed_headers, self.allow_credentials) != (["*"], ["*"], False)
-        local, template, prefix = self.allowed_local_media_path, self.chat_template, self.root_path
+        local, prefix = self.allowed_local_media_path, self.root_path
         rules: list[tuple[object, str]] = [
-            (template is not None and not os.path.isfile(template), f"--chat-template: {template} is not a file"),
-            (not all(self.served_model_name), "--served-model-name: empty; omit the flag for the default"),
             (not all(self.api_key), "--api-key: empty; omit the flag to require none"),
             (prefix and (not prefix.startswith("/") or prefix.endswith("/")),
              f"--root-path: {prefix!r} must begin with a slash and not end with one"),
@@ -287,13 +285,11 @@ class EngineConfig:
                 raise ConfigError(message)
 
     def _cuda_rules(self) -> list[tuple[bool, str]]:
-        """What needs CUDA, or does not go with patches that are made there."""
+        """What needs patches that are made on CUDA devices, or does not go with them."""
         on_cpu, patches = self.device == "cpu", self.mm_processor_device == "cuda"
         slots = self.api_server_count * self.data_parallel_size * STAGING_SLOTS
         least = SLOTS_PART * slots * LEAST_SLOT / (1 << 30)
         return [
-            (on_cpu and self.distributed_backend == "nccl",
-             "--distributed-backend: nccl needs CUDA devices, not --device cpu; use shm or auto"),
             (not patches and self.mm_ipc_gpu_memory_gb is not None,
              "--mm-ipc-gpu-memory-gb needs --mm-processor-device cuda"),
             (patches and on_cpu, "--mm-processor-device: cuda needs workers on CUDA, not --device cpu; choose cpu"),

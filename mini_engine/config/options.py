@@ -1,4 +1,4 @@
-"""What an option is: a dataclass field with its help, group, limits and parser, and the words that describe it."""
+"""What an option is: a dataclass field with its help, group, limits and parser; and the words that describe it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ import msgspec
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+TYPE_NAMES = {
+    bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "a list of strings",
+    dict: "a JSON object",
+}  # fmt: skip
+ENV_PREFIX = "MINI_ENGINE_"
 
 
 class ConfigError(ValueError):
@@ -66,19 +72,6 @@ def parse_length(text: str) -> int | None:
     return None if text in ("auto", "-1") else parse_count(text)
 
 
-def parse_text(opt: Option, kind: Any, text: str) -> Any:
-    """The value of an option of the plain type `kind` from a text; left to msgspec where it is no integer or object.
-
-    Raises:
-        ValueError: it is not of that type.
-    """
-    if opt.parse is not None:
-        return opt.parse(text)
-    if kind is int:
-        return parse_count(text)
-    return json.loads(text) if get_origin(kind) is dict else text
-
-
 def parse_limits(text: str) -> Any:
     """`{"video": 1, "image": 4}`, or vLLM's older form of it, `video=1,image=4`. Raises ValueError."""
     pairs = [part.strip().partition("=") for part in text.split(",")]
@@ -92,13 +85,6 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def flags_of(field: dataclasses.Field[Any], kind: Any) -> list[str]:
-    """All ways to write the flag of a field, its twins last."""
-    opt: Option = field.metadata["option"]
-    flag = flag_of(field.name)
-    return [flag, *([f"--no-{flag[2:]}"] if kind is bool else []), *([opt.short] if opt.short else []), *opt.twins]
-
-
 def plain_type(kind: Any) -> Any:
     """`int` for `int | None`; any other type as it is."""
     if get_origin(kind) in (Union, types.UnionType):
@@ -106,32 +92,61 @@ def plain_type(kind: Any) -> Any:
     return kind
 
 
-def choices_of(kind: Any) -> tuple[str, ...]:
-    """The values of a `Literal` type; empty for any other."""
-    return get_args(kind) if get_origin(kind) is Literal else ()
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A field of the configuration with its option."""
 
+    name: str
+    type: Any  # `int` for `int | None`
+    default: Any  # where it is no list or object
+    opt: Option
 
-def values_of(opt: Option, kind: Any) -> str:
-    """The values that an option of the type `kind` takes, in words, such as `an integer from 0 to 65535`."""
-    kind = plain_type(kind)
-    if choices := choices_of(kind):
-        return "one of " + ", ".join(choices)
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "a list of strings"}
-    words = names.get(get_origin(kind) or kind, "a JSON object")
-    if opt.maximum is not None:
-        return f"{words} from {number_text(opt.minimum)} to {number_text(opt.maximum)}"
-    return words + (f" of at least {number_text(opt.minimum)}" if opt.minimum is not None else "")
+    @property
+    def base(self) -> Any:
+        """The type without its arguments, such as `list`; `Literal` for a choice."""
+        return get_origin(self.type) or self.type
 
+    @property
+    def flag(self) -> str:
+        """Such as `--max-num-seqs`."""
+        return flag_of(self.name)
 
-def default_of(field: dataclasses.Field[Any]) -> str:
-    """The default of a field in words; for one that is nothing, what that stands for."""
-    opt: Option = field.metadata["option"]
-    if opt.unset is not None:
-        return opt.unset
-    value: Any = field.default
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return number_text(value)
+    @property
+    def flags(self) -> list[str]:
+        """All ways to write its flag, its twins last."""
+        no = [f"--no-{self.flag[2:]}"] if self.type is bool else []
+        return [self.flag, *no, *([self.opt.short] if self.opt.short else []), *self.opt.twins]
+
+    @property
+    def variable(self) -> str:
+        """Such as `MINI_ENGINE_MAX_NUM_SEQS`."""
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values of a `Literal` type; empty for any other."""
+        return get_args(self.type) if self.base is Literal else ()
+
+    @property
+    def values(self) -> str:
+        """What it takes, in words, such as `an integer from 0 to 65535`."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        low, high = number_text(self.opt.minimum), number_text(self.opt.maximum)
+        bounds = f" from {low} to {high}" if self.opt.maximum is not None else f" of at least {low}"
+        return TYPE_NAMES[self.base] + (bounds if self.opt.minimum is not None else "")
+
+    @property
+    def default_text(self) -> str:
+        """The default in words; where it is nothing, what that stands for."""
+        if self.opt.unset is not None:
+            return self.opt.unset
+        return {True: "on", False: "off"}[self.default] if self.type is bool else number_text(self.default)
+
+    def parse(self, text: str) -> Any:
+        """The value from a text, which msgspec is still to check and convert. Raises ValueError."""
+        parsers: dict[Any, Callable[[str], Any]] = {int: parse_count, dict: json.loads}
+        return (self.opt.parse or parsers.get(self.base, str))(text)
 
 
 def number_text(value: Any) -> str:

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_origin
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import yaml
 
-from mini_engine.config import ENV_PREFIX, ConfigError, EngineConfig, Option, env_of, field_types, fields, flag_of
-from mini_engine.config.options import parse_text, plain_type, values_of
+from mini_engine.config import ENV_PREFIX, ConfigError, EngineConfig, Setting, fields, flag_of, groups
 
-CONFIG_ENV = env_of("config")
-IPC_SWITCH_ENV = env_of("multimodal_tensor_ipc")
+CONFIG_ENV = ENV_PREFIX + "CONFIG"
+IPC_SWITCH_ENV = ENV_PREFIX + "MULTIMODAL_TENSOR_IPC"
 IPC_SWITCH = {"1": "torch_shm", "0": "direct_rpc"}
-NOT_SETTINGS = (env_of("bench_"), env_of("failpoints"))  # of benchmarks and tests
+NOT_SETTINGS = (ENV_PREFIX + "BENCH_", ENV_PREFIX + "FAILPOINTS")  # of benchmarks and tests
 
 # Flags of vLLM's server without an option here, and what to do instead.
 VLLM_FLAGS = {
@@ -48,34 +47,32 @@ class Given(NamedTuple):
     origin: str
 
 
-def unknown(name: str, known: Collection[str], prefix: str = "") -> str:
-    """The end of an error about a name that is not `known`. `prefix`: what all of them begin with."""
-    if flag := VLLM_FLAGS.get(name):
-        return f"not supported: {flag}"
-    ends = {each.removeprefix(prefix): each for each in known}
-    near = difflib.get_close_matches(name.removeprefix(prefix), ends, n=1, cutoff=0.7)
-    return f"unknown; did you mean {ends[near[0]]}?" if near else "unknown; --help lists the flags"
+def unknown(flag: str) -> str:
+    """The end of an error about a flag that does not exist, or about a key or variable that stands for one."""
+    if flag in VLLM_FLAGS:
+        return f"not supported: {VLLM_FLAGS[flag]}"
+    known = {known for setting in fields() for known in setting.flags}
+    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
+    return f"unknown; did you mean {near[0]}?" if near else "unknown; --help lists the flags"
 
 
-def read(name: str, value: Any, origin: str) -> Any:
-    """The value of the field `name`, from a text as flags and variables give it, or from a value as YAML gives it.
+def read(setting: Setting, value: Any, origin: str) -> Any:
+    """The value of a setting, from a text as flags and variables give it, or from a value as YAML gives it.
 
     Raises:
-        ConfigError: it cannot be read as the field's type, or is out of its limits.
+        ConfigError: it cannot be read as the setting's type, or is out of its limits.
     """
-    opt: Option = EngineConfig.__dataclass_fields__[name].metadata["option"]
-    kind = plain_type(field_types()[name])
+    opt, kind = setting.opt, setting.type
     bounded = Annotated[kind, msgspec.Meta(ge=opt.minimum, le=opt.maximum)] if kind in (int, float) else kind
     try:
         parsed = value
-        if get_origin(kind) is list:
+        if setting.base is list:
             parsed = _list_items(value)
         elif isinstance(value, str):
-            parsed = parse_text(opt, kind, value)
+            parsed = setting.parse(value)
         return None if parsed is None else msgspec.convert(parsed, bounded, strict=False)
     except ValueError:
-        hint = f"; put MODEL before {flag_of(name)} alone" if opt.bare is not None else ""
-        raise ConfigError(f"{origin}: {value!r} is not {values_of(opt, kind)}{hint}") from None
+        raise ConfigError(f"{origin}: {value!r} is not {setting.values}") from None
 
 
 def _list_items(value: Any) -> list[Any]:
@@ -97,8 +94,11 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     Raises:
         ConfigError: a value cannot be used.
     """
-    variables = {field.name: env_of(field.name) for field in fields() if env_of(field.name) in environ}
-    given = {name: Given(read(name, environ[variable], variable), variable) for name, variable in variables.items()}
+    given = {
+        setting.name: Given(read(setting, environ[setting.variable], setting.variable), setting.variable)
+        for setting in fields()
+        if setting.variable in environ
+    }
     if (switch := environ.get(IPC_SWITCH_ENV)) is not None:
         if switch not in IPC_SWITCH:
             raise ConfigError(f"{IPC_SWITCH_ENV}: {switch!r} is not 1 or 0")
@@ -111,9 +111,9 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
     Not an error: Kubernetes sets some for every service, and a service may have this program's name.
     """
-    known = {env_of(field.name) for field in fields()} | {CONFIG_ENV, IPC_SWITCH_ENV}
+    known = {setting.variable for setting in fields()} | {CONFIG_ENV, IPC_SWITCH_ENV}
     return [
-        f"{name}: {unknown(name, known, ENV_PREFIX)}"
+        f"{name}: {unknown(flag_of(name.removeprefix(ENV_PREFIX).lower()))}"
         for name in sorted(environ)
         if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(NOT_SETTINGS)
     ]
@@ -127,35 +127,30 @@ def from_file(path: str) -> dict[str, Given]:
     """
     try:
         settings = yaml.safe_load(Path(path).read_bytes()) or {}
-    except OSError as error:
-        raise ConfigError(f"--config: {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"--config: {path} is not YAML: {' '.join(str(error).split())}") from None
+    except (OSError, yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"--config: {path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"--config: {path} holds no settings, one a line, such as `port: 8000`")
-    flags = {flag_of(field.name): field.name for field in fields()}
+    known = {setting.flag: setting for setting in fields()}
     given: dict[str, Given] = {}
     for key, value in settings.items():
-        flag = flag_of(str(key))
-        if flag not in flags:
-            raise ConfigError(f"{path}: {key}: {unknown(flag, flags, '--')}")
+        setting = known.get(flag_of(str(key)))
+        if setting is None:
+            raise ConfigError(f"{path}: {key}: {unknown(flag_of(str(key)))}")
         if value is not None:
-            given[flags[flag]] = Given(read(flags[flag], value, f"{path}: {key}"), path)
+            given[setting.name] = Given(read(setting, value, f"{path}: {key}"), path)
     return given
 
 
 def to_yaml(config: EngineConfig, origins: Mapping[str, str]) -> str:
     """All settings by group, each with its origin: a file for `--config`, but for what is secret."""
     lines: list[str] = []
-    group = ""
-    for field in fields():
-        opt: Option = field.metadata["option"]
-        if opt.group != group:
-            group = opt.group
-            lines += ["", f"# {group}"]
-        value, key = getattr(config, field.name), flag_of(field.name)[2:]
-        text = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=float("inf"))[1:-2]
-        line = f"# {key}: not shown" if opt.secret and value else f"{key}: {text}"
-        default = f"default: {opt.unset}" if opt.unset else "default"
-        lines.append(f"{line}  # {origins.get(field.name, default)}")
+    for group, settings in groups().items():
+        lines += ["", f"# {group}"]
+        for setting in settings:
+            value, key = getattr(config, setting.name), setting.flag[2:]
+            text = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=float("inf"))[1:-2]
+            line = f"# {key}: not shown" if setting.opt.secret and value else f"{key}: {text}"
+            default = f"default: {setting.opt.unset}" if setting.opt.unset else "default"
+            lines.append(f"{line}  # {origins.get(setting.name, default)}")
     return "\n".join(lines[1:]) + "\n"

@@ -6,6 +6,7 @@ Knows nothing of what follows when one of them dies.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import socket
@@ -48,11 +49,10 @@ class Generation:
 
     def __init__(self, number: int, context: LaunchContext):
         self.number = number
-        self.announced = False  # it serves
+        self.serving_since = math.inf  # by `time.monotonic`
         self.limits: list[EngineLimits] = []  # of its engines
         self.transports: list[TransportChoice] = []  # of one of its API servers
         self.early_deaths = 0  # of API servers in a row, before they served
-        self.empty_slots: set[int] = set()  # of dead API servers without a replacement
         self._context = context
         self._processes = context.processes
         self._directory = context.runtime_dir / str(number)  # its own: no socket of a dead generation is in it
@@ -62,6 +62,11 @@ class Generation:
     def children(self) -> list[ChildProcess]:
         """Its living processes."""
         return [child for child in self._processes.children if child.generation == self.number]
+
+    @property
+    def announced(self) -> bool:
+        """Whether it has begun to serve."""
+        return self.serving_since < math.inf
 
     @property
     def complete(self) -> bool:
@@ -75,17 +80,19 @@ class Generation:
         if self._context.media_cache.kind == "shm":
             for _ in range(config.data_parallel_size):
                 self._media_stores.append(create_sparse(self._context.media_cache.nbytes))
-        for slot in range(config.api_server_count):  # first: they have the most to import
-            self.start_api_server(slot)
+        self.start_api_servers()  # first: they have the most to import
         for engine in range(config.data_parallel_size):
             self._processes.start("core", str(engine), self.number)
             for rank in range(config.tensor_parallel_size):
                 own = self._media_stores[engine : engine + 1]
                 self._processes.start("worker", f"{engine}.{rank}", self.number, media_stores=own)
 
-    def start_api_server(self, slot: int) -> None:
-        """Start the API server of a slot. Raises OSError, as `start` does."""
-        self._processes.start("api", str(slot), self.number, self._context.listeners[slot], self._media_stores)
+    def start_api_servers(self) -> None:
+        """Start one for each slot that has none. Raises OSError, as `start` does."""
+        taken = {child.index for child in self.children if child.role == "api"}
+        for slot, listener in enumerate(self._context.listeners):
+            if str(slot) not in taken:
+                self._processes.start("api", str(slot), self.number, listener, self._media_stores)
 
     def kill(self, spare: Sequence[ChildProcess] = ()) -> None:
         """Kill all of them but `spare`."""

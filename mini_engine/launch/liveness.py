@@ -12,12 +12,17 @@ import time
 from collections.abc import Callable, Sequence
 
 from mini_engine.config import EngineConfig
-from mini_engine.launch.process_group import ChildProcess, ProcessGroup
+from mini_engine.launch.process_group import ChildProcess, ProcessGroup, states
 from mini_engine.messages import ControlRequest
 
 logger = logging.getLogger(__name__)
 
-TURNS = 4  # that the longest silence, or the start, is divided into: the shorter of the two
+TURNS = 4  # that the shortest of the times is divided into
+DEATH_SECONDS = 30.0  # for a process that was killed to exit: it may have much memory to give back
+
+
+class Unkillable(Exception):
+    """A process was killed and lives on, since a device or a disk blocks it in the kernel. The text names it."""
 
 
 class Liveness:
@@ -27,7 +32,7 @@ class Liveness:
         self._processes = processes
         self._startup = config.startup_timeout
         self._silence = max(config.collective_timeout, config.health_timeout)
-        self._interval = min(self._silence, self._startup) / TURNS
+        self._interval = min(self._silence, self._startup, DEATH_SECONDS) / TURNS
         self._clock = clock
         self._next = clock() + self._interval
 
@@ -36,20 +41,26 @@ class Liveness:
         return max(0.0, self._next - self._clock())
 
     def turn(self) -> None:
-        """Ping the children that serve, and kill those that hang; without effect before it is time."""
+        """Ping the children that serve, and kill those that hang; without effect before it is time.
+
+        Raises:
+            Unkillable: a child was killed long ago.
+        """
         if self.seconds_left():
             return
         self._next = self._clock() + self._interval
         late = []
         for child in self._processes.children:
-            if child.killed_at is not None:
-                continue  # it is dying
             child.turns += 1
-            if not child.serving:
-                if child.turns * self._interval > self._startup and (not child.ready or child.started):
+            seconds = (child.turns - 1) * self._interval  # since its first ping, if it serves
+            if child.killed:
+                if seconds >= DEATH_SECONDS:
+                    raise Unkillable(f"{child.title} has not exited after SIGKILL (state in proc(5): {child.state})")
+            elif not child.serving:
+                if seconds >= self._startup and (not child.ready or child.started):
                     late.append(child)
             elif child.role != "worker":
-                if (child.turns - 1) * self._interval >= self._silence:  # since its first ping
+                if seconds >= self._silence:
                     why = f"it was unresponsive for {self._silence:g} s (--collective-timeout)"
                     self._kill(child, why, self._processes.engine_of(child) or [child])
                 else:
@@ -59,12 +70,6 @@ class Liveness:
             self._kill(child, f"it was not ready after {self._startup:g} s (--startup-timeout)", late)
 
     def _kill(self, child: ChildProcess, why: str, group: Sequence[ChildProcess]) -> None:
-        """Kill it, and log the states of its `group`: T is stopped, D waits for a device."""
         logger.error("%s is killed: %s (state in proc(5): %s)", child.title, why, states(group))
         child.kill_reason = why
         child.kill()
-
-
-def states(group: Sequence[ChildProcess]) -> str:
-    """What each does: `worker 0.1 T`, by the letters of proc(5)."""
-    return ", ".join(f"{child.name} {child.state}" for child in group)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,9 @@ from mini_engine.metrics_files import forget_gauges, make_files
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 
+logger = logging.getLogger(__name__)
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-DEATH_SECONDS = 30.0  # how long a process that was killed may take to die: it may have much memory to give back
 
 
 class ChildProcess:
@@ -43,15 +44,14 @@ class ChildProcess:
         self.metrics_number = spec.metrics_number
         self.pid = popen.pid
         self.pidfd = os.pidfd_open(popen.pid)
-        self.peer = b""  # its address on the supervisor's ROUTER, known from its Hello
         self.generation = generation  # which start of the engines it belongs to
         self.ready = False  # built and connected
         self.started = False  # API server: it was sent `Start`
         self.serving = False  # takes requests
         self.dismissed = False  # it was asked to exit, or killed, because it is not needed any more
-        self.turns = 0  # of `launch/liveness.py` since it was started, or since it last answered
+        self.killed = False
+        self.turns = 0  # of `launch/liveness.py` since its last step of start or end, or its last answer
         self.kill_reason: str | None = None
-        self.killed_at: float | None = None  # when first, by `time.monotonic`
         self._popen = popen
 
     @property
@@ -72,10 +72,9 @@ class ChildProcess:
         if not self.serving:
             self.serving, self.turns = True, 0
 
-    def reap(self) -> str:
-        """Collect a dead child; returns how it died in words."""
-        status = self._popen.wait()
-        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    def reap(self) -> int:
+        """Collect a dead child; returns its exit status, or the negative number of the signal that killed it."""
+        return self._popen.wait()
 
     def terminate(self) -> None:
         """Ask an API server to exit at once, answering its clients. One that does not serve yet dies by the signal."""
@@ -84,8 +83,8 @@ class ChildProcess:
 
     def kill(self) -> None:
         """End it at once: it dies within moments, unless it is in the kernel and cannot be interrupted there."""
-        if self.killed_at is None:
-            self.killed_at = time.monotonic()
+        if not self.killed:
+            self.killed, self.turns = True, 0
         self._popen.kill()
 
 
@@ -99,12 +98,10 @@ class Received:
 
 @dataclass(frozen=True)
 class Gone:
-    """A child is no child any more; the others of its generation were notified."""
+    """A child is dead; the others of its generation were notified."""
 
     child: ChildProcess
-    how: str  # in words, such as "died: killed by SIGKILL"
-    by_signal: bool
-    reaped: bool = True  # False: it was killed and lives on, since a device or a disk blocks it in the kernel
+    text: str  # which one, and how, as in the log
 
 
 @dataclass(frozen=True)
@@ -214,11 +211,12 @@ class ProcessGroup:
 
     def send(self, child: ChildProcess, body: AnyMessage) -> None:
         """Queue a message; it is dropped if the child is dying or hangs, which its death or a time-out shows."""
+        peer = sockets.identity(child.name, child.incarnation)
         with contextlib.suppress(zmq.ZMQError):
-            self._router.send_multipart([child.peer, self._encoder.encode(body)], zmq.NOBLOCK)
+            self._router.send_multipart([peer, self._encoder.encode(body)], zmq.NOBLOCK)
 
-    def wait(self, seconds: float | None) -> list[Event]:
-        """The next events, after so long at most: messages, signals, deaths, processes that were killed and do not die.
+    def wait(self, seconds: float) -> list[Event]:
+        """The next events, after so long at most: signals, messages, and deaths, which are logged here.
 
         Of deaths that are found at once, those by a signal come first: a process that exits by itself has often lost
         another.
@@ -226,19 +224,15 @@ class ProcessGroup:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._signals.fd, zmq.POLLIN)
-        children = list(self.children)
-        for child in children:
+        for child in self.children:
             poller.register(child.pidfd, zmq.POLLIN)
-        waits = [DEATH_SECONDS - age for child in children if (age := _since_kill(child)) is not None]
-        waits += [] if seconds is None else [seconds]
-        ready = dict(poller.poll(max(0, int(min(waits) * 1000) + 1) if waits else None))
-        events: list[Event] = self._receive() if self._router in ready else []
-        if self._signals.fd in ready:
-            events += self._signals.take()
-        deaths = [self._reap(child) for child in children if child.pidfd in ready]
-        deaths.sort(key=lambda death: not death.by_signal)
-        overdue = [child for child in self.children if (_since_kill(child) or 0.0) > DEATH_SECONDS]
-        return [*events, *deaths, *(self._give_up(child) for child in overdue)]
+        ready = dict(poller.poll(int(seconds * 1000) + 1))
+        events: list[Event] = self._signals.take() if self._signals.fd in ready else []
+        events += self._receive()
+        dead = [(child, child.reap()) for child in self.children if child.pidfd in ready]
+        for child, status in sorted(dead, key=lambda one: one[1] >= 0):
+            events.append(self._bury(child, status))
+        return events
 
     def close(self) -> None:
         """Call it without children."""
@@ -248,41 +242,36 @@ class ProcessGroup:
         received: list[Event] = []
         while True:
             try:
-                peer, frame = self._router.recv_multipart(zmq.NOBLOCK)
+                _, frame = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return received
             envelope = decode(frame)
             for child in self.children:
                 if child.incarnation != envelope.incarnation:
                     continue
-                child.peer = peer
                 if isinstance(envelope.body, ControlReply):
                     child.turns = 0
                 else:
                     received.append(Received(child, envelope.body))
 
-    def _reap(self, child: ChildProcess) -> Gone:
-        status = child.reap()
-        self._remove(child)
-        how = f"died: {status}" if child.kill_reason is None else f"was killed: {child.kill_reason}"
-        return Gone(child, how, by_signal=status.startswith("killed"))
-
-    def _give_up(self, child: ChildProcess) -> Gone:
-        self._remove(child)
-        how = f"has not exited {DEATH_SECONDS:g} s after SIGKILL (state in proc(5): {child.state})"
-        return Gone(child, how, by_signal=False, reaped=False)
-
-    def _remove(self, child: ChildProcess) -> None:
+    def _bury(self, child: ChildProcess, status: int) -> Gone:
         self.children.remove(child)
         os.close(child.pidfd)
+        how = f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+        text = f"{child.title} " + (f"died: {how}" if child.kill_reason is None else f"was killed: {child.kill_reason}")
+        if others := self.engine_of(child):  # in vain it may have waited for one of them
+            text += f" (others in proc(5): {states(others)})"
+        if not child.dismissed:
+            logger.error("%s", text)
         if child.metrics_number is not None:
             with contextlib.suppress(OSError):  # out of descriptors: its last values stay until its successor serves
                 forget_gauges(self._metrics_dir, child.metrics_number)
         for other in self.children:
             if other.generation == child.generation:
                 self.send(other, PeerGone(child.name, child.incarnation))
+        return Gone(child, text)
 
 
-def _since_kill(child: ChildProcess) -> float | None:
-    """Seconds."""
-    return None if child.killed_at is None else time.monotonic() - child.killed_at
+def states(group: Sequence[ChildProcess]) -> str:
+    """What each does: `worker 0.1 T`, by the letters of proc(5). T is stopped, D waits for a device."""
+    return ", ".join(f"{child.name} {child.state}" for child in group)

@@ -9,14 +9,12 @@ next one starts behind the same sockets, and until it serves, the API servers of
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import math
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import NoReturn
 
 from mini_engine.config import EngineConfig
@@ -33,7 +31,7 @@ from mini_engine.host import (
 )
 from mini_engine.launch.generation import Generation, LaunchContext
 from mini_engine.launch.listeners import bind_listeners, leave_port, url_of
-from mini_engine.launch.liveness import Liveness, states
+from mini_engine.launch.liveness import Liveness, Unkillable
 from mini_engine.launch.process_group import ChildProcess, Event, Gone, Interrupted, ProcessGroup, Received, StopSignals
 from mini_engine.log import LogSettings
 from mini_engine.messages import Drain, Refused
@@ -53,40 +51,16 @@ HEALTHY_SECONDS = 600.0  # engines that have served for so long reset the count 
 class Stop(Exception):
     """The server stops."""
 
-    def __init__(self, status: int, last_line: str = "", *, drain_seconds: float = 0.0, interrupts: int = 0):
+    def __init__(self, status: int, last_line: str, *, drain_seconds: float = 0.0, at_once: bool = False):
+        super().__init__(last_line)
         self.status = status
-        self.last_line = last_line  # of the log, unless it is there already
+        self.last_line = last_line  # of the log
         self.drain_seconds = drain_seconds  # for running requests
-        self.interrupts = interrupts  # signals that have come after the one that stops it
-        self.unkillable: list[Gone] = []  # processes that were killed and have not died
+        self.at_once = at_once  # another signal has come after the one that stops it
 
 
 class GenerationOver(Exception):
-    """An engine is dead, or what should have replaced it did not get so far. The text names the process and cause."""
-
-
-class Restarts:
-    """How often engines are restarted, at most `most` times in a row, and after which pause."""
-
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic):
-        self.most = most
-        self.in_a_row = 0
-        self._clock = clock
-        self._serving_since = math.inf
-
-    def serving(self) -> None:
-        """The engines serve from now on."""
-        self._serving_since = self._clock()
-
-    def next_pause(self) -> float | None:
-        """They have died, or did not get so far: seconds to wait before the next start; None: there is to be none."""
-        if self._clock() - self._serving_since >= HEALTHY_SECONDS:
-            self.in_a_row = 0
-        self._serving_since = math.inf
-        if self.in_a_row >= self.most:
-            return None
-        self.in_a_row += 1
-        return min(FIRST_PAUSE_SECONDS * 2 ** (self.in_a_row - 1), LONGEST_PAUSE_SECONDS)
+    """An engine is dead, or a generation cannot start. The text names the process and the cause."""
 
 
 class Supervisor:
@@ -94,8 +68,7 @@ class Supervisor:
 
     def __init__(self, config: EngineConfig):
         self.config = config
-        self.restarts = Restarts(config.restart_engine)
-        self.events: collections.deque[Event] = collections.deque()  # not handled yet
+        self.restarts = 0  # of the engines, in a row
         self.retry_at = 0.0  # when, after an API server could not be started
 
     def run(self) -> int:
@@ -103,7 +76,7 @@ class Supervisor:
         config = self.config
         fill_standard_descriptors()
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        raise_descriptor_limit(config)
+        raise_descriptor_limit()
         reach_failpoint("resolving-model")
         model_dir = resolve_model(config)
         self.architecture = check_model(model_dir, config).architecture
@@ -128,20 +101,18 @@ class Supervisor:
 
     def serve_until_stopped(self) -> int:
         """Start the processes, handle what happens, stop the processes; returns the exit status."""
-        stop = Stop(1)
         try:
-            self._serve()
-        except Stop as asked:
-            stop = asked
-        finally:
+            try:
+                self._serve()
+            except Stop as asked:
+                stop = asked
             for listener in self.listeners:  # so that the end of an API server ends its part of the port, too
                 listener.close()
             self._stop_processes(stop)
             self.processes.close()
-        if stop.unkillable and not stop.status:
-            stop = Stop(1, f"ended with status 1: {stop.unkillable[0].child.title} {stop.unkillable[0].how}")
-        if stop.last_line:
-            logger.log(logging.ERROR if stop.status else logging.INFO, "%s", stop.last_line)
+        except Unkillable as error:  # the other processes die with this one
+            stop = Stop(1, f"ended with status 1: {error}")
+        logger.log(logging.ERROR if stop.status else logging.INFO, "%s", stop.last_line)
         return stop.status
 
     def _serve(self) -> NoReturn:
@@ -159,11 +130,10 @@ class Supervisor:
         try:
             self.generation.start()
         except OSError as error:
-            self._start_failed(f"a process cannot be started: {error}")
+            raise GenerationOver(f"a process cannot be started: {error}") from None
         while not self.generation.complete:
             self.poll()
-        self.generation.announced = True
-        self.restarts.serving()
+        self.generation.serving_since = time.monotonic()
         self._announce(time.monotonic() - begun)
 
     def _announce(self, seconds: float) -> None:
@@ -184,21 +154,20 @@ class Supervisor:
 
     # --- events ------------------------------------------------------------------------------------------------------
 
-    def poll(self, seconds: float | None = None) -> None:
-        """Wait for the next events, for so long at most, and handle each.
+    def poll(self, seconds: float = math.inf) -> None:
+        """Wait for the next events, for so long at most, and handle each; those after one that raises change nothing.
 
         Raises:
             GenerationOver: an engine is dead.
             Stop: the server is to stop.
+            Unkillable: see `Liveness.turn`.
         """
-        turn = self.liveness.seconds_left()
-        if self.generation.empty_slots:
-            turn = min(turn, max(0.0, self.retry_at - time.monotonic()))
-        if not self.events:  # some are left when the one before them has ended a generation
-            self.events += self.processes.wait(turn if seconds is None else min(turn, seconds))
-        while self.events:
-            self._handle(self.events.popleft())
-        self._fill_empty_slots()
+        waiting = self.retry_at - time.monotonic()
+        for event in self.processes.wait(
+            min(seconds, self.liveness.seconds_left(), waiting if waiting > 0 else math.inf)
+        ):
+            self._handle(event)
+        self._replace_api_servers()
         self.liveness.turn()
 
     def _handle(self, event: Event) -> None:
@@ -209,32 +178,21 @@ class Supervisor:
                     "stopping on %s: %g s for running requests; a second signal stops at once",
                     signal.Signals(first).name, drain_seconds,
                 )  # fmt: skip
-                raise Stop(0, "stopped", drain_seconds=drain_seconds, interrupts=len(more))
+                raise Stop(0, "stopped", drain_seconds=drain_seconds, at_once=bool(more))
             case Received(child=child, body=Refused(reason=reason)):
                 if child.generation == self.generation.number and not self.generation.announced:
-                    self._start_failed(reason)
+                    raise GenerationOver(reason)
                 child.kill_reason = reason
                 child.kill()
-            case Received(child=child):
-                if child.generation == self.generation.number:
-                    self.generation.receive(event)
-            case Gone(child=child, how=how, reaped=False) if child.role != "api":
-                raise Stop(1, f"ended with status 1: {child.title} {how}")
-            case Gone(child=child):
-                if child.generation == self.generation.number:
-                    self._on_death(child, event.how)
-                else:
-                    self._on_late_death(event)
+            case Received(child=child) if child.generation == self.generation.number:
+                self.generation.receive(event)
+            case Gone(child=child, text=text) if child.generation == self.generation.number:
+                self._on_death(child, text)
+            case Gone(child=child) if child.role == "api":  # it answered 503
+                self._leave_port(int(child.index))
 
-    def _on_death(self, child: ChildProcess, how: str) -> None:
-        text = f"{child.title} {how}"
-        # A process that exits by itself may have waited for another one of its engine in vain.
-        others = self.processes.engine_of(child)
-        details = f"{text} (others in proc(5): {states(others)})" if others else text
-        if not self.generation.announced:
-            self._start_failed(details, text)
-        logger.error("%s", details)
-        if child.role != "api":
+    def _on_death(self, child: ChildProcess, text: str) -> None:
+        if child.role != "api" or not self.generation.announced:
             raise GenerationOver(text)
         if not child.serving:
             self.generation.early_deaths += 1
@@ -242,22 +200,6 @@ class Supervisor:
             raise Stop(1, f"ended with status 1: {text}, and so did the {API_RESTARTS_IN_A_ROW - 1} before it")
         if any(other.serving for other in self.generation.children if other.role == "api"):
             self._leave_port(int(child.index))  # else connections are queued for its successor
-        self.generation.empty_slots.add(int(child.index))
-
-    def _on_late_death(self, gone: Gone) -> None:
-        """Of an API server whose engines are dead, and that answered 503 until its successor serves; or of a process of
-        these engines, found with the death that has ended them."""
-        if gone.child.role == "api":  # first: after the line of the log no connection is queued for it
-            self._leave_port(int(gone.child.index))
-        if not (gone.child.dismissed and gone.reaped):
-            logger.error("%s %s", gone.child.title, gone.how)
-
-    def _start_failed(self, details: str, text: str | None = None) -> NoReturn:
-        """This generation will not serve. The first of all is not tried again: most often the settings are at fault."""
-        logger.error("start failed: %s", details)
-        if self.generation.number == 1:
-            raise Stop(1)
-        raise GenerationOver(text or details)
 
     # --- what follows from a death -----------------------------------------------------------------------------------
 
@@ -267,18 +209,15 @@ class Supervisor:
         if not any(int(child.index) == slot for child in accepting):
             leave_port(self.listeners[slot])
 
-    def _fill_empty_slots(self) -> None:
-        """Start API servers for the slots that lack one; where the host gives no process, later."""
-        if time.monotonic() < self.retry_at:
+    def _replace_api_servers(self) -> None:
+        """Start one for each slot whose API server is dead; where the host gives no process, later."""
+        if not self.generation.announced or time.monotonic() < self.retry_at:
             return
-        for slot in sorted(self.generation.empty_slots):
-            try:
-                self.generation.start_api_server(slot)
-            except OSError as error:
-                logger.error("api %d cannot be started now, retrying: %s", slot, error)
-                self.retry_at = time.monotonic() + RETRY_SECONDS
-                return
-            self.generation.empty_slots.remove(slot)
+        try:
+            self.generation.start_api_servers()
+        except OSError as error:
+            logger.error("an API server cannot be started now, retrying: %s", error)
+            self.retry_at = time.monotonic() + RETRY_SECONDS
 
     def end_generation(self, why: str) -> None:
         """End its engines, so that every client has its answer; returns when the next generation is to start.
@@ -288,21 +227,27 @@ class Supervisor:
         Raises:
             Stop: there is to be none.
         """
-        over = self.generation
+        over, most = self.generation, self.config.restart_engine
+        if over.number == 1 and not over.announced:  # most often the settings are at fault
+            raise Stop(1, f"start failed: {why}")
         over.kill(spare=[child for child in over.children if child.role == "api" and child.serving])
         self.generation = Generation(over.number + 1, self.context)  # other deaths of the old one change nothing
         for slot in range(len(self.listeners)):  # those whose API server is dead or does not serve yet
             self._leave_port(slot)
         reach_failpoint("restarting-engines")
-        pause = self.restarts.next_pause()
-        if pause is not None:
-            logger.error("restart %d of %d in %g s, since %s", self.restarts.in_a_row, self.restarts.most, pause, why)
-        deadline = time.monotonic() + (ENGINE_DEATH_GRACE_SECONDS if pause is None else pause)
+        if time.monotonic() - over.serving_since >= HEALTHY_SECONDS:
+            self.restarts = 0
+        pause, last = ENGINE_DEATH_GRACE_SECONDS, self.restarts >= most
+        if not last:
+            pause = min(FIRST_PAUSE_SECONDS * 2**self.restarts, LONGEST_PAUSE_SECONDS)
+            self.restarts += 1
+            logger.error("restart %d of %d in %g s, since %s", self.restarts, most, pause, why)
+        deadline = time.monotonic() + pause
         while (left := deadline - time.monotonic()) > 0 or self.processes.engines():
-            self.poll(left if left > 0 else None)
+            self.poll(left if left > 0 else math.inf)
         over.release_memory()
-        if pause is None:
-            remedy = "" if self.restarts.most else "; --restart-engine would restart its engines"
+        if last:
+            remedy = "" if most else "; --restart-engine would restart its engines"
             raise Stop(1, f"ended with status 1: {why}{remedy}")
 
     # --- the end -----------------------------------------------------------------------------------------------------
@@ -312,39 +257,28 @@ class Supervisor:
         it. Another signal leaves no time for that. Returns when no child is left."""
         if stop.drain_seconds:
             for child in self.processes.api_servers():
+                child.dismissed = True
                 if child.serving:
                     self.processes.send(child, Drain())
                 else:  # it has no requests
-                    child.terminate()
-            self._wait_for_api_servers(stop, stop.drain_seconds, serving=True)
+                    child.kill()
+            self._wait_for_api_servers(stop, stop.drain_seconds)
         for child in self.processes.api_servers():
             child.terminate()
         self._wait_for_api_servers(stop, API_STOP_SECONDS)
         for child in self.processes.children:
-            if child.role == "api" and not stop.interrupts:
+            if child.role == "api" and not stop.at_once:
                 logger.warning("%s is killed: it has not exited within %g s", child.title, API_STOP_SECONDS)
             child.dismissed = True
             child.kill()
         while self.processes.children:
-            self._wait_while_stopping(stop, None)
-
-    def _wait_for_api_servers(self, stop: Stop, seconds: float, serving: bool = False) -> None:
-        """Until all have exited, or all that are `serving`, the time is up, or another signal comes."""
-        deadline = time.monotonic() + seconds
-        while any(child.serving or not serving for child in self.processes.api_servers()):
-            left = deadline - time.monotonic()
-            if stop.interrupts or left <= 0:
-                return
-            self._wait_while_stopping(stop, min(left, self.liveness.seconds_left()))
+            self.processes.wait(self.liveness.seconds_left())
             self.liveness.turn()
 
-    def _wait_while_stopping(self, stop: Stop, seconds: float | None) -> None:
-        for event in self.processes.wait(seconds):
-            match event:
-                case Interrupted(numbers=numbers):
-                    stop.interrupts += len(numbers)
-                case Gone(child=child, how=how, reaped=False):
-                    logger.error("%s %s", child.title, how)
-                    stop.unkillable.append(event)
-                case Gone(child=child, how=how) if child.role != "api" and not child.dismissed:
-                    logger.error("%s %s while the server was stopping", child.title, how)
+    def _wait_for_api_servers(self, stop: Stop, seconds: float) -> None:
+        """Until all have exited, the time is up, or another signal comes."""
+        deadline = time.monotonic() + seconds
+        while self.processes.api_servers() and not stop.at_once and (left := deadline - time.monotonic()) > 0:
+            events = self.processes.wait(min(left, self.liveness.seconds_left()))
+            stop.at_once |= any(isinstance(event, Interrupted) for event in events)
+            self.liveness.turn()

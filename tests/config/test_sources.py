@@ -6,52 +6,52 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
 import pytest
 
 from mini_engine import config
 from mini_engine.cli import parse, settle
-from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.config.options import choices_of, plain_type
+from mini_engine.config import ConfigError, EngineConfig, Setting
 from mini_engine.config.sources import from_environment, from_file, to_yaml, unknown_variables
 
 ROOT = Path(__file__).parent.parent.parent
-SAMPLES = {int: 3, float: 4.5, bool: True, str: "it's # a: text", list: ["a", "[b]:1", "1"]}
+SAMPLES = {
+    int: 3, float: 4.5, str: "it's # a: text", list: ["a", "[b]:1", "1"],
+    dict: {"video": {"fps": 2.5, "deep": {"list": [1, None, "a"]}}},
+}  # fmt: skip
 
 
-def sample(field: Any, kind: Any) -> Any:
+def sample(setting: Setting) -> Any:
     """A value that is not the default."""
-    if choices_of(kind):
-        return choices_of(kind)[-1]
-    if get_origin(plain_type(kind)) is dict:
-        return {"video": {"fps": 2.5, "deep": {"list": [1, None, "a"]}}}
-    if plain_type(kind) is bool:
-        return not field.default
-    low = field.metadata["option"].minimum or 0
-    value = SAMPLES[get_origin(plain_type(kind)) or plain_type(kind)]
-    return value if isinstance(value, (str, list)) else min(low + value, field.metadata["option"].maximum or 10**9)
+    if setting.choices:
+        return setting.choices[-1]
+    if setting.base is bool:
+        return not setting.default
+    value = SAMPLES[setting.base]
+    if setting.base in (int, float):
+        return min((setting.opt.minimum or 0) + value, setting.opt.maximum or 10**9)
+    return value
 
 
 def test_every_setting_survives_the_file(tmp_path):
-    kinds = config.field_types()
-    every = EngineConfig(**{field.name: sample(field, kinds[field.name]) for field in config.fields()})
+    every = EngineConfig(**{setting.name: sample(setting) for setting in config.fields()})
     path = tmp_path / "all.yaml"
     path.write_text(to_yaml(every, {"api_key": "MINI_ENGINE_API_KEY"}))
     assert "# api-key: not shown  # MINI_ENGINE_API_KEY\n" in path.read_text(), "it is secret"
     given = from_file(str(path))
     assert {name: one.value for name, one in given.items()} == {
-        field.name: getattr(every, field.name) for field in config.fields() if field.name != "api_key"
+        setting.name: getattr(every, setting.name) for setting in config.fields() if setting.name != "api_key"
     }
     assert given["model"].origin == str(path)
 
 
 def test_every_setting_can_be_given_by_its_variable():
-    for field in config.fields():
-        value = sample(field, kind := config.field_types()[field.name])
-        if get_origin(plain_type(kind)) is not dict:  # which --media-io-kwargs of test_cli.py shows
+    for setting in config.fields():
+        value = sample(setting)
+        if setting.base is not dict:  # which --media-io-kwargs of test_cli.py shows
             text = ",".join(value) if isinstance(value, list) else str(value)
-            assert from_environment({config.env_of(field.name): text})[field.name].value == value, field.name
+            assert from_environment({setting.variable: text})[setting.name].value == value, setting.name
 
 
 def test_file_as_users_write_one(tmp_path):
@@ -86,10 +86,10 @@ def test_file_as_users_write_one(tmp_path):
         ("api-key: [1]\n", ": api-key: [1] is not a list of strings"),
         ("quantization: awq\n", ": quantization: not supported: quantised weights"),
         ("media-io-kwargs: 3\n", "is not a JSON object"),
-        ("a: {\n", "is not YAML"),
-        ("port: 2001-99-99\n", "is not YAML"),
+        ("a: {\n", "cannot be read: while parsing"),
+        ("port: 2001-99-99\n", "cannot be read: month must be"),
         ("- port\n", "holds no settings"),
-        ("served-model-name: ['']\n", "--served-model-name"),
+        ("api-key: ['']\n", "--api-key"),
     ],
 )
 def test_unusable_settings_are_named_with_their_file(tmp_path, text, named):
@@ -122,7 +122,7 @@ def test_print_config_prints_a_file_for_config(tmp_path):
     environ = {"PATH": "/usr/bin:/bin", "MINI_ENGINE_MAX_NUM_SEQ": "3", "MINI_ENGINE_SEED": "5"}
     command = [sys.executable, "serve.py", "--print-config"]
     printed = subprocess.run([*command, *argv], cwd=ROOT, capture_output=True, text=True, check=True, env=environ)
-    assert "did you mean MINI_ENGINE_MAX_NUM_SEQS?" in printed.stderr
+    assert "MINI_ENGINE_MAX_NUM_SEQ: unknown; did you mean --max-num-seqs?" in printed.stderr
     assert "seed: 5  # MINI_ENGINE_SEED\n" in printed.stdout and "port: 8000  # default\n" in printed.stdout
     path = tmp_path / "printed.yaml"
     path.write_text(printed.stdout)
@@ -133,7 +133,7 @@ def test_unknown_variables_are_warnings():
     environ = {"MINI_ENGINE_PORTS": "1", "MINI_ENGINE_SERVICE_HOST": "1", "MINI_ENGINE_PORT": "1", "PORTS": "1"}
     environ |= {"MINI_ENGINE_BENCH_X": "1", "MINI_ENGINE_CONFIG": "1", "MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "1"}
     assert unknown_variables(environ) == [
-        "MINI_ENGINE_PORTS: unknown; did you mean MINI_ENGINE_PORT?",
+        "MINI_ENGINE_PORTS: unknown; did you mean --port?",
         "MINI_ENGINE_SERVICE_HOST: unknown; --help lists the flags",
     ]
 

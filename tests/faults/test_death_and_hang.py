@@ -158,7 +158,7 @@ def test_an_engine_that_hangs_is_killed_and_handled_as_dead(server):
         os.kill(core, signal.SIGSTOP)
         assert not is_healthy(server)
         eventually(lambda: not alive(core))
-    assert re.search(rf"core 0 \(pid {core}\) is killed: it gave no sign of life .* core 0 T, worker 0.0 S", server.log)
+    assert re.search(rf"core 0 \(pid {core}\) is killed: it was unresponsive for .* core 0 T, worker 0.0 S", server.log)
     eventually(lambda: is_healthy(server), START_SECONDS)
     eventually(lambda: assert_right(server, 32_002))
 

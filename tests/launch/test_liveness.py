@@ -7,25 +7,25 @@ from types import SimpleNamespace
 import pytest
 
 from mini_engine.config import EngineConfig
-from mini_engine.launch.liveness import TURNS, Liveness
+from mini_engine.launch.liveness import DEATH_SECONDS, TURNS, Liveness, Unkillable
 
 
 class Child(SimpleNamespace):
     """One that never answers a ping."""
 
     def __init__(self, **state: object):
-        super().__init__(role="core", title="core 0", name="core 0", state="T", turns=0, killed_at=None)
+        super().__init__(role="core", title="core 0", name="core 0", state="T", turns=0, killed=False)
         self.__dict__.update(state)
 
     def kill(self) -> None:
-        self.killed_at = 0.0
+        self.killed = True
 
 
 def seconds_until_a_kill(children: list[Child], **timeouts: float) -> float:
     now = 0.0
     processes = SimpleNamespace(children=children, send=lambda *_: None, engine_of=lambda _: children)
     liveness = Liveness(EngineConfig(health_timeout=1, **timeouts), processes, lambda: now)
-    while all(child.killed_at is None for child in children):
+    while all(not child.killed for child in children):
         now += liveness.seconds_left()
         liveness.turn()
     return now
@@ -45,6 +45,16 @@ def test_of_processes_that_are_not_ready_those_that_sleep_are_not_killed(states,
     children = [Child(serving=False, ready=False, started=False, state=state, name=state) for state in states]
     waiting = Child(serving=False, ready=True, started=False)  # for the others
     seconds_until_a_kill([*children, waiting], startup_timeout=10)
-    assert "".join(child.state for child in children if child.killed_at is not None) == killed
-    assert waiting.killed_at is None
+    assert "".join(child.state for child in children if child.killed) == killed
+    assert not waiting.killed
     assert f"(state in proc(5): {', '.join(f'{state} {state}' for state in states)})" in caplog.text
+
+
+def test_a_killed_process_that_does_not_exit_is_reported_after_its_timeout():
+    now, child = 0.0, Child(serving=True, killed=True, state="D")
+    liveness = Liveness(EngineConfig(), SimpleNamespace(children=[child]), lambda: now)
+    with pytest.raises(Unkillable, match=r"core 0 has not exited after SIGKILL \(state in proc\(5\): D\)"):
+        while True:
+            now += liveness.seconds_left()
+            liveness.turn()
+    assert DEATH_SECONDS < now <= (1 + 1 / TURNS) * DEATH_SECONDS

@@ -10,21 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 from mini_engine.config import EngineConfig
-from mini_engine.launch import process_group, supervisor
+from mini_engine.launch import liveness, supervisor
 from mini_engine.launch.generation import Generation, LaunchContext
 from mini_engine.launch.listeners import bind_listeners
 from mini_engine.launch.liveness import Liveness
-from mini_engine.launch.process_group import ChildProcess, Gone, ProcessGroup
-from mini_engine.launch.supervisor import API_RESTARTS_IN_A_ROW, GenerationOver, Restarts, Stop, Supervisor
+from mini_engine.launch.process_group import ChildProcess, ProcessGroup
+from mini_engine.launch.supervisor import API_RESTARTS_IN_A_ROW, GenerationOver, Stop, Supervisor
 from mini_engine.messages import MediaCachePlan
-from tests.launch.conftest import end_unkillable, make_unkillable
-
-DEATH_SECONDS = 1.0
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch) -> None:
-    monkeypatch.setattr(process_group, "DEATH_SECONDS", DEATH_SECONDS)
 
 
 @pytest.fixture
@@ -36,7 +28,7 @@ def one(processes, runtime) -> Iterator[Supervisor]:
     plan = MediaCachePlan("off", 0, "")
     made.context = LaunchContext(made.config, "", plan, runtime, made.listeners, processes)
     made.generation = Generation(2, made.context)
-    made.generation.announced = True
+    made.generation.serving_since = time.monotonic()
     yield made
     made.listeners[0].close()
 
@@ -53,27 +45,12 @@ def messages(caplog) -> list[str]:
 # --- the process group ------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_process_that_does_not_die_is_given_up(processes, monkeypatch):
-    mortal = processes.start("worker", "sleeps", 1)
-    undying = make_unkillable(processes.start("core", "sleeps", 1), monkeypatch)
-    begun = time.monotonic()
-    for child in (mortal, undying):
-        child.kill()
-    seen: list[Gone] = []
-    while len(seen) < 2:
-        seen += processes.wait(60)
-    assert seen[0] == Gone(mortal, "died: killed by SIGKILL", by_signal=True)
-    assert (seen[1].child, seen[1].reaped) == (undying, False) and "has not exited 1 s after SIGKILL" in seen[1].how
-    assert time.monotonic() - begun >= DEATH_SECONDS and not processes.children
-    end_unkillable(undying)
-
-
 def test_of_deaths_found_together_the_killed_process_comes_first(processes: ProcessGroup):
     follower, killed = processes.start("worker", "fails", 1), processes.start("worker", "sleeps", 1)
     killed.kill()
     wait_for_deaths([follower, killed])
-    assert [(gone.child, gone.how) for gone in processes.wait(60)] == [
-        (killed, "died: killed by SIGKILL"), (follower, "died: exit status 1"),
+    assert [gone.text.partition(" (others")[0] for gone in processes.wait(60)] == [
+        f"{killed.title} died: killed by SIGKILL", f"{follower.title} died: exit status 1",
     ]  # fmt: skip
 
 
@@ -93,20 +70,20 @@ def test_a_successor_counts_in_the_files_of_a_dead_api_server_whose_gauges_are_f
 # --- deaths -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_an_engine_process_that_does_not_die_ends_the_server(number, one, processes, monkeypatch, caplog):
-    undying: list[ChildProcess] = []
+def test_an_engine_process_that_does_not_die_ends_the_server(one, processes, monkeypatch, caplog):
+    """As one that waits in the kernel for a device: SIGKILL does not end it."""
+    monkeypatch.setattr(liveness, "DEATH_SECONDS", 0.5)
+    one.liveness = Liveness(one.config, processes)
+    undying = processes.start("worker", "sleeps", 2)
+    monkeypatch.setattr(undying, "kill", lambda: setattr(undying, "killed", True))
 
     def start(self: Generation) -> None:
         processes.start("core", "exits", self.number)
-        undying.append(make_unkillable(processes.start("worker", "sleeps", self.number), monkeypatch))
 
     monkeypatch.setattr(Generation, "start", start)
-    one.generation = Generation(number, one.context)
     assert one.serve_until_stopped() == 1
-    assert "worker sleeps" in messages(caplog)[-1] and "has not exited" in messages(caplog)[-1]
-    for child in undying:
-        end_unkillable(child)
+    assert f"ended with status 1: {undying.title} has not exited after SIGKILL" in messages(caplog)[-1]
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("first", ["api", "core"])
@@ -129,7 +106,7 @@ def test_connections_queued_at_an_api_server_that_dies_with_its_engine_are_reset
 
 
 def test_an_api_server_that_dies_before_it_serves_again_and_again_ends_the_server(one, caplog):
-    one.generation.start_api_server(0)
+    one.generation.start_api_servers()
     with pytest.raises(Stop) as stop:
         while True:
             one.poll()
@@ -137,16 +114,15 @@ def test_an_api_server_that_dies_before_it_serves_again_and_again_ends_the_serve
     assert f"so did the {API_RESTARTS_IN_A_ROW - 1} before it" in stop.value.last_line
 
 
-# --- restarts ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("served", [False, True])
-def test_restarts_have_a_limit_and_pauses_that_double(served):
-    assert Restarts(0).next_pause() is None
-    now = [1000.0]
-    restarts = Restarts(8, lambda: now[0])
-    assert [restarts.next_pause() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, None]
-    if served:  # else the time goes by in a start
-        restarts.serving()
-    now[0] += supervisor.HEALTHY_SECONDS
-    assert restarts.next_pause() == (1 if served else None)
+def test_restarts_have_a_limit_and_pauses_that_double(one, monkeypatch, caplog):
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.01)
+    one.generation.serving_since -= supervisor.HEALTHY_SECONDS
+    one.restarts = 3
+    for _ in range(5):
+        one.end_generation("it died")
+    with pytest.raises(Stop, match="ended with status 1: it died"):
+        one.end_generation("it died")
+    seconds = [0.01, 0.02, 0.04, 0.08, 0.16]
+    assert messages(caplog) == [
+        f"restart {number} of 5 in {pause} s, since it died" for number, pause in enumerate(seconds, 1)
+    ]
