@@ -18,6 +18,11 @@ PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 RESERVE = 256 << 20  # bytes, or a twentieth of all memory if that is more
 CUDA_CONTEXT_BYTES = 1 << 30  # that CUDA and its libraries keep of a device for each process that uses it, at most
+# By version of control groups: files of the limit and of the use, and the key of the file cache in `memory.stat`.
+CGROUP_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 
 
 def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
@@ -41,19 +46,29 @@ def memory_reserve() -> int:
 
 
 def _cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of each control group (version 2) around this process whose files can be read.
+    """Limit and use, in bytes, of each control group around this process whose files can be read.
 
     In a container the path in /proc may be the host's while the directory shows the container's own group at its root,
     so missing files on the way up are skipped.
     """
-    lines = (proc / "self" / "cgroup").read_text().splitlines()
-    path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "")
-    group = cgroups / ("" if ".." in path else path.strip("/"))  # "..": outside of this process's namespace
-    for directory in (group, *group.parents):
-        with contextlib.suppress(OSError, ValueError):  # not there, not ours to read, or its limit is "max"
-            most, used = (int((directory / name).read_text()) for name in ("memory.max", "memory.current"))
-            statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-            yield most, used - int(statistics["inactive_file"])
+    for line in (proc / "self" / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            unified = cgroups / "unified"  # beside the hierarchies of version 1
+            version, root = 2, unified if unified.is_dir() else cgroups
+        elif "memory" in controllers.split(","):
+            version, root = 1, cgroups / "memory"
+        else:
+            continue
+        group = root / ("" if ".." in path else path.strip("/"))  # "..": outside of this process's namespace
+        for directory in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # not there, not ours to read, or its limit is "max"
+                limit, usage, cache = CGROUP_FILES[version]
+                most, used = (int((directory / name).read_text()) for name in (limit, usage))
+                statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+                yield most, used - int(statistics.get(cache, 0))
+            if directory == root:
+                break
 
 
 def _meminfo(proc: Path, name: str) -> int:

@@ -26,37 +26,41 @@ def proc(tmp_path: Path) -> Path:
     return made
 
 
-def belongs(proc: Path, path: str) -> None:
-    (proc / "self" / "cgroup").write_text(f"1:name=systemd:/x\n0::{path}\n")
+def belongs(proc: Path, *lines: str) -> None:
+    (proc / "self" / "cgroup").write_text("".join(f"{line}\n" for line in lines))
 
 
-def group(directory: Path, limit: int | str, used: int, cache: int = 0) -> None:
+def group(directory: Path, version: int, limit: int | str, used: int, cache: int = 0) -> None:
+    names = {1: ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"), 2: ("max", "current", "inactive_file")}
+    limit_file, usage_file, cache_key = names[version]
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "memory.max").write_text(f"{limit}\n")
-    (directory / "memory.current").write_text(f"{used}\n")
-    (directory / "memory.stat").write_text(f"anon 7\ninactive_file {cache}\nactive_file 99\n")
+    (directory / f"memory.{limit_file}").write_text(f"{limit}\n")
+    (directory / f"memory.{usage_file}").write_text(f"{used}\n")
+    (directory / "memory.stat").write_text(f"anon 7\n{cache_key} {cache}\nactive_file 99\n")
 
 
-def test_the_tightest_group_on_the_way_up_counts(proc: Path, tmp_path: Path):
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_tightest_group_on_the_way_up_counts(proc: Path, tmp_path: Path, version: int):
     groups = tmp_path / "groups"
-    belongs(proc, "/a/b")
+    belongs(proc, "3:cpu:/a/b", "4:cpuset,memory:/a/b" if version == 1 else "0::/a/b")
+    root = groups / "memory" if version == 1 else groups
     assert available_memory(proc, groups) == 4 * MIB and total_memory(proc, groups) == 8 * MIB
-    group(groups / "a" / "b", 3 * MIB, 2 * MIB, cache=MIB)  # unused file cache counts as free
+    group(root / "a" / "b", version, 3 * MIB, 2 * MIB, cache=MIB)  # unused file cache counts as free
     assert available_memory(proc, groups) == 2 * MIB and total_memory(proc, groups) == 3 * MIB
-    group(groups / "a", 2 * MIB, 1 * MIB + 512)
+    group(root / "a", version, 2 * MIB, 1 * MIB + 512)
     assert available_memory(proc, groups) == 1 * MIB - 512 and total_memory(proc, groups) == 2 * MIB
-    group(groups / "a", "max", 2 * MIB)
+    group(root / "a", version, "max" if version == 2 else 9223372036854771712, MIB)  # no limit
     assert available_memory(proc, groups) == 2 * MIB
-    group(groups, 1000, 1005)
+    group(root, version, 1000, 1005)
     assert available_memory(proc, groups) == 0
 
 
 @pytest.mark.parametrize("path", ["/docker/0123", "/../other"])
 def test_in_a_container_the_root_is_its_own_group(proc: Path, tmp_path: Path, path: str):
     """The path in /proc is the host's, or leads out of the namespace; the directory begins at the container."""
-    belongs(proc, path)
-    group(tmp_path / "groups", MIB, 0)
-    group(tmp_path / "other", 1, 0)
+    belongs(proc, f"0::{path}")
+    group(tmp_path / "groups", 2, MIB, 0)
+    group(tmp_path / "other", 2, 1, 0)
     assert available_memory(proc, tmp_path / "groups") == MIB
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import re
 import shutil
 from pathlib import Path
 
@@ -163,27 +161,3 @@ def test_no_room_for_a_runtime_directory(base, monkeypatch):
     monkeypatch.setenv("TMPDIR", base)
     with pytest.raises(ConfigError, match=f"^cannot create a directory in {base} .*: set TMPDIR"), runtime_directory():
         pass
-
-
-def test_a_runtime_directory_outlives_neither_its_process_nor_a_signal_to_all(runtime):
-    """As when a service manager stops its unit, and then kills what has not stopped."""
-    code = "from mini_engine.host import runtime_directory\nwith runtime_directory(): input()"
-    environ = {**os.environ, "TMPDIR": str(runtime)}
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-    def janitor() -> int:
-        (found,) = descendants(held.pid) or [0]
-        ignored = int(re.findall(r"SigIgn:\s+(\w+)", Path(f"/proc/{found or held.pid}/status").read_text())[0], 16)
-        assert found and all(ignored & 1 << number - 1 for number in numbers)
-        return found
-
-    def assert_gone() -> None:
-        assert not list(runtime.iterdir())
-
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environ, stdin=subprocess.PIPE) as held:
-        found = eventually(janitor)
-        for number in numbers:
-            subprocess.run(["kill", f"-{int(number)}", str(found)], check=True)
-        assert len(list(runtime.iterdir())) == 1
-        held.kill()
-    eventually(assert_gone)
