@@ -76,9 +76,9 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     (message(role="user"), MISSING, "messages[0].content", "Missing required parameter"),
     (message(role="assistant", content=None), VALUE, "messages[0].content", "got `null`"),
     (message(role="user", content="x", mood=1), UNKNOWN, "messages[0].mood", "Unknown parameter"),
-    (message(role="system", content="a <|image_pad|>"), VALUE, "messages", "holds <|image_pad|>"),
-    (user(text("a <|image"), text("_pad|>")), VALUE, "messages", "holds <|image_pad|>"),
-    (user(image(), text("<|vision_start|>")), VALUE, "messages", "holds <|vision_start|>"),
+    (message(role="system", content="a <|image_pad|>"), VALUE, "messages", "contains <|image_pad|>"),
+    (user(text("a <|image"), text("_pad|>")), VALUE, "messages", "contains <|image_pad|>"),
+    (user(image(), text("<|vision_start|>")), VALUE, "messages", "contains <|vision_start|>"),
     (user(text("word " * 700)), TOO_LONG, "messages", f"{MAX_MODEL_LEN}"),
     (user({"type": "input_audio"}), VALUE, "messages[0].content[0].type", "'input_audio'"),
     (user({"text": "x"}), MISSING, "messages[0].content[0].type", "Missing required parameter"),
@@ -148,7 +148,7 @@ BAD_MEDIA: list[tuple[list[Any], dict[str, Any], str, str, str]] = [
     ([video(), video(CUT)], {}, "invalid_media", "messages", "video 2: the file is cut short or damaged"),
     ([image(140), image(141)], {}, "media_too_large", "messages", "--encoder-cache-tokens 50"),
     ([video()], {"media_io_kwargs": {"video": {"x": 3}}}, VALUE, "media_io_kwargs", "unknown field `x`"),
-    ([], {"media_io_kwargs": {"image": {"x": 1}}}, VALUE, "media_io_kwargs", "images take no"),
+    ([], {"media_io_kwargs": {"image": {"x": 1}}}, VALUE, "media_io_kwargs", "images have no settings"),
     ([], {"mm_processor_kwargs": {"x": 0}}, VALUE, "mm_processor_kwargs", "unknown field `x`"),
 ]
 

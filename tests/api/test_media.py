@@ -99,7 +99,7 @@ async def test_lost_tensors_are_sent_once_more_unless_they_were_late(served: Ser
         await served.core.accept(await served.core.has_requests(2))
         assert (await asking).json()["choices"][0]["message"]["content"] == "".join(ANSWER)
     else:
-        check_error(await asking, 503, "engine_unavailable", "could not be handed")
+        check_error(await asking, 503, "engine_unavailable", "could not be sent")
         assert (await asking).headers["retry-after"] == "5" and served.core.finishes == []
         await eventually(lambda: served.core.unreserved == [served.core.look_ups[0].request_id])
     assert [has_tensors(request) for request in served.core.requests] == [[True, True]] * (1 if late else 2)
