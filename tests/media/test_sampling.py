@@ -59,7 +59,7 @@ def test_window_holds_the_frames_displayed_in_it(times: list[float], start: floa
     shown = [time - times[0] for time in times]
     period = shown[-1] / (len(times) - 1) if len(times) > 1 else 0.0
     if start > 0 and start >= shown[-1] + period:
-        with pytest.raises(ValueError, match=r"has start .*, but the video ends at"):
+        with pytest.raises(ValueError, match=r"start is .*, but the video ends at"):
             sampling.window(times)
         return
     window = sampling.window(times)

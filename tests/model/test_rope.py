@@ -64,7 +64,7 @@ def test_fractions_of_seconds_by_hand(checkpoints):
 @pytest.mark.parametrize(
     ("ids", "images", "videos", "seconds", "message"),
     [
-        ([1, IMAGE, IMAGE, 2], [(1, 2, 2)], [], [], "placeholder at token 2 has no item"),
+        ([1, IMAGE, IMAGE, 2], [(1, 2, 2)], [], [], "placeholder at token 2 has no media item"),
         ([1, IMAGE, 2], [(1, 2, 4)], [], [], "item at token 1 needs 2 placeholders"),
         ([1, 2], [], [(1, 2, 2)], [1.0], "0 images and 1 videos have no placeholder"),
     ],

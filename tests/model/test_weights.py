@@ -64,7 +64,7 @@ def test_weights_that_are_not_finite_are_named(value, copy):
 
     rewrite(copy, change)
     dtype = torch.float16 if value == 1e6 else torch.float32
-    said = rf"down_proj.weight in .*{FILE} holds values that are not finite in {str(dtype)[6:]}; choose --dtype float32"
+    said = rf"down_proj.weight in .*{FILE} holds values that are not finite in {str(dtype)[6:]}; use --dtype float32"
     with pytest.raises(CheckpointError, match=said):
         load_model(copy, TensorParallel(), dtype, CPU)
 

@@ -123,7 +123,7 @@ def test_a_tensor_that_cannot_be_brought_to_the_device_fails_alone(start, core, 
 def test_a_crashed_thread_fails_the_next_step_even_an_empty_one(start, connect, make_runner) -> None:
     runner = make_runner(start(to_device=lambda tensor: 1 / 0))
     send_now(connect("torch_shm", 1), torch.ones(3))
-    with pytest.raises(RuntimeError, match="thread has died") as caught:
+    with pytest.raises(RuntimeError, match="thread crashed") as caught:
         for _ in range(1000):
             runner.execute(Step(1))
             time.sleep(0.01)
