@@ -65,7 +65,7 @@ class Child:
         self.supervisor = sockets.connect_dealer(
             self.context, spec.supervisor, sockets.identity(self.name, spec.incarnation)
         )
-        self.supervisor.send(self.encoder.encode(Hello(self.role, self.index)))
+        self.supervisor.send(self.encoder.encode(Hello()))
 
     def init(self) -> Init:
         """Block until the supervisor has answered the Hello."""

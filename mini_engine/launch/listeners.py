@@ -75,9 +75,9 @@ def _bind_one(family: int, address: Any) -> socket.socket:
 def leave_port(listener: socket.socket) -> None:
     """Have the kernel queue no more connections at a TCP listener; those that are queued are reset.
 
-    The socket leaves those that share the port, whichever process has it open, and joins them again when a successor,
-    which may have inherited it before, listens. For that it has to be bound by number: a port that the kernel chose
-    goes. One that does not listen is left alone: all connections that it accepted later would be shut down, too.
+    The socket leaves the SO_REUSEPORT group, in every process that has it open, and joins again when a replacement
+    listens on it. It must be bound to a port by number: a port that the kernel chose would be released. A socket that
+    does not listen is not shut down: connections that it accepted later would be shut down, too.
     """
     if listener.family != socket.AF_UNIX and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         listener.shutdown(socket.SHUT_RDWR)

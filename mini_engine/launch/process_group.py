@@ -259,12 +259,12 @@ class ProcessGroup:
         os.close(child.pidfd)
         how = f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
         text = f"{child.title} " + (f"died: {how}" if child.kill_reason is None else f"was killed: {child.kill_reason}")
-        if others := self.engine_of(child):  # in vain it may have waited for one of them
+        if others := self.engine_of(child):  # it may have exited because one of them hung
             text += f" (others in proc(5): {states(others)})"
         if not child.dismissed:
             logger.error("%s", text)
         if child.metrics_number is not None:
-            with contextlib.suppress(OSError):  # out of descriptors: its last values stay until its successor serves
+            with contextlib.suppress(OSError):  # out of descriptors: its last values stay until its replacement serves
                 forget_gauges(self._metrics_dir, child.metrics_number)
         for other in self.children:
             if other.generation == child.generation:

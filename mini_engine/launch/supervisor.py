@@ -199,7 +199,7 @@ class Supervisor:
         if self.generation.early_deaths >= API_RESTARTS_IN_A_ROW:
             raise Stop(1, f"ended with status 1: {text}, and so did the {API_RESTARTS_IN_A_ROW - 1} before it")
         if any(other.serving for other in self.generation.children if other.role == "api"):
-            self._leave_port(int(child.index))  # else connections are queued for its successor
+            self._leave_port(int(child.index))  # else connections are queued for its replacement
 
     # --- what follows from a death -----------------------------------------------------------------------------------
 

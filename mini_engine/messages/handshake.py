@@ -15,9 +15,6 @@ Role = Literal["api", "core", "worker"]
 class Hello(Message, frozen=True):
     """Child -> supervisor: the process runs, and asks for its `Init`."""
 
-    role: Role
-    index: str  # "0", or "engine.rank" for a worker
-
 
 class RankAddress(msgspec.Struct, frozen=True):
     """Where a worker rank receives tensors."""
