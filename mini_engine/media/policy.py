@@ -73,5 +73,5 @@ class MediaPolicy:
         """The data. Raises MediaError for more bytes than the limit, or none."""
         self.check_size(len(data), item)
         if not data:
-            raise MediaError(item, "holds no bytes")
+            raise MediaError(item, "is empty")
         return data

@@ -142,7 +142,7 @@ def _files(directory: Path, index: dict[str, str]) -> Iterable[Path]:
 
 def _header(file: Path) -> list[Stored]:
     if not file.is_file():  # opening a pipe would wait for a writer
-        raise CheckpointError(f"{file} is no regular file, or a link to nothing; download it again")
+        raise CheckpointError(f"{file} is not a regular file, or a broken link; download it again")
     try:
         # Not for torch: neither is it imported for this, nor is a tensor made.
         with safe_open(file, framework="np") as handle:

@@ -118,7 +118,7 @@ def _check_free(config: EngineConfig, nbytes: int, flag: str, device: torch.devi
         short = nbytes > free
     if short:
         raise ConfigError(
-            f"{flag}: a KV cache of {nbytes / 2**30:.1f} GiB{whose} cannot be had, "
+            f"{flag}: a KV cache of {nbytes / 2**30:.1f} GiB{whose} does not fit, "
             f"{free / 2**30:.1f} GiB of memory are free; lower it"
         )
 

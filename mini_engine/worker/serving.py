@@ -68,7 +68,7 @@ class Watch:
         CUDA's error is the cause."""
         os.eventfd_read(self.done)
         if self._crash is not None:
-            raise RuntimeError("the device has failed in a step") from self._crash
+            raise RuntimeError("CUDA error in a step") from self._crash
 
     def close(self) -> None:
         """Stop the thread after the steps that it waits for."""

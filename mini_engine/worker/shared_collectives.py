@@ -94,7 +94,7 @@ class SharedMemoryCollectives:
             try:
                 link.send(_READY)
             except ConnectionError:
-                raise RankEnded(f"rank {other} has ended") from None
+                raise RankEnded(f"rank {other} exited") from None
         for other, link in self._links.items():
             _receive_ready(other, link, self._timeout)
         return slots
@@ -110,11 +110,11 @@ def _receive_ready(rank: int, link: socket.socket, timeout: float, descriptors: 
     try:
         heard, received = socket.recv_fds(link, 1, descriptors)[:2] if descriptors else (link.recv(1), [])
     except (BlockingIOError, TimeoutError):
-        raise RankLost(f"rank {rank} has not come within {timeout:g} s (--collective-timeout)") from None
+        raise RankLost(f"timed out waiting for rank {rank} ({timeout:g} s, --collective-timeout)") from None
     except ConnectionError:
         heard, received = b"", []
     if not heard:
-        raise RankEnded(f"rank {rank} has ended")
+        raise RankEnded(f"rank {rank} exited")
     return received
 
 
@@ -142,7 +142,7 @@ def meet(path: Path, rank: int, size: int, patience: float, timeout: float) -> S
         listener.listen(size)
         for other in range(rank):
             links[other] = link = opened.enter_context(socket.socket(socket.AF_UNIX))
-            _connect(link, Path(f"{path}.{other}"), until, f"rank {other} has not come within {patience:g} s")
+            _connect(link, Path(f"{path}.{other}"), until, f"timed out waiting for rank {other} ({patience:g} s)")
             link.sendall(bytes([rank]))
         for _ in range(rank + 1, size):
             listener.settimeout(max(until - time.monotonic(), 0.001))
@@ -153,7 +153,7 @@ def meet(path: Path, rank: int, size: int, patience: float, timeout: float) -> S
             opened.enter_context(link)
             (other,) = link.recv(1) or [0]
             if not other:
-                raise RankEnded("a rank has ended")
+                raise RankEnded("a rank exited")
             links[other] = link
         own.unlink()
         if rank == 0:

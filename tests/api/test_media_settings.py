@@ -163,7 +163,7 @@ def test_requests_update_the_servers_sampling(server: dict, asked: dict, expecte
     ("asked", "says"),
     [
         ({"fps": 1, "num_frames": 2}, "exactly one of"),
-        ({"num_frames": 3, "max_frames": 4}, "max_frames and min_frames go with fps"),
+        ({"num_frames": 3, "max_frames": 4}, "max_frames and min_frames need fps"),
         ({"min_frames": 5, "max_frames": 4}, "min_frames is 5, more than the 4 of max_frames"),
         ({"start": 2, "end": 1}, "end is 1, not more than the 2 of start"),
         ({"frames": 2}, "unknown field `frames`; it takes num_frames, fps, max_frames, min_frames, start, end"),

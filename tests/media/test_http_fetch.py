@@ -32,7 +32,7 @@ NOT_HTTP = [b"", b"\x16\x03\x01\x00\xff" * 20000, OK + b"A: " + b"b" * 10000 + b
 TRUNCATED = [response(BODY, Content_Length=str(len(BODY) + 1)), CHUNKED + chunked(BODY)[:-5], CHUNKED + b"5\r\nabc"]
 BAD_RESPONSES = [
     *((response(BODY, f"{status} x"), f"status {status}") for status in (206, 404)),
-    (response(b""), "holds no bytes"),
+    (response(b""), "is empty"),
     (response(BODY, Content_Encoding="identity, br"), "Content-Encoding"),
     (response(BODY, Content_Encoding="identity\r\nContent-Encoding: br"), "Content-Encoding"),
     *((OK + b"Transfer-Encoding: %b\r\n\r\n" % coding + chunked(BODY), "Transfer-Encoding") for coding in CODINGS),

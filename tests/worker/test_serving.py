@@ -60,6 +60,6 @@ def test_a_device_that_fails_is_reported_without_a_further_step():
 
     with contextlib.closing(Watch(wait)) as watch:
         watch.start(Launched(StepResult(0), None, torch.device("cpu")))
-        with pytest.raises(RuntimeError, match="the device has failed in a step") as raised:
+        with pytest.raises(RuntimeError, match="CUDA error in a step") as raised:
             watch.take()
     assert "illegal memory access" in str(raised.value.__cause__)
