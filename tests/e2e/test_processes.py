@@ -124,4 +124,4 @@ def test_hung_rank_fails_requests_and_stops_the_server():
         assert caught.value.status_code in (500, 503)
         assert server.process.wait(60) == 1
         server.assert_nothing_left(family)
-        assert "(--collective-timeout)" in server.log and "Traceback" not in server.log
+        assert "--collective-timeout)" in server.log and "Traceback" not in server.log

@@ -56,7 +56,7 @@ def test_malformed_file_url_is_refused(url: str) -> None:
         fetch(url, MediaPolicy(Path("/"), 1000))
 
 
-SIZES = {"allowed/big": "--max-media-bytes", "allowed/empty": "no bytes", "/dev/zero": "no such regular file"}
+SIZES = {"allowed/big": "--max-media-bytes", "allowed/empty": "is empty", "/dev/zero": "no such regular file"}
 SIZES["/proc/self/maps"] = "--max-media-bytes"  # stat() reports a size of 0
 
 
