@@ -50,7 +50,7 @@ class _Write:
 
 class MediaStoreClient:
     """Towards one engine. `look_up` and `place` give a request references, which the engine claims with the request.
-    Both are called inside of `holding`, which releases them otherwise.
+    Both are called inside of `holding`, which releases them if the request is not sent.
 
     Args:
         engine: its number.
@@ -77,26 +77,23 @@ class MediaStoreClient:
         self._max_object_bytes = max_object_bytes
         self._lookups: dict[str, asyncio.Future[Found]] = {}
         self._writes: dict[bytes, _Write] = {}
-        self._looked_up: set[str] = set()  # requests that may have references
         self._queries = metrics.mm_cache_queries_total.labels(str(engine))
         self._hits = metrics.mm_cache_hits_total.labels(str(engine))
 
     @contextlib.contextmanager
     def holding(self, request_id: str) -> Iterator[None]:
-        """Releases, at the end of the block, those of the request's references that the engine has not claimed."""
+        """If the block fails, releases those of the request's references that the engine has not claimed."""
         try:
             yield
-        finally:
-            if request_id in self._looked_up:
-                self._looked_up.discard(request_id)
-                with contextlib.suppress(EngineError):
-                    self._send(Unreserve(request_id))
+        except BaseException:
+            with contextlib.suppress(EngineError):
+                self._send(Unreserve(request_id))
+            raise
 
     async def look_up(self, request_id: str, hashes: Collection[bytes]) -> dict[bytes, CachedMedia]:
         """The cached ones of `hashes`, by hash. Raises EngineError: the engine is down."""
         if not hashes or not self._is_cached:
             return {}
-        self._looked_up.add(request_id)
         self._send(Lookup(request_id, list(hashes)))
         answer = self._lookups[request_id] = asyncio.get_running_loop().create_future()
         try:

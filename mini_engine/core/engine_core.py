@@ -217,7 +217,10 @@ class EngineCore:
         request.tensors.references, references = {}, request.tensors.references
         for member in [*request.siblings, request]:
             self._remove(member)
-        self.media.return_references((request.incarnation, request.new.request_id), references)
+        if late:
+            self.media.release(references)
+        else:
+            self.media.return_references((request.incarnation, request.new.request_id), references)
         self.links.send(sockets.identity(request.sender, request.incarnation), MediaMiss(request.id, late))
 
     def _on_api_server_gone(self, sender: str, incarnation: int) -> None:

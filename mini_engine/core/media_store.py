@@ -110,7 +110,7 @@ class MediaDirectory:
         return self._held.pop(owner, {})
 
     def return_references(self, owner: Owner, references: References) -> None:
-        """The request was rejected; it is sent again or released."""
+        """The request was rejected, and will be sent again or released."""
         if references:
             self._held[owner] = references
 

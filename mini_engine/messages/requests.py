@@ -116,10 +116,11 @@ class Unreserve(Message, frozen=True):
 
 
 class MediaMiss(Message, frozen=True):
-    """Core -> API server: a rank cannot read the request's tensors; send it again. Its references stay."""
+    """Core -> API server: a rank cannot read the request's tensors; send it again, its references stay. If `late` they
+    have ended: the tensors are still in the streams, so that sending them again would not help."""
 
     request_id: str
-    late: bool = False  # timed out: the tensors are still in the streams, so that sending them again would not help
+    late: bool = False
 
 
 class Finish(Message, frozen=True):

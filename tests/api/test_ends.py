@@ -105,7 +105,7 @@ async def streamed(served: Served, _: SlowWeb) -> Asking:
 Stage = Callable[[Served, SlowWeb], Awaitable[Asking]]
 BEFORE_ENGINE: list[Stage] = [downloading, queued_for_decoding, looked_up, processed, waiting_for_room]
 AT_ENGINE: list[Stage] = [sent, sent_again, answered, streamed]
-UNKNOWN_TO_CACHE = (downloading, queued_for_decoding, streamed)
+WITHOUT_REFERENCES = (downloading, queued_for_decoding, answered, streamed)  # or the engine has claimed them
 every_stage = pytest.mark.parametrize("stage", BEFORE_ENGINE + AT_ENGINE, ids=lambda stage: stage.__name__)
 
 
@@ -120,7 +120,7 @@ async def test_client_leaves(served: Served, web: SlowWeb, stage: Stage) -> None
         await core.has_aborted(request.request_id, *(sibling.request_id for sibling in request.siblings))
     else:
         assert not core.finishes
-    if stage not in UNKNOWN_TO_CACHE:
+    if stage not in WITHOUT_REFERENCES:
         await eventually(lambda: core.look_ups[-1].request_id in core.unreserved)
 
 

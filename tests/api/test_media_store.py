@@ -244,4 +244,4 @@ async def test_without_a_store_nothing_is_reserved_and_without_a_cache_nothing_i
         assert await asking == {} == await client.look_up("asks", [])
         request = NewRequest("asks", [1], SamplingParams(1, 1), [item(B)])
         assert await client.place(request) is request
-    assert [type(body) for body in sent] == [Lookup, Unreserve] * is_cached
+    assert [type(body) for body in sent] == [Lookup] * is_cached

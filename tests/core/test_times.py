@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mini_engine.messages import EngineTimes, Finish, Sibling
-from tests.core.world import World, item, message
+from tests.core.world import World, item, message, named, store_world, stored
 
 
 class Clock:
@@ -79,8 +79,11 @@ def test_siblings_and_stopped_requests_have_no_times(clock):
 
 
 def test_late_media_time_out_the_request_and_are_released_on_arrival(clock):
-    world = World(ranks=2)
-    world.request("video", media=[item(message(1), 1)], siblings=[Sibling("video-1", 3)])
+    world = store_world(ranks=2)
+    stored(world, b"cached" * 2)
+    world.look_up("video", b"cached" * 2)
+    media = [named(1, b"cached" * 2), item(message(1), 4)]
+    world.request("video", prompt=12, media=media, siblings=[Sibling("video-1", 3)])
     world.media_ready(message(1), rank=1)
     world.run()
     assert not world.late
