@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+INLINE_CHARACTERS = 64 << 10  # `data:` URLs up to this length cost less than handing them to a thread
 MAX_DOWNLOADS = 32  # connections of one API server at once
 
 
@@ -127,10 +128,7 @@ class MediaLoader:
         """The items in the order of `refs`, with their hashes under `keyed`: taken from `downloads`, or read here.
         Cancelling it, or the failure of one item, ends the work on the others. Raises MediaError: an item cannot be
         fetched."""
-        return await _all(
-            _in_thread(self._reading, partial(self._fetch_and_hash, ref, keyed, downloads.get(ref.name)))
-            for ref in refs
-        )
+        return await _all(self._fetch_and_hash(ref, keyed, downloads.get(ref.name)) for ref in refs)
 
     async def process(
         self, items: Iterable[FetchedItem], clock: RequestClock, owner: str = ""
@@ -194,10 +192,14 @@ class MediaLoader:
         async with self._downloads:
             return await fetch_http(ref.url, self.policy, ref.name, received)
 
-    def _fetch_and_hash(self, ref: MediaRef, keyed: KeyedSettings, download: bytes | None) -> FetchedItem:
-        data = fetch(ref.url, self.policy, ref.name) if download is None else download
-        digest = media_hash(data, keyed.keys[ref.modality])
-        return FetchedItem(ref.modality, ref.name, data, keyed.settings, digest)
+    async def _fetch_and_hash(self, ref: MediaRef, keyed: KeyedSettings, download: bytes | None) -> FetchedItem:
+        def fetched() -> FetchedItem:
+            data = fetch(ref.url, self.policy, ref.name) if download is None else download
+            digest = media_hash(data, keyed.keys[ref.modality])
+            return FetchedItem(ref.modality, ref.name, data, keyed.settings, digest)
+
+        is_small = download is None and len(ref.url) <= INLINE_CHARACTERS and not is_local_file(ref.url)
+        return fetched() if is_small else await _in_thread(self._reading, fetched)
 
     async def _work(self, item: FetchedItem, owner: str) -> _Worked:
         began = time.monotonic()
