@@ -143,9 +143,10 @@ def test_every_combination_answers_right_and_frees_everything(cell: Cell, client
         cold = pool.counts_during(lambda: tokens.append(pool.ask_all(clients)))
         took = time.monotonic() - begun
         assert cold == Counts(clients * cell.ranks, clients)
-        again = pool.counts_during(lambda: tokens.append(pool.ask_all(AT_ONCE, shift=1)))
+        for _ in range(cell.engines):  # with all at once an engine may be passed over: it caches in the first round
+            again = pool.counts_during(lambda: tokens.append(pool.ask_all(AT_ONCE, shift=1)))
         assert again == (cold if cell.cache == "off" else Counts(0, 0))
-        assert tokens[0] == tokens[1]
+        assert all(row == tokens[0] for row in tokens)
         left = pool.counts_during(lambda: pool.ask_while_others_leave(took))
         served = clients - len(range(0, clients, 3))
         assert served <= left.decodes <= clients
