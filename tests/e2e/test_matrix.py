@@ -7,12 +7,15 @@ any moment; and afterwards no request is held, and each process has the descript
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +94,7 @@ class ClientPool:
         """All ask at once, from empty caches; every third leaves within `seconds`, and the others are served."""
         rng = random.Random(str(self.cell))
         assert self.server.get("/reset_caches", method="POST").status == 200
+        overwrite_memory(self.server.process.pid)
         pauses = {client: rng.uniform(0, seconds) for client in range(0, len(self.asked), 3)}
 
         def ask_or_leave(client: int) -> None:
@@ -121,6 +125,18 @@ class ClientPool:
     def files_and_mappings(self) -> dict[str, tuple[int, int]]:
         """Descriptors and mappings of each process: an arena is mapped from the start."""
         return {name: (descriptors(pid), mappings(pid)) for name, pid in self.server.pids().items()}
+
+
+def overwrite_memory(pid: int) -> None:
+    """Fill the media stores, empty now, with 0xFF: a view of pages that were not written since changes an answer."""
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        if os.readlink(fd).startswith("/memfd:"):
+            with open(fd, "r+b", buffering=0) as memory, contextlib.suppress(OSError):  # at the end there is no data
+                end = 0
+                while True:
+                    begin = memory.seek(end, os.SEEK_DATA)
+                    end = memory.seek(begin, os.SEEK_HOLE)
+                    os.pwrite(memory.fileno(), b"\xff" * (end - begin), begin)
 
 
 @pytest.fixture(scope="module")
