@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from mini_engine.bench.cli import say
 from mini_engine.bench.client import Run
 from mini_engine.bench.metrics import METRICS, arrived, in_flight, latencies
 from mini_engine.config import ConfigError
@@ -43,7 +42,7 @@ def draw_run(run: Run, stages: dict[str, Any] | None, path: Path) -> None:
     if stages is not None:
         axes[5].barh(list(stages), [stage["mean"] for stage in stages.values()])
         axes[5].invert_yaxis()
-    _write(figure, path)
+    figure.savefig(path)
 
 
 def draw_sweep(flag: str, values: list[str], runs: list[dict[str, Any]], path: Path) -> None:
@@ -58,9 +57,4 @@ def draw_sweep(flag: str, values: list[str], runs: list[dict[str, Any]], path: P
             right.plot(values, medians, marker="o", label=f"{metric.upper()}, median")
     right.set(title="Latencies", xlabel=flag, ylabel="ms", ylim=(0, None))
     right.legend()
-    _write(figure, path)
-
-
-def _write(figure: Figure, path: Path) -> None:
     figure.savefig(path)
-    say(f"wrote {path}")

@@ -13,7 +13,6 @@ import datetime
 import importlib
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,13 +92,7 @@ def measure(args: argparse.Namespace, label: str = "", prompts: Prompts | None =
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """All flags, by group. A flag whose absence matters has the default None."""
-    _add_server(parser.add_argument_group("server").add_argument)
-    _add_prompts(parser.add_argument_group("prompts").add_argument)
-    _add_traffic(parser.add_argument_group("traffic").add_argument)
-    _add_results(parser.add_argument_group("results").add_argument)
-
-
-def _add_server(add: Callable[..., Any]) -> None:
+    add = parser.add_argument_group("server").add_argument
     add("--launch", metavar="FLAGS", help='Start a server of this project with these flags, such as "-tp 2" or "".')
     add("--backend", "--endpoint-type", choices=ENDPOINTS, default="openai-chat",
         help="API of the server (default: openai-chat; openai or vllm: completions).")  # fmt: skip
@@ -112,9 +105,7 @@ def _add_server(add: Callable[..., Any]) -> None:
     add("--header", type=pair, nargs="+", default=[], metavar="KEY=VALUE", help="Additional HTTP headers.")
     add("--tokenizer", metavar="NAME", help="Directory or hub name of the tokenizer that random texts and the lengths "
         "of a data set's own answers need (default: --model, or the server's name of it).")  # fmt: skip
-
-
-def _add_prompts(add: Callable[..., Any]) -> None:
+    add = parser.add_argument_group("prompts").add_argument
     add("--dataset-name", choices=NAMES, default="synthetic-video", help="Data set (default: synthetic-video).")
     add("--dataset-path", metavar="PATH", help="JSON file of sharegpt or custom; hub name or folder of hf.")
     add("--hf-subset", metavar="NAME", help="Subset of a data set of the hub.")
@@ -138,9 +129,11 @@ def _add_prompts(add: Callable[..., Any]) -> None:
         "with data from files (default: 1).")  # fmt: skip
     add("--disable-shuffle", action="store_true", help="Keep the order of a file's records.")
     add("--seed", type=int, default=0, help="Random seed (default: 0).")
+    _add_traffic_and_results(parser)
 
 
-def _add_traffic(add: Callable[..., Any]) -> None:
+def _add_traffic_and_results(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("traffic").add_argument
     add("--request-rate", type=float, default=math.inf, metavar="N", help="Requests per second (default: inf).")
     add("--burstiness", type=float, default=1.0, metavar="SHAPE",
         help="Shape of the gamma distribution of the times between requests: 1 is a Poisson process, lower is "
@@ -154,9 +147,7 @@ def _add_traffic(add: Callable[..., Any]) -> None:
     add("--logprobs", type=int, metavar="N", help="Number of most likely tokens to return per output token.")
     add("--ignore-eos", action="store_true", help="Generate the maximum of output tokens.")
     add("--extra-body", type=json.loads, default={}, metavar="JSON", help="Additional fields of the request body.")
-
-
-def _add_results(add: Callable[..., Any]) -> None:
+    add = parser.add_argument_group("results").add_argument
     add("--percentile-metrics", type=metric_names, default=metrics.METRICS, metavar="NAMES",
         help="Latencies to report (default: ttft,tpot,itl,e2el).")  # fmt: skip
     add("--metric-percentiles", type=percentiles, default=[99.0], metavar="NUMBERS",

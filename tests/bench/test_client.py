@@ -23,10 +23,6 @@ def test_burstiness_is_the_shape_of_a_gamma_distribution(burstiness: float):
     assert found.std() == pytest.approx(spread, rel=0.15)
 
 
-def test_an_infinite_rate_is_all_at_once():
-    assert arrivals(3, math.inf, 1.0, np.random.default_rng(0)).tolist() == [0.0, 0.0, 0.0]
-
-
 def test_each_failure_is_counted_and_shown(bench, broken, prompts, tmp_path: Path):
     behaviours = ["ok", "refuse", "error", "cut", "garbage", "strange", "bare", "hang up", "ok", "refuse: again"]
     ran = bench(*prompts(*behaviours), "--base-url", broken.url, "--save-result", "--save-detailed",
@@ -43,9 +39,7 @@ def test_each_failure_is_counted_and_shown(bench, broken, prompts, tmp_path: Pat
     assert said["cut"] == "ValueError: the stream ended without [DONE] after 3 chunks"
     assert said["garbage"].startswith("DecodeError: ") and said["strange"].startswith("TypeError: ")
     assert "ClientPayloadError" in said["hang up"]
-    failures = ran.last["failures"]
-    assert failures[0] == "2 of 10 requests: ValueError: status 500: out of order", "the most frequent first"
-    assert f"failed: {failures[0]}" in ran.out
+    assert ran.last["failures"][0] == "2 of 10 requests: ValueError: status 500: out of order", "most frequent first"
 
 
 def test_failed_warm_ups_are_reported_apart(bench, broken, prompts):

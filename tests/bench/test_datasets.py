@@ -93,9 +93,6 @@ def test_random_texts_have_as_many_tokens_as_asked_for():
     assert first[:50] == second[:50] and first[50:] != second[50:]
 
 
-# --- records
-
-
 def write(path: Path, records: list[dict]) -> str:
     text = json.dumps(records) if path.suffix == ".json" else "".join(json.dumps(one) + "\n" for one in records)
     path.write_text(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from mini_engine.bench.cli import table
 from mini_engine.bench.client import Outcome, Run
 from mini_engine.bench.metrics import best_second, compute, describe
 
@@ -65,8 +64,3 @@ def test_the_best_second_begins_anywhere_and_takes_a_second():
     chunks = [0.1, 0.9, 1.1, 1.8, 2.5]
     assert best_second(Run([outcome(10.0, chunks, 50)], 10.0, 2.5)) == 30  # 0.9, 1.1 and 1.8
     assert best_second(Run([outcome(10.0, chunks[:1], 50)], 10.0, 0.2)) is None
-
-
-def test_table_aligns():
-    lines = table(["name", "n", "ms"], [["a", 1, 0.5], ["longer", 100, None]]).splitlines()
-    assert lines == ["name      n     ms", "a         1  0.500", "longer  100      -"]
