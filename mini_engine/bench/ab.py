@@ -9,19 +9,18 @@ greedy without --temperature, so they are compared as well: how many prompts wer
 from __future__ import annotations
 
 import argparse
+import copy
 from typing import Any
 
 import numpy as np
 
 from mini_engine.bench import serve
-from mini_engine.bench.datasets import load
-from mini_engine.bench.report import Report, table
+from mini_engine.bench.cli import Report, table
 from mini_engine.bench.serve import Measured
-from mini_engine.bench.server import open_target, server_flags
+from mini_engine.bench.server import server_flags
 from mini_engine.config import ConfigError
 
 THROUGHPUTS = ("request_throughput", "output_throughput", "total_token_throughput")
-Runs = dict[str, list[Measured]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,39 +35,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Run all rounds, then print the comparison."""
     args.launch = args.launch or ""
-    sides = {side: server_flags(f"--{side}", f"{args.launch} {vars(args)[side]}") for side in "ab"}
     if args.plot is not None:
         raise ConfigError("--plot is not for ab; use it with bench.py serve or bench.py sweep")
     serve.check(args)
-    runs: Runs = {"a": [], "b": []}
-    failures, prompts = [], None
-    order = [(side, number + 1) for number in range(args.rounds) for side in ("ab", "ba")[number % 2]]
-    for side, number in order:
-        with open_target(args, sides[side]) as target:
-            prompts = prompts or load(args, target.model)
-            measured = serve.measure(args, target, prompts, f"{side.upper()}, round {number}")
-        print(f"{measured.text}\n", flush=True)
-        runs[side].append(measured)
-        failures += [f"{side.upper()}{number}: {failure}" for failure in measured.failures]
-        serve.save(args, measured, f"{side.upper()}{number}")
-    results = compare(runs)
+    sides = {side: copy.copy(args) for side in "ab"}
+    for side, mine in sides.items():
+        mine.launch = f"{args.launch} {vars(args)[side]}"
+        server_flags(f"--{side}", mine.launch)
+    runs: dict[str, list[Measured]] = {"a": [], "b": []}
+    prompts = None
+    for number in range(args.rounds):
+        for side in ("ab", "ba")[number % 2]:
+            measured = serve.measure(sides[side], f"{side.upper()}{number + 1}", prompts)
+            prompts = measured.prompts
+            runs[side].append(measured)
+    results = compare(runs["a"], runs["b"])
     answers = results["answers"]
     print(f"A: {args.a.strip() or 'defaults'}\nB: {args.b.strip() or 'defaults'}\nboth: {args.launch or 'defaults'}")
     print(f"Means of {args.rounds} round(s), and the ratio with the least and greatest of a round:\n")
     print(table(["", "A", "B", "B/A", "least", "greatest"], [[k, *r.values()] for k, r in results["ratios"].items()]))
     print(f"\nPrompts with different answers: {answers['differ']} of {answers['prompts']}")
-    return Report(results, failures)
+    return Report(results, [failure for measured in runs["a"] + runs["b"] for failure in measured.failures])
 
 
-def compare(runs: Runs) -> dict[str, Any]:
+def compare(a: list[Measured], b: list[Measured]) -> dict[str, Any]:
     """Each metric of both sides with its ratio, and how many answers differ."""
-    values = {side: [_values(measured.results) for measured in found] for side, found in runs.items()}
-    texts = [[one.text if one.ok else None for one in measured.run.outcomes] for measured in runs["a"] + runs["b"]]
+    values = [[_values(measured.results) for measured in side] for side in (a, b)]
+    texts = [[one.text if one.ok else None for one in measured.run.outcomes] for measured in a + b]
     differ = sum(len(set(of_prompt) - {None}) > 1 for of_prompt in zip(*texts, strict=True))
+    ratios = {}
+    for key in values[0][0]:
+        of_a, of_b = (np.array([one.get(key) for one in side], float) for side in values)  # None becomes NaN
+        if of_a.all() and not np.isnan([of_a, of_b]).any():
+            found = [of_a.mean(), of_b.mean(), of_b.mean() / of_a.mean(), min(of_b / of_a), max(of_b / of_a)]
+            ratios[key] = dict(zip(("a", "b", "ratio", "least", "greatest"), map(float, found), strict=True))
     return {
-        "ratios": {key: ratio for key in values["a"][0] if (ratio := _ratio(key, values)) is not None},
+        "ratios": ratios,  # without those of which a run has no value, or A's is 0
         "answers": {"prompts": len(texts[0]), "differ": differ},
-        "runs": {side.upper(): [measured.results for measured in found] for side, found in runs.items()},
+        "runs": {"A": [measured.results for measured in a], "B": [measured.results for measured in b]},
     }
 
 
@@ -77,12 +81,3 @@ def _values(results: dict[str, Any]) -> dict[str, float | None]:
     latencies = [key for key in results if key.endswith("_ms") and key != "stages_ms" and not key.startswith("std_")]
     stages = {f"mean_{name}_ms": stage["mean"] for name, stage in (results["stages_ms"] or {}).items()}
     return {key: results[key] for key in (*THROUGHPUTS, *latencies)} | stages
-
-
-def _ratio(key: str, values: dict[str, list[dict[str, float | None]]]) -> dict[str, float] | None:
-    """None where a run has no such metric, or it is 0 for A."""
-    a, b = (np.array([one.get(key) for one in values[side]], float) for side in "ab")  # None becomes NaN
-    if np.isnan(b).any() or np.isnan(a).any() or not a.all():
-        return None
-    found = {"a": a.mean(), "b": b.mean(), "ratio": b.mean() / a.mean(), "least": min(b / a), "greatest": max(b / a)}
-    return {name: float(value) for name, value in found.items()}

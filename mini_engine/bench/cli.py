@@ -8,15 +8,24 @@ goes to stderr.
 from __future__ import annotations
 
 import argparse
-import importlib
+import dataclasses
+import datetime
+import importlib.metadata
 import json
+import math
+import os
+import platform
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from mini_engine.bench.report import BenchError, environment, say
 from mini_engine.config import ConfigError
 
+ROOT = Path(__file__).parents[2]
 COMMANDS = {
     "serve": "requests to an OpenAI-compatible server, as its clients send them; the default",
     "ab": "two servers with different flags on the same prompts, in turn",
@@ -26,6 +35,38 @@ COMMANDS = {
     "gpu": "decode, prefill and vision of a 7 B model on a CUDA device",
 }
 FLAG_TEXTS = ("--launch", "--a", "--b", "--flag")  # flags whose value is itself flags
+PACKAGES = ("torch", "transformers", "pyzmq", "msgspec", "av")
+
+
+class BenchError(RuntimeError):
+    """There is no result; the text says why."""
+
+
+@dataclasses.dataclass
+class Report:
+    """What a command measured. `results` is plain JSON data; `failures` are sentences, and make the exit status 1."""
+
+    results: dict[str, Any]
+    failures: list[str] = dataclasses.field(default_factory=list)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, 1 if something failed while it was measured, 2 for flags that cannot
+    be used, 130 after Ctrl-C."""
+    # By way of every `with`, so that what a command has started is stopped.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        args = parse(sys.argv[1:] if argv is None else argv)
+        report = args.command.run(args)
+    except (ConfigError, BenchError, OSError) as error:
+        say(str(error))
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    for failure in report.failures:
+        print(f"failed: {failure}")
+    print(json.dumps({**environment(args), **dataclasses.asdict(report)}, default=str), flush=True)
+    return 1 if report.failures else 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -53,21 +94,45 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(typed)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 1 if something failed while it was measured, 2 for flags that cannot
-    be used, 130 after Ctrl-C."""
-    # By way of every `with`, so that what a command has started is stopped.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        args = parse(sys.argv[1:] if argv is None else argv)
-        report = args.command.run(args)
-    except (ConfigError, BenchError, OSError) as error:
-        say(str(error))
-        return 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    for failure in report.failures:
-        print(f"failed: {failure}")
-    found = {"regime": args.regime, **environment(args, report.all_here)}
-    print(json.dumps({**found, "results": report.results, "failures": report.failures}, default=str), flush=True)
-    return 1 if report.failures else 0
+def environment(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags, and the versions and the hardware: of `all` that was measured, or, where the server ran before and may
+    be on another machine, of the `client` alone."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    # By what the driver says, since torch is not imported here.
+    gpus = [card.read_text().splitlines()[0] for card in Path("/proc/driver/nvidia/gpus").glob("*/information")]
+    flags = {name: "inf" if value == math.inf else value for name, value in vars(args).items() if name != "command"}
+    return {
+        "regime": args.regime,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "config": flags,
+        "environment_of": "client" if flags.get("launch", "") is None else "all",
+        "commit": commit or None,
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in PACKAGES},
+        "hardware": {
+            "cpu": cpus[0].partition(":")[2].strip() if cpus else platform.machine(),
+            "cores": len(os.sched_getaffinity(0)),
+            "gpus": [gpu.partition(":")[2].strip() for gpu in gpus],
+            "load_average": os.getloadavg(),  # whether the measurements had the machine to themselves
+        },
+    }
+
+
+def say(text: str) -> None:
+    """A line on stderr."""
+    print(f"bench.py: {text}", file=sys.stderr, flush=True)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Lines of right-aligned columns, the first one left-aligned. Floats get three decimals, None a dash."""
+    cells = [list(head), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells
+    )
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)

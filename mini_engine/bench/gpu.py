@@ -15,6 +15,8 @@ is 1.2e14 operations, 0.25 s at half the rate; the video is 1.3e13, 30 ms.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -22,12 +24,11 @@ from functools import partial
 
 import torch
 
-from mini_engine.bench.decoding import Decoding, make_runner
-from mini_engine.bench.report import Report, table
+from mini_engine.bench.cli import Report, table
 from mini_engine.bench.server import server_flags
+from mini_engine.bench.step import decode, make_runner, take
 from mini_engine.cli import parse
 from mini_engine.config import ConfigError
-from mini_engine.messages import Chunk, NewSequence, SamplingParams, Step
 from mini_engine.worker.model_runner import ModelRunner
 
 MODEL = "Qwen/Qwen2.5-VL-7B-Instruct --load-format dummy --dtype bfloat16"
@@ -58,10 +59,9 @@ def run(args: argparse.Namespace) -> Report:
     weights = _weights(model.decoder) + _weights(model.head)
     token_bytes = 2 * cache.layers * cache.kv_heads * cache.head_dim * runner.dtype.itemsize
     rows: list[list[object]] = []
-    for context, batch in ((context, batch) for context in args.contexts for batch in args.batches):
-        decoding = Decoding(runner, batch, context, cached=context - 1)
-        seconds = _median(partial(decoding.run, args.steps), args.repeats) / args.steps
-        decoding.end()
+    for context, batch in itertools.product(args.contexts, args.batches):
+        with contextlib.closing(decode(runner, batch, context, cached=context - 1)) as steps:
+            seconds = _median(partial(take, steps, args.steps), args.repeats) / args.steps
         mean_context = context + args.steps * (args.repeats + 2) // 2
         moved = weights * runner.dtype.itemsize + batch * mean_context * token_bytes
         rows.append(["decode", batch, context, 1000 * seconds, moved / seconds / copy_rate, 0.7])
@@ -88,10 +88,8 @@ def _weights(module: torch.nn.Module) -> int:
 
 
 def _prefill(runner: ModelRunner) -> None:
-    new = NewSequence("prefill", [7] * PREFILL_TOKENS, SamplingParams(max_tokens=1, seed=0, temperature=0.0), [])
-    blocks = list(range(-(-PREFILL_TOKENS // runner.block_size)))
-    runner.execute(Step(0, started=[new], chunks=[Chunk("prefill", 0, PREFILL_TOKENS, blocks, True)]))
-    runner.execute(Step(0, finished=["prefill"]))
+    with contextlib.closing(decode(runner, 1, PREFILL_TOKENS, cached=0)) as steps:
+        take(steps, 1)
 
 
 def _rates() -> tuple[float, float]:

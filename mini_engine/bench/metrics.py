@@ -1,4 +1,4 @@
-"""From the outcomes of a run to its metrics, under the names of vLLM's serving benchmark, and to the table of them.
+"""From the outcomes of a run to its metrics, under the names of vLLM's serving benchmark, and to tables of them.
 
     TTFT  from sending to the first chunk that has `choices`
     ITL   between two such chunks, all requests together
@@ -11,52 +11,34 @@ Only requests that were answered to the end count. docs/benchmarks.md says where
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from mini_engine.bench.cli import table
 from mini_engine.bench.client import Outcome, Run
-from mini_engine.bench.report import table
 
-TITLES = {
-    "ttft": "Time to First Token",
-    "tpot": "Time per Output Token (excl. 1st token)",
-    "itl": "Inter-token Latency",
-    "e2el": "End-to-end Latency",
-}
-COUNTS = {  # key of the metrics -> what the row says
-    "completed": "Successful requests:",
-    "failed": "Failed requests:",
-    "max_concurrency": "Maximum request concurrency:",
-    "request_rate": "Request rate configured (RPS):",
-    "duration": "Benchmark duration (s):",
-    "total_input_tokens": "Total input tokens:",
-    "total_output_tokens": "Total generated tokens:",
-    "request_throughput": "Request throughput (req/s):",
-    "request_goodput": "Request goodput (req/s):",
-    "output_throughput": "Output token throughput (tok/s):",
-    "max_output_tokens_per_s": "Peak output token throughput (tok/s):",
-    "max_concurrent_requests": "Peak concurrent requests:",
-    "total_token_throughput": "Total Token throughput (tok/s):",
-}
-WIDTH = 50
+METRICS = ("ttft", "tpot", "itl", "e2el")
 SHOWN_ERRORS = 5
 BUSY_SHARE = 0.8  # of the one core that the client can use
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Which metrics are wanted."""
+def compute(
+    run: Run,
+    answers: Sequence[str | None] = (),
+    metrics: Iterable[str] = METRICS,
+    percentiles: Sequence[float] = (99.0,),
+    goodput: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """The metrics as plain data; latencies in milliseconds, None where nothing was measured.
 
-    metrics: Sequence[str] = tuple(TITLES)
-    percentiles: Sequence[float] = (99.0,)
-    goodput: dict[str, float] = field(default_factory=dict)  # ttft, tpot or e2el -> most milliseconds
-
-
-def compute(run: Run, wanted: Wanted) -> dict[str, Any]:
-    """The metrics as plain data; latencies in milliseconds, None where nothing was measured."""
+    Args:
+        answers: the right ones, None where none is known.
+        metrics: of METRICS, which are reported.
+        percentiles: of latencies.
+        goodput: ttft, tpot or e2el -> most milliseconds.
+    """
     done = [outcome for outcome in run.outcomes if outcome.ok]
     prompt_tokens = sum(outcome.prompt_tokens for outcome in done)
     output_tokens = sum(outcome.output_tokens for outcome in done)
@@ -72,20 +54,21 @@ def compute(run: Run, wanted: Wanted) -> dict[str, Any]:
         "max_output_tokens_per_s": best_second(run),
         "max_concurrent_requests": int(max(in_flight(run)[1])),
     }
-    if wanted.goodput:
-        found["request_goodput"] = sum(_is_good(outcome, wanted.goodput) for outcome in done) / run.seconds
-    for metric, values in latencies(done).items():
-        if metric in wanted.metrics:
-            statistics = summary(values, wanted.percentiles)
-            found |= {f"{name}_{metric}_ms": value for name, value in statistics.items()}
-    known = [outcome.right for outcome in done if outcome.right is not None]
+    if goodput:
+        found["request_goodput"] = sum(_is_good(outcome, goodput) for outcome in done) / run.seconds
+    measured = latencies(done)
+    for metric in metrics:
+        statistics = summary(measured[metric], percentiles)
+        found |= {f"{name}_{metric}_ms": value for name, value in statistics.items()}
+    pairs = zip(run.outcomes, answers, strict=False)
+    known = [outcome.text.strip() == answer for outcome, answer in pairs if outcome.ok and answer is not None]
     found["accuracy"] = {"right": sum(known), "known": len(known), "share": sum(known) / len(known)} if known else None
-    found["stages_ms"] = _stages(done, wanted.percentiles)
+    found["stages_ms"] = _stages(done, percentiles)
     found["client_cpu_share"] = run.cpu_share
     return found
 
 
-def latencies(done: Sequence[Outcome]) -> dict[str, list[float]]:
+def latencies(done: Sequence[Outcome]) -> dict[str, np.ndarray]:
     """The milliseconds of each metric, of requests that were answered to the end."""
     seconds = {
         "ttft": [outcome.ttft for outcome in done],
@@ -93,22 +76,21 @@ def latencies(done: Sequence[Outcome]) -> dict[str, list[float]]:
         "itl": [itl for outcome in done for itl in outcome.itls],
         "e2el": [outcome.e2el for outcome in done],
     }
-    return {metric: [1000 * value for value in values] for metric, values in seconds.items()}
+    return {metric: 1000 * np.array(values) for metric, values in seconds.items()}
 
 
-def summary(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
+def summary(values: np.ndarray, percentiles: Sequence[float]) -> dict[str, float | None]:
     """Mean, median, standard deviation and percentiles."""
     names = ["mean", "median", "std", *(f"p{share:g}" for share in percentiles)]
-    if not values:
+    if not len(values):
         return dict.fromkeys(names)
-    found = [np.mean(values), np.median(values), np.std(values), *np.percentile(values, list(percentiles))]
-    return {name: float(value) for name, value in zip(names, found, strict=True)}
+    found = [np.mean(values), np.median(values), np.std(values), *np.percentile(values, percentiles)]
+    return dict(zip(names, map(float, found), strict=True))
 
 
-def _is_good(outcome: Outcome, goodput: dict[str, float]) -> bool:
+def _is_good(outcome: Outcome, goodput: Mapping[str, float]) -> bool:
     """Whether a request met every limit; one token has no TPOT, which then is 0."""
-    found = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2el": outcome.e2el}
-    return all(1000 * found[metric] <= limit for metric, limit in goodput.items())
+    return all(1000 * (getattr(outcome, metric) or 0.0) <= limit for metric, limit in goodput.items())
 
 
 def arrived(run: Run) -> tuple[np.ndarray, np.ndarray]:
@@ -141,10 +123,10 @@ def _stages(done: Sequence[Outcome], percentiles: Sequence[float]) -> dict[str, 
     reported = [outcome.stages for outcome in done if outcome.stages is not None]
     if not reported:
         return None
-    whole = sum(sum(one.values()) for one in reported) or 1.0
-    by_stage = {stage: [1000 * one[stage] for one in reported] for stage in reported[0]}
+    by_stage = {stage: 1000 * np.array([one[stage] for one in reported]) for stage in reported[0]}
+    whole = sum(values.sum() for values in by_stage.values()) or 1.0
     return {
-        stage: summary(values, percentiles) | {"share": sum(values) / 1000 / whole}
+        stage: summary(values, percentiles) | {"share": float(values.sum() / whole)}
         for stage, values in by_stage.items()
     }
 
@@ -155,27 +137,21 @@ def failures(outcomes: Sequence[Outcome]) -> list[str]:
     return [f"{count} of {len(outcomes)} requests: {text}" for text, count in errors.most_common(SHOWN_ERRORS)]
 
 
-def describe(found: dict[str, Any], wanted: Wanted, title: str) -> str:
-    """The table: vLLM's rows in its order, then answers, stages, and the client itself."""
-    lines = [f" {title} ".center(WIDTH, "=")]
-    optional = {"max_concurrency", "request_goodput"}  # rows only where there was such a flag
-    lines += [_row(COUNTS[key], found.get(key)) for key in COUNTS if found.get(key) is not None or key not in optional]
-    names = {"mean": "Mean", "median": "Median"} | {f"p{share:g}": f"P{share:g}" for share in wanted.percentiles}
-    for metric in wanted.metrics:
-        lines.append(TITLES[metric].center(WIDTH, "-"))
-        lines += [_row(f"{name} {metric.upper()} (ms):", found[f"{key}_{metric}_ms"]) for key, name in names.items()]
-    lines.append("=" * WIDTH)
+def describe(found: Mapping[str, Any], title: str) -> str:
+    """The tables, by the names of the metrics: what is a number, latencies, and stages."""
+    numbers = [[key, value] for key, value in found.items() if not (key.endswith("_ms") or isinstance(value, dict))]
     if known := found["accuracy"]:
-        lines.append(_row("Correct answers:", f"{known['right']} of {known['known']} ({known['share']:.1%})"))
-    if stages := found["stages_ms"]:
-        rows = [[stage, *(one[key] for key in names), f"{one['share']:.1%}"] for stage, one in stages.items()]
-        lines += ["", "Stages of a request in the server (ms):", table(["", *names, "share"], rows)]
-    lines += ["", f"The client used {found['client_cpu_share']:.0%} of one core."]
+        numbers.append(["correct answers", f"{known['right']} of {known['known']}"])
+    lines = [table([title, ""], numbers)]
+    of_metric = {
+        metric: {key.removesuffix(f"_{metric}_ms"): found[key] for key in found if key.endswith(f"_{metric}_ms")}
+        for metric in METRICS
+    }
+    latencies = {metric: statistics for metric, statistics in of_metric.items() if statistics}
+    for head, statistics in (("latencies (ms)", latencies), ("stages in the server (ms)", found["stages_ms"])):
+        if statistics:
+            columns = list(next(iter(statistics.values())))
+            lines += ["", table([head, *columns], [[name, *one.values()] for name, one in statistics.items()])]
     if found["client_cpu_share"] > BUSY_SHARE:
         lines.append("The client was a bottleneck, so latencies include its own. Give it a core, or lower the load.")
     return "\n".join(lines)
-
-
-def _row(label: str, value: object) -> str:
-    text = "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
-    return f"{label:<40} {text}"

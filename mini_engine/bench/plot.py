@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from mini_engine.bench.client import Run
-from mini_engine.bench.metrics import TITLES, arrived, in_flight, latencies
-from mini_engine.bench.report import say
+from mini_engine.bench.metrics import METRICS, arrived, in_flight, latencies
 from mini_engine.config import ConfigError
 
 try:
@@ -18,18 +17,18 @@ try:
 except ImportError:
     raise ConfigError("--plot needs the package matplotlib: pip install 'mini-engine[bench]'") from None
 
-COLUMN_INCHES, ROW_INCHES = 5.0, 3.6
+INCHES = (15.0, 7.2)
 BINS = 40
 LEAST_PARTS = 20  # of a run, in each of which throughput is counted; of a long one each is a second at most
 
 
 def draw_run(run: Run, stages: dict[str, Any] | None, path: Path) -> None:
     """The picture of one run."""
-    figure = Figure((3 * COLUMN_INCHES, 2 * ROW_INCHES), layout="constrained")
+    figure = Figure(INCHES, layout="constrained")
     axes = figure.subplots(2, 3).flat
     values = latencies([outcome for outcome in run.outcomes if outcome.ok])
     for axis, (metric, found) in zip(axes, values.items(), strict=False):
-        axis.set(title=TITLES[metric], xlabel="ms", ylabel="count")
+        axis.set(title=metric.upper(), xlabel="ms", ylabel="count")
         axis.hist(found, BINS)
     moments, tokens = arrived(run)
     parts = max(LEAST_PARTS, math.ceil(run.seconds))
@@ -43,24 +42,19 @@ def draw_run(run: Run, stages: dict[str, Any] | None, path: Path) -> None:
     if stages is not None:
         axes[5].barh(list(stages), [stage["mean"] for stage in stages.values()])
         axes[5].invert_yaxis()
-    _write(figure, path)
+    figure.savefig(path)
 
 
 def draw_sweep(flag: str, values: list[str], runs: list[dict[str, Any]], path: Path) -> None:
-    """The picture of a sweep: one metric's medians over the flag's values, which are names."""
-    figure = Figure((2 * COLUMN_INCHES, ROW_INCHES), layout="constrained")
+    """The picture of a sweep: throughput and the latencies' medians over the flag's values, which are names."""
+    figure = Figure(INCHES, layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(values, [run["request_throughput"] for run in runs], marker="o")
     left.set(title="Throughput", xlabel=flag, ylabel="requests / s", ylim=(0, None))
-    for metric in TITLES:
+    for metric in METRICS:
         medians = [run.get(f"median_{metric}_ms") for run in runs]
         if None not in medians:
             right.plot(values, medians, marker="o", label=f"{metric.upper()}, median")
     right.set(title="Latencies", xlabel=flag, ylabel="ms", ylim=(0, None))
     right.legend()
-    _write(figure, path)
-
-
-def _write(figure: Figure, path: Path) -> None:
     figure.savefig(path)
-    say(f"wrote {path}")

@@ -1,4 +1,4 @@
-"""What clients of an OpenAI-compatible server wait for, with the flags, table and result files of vLLM's `bench serve`.
+"""What clients of an OpenAI-compatible server wait for, with the flags and result files of vLLM's `bench serve`.
 
 Without flags it asks the server on port 8000 about 100 synthetic videos of the kind that the bundled model knows, 8 at
 a time, and shows how many answers were right beside how fast they came. Prompts are made, and media encoded, before any
@@ -13,24 +13,21 @@ import datetime
 import importlib
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mini_engine.bench import metrics
-from mini_engine.bench.client import Request, Run, Target, arrivals, send_all
-from mini_engine.bench.datasets import NAMES, READ, Prompts, load
-from mini_engine.bench.prompts import Prompt, draws
-from mini_engine.bench.report import Report, environment, say
-from mini_engine.bench.server import ENDPOINTS, open_target, server_flags
+from mini_engine.bench.cli import Report, environment, say
+from mini_engine.bench.client import Run, Target, arrivals, send_all
+from mini_engine.bench.datasets import NAMES, READ, Prompt, Prompts, draws, load
+from mini_engine.bench.server import ENDPOINTS, open_target
 from mini_engine.config import ConfigError
 
 SYNTHETIC_CONCURRENCY = 8
 USED_BY = {  # flags that only some data sets use
     "dataset_path": READ,
     "disable_shuffle": READ,
-    "no_oversample": READ,
     "hf_subset": ("hf",),
     "hf_split": ("hf",),
     "input_len": ("random", "random-mm"),
@@ -44,28 +41,50 @@ USED_BY = {  # flags that only some data sets use
 
 @dataclass(frozen=True)
 class Measured:
-    """A run, and its metrics, which are plain data."""
+    """A run of these prompts, and its metrics, which are plain data."""
 
+    prompts: Prompts
     run: Run
     results: dict[str, Any]
-    text: str  # the table
     failures: list[str]
-    model: str
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Measure one server, print the table, write the files."""
-    launch = None if args.launch is None else server_flags("--launch", args.launch)
+    """Measure one server."""
     check(args)
-    with open_target(args, launch) as target:
-        measured = measure(args, target, load(args, target.model), "Serving Benchmark Result")
-    print(measured.text)
-    save(args, measured)
+    measured = measure(args)
     if args.plot is not None:
         from mini_engine.bench import plot
 
         plot.draw_run(measured.run, measured.results["stages_ms"], args.plot)
-    return Report({"model": measured.model, **measured.results}, measured.failures, all_here=launch is not None)
+    return Report(measured.results, measured.failures)
+
+
+def measure(args: argparse.Namespace, label: str = "", prompts: Prompts | None = None) -> Measured:
+    """Send the prompts (by default those of the flags) to the server, print the table and write the file of
+    --save-result. `label` tells one of several runs from the others."""
+    with open_target(args) as target:
+        prompts = prompts or load(args, target.model)
+        requests = requests_of(args, target, prompts.measured)
+        starts = arrivals(len(requests), args.request_rate, args.burstiness, draws(args.seed, "arrivals"))
+        failures = []
+        if warm_ups := requests_of(args, target, prompts.warm_ups):
+            before = asyncio.run(send_all(target, warm_ups, [0.0] * len(warm_ups), args.max_concurrency))
+            failures = [f"warm-up: {failure}" for failure in metrics.failures(before.outcomes)]
+        run = asyncio.run(send_all(target, requests, starts, args.max_concurrency))
+    failures += metrics.failures(run.outcomes)
+    # With --ignore-eos an answer would go on after its end.
+    answers = [None if args.ignore_eos else prompt.answer for prompt in prompts.measured]
+    results = {
+        "model": target.model,
+        "max_concurrency": args.max_concurrency,
+        "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
+        **metrics.compute(run, answers, args.percentile_metrics, args.metric_percentiles, dict(args.goodput)),
+    }
+    print(metrics.describe(results, label or args.regime), flush=True)
+    if args.save_result:
+        save(args, run, results, label)
+    return Measured(prompts, run, results, [f"{label}: {failure}" if label else failure for failure in failures])
 
 
 # --- flags ----------------------------------------------------------------------------------------------------------
@@ -73,13 +92,7 @@ def run(args: argparse.Namespace) -> Report:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """All flags, by group. A flag whose absence matters has the default None."""
-    _add_server(parser.add_argument_group("server").add_argument)
-    _add_prompts(parser.add_argument_group("prompts").add_argument)
-    _add_traffic(parser.add_argument_group("traffic").add_argument)
-    _add_results(parser.add_argument_group("results").add_argument)
-
-
-def _add_server(add: Callable[..., Any]) -> None:
+    add = parser.add_argument_group("server").add_argument
     add("--launch", metavar="FLAGS", help='Start a server of this project with these flags, such as "-tp 2" or "".')
     add("--backend", "--endpoint-type", choices=ENDPOINTS, default="openai-chat",
         help="API of the server (default: openai-chat; openai or vllm: completions).")  # fmt: skip
@@ -90,13 +103,9 @@ def _add_server(add: Callable[..., Any]) -> None:
     add("--model", help="Model name in requests; default: the first name of /v1/models.")
     add("--served-model-name", metavar="NAME", help="Model name in requests, if --model names the tokenizer.")
     add("--header", type=pair, nargs="+", default=[], metavar="KEY=VALUE", help="Additional HTTP headers.")
-    add("--ready-check-timeout-sec", type=float, default=0.0, metavar="SECONDS",
-        help="Seconds to wait until the server is ready (default: 0).")  # fmt: skip
     add("--tokenizer", metavar="NAME", help="Directory or hub name of the tokenizer that random texts and the lengths "
         "of a data set's own answers need (default: --model, or the server's name of it).")  # fmt: skip
-
-
-def _add_prompts(add: Callable[..., Any]) -> None:
+    add = parser.add_argument_group("prompts").add_argument
     add("--dataset-name", choices=NAMES, default="synthetic-video", help="Data set (default: synthetic-video).")
     add("--dataset-path", metavar="PATH", help="JSON file of sharegpt or custom; hub name or folder of hf.")
     add("--hf-subset", metavar="NAME", help="Subset of a data set of the hub.")
@@ -118,12 +127,13 @@ def _add_prompts(add: Callable[..., Any]) -> None:
     add("--unique-ratio", type=float, metavar="SHARE",
         help="Fraction of prompts with new media; the others repeat media of earlier ones. Whole prompts are repeated "
         "with data from files (default: 1).")  # fmt: skip
-    add("--no-oversample", action="store_true", help="Do not repeat prompts if the file has too few; send fewer.")
     add("--disable-shuffle", action="store_true", help="Keep the order of a file's records.")
     add("--seed", type=int, default=0, help="Random seed (default: 0).")
+    _add_traffic_and_results(parser)
 
 
-def _add_traffic(add: Callable[..., Any]) -> None:
+def _add_traffic_and_results(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("traffic").add_argument
     add("--request-rate", type=float, default=math.inf, metavar="N", help="Requests per second (default: inf).")
     add("--burstiness", type=float, default=1.0, metavar="SHAPE",
         help="Shape of the gamma distribution of the times between requests: 1 is a Poisson process, lower is "
@@ -137,10 +147,8 @@ def _add_traffic(add: Callable[..., Any]) -> None:
     add("--logprobs", type=int, metavar="N", help="Number of most likely tokens to return per output token.")
     add("--ignore-eos", action="store_true", help="Generate the maximum of output tokens.")
     add("--extra-body", type=json.loads, default={}, metavar="JSON", help="Additional fields of the request body.")
-
-
-def _add_results(add: Callable[..., Any]) -> None:
-    add("--percentile-metrics", type=metric_names, default=tuple(metrics.TITLES), metavar="NAMES",
+    add = parser.add_argument_group("results").add_argument
+    add("--percentile-metrics", type=metric_names, default=metrics.METRICS, metavar="NAMES",
         help="Latencies to report (default: ttft,tpot,itl,e2el).")  # fmt: skip
     add("--metric-percentiles", type=percentiles, default=[99.0], metavar="NUMBERS",
         help="Percentiles to report, such as 50,90,99 (default: 99).")  # fmt: skip
@@ -153,7 +161,6 @@ def _add_results(add: Callable[..., Any]) -> None:
     add("--label", metavar="NAME", help="Label in the file, and prefix of its name instead of the backend.")
     add("--metadata", type=pair, nargs="+", default=[], metavar="KEY=VALUE", help="Additional keys of the file.")
     add("--plot", type=Path, metavar="FILE", help="Plot latencies, throughput and stages to a file, such as out.png.")
-    add("--disable-tqdm", action="store_true", help="Hide the progress bar.")
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -164,8 +171,8 @@ def pair(text: str) -> tuple[str, str]:
 
 def metric_names(text: str) -> list[str]:
     """Names of latencies between commas."""
-    if unknown := set(text.split(",")) - set(metrics.TITLES):
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is not one of {', '.join(metrics.TITLES)}")
+    if unknown := set(text.split(",")) - set(metrics.METRICS):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is not one of {', '.join(metrics.METRICS)}")
     return text.split(",")
 
 
@@ -209,27 +216,8 @@ def check(args: argparse.Namespace) -> None:
 # --- one run --------------------------------------------------------------------------------------------------------
 
 
-def measure(args: argparse.Namespace, target: Target, prompts: Prompts, title: str) -> Measured:
-    """Warm the server up, send everything, and sum up."""
-    requests = requests_of(args, target, prompts.measured)
-    starts = arrivals(len(requests), args.request_rate, args.burstiness, draws(args.seed, "arrivals"))
-    failures = []
-    if warm_ups := requests_of(args, target, prompts.warm_ups):
-        before = asyncio.run(send_all(target, warm_ups, [0.0] * len(warm_ups), args.max_concurrency))
-        failures = [f"warm-up: {failure}" for failure in metrics.failures(before.outcomes)]
-    run = asyncio.run(send_all(target, requests, starts, args.max_concurrency))
-    wanted = metrics.Wanted(args.percentile_metrics, args.metric_percentiles, dict(args.goodput))
-    results = {
-        "max_concurrency": args.max_concurrency,
-        "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
-        **metrics.compute(run, wanted),
-    }
-    text = metrics.describe(results, wanted, title)
-    return Measured(run, results, text, failures + metrics.failures(run.outcomes), target.model)
-
-
-def requests_of(args: argparse.Namespace, target: Target, prompts: list[Prompt]) -> list[Request]:
-    """A request for each prompt.
+def requests_of(args: argparse.Namespace, target: Target, prompts: list[Prompt]) -> list[bytes]:
+    """The body of a request for each prompt.
 
     Raises:
         ConfigError: a prompt with media, or a conversation, for --backend openai.
@@ -252,50 +240,40 @@ def requests_of(args: argparse.Namespace, target: Target, prompts: list[Prompt])
             raise ConfigError(f"--backend {args.backend} takes one text for each prompt; use --backend openai-chat")
         else:
             asked = {"prompt": prompt.text, "max_tokens": prompt.output_tokens}
-        answer = None if args.ignore_eos else prompt.answer  # which would go on after its end
-        found.append(Request(json.dumps({**asked, **common, **args.extra_body}).encode(), answer))
+        found.append(json.dumps({**asked, **common, **args.extra_body}).encode())
     return found
 
 
-def save(args: argparse.Namespace, measured: Measured, part: str = "") -> None:
-    """Write the file that --save-result asks for: one object by vLLM's keys; `part` tells one of several runs from the
-    others, in its name."""
-    if not args.save_result:
-        return
-    most = f"-concurrency{args.max_concurrency}" if args.max_concurrency else ""
+def save(args: argparse.Namespace, run: Run, results: dict[str, Any], label: str) -> None:
+    """Write the file that --save-result asks for: one object by vLLM's keys; a `label` is a part of its name."""
+    model, most = results["model"], f"-concurrency{args.max_concurrency}" if args.max_concurrency else ""
     when = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    name = f"{args.label or args.backend}-{args.request_rate:g}qps{most}-{Path(measured.model).name}-{when}.json"
+    name = f"{args.label or args.backend}-{args.request_rate:g}qps{most}-{Path(model).name}-{when}.json"
     path = (args.result_dir or Path()) / (args.result_filename or name)
-    path = path.with_stem(f"{path.stem}-{part}") if part else path
+    path = path.with_stem(f"{path.stem}-{label.replace('/', '_')}") if label else path
     result = {
         "backend": args.backend,
         "endpoint_type": args.backend,
         "label": args.label,
-        "model_id": measured.model,
-        "tokenizer_id": args.tokenizer or args.model or measured.model,
+        "model_id": model,
+        "tokenizer_id": args.tokenizer or args.model or model,
         "num_prompts": args.num_prompts,
         **dict(args.metadata),
         "burstiness": args.burstiness,
-        **measured.results,
-        **environment(args, args.launch is not None),
+        **results,
+        **environment(args),
     }
-    if args.save_detailed:
-        result |= _details(measured.run)
+    if args.save_detailed:  # of each request, in the order of the prompts; times in seconds
+        result |= {
+            "input_lens": [one.prompt_tokens for one in run.outcomes],
+            "output_lens": [one.output_tokens for one in run.outcomes],
+            "start_times": [one.begun - run.begun for one in run.outcomes],
+            "ttfts": [one.ttft if one.chunks else 0.0 for one in run.outcomes],
+            "itls": [one.itls for one in run.outcomes],
+            "generated_texts": [one.text for one in run.outcomes],
+            "errors": [one.error or "" for one in run.outcomes],
+            "stages": [one.stages for one in run.outcomes],
+        }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, default=str) + "\n")
     say(f"wrote {path}")
-
-
-def _details(run: Run) -> dict[str, Any]:
-    """Each request's part, in lists in the order of the prompts; times in seconds."""
-    outcomes = run.outcomes
-    return {
-        "input_lens": [one.prompt_tokens for one in outcomes],
-        "output_lens": [one.output_tokens for one in outcomes],
-        "start_times": [one.begun - run.begun for one in outcomes],
-        "ttfts": [one.ttft if one.chunks else 0.0 for one in outcomes],
-        "itls": [one.itls for one in outcomes],
-        "generated_texts": [one.text for one in outcomes],
-        "errors": [one.error or "" for one in outcomes],
-        "stages": [one.stages for one in outcomes],
-    }

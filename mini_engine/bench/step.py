@@ -11,27 +11,37 @@ The bundled model, or that of --launch, decodes one batch; one torch thread. The
     forward   the model's part of that: embedding, layers, attention over the paged cache, logits
 The engine's share is step - forward. Execute - forward is the worker's part of it: the layout of the batch, sampling,
 tokens to Python. The rest is messages, scheduling and waking up, in the engine core and between it and the worker.
-What was measured stands in docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
+import itertools
 import json
 import os
 import signal
 import statistics
 import time
-import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from mini_engine.bench.decoding import Decoding, make_runner
-from mini_engine.bench.report import Report, say, table
-from mini_engine.bench.server import launched, server_flags
+import torch
+
+from mini_engine.bench.cli import Report, say, table
+from mini_engine.bench.server import fetch, launched, server_flags
 from mini_engine.cli import parse
+from mini_engine.config import EngineConfig
+from mini_engine.host import resolve_model
+from mini_engine.messages import Chunk, NewSequence, SamplingParams, Step
+from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.vision_language import VisionLanguageModel
+from mini_engine.worker import worker
+from mini_engine.worker.model_runner import Launched, ModelRunner
+from mini_engine.worker.normalisation import Normalisation
 
 MODEL_PARTS = ("embed", "forward", "logits")
 PROMPT_TOKENS = 32  # about those of the server's prompt
@@ -61,13 +71,12 @@ def run(args: argparse.Namespace) -> Report:
         api_server = next(int(child) for child in children if b"api 0" in Path(f"/proc/{child}/cmdline").read_bytes())
         for repeat in range(args.repeats):
             say(f"repeat {repeat + 1} of {args.repeats}")
-            decoding = Decoding(runner, args.batch, PROMPT_TOKENS, cached=0)
-            decoding.run(WARM_UP_STEPS)
-            forward[0], begun = 0.0, time.thread_time()
-            decoding.run(args.steps)
-            seconds["execute"].append((time.thread_time() - begun) / args.steps)
-            seconds["forward"].append(forward[0] / args.steps)
-            decoding.end()
+            with contextlib.closing(decode(runner, args.batch, PROMPT_TOKENS, cached=0)) as steps:
+                take(steps, WARM_UP_STEPS)
+                forward[0], begun = 0.0, time.thread_time()
+                take(steps, args.steps)
+                seconds["execute"].append((time.thread_time() - begun) / args.steps)
+                seconds["forward"].append(forward[0] / args.steps)
             seconds["step"].append(_step_seconds(root, api_server, args))
     least = {name: 1000 * min(values) for name, values in seconds.items()}
     share = 1 - least["forward"] / least["step"]
@@ -82,6 +91,54 @@ def run(args: argparse.Namespace) -> Report:
     return Report(results | {"batch": args.batch, "engine_share": round(share, 4)})
 
 
+def make_runner(config: EngineConfig, batch: int, longest: int) -> tuple[ModelRunner, VisionLanguageModel]:
+    """The runner of a worker alone, with a KV cache for `batch` sequences of `longest` tokens; and its model. For steps
+    without media."""
+    torch.set_num_threads(1)
+    worker.disable_cudnn_attention()
+    model_dir, device, tp = resolve_model(config), worker.choose_device(config, 0, 0), TensorParallel()
+    model = worker.load(model_dir, config, tp, device)
+    backend = worker.choose_backend(config.attention_backend, device)
+    attention = worker.make_attention(config, model, backend, batch * -(-longest // config.block_size))
+    graphs = worker.make_graphs(config, model, attention)
+    no_media: Any = SimpleNamespace(store=None, rows=None, check=lambda: None, release=lambda _: None)
+    runner = ModelRunner(model, attention, no_media, Normalisation.from_dir(model_dir), tp, None, graphs)
+    worker.record_graphs(runner)
+    return runner, model
+
+
+def decode(runner: ModelRunner, batch: int, context: int, cached: int) -> Generator[None, None, None]:
+    """`batch` sequences that decode together, a step for each item; the first is the prompt of `context` tokens, of
+    which the cache counts as filled with the first `cached`. A step is launched before the tokens of the one before are
+    taken, as in a worker."""
+    names = [f"bench-{number}" for number in range(batch)]
+    blocks = [iter(range(number, runner.num_blocks, batch)) for number in range(batch)]  # those yet to fill
+    params = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
+    started = [NewSequence(name, [7] * context, params, []) for name in names]
+    before: Launched | None = None
+    start, held = cached, 0
+    try:
+        for stop in itertools.count(context):
+            needed = -(-stop // runner.block_size)
+            chunks = [
+                Chunk(name, start, stop - start, list(itertools.islice(mine, needed - held)), True)
+                for name, mine in zip(names, blocks, strict=True)
+            ]
+            launched = runner.launch(Step(stop, started=started, chunks=chunks))
+            if before is not None:
+                before.result()
+            start, held, started, before = stop, needed, [], launched
+            yield
+    finally:
+        runner.execute(Step(0, finished=names))
+
+
+def take(steps: Iterator[None], count: int) -> None:
+    """Do so many of the steps."""
+    for _ in range(count):
+        next(steps)
+
+
 def _step_seconds(root: str, api_server: int, args: argparse.Namespace) -> float:
     """Of a step in the server at `root`."""
     body = {
@@ -89,16 +146,15 @@ def _step_seconds(root: str, api_server: int, args: argparse.Namespace) -> float
         "ignore_eos": True, "seed": 0, "temperature": 0, "return_timings": True,
     }  # fmt: skip
     headers = {"Content-Type": "application/json"}
-    asked = urllib.request.Request(f"{root}/v1/chat/completions", json.dumps(body).encode(), headers)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        response = pool.submit(urllib.request.urlopen, asked)
+        response = pool.submit(fetch, f"{root}/v1/chat/completions", headers, json.dumps(body).encode())
         time.sleep(SUBMIT_SECONDS)
         os.kill(api_server, signal.SIGSTOP)
         try:
             time.sleep(args.steps * LONGEST_STEP_SECONDS)
         finally:
             os.kill(api_server, signal.SIGCONT)
-        return float(json.load(response.result())["metrics"]["generation"]) / args.steps
+        return float(json.loads(response.result())["metrics"]["generation"]) / args.steps
 
 
 def _timed(function: Callable[..., Any], total: list[float]) -> Callable[..., Any]:

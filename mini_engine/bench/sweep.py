@@ -11,9 +11,8 @@ import argparse
 import copy
 
 from mini_engine.bench import serve
-from mini_engine.bench.datasets import load
-from mini_engine.bench.report import Report, say, table
-from mini_engine.bench.server import open_target, server_flags
+from mini_engine.bench.cli import Report, table
+from mini_engine.bench.server import server_flags
 from mini_engine.config import ConfigError
 
 COLUMNS = {
@@ -34,40 +33,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Measure each value, then print the table and draw the plot."""
     flag = "--" + args.flag.lstrip("-").replace("_", "-")
-    running = bool(args.base_url or args.host or args.port)
+    if not (args.base_url or args.host or args.port):
+        args.launch = args.launch or ""
     values = args.values.split(",")
-    points = [_with_value(args, flag, value, running) for value in values]
-    runs, failures, rows = [], [], []
-    for value, mine in zip(values, points, strict=True):
-        say(f"{flag} {value}")
-        launch = None if running else server_flags("--launch", mine.launch)
-        with open_target(mine, launch) as target:
-            measured = serve.measure(mine, target, load(mine, target.model), f"{flag} {value}")
-        serve.save(mine, measured, value.replace("/", "_"))
-        results, right = measured.results, measured.results["accuracy"]
-        runs.append(results)
-        failures += [f"{flag} {value}: {failure}" for failure in measured.failures]
-        rows.append([value, *map(results.get, COLUMNS), f"{right['share']:.1%}" if right else None])
-    print(table([flag, *COLUMNS.values(), "right"], rows))
+    points = [_with_value(args, flag, value) for value in values]
+    runs = [serve.measure(mine, f"{flag[2:]}={value}") for mine, value in zip(points, values, strict=True)]
+    results = [measured.results for measured in runs]
+    rows = [[value, *map(one.get, COLUMNS)] for value, one in zip(values, results, strict=True)]
+    print(table([flag, *COLUMNS.values()], rows))
     if args.plot is not None:
         from mini_engine.bench import plot
 
-        plot.draw_sweep(flag, values, runs, args.plot)
-    return Report({"flag": flag, "values": values, "runs": runs}, failures, all_here=not running)
+        plot.draw_sweep(flag, values, results, args.plot)
+    failures = [failure for measured in runs for failure in measured.failures]
+    return Report({"flag": flag, "values": values, "runs": results}, failures)
 
 
-def _with_value(args: argparse.Namespace, flag: str, value: str, running: bool) -> argparse.Namespace:
+def _with_value(args: argparse.Namespace, flag: str, value: str) -> argparse.Namespace:
     """The flags with one value.
 
     Raises:
         ConfigError: no such flag, a running server cannot change its flags, or the flags do not fit each other.
     """
     mine = copy.copy(args)
-    mine.launch = None if running else args.launch or ""
     parser = argparse.ArgumentParser(prog="bench.py sweep", usage="bench.py sweep [flags]", allow_abbrev=False)
     serve.add_arguments(parser)
     _, unknown = parser.parse_known_args([f"{flag}={value}"], mine)
-    if unknown and running:
+    if unknown and args.launch is None:
         raise ConfigError(f"--flag: {flag} is not a flag of this client; for a flag of the server, omit its address")
     if unknown:
         mine.launch = f"{mine.launch} {flag}={value}"

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from mini_engine.bench import cli
 from tests.e2e.running_server import RunningServer
@@ -36,10 +35,9 @@ class Ran:
     def results(self) -> dict[str, Any]:
         return self.last["results"]
 
-    def row(self, label: str) -> float:
-        """The first number of a row of the table."""
-        line = next(line for line in self.out.splitlines() if line.startswith(label))
-        return float(line.removeprefix(label).split()[0])
+    def row(self, name: str) -> list[str]:
+        """The cells of a row of a table."""
+        return next(cells[1:] for cells in map(str.split, self.out.splitlines()) if cells[:1] == [name])
 
 
 @pytest.fixture
@@ -57,14 +55,8 @@ def bench(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ran]]:
 
 
 @pytest.fixture(scope="session")
-def media_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("media")
-
-
-@pytest.fixture(scope="session")
-def server(media_dir: Path) -> Iterator[RunningServer]:
-    """May read files below `media_dir`."""
-    with RunningServer("--allowed-local-media-path", str(media_dir)) as running:
+def server() -> Iterator[RunningServer]:
+    with RunningServer() as running:
         yield running
 
 
@@ -74,69 +66,51 @@ def root(server: RunningServer) -> str:
     return server.url.removesuffix("/v1")
 
 
-class BrokenServer:
-    """A chat server that does what a prompt's text says: `ok` (three chunks and usage), `refuse` (500), `error` (an
-    error in the stream), `cut` (no [DONE]), `garbage` (no JSON), `strange` (JSON of another form), `bare` (no usage),
-    `hang up` (closes the connection).
-
-    `requests` are those that came. No answer begins before there were `wanted_at_once` requests at once.
-    """
+class BrokenServer(ThreadingHTTPServer):
+    """A server that does what a prompt's text says: `ok` (three chunks and usage), `refuse` (500), `error` (an error in
+    the stream), `cut` (no [DONE]), `garbage` (no JSON), `strange` (JSON of another form), `bare` (no usage), `hang up`
+    (closes the connection). `requests` are the path, headers and body of those that came."""
 
     def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
-        self.at_once = self.most_at_once = self.wanted_at_once = 0
 
-    def __enter__(self) -> BrokenServer:
-        ready = threading.Event()
-        self._thread = threading.Thread(target=asyncio.run, args=(self._serve(ready),))
-        self._thread.start()
-        assert ready.wait(30)
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: BrokenServer
 
-    async def _serve(self, ready: threading.Event) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        app = web.Application(client_max_size=1 << 24)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/{name:.*}", self._answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        ready.set()
-        await self._stop.wait()
-        await runner.cleanup()
+    def log_message(self, *_: object) -> None:
+        pass
 
-    async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "some-model"}]})
+    def do_GET(self) -> None:
+        found = self.path == "/v1/models"
+        self.reply(200 if found else 404, b'{"data": [{"id": "some-model"}]}' if found else b"")
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.requests.append((request.path, dict(request.headers), body))
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
-        while self.most_at_once < self.wanted_at_once:  # noqa: ASYNC110 - other requests change it
-            await asyncio.sleep(0.001)
-        behaviour = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
-        behaviour = behaviour.partition(":")[0]
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append((self.path, dict(self.headers), body))
+        asked = body["messages"][-1]["content"][0]["text"] if "messages" in body else body["prompt"]
+        behaviour = asked.partition(":")[0]
         if behaviour == "refuse":
-            self.at_once -= 1
-            return web.Response(status=500, text="out of order")
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await response.prepare(request)
-        *events, last = _events(behaviour, "messages" in body)
-        for event in events:
-            await response.write(b"data: " + event + b"\n\n")
-            await asyncio.sleep(0.01)
-        self.at_once -= 1  # before the client can send its next request
-        await response.write(b"data: " + last + b"\n\n")
-        if behaviour == "hang up":
-            assert request.transport is not None
-            request.transport.close()
-        return response
+            self.reply(500, b"out of order")
+            return
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for event in _events(behaviour, "messages" in body):
+            data = b"data: " + event + b"\n\n"
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+        self.close_connection = behaviour == "hang up"
+        if not self.close_connection:
+            self.wfile.write(b"0\r\n\r\n")
+
+    def reply(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
 
 def _events(behaviour: str, chat: bool) -> list[bytes]:
@@ -159,7 +133,11 @@ def _events(behaviour: str, chat: bool) -> list[bytes]:
 @pytest.fixture
 def broken() -> Iterator[BrokenServer]:
     with BrokenServer() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
         yield server
+        server.shutdown()
+        thread.join()
 
 
 @pytest.fixture

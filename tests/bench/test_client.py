@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from pathlib import Path
 
 import numpy as np
@@ -15,23 +14,13 @@ from mini_engine.bench.client import arrivals
 COUNT = 4000
 
 
-def gaps(rate: float, burstiness: float, seed: int = 1) -> np.ndarray:
-    return np.diff(arrivals(COUNT, rate, burstiness, random.Random(seed)), prepend=0.0)
-
-
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_burstiness_is_the_shape_of_a_gamma_distribution(burstiness: float):
     rate = 5.0
-    found = gaps(rate, burstiness)
+    found = np.diff(arrivals(COUNT, rate, burstiness, np.random.default_rng(1)), prepend=0.0)
     spread = 1 / (rate * math.sqrt(burstiness))
     assert abs(found.mean() - 1 / rate) < 5 * spread / math.sqrt(COUNT)
     assert found.std() == pytest.approx(spread, rel=0.15)
-
-
-def test_an_infinite_rate_is_all_at_once_and_a_seed_fixes_the_rest():
-    assert arrivals(3, math.inf, 1.0, random.Random(0)) == [0.0, 0.0, 0.0]
-    assert (gaps(2.0, 1.0, seed=3) == gaps(2.0, 1.0, seed=3)).all()
-    assert (gaps(2.0, 1.0, seed=3) != gaps(2.0, 1.0, seed=4)).all()
 
 
 def test_each_failure_is_counted_and_shown(bench, broken, prompts, tmp_path: Path):
@@ -41,7 +30,7 @@ def test_each_failure_is_counted_and_shown(bench, broken, prompts, tmp_path: Pat
     assert ran.status == 1
     results = ran.results
     assert (results["completed"], results["failed"]) == (2, 8)
-    assert ran.row("Successful requests:") == 2 and ran.row("Failed requests:") == 8
+    assert ran.row("completed") == ["2"] and ran.row("failed") == ["8"]
     assert results["total_output_tokens"] == 12 and results["total_input_tokens"] == 20  # of the two
     result = json.loads((tmp_path / "r.json").read_text())
     said = dict(zip(behaviours, result["errors"], strict=True))
@@ -50,9 +39,7 @@ def test_each_failure_is_counted_and_shown(bench, broken, prompts, tmp_path: Pat
     assert said["cut"] == "ValueError: the stream ended without [DONE] after 3 chunks"
     assert said["garbage"].startswith("DecodeError: ") and said["strange"].startswith("TypeError: ")
     assert "ClientPayloadError" in said["hang up"]
-    failures = ran.last["failures"]
-    assert failures[0] == "2 of 10 requests: ValueError: status 500: out of order", "the most frequent first"
-    assert f"failed: {failures[0]}" in ran.out
+    assert ran.last["failures"][0] == "2 of 10 requests: ValueError: status 500: out of order", "most frequent first"
 
 
 def test_failed_warm_ups_are_reported_apart(bench, broken, prompts):
@@ -62,20 +49,13 @@ def test_failed_warm_ups_are_reported_apart(bench, broken, prompts):
     assert ran.last["failures"] == ["warm-up: 1 of 1 requests: ValueError: status 500: out of order"]
 
 
-def test_no_more_than_the_given_number_at_once(bench, broken, prompts):
-    broken.wanted_at_once = 3
-    ran = bench(*prompts(*["ok"] * 12), "--base-url", broken.url, "--max-concurrency", 3)
-    assert ran.status == 0 and broken.most_at_once == 3 == ran.results["max_concurrent_requests"]
-    assert ran.results["max_concurrency"] == 3
-
-
 def test_what_is_sent(bench, broken, prompts, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     flags = ["--ignore-eos", "--top-k", 7, "--logprobs", 2, "--extra-body", '{"min_p": 0.1}', "--header", "X-Team=a"]
     ran = bench(*prompts("ok"), "--base-url", broken.url, *flags)
     assert ran.status == 0 and ran.results["model"] == "some-model"
     [(path, headers, body)] = broken.requests
-    assert body.pop("messages") == [{"role": "user", "content": "ok"}]
+    assert body.pop("messages") == [{"role": "user", "content": [{"type": "text", "text": "ok"}]}]
     assert body == {
         "model": "some-model", "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
         "max_completion_tokens": 50, "ignore_eos": True, "top_k": 7, "logprobs": True, "top_logprobs": 2, "min_p": 0.1,

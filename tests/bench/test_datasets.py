@@ -5,19 +5,18 @@ from __future__ import annotations
 import base64
 import io
 import json
-import random
 from collections import Counter
 from pathlib import Path
 
 import datasets as hub
+import numpy as np
 import pytest
 from PIL import Image
 from transformers import AutoTokenizer
 
 from mini_engine.bench import serve
 from mini_engine.bench.cli import parse
-from mini_engine.bench.datasets import Prompts, load, repeat_order
-from mini_engine.bench.prompts import Prompt
+from mini_engine.bench.datasets import Prompt, Prompts, load, repeat_order
 from mini_engine.config import BUNDLED_MODEL, BUNDLED_NAME, ConfigError
 from mini_engine.demo import questions, videos
 
@@ -29,8 +28,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 def loaded(name: str, *flags: object) -> Prompts:
-    argv = ["--dataset-name", name, "--num-prompts", "4", "--num-warmups", "0", "--disable-tqdm", *map(str, flags)]
-    args = parse(argv)
+    args = parse(["--dataset-name", name, "--num-prompts", "4", "--num-warmups", "0", *map(str, flags)])
     serve.check(args)
     return load(args, BUNDLED_NAME)
 
@@ -41,12 +39,10 @@ def media_of(prompt: Prompt) -> bytes:
 
 @pytest.mark.parametrize(("ratio", "unique"), [(1.0, 40), (0.5, 20), (0.26, 10), (0.0, 1)])
 def test_the_unique_ratio_by_counting(ratio: float, unique: int):
-    order = repeat_order(40, ratio, random.Random(5))
+    order = repeat_order(40, ratio, np.random.default_rng(5))
     assert len(order) == 40 and len(set(order)) == unique
     firsts = [number for place, number in enumerate(order) if number not in order[:place]]
     assert firsts == list(range(unique)), "new ones are numbered as they come"
-    again = {number for place, number in enumerate(order) if number in order[:place]}
-    assert len(again) >= min(40 - unique, unique) / 3, "and not always the same ones come again"
 
 
 def test_media_are_repeated_and_warm_ups_have_their_own():
@@ -76,14 +72,10 @@ def test_random_mm_draws_sizes_by_weight():
     assert [len(prompt.urls) for prompt in found] == [2] * 40
     sizes: Counter[tuple[int, ...]] = Counter()
     for prompt in found:
-        data = media_of(prompt)
-        if prompt.urls[0].startswith("data:image"):
-            sizes[(*videos.decode_image(data).shape[:2], 1)] += 1
-        else:
-            frames, _ = videos.decode(data)
-            sizes[(*frames.shape[1:3], len(frames))] += 1
-    assert set(sizes) == {(64, 96, 1), (48, 80, 4)}
-    assert 22 <= sizes[64, 96, 1] <= 38, "three quarters of 40, within three standard deviations"
+        image, data = prompt.urls[0].startswith("data:image"), media_of(prompt)
+        sizes[(videos.decode_image(data)[None] if image else videos.decode(data)[0]).shape[:3]] += 1
+    assert set(sizes) == {(1, 64, 96), (4, 48, 80)}
+    assert 22 <= sizes[1, 64, 96] <= 38, "three quarters of 40, within three standard deviations"
 
 
 def test_random_texts_have_as_many_tokens_as_asked_for():
@@ -94,15 +86,11 @@ def test_random_texts_have_as_many_tokens_as_asked_for():
         assert len({prompt.text for prompt in found}) == 12
         return [(len(count.encode(prompt.text)), prompt.output_tokens) for prompt in found]
 
-    assert set(made()) == {(20, 128)}
     assert set(made("--random-prefix-len", 5, "--random-output-len", 3)) == {(25, 3)}
-    lengths, outputs = zip(*made("--random-range-ratio", 0.5, "--output-len", 10), strict=True)
-    assert 10 <= min(lengths) < 20 < max(lengths) <= 30 and 5 <= min(outputs) < 10 < max(outputs) <= 15
+    lengths, outputs = zip(*made("--random-range-ratio", 0.5), strict=True)
+    assert 10 <= min(lengths) < 20 < max(lengths) <= 30 and 64 <= min(outputs) < 128 < max(outputs) <= 192
     first, second = (prompt.text.split() for prompt in loaded("random", "--random-prefix-len", 50).measured[:2])
     assert first[:50] == second[:50] and first[50:] != second[50:]
-
-
-# --- records
 
 
 def write(path: Path, records: list[dict]) -> str:
@@ -136,8 +124,7 @@ def test_sharegpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert all(prompt.output_tokens == 9 and prompt.answer is None for prompt in (first, second, third, fourth))
     assert len({loaded("sharegpt", *flags, "--seed", seed).measured[0].text for seed in range(9)}) > 1
     assert len(loaded("sharegpt", *flags, "--num-prompts", 7).measured) == 7, "some are sent again"
-    assert "7 different ones" in capsys.readouterr().err
-    assert len(loaded("sharegpt", *flags, "--num-prompts", 7, "--no-oversample").measured) == 4
+    assert "some are sent again" in capsys.readouterr().err
 
 
 def test_warm_ups_of_files_show_other_media_than_the_measured_ones(tmp_path: Path):

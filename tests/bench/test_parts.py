@@ -1,4 +1,4 @@
-"""`transport`, `step` and `gpu` as a user runs them, as small as can be."""
+"""Commands in processes of their own: `transport`, `step` and `gpu`, as small as can be, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def bench(*argv: str) -> subprocess.Popen[str]:
     )
 
 
-def results(*argv: str) -> dict:
+def last_line(*argv: str) -> dict:
     """Of a run that leaves no process behind."""
     ran, family = bench(*argv), set()
     while ran.poll() is None:
@@ -27,8 +27,9 @@ def results(*argv: str) -> dict:
         time.sleep(0.1)
     out, err = ran.communicate()
     assert ran.returncode == 0, out + err
+    assert family
     assert_gone(family)
-    return json.loads(out.splitlines()[-1])["results"]
+    return json.loads(out.splitlines()[-1])
 
 
 def assert_gone(family: set[int]) -> None:
@@ -38,8 +39,27 @@ def assert_gone(family: set[int]) -> None:
         time.sleep(0.05)
 
 
+def test_a_launched_server_is_stopped():
+    found = last_line("--launch", "--block-size 8", "--num-prompts", "2")
+    assert found["environment_of"] == "all" and found["results"]["completed"] == 2
+
+
+@pytest.mark.parametrize(
+    ("processes", "command"),
+    [(5, ["--launch", "", "--num-prompts", "5000"]), (3, ["transport", "--payloads", "1", "--repeats", "100000"])],
+)
+def test_the_processes_of_a_killed_benchmark_exit(processes: int, command: list[str]):
+    ran = bench(*command)
+    while len(family := set(descendants(ran.pid))) < processes:
+        assert ran.poll() is None
+        time.sleep(0.05)
+    ran.kill()
+    ran.communicate()
+    assert_gone(family)
+
+
 def test_transport():
-    rows = results("transport", "--payloads", "0.01", "2", "--repeats", "2")["rows"]
+    rows = last_line("transport", "--payloads", "0.01", "2", "--repeats", "2")["results"]["rows"]
     states = [("direct_rpc", "fresh"), ("torch_shm", "cold"), ("torch_shm", "reused")]
     keys = [(row["payload_mb"], row["ranks"], row["placement"], row["memory"]) for row in rows]
     assert keys == [(size, ranks, *state) for size in (0.01, 2) for ranks in (1, 2) for state in states]
@@ -48,18 +68,9 @@ def test_transport():
         assert min(parts) > 0 and row["total_ms"] == pytest.approx(sum(parts), abs=1e-3), "a median of two is the mean"
 
 
-def test_the_ranks_of_a_killed_benchmark_exit():
-    ran = bench("transport", "--payloads", "1", "--repeats", "100000")
-    while len(family := set(descendants(ran.pid))) < 3:
-        assert ran.poll() is None
-        time.sleep(0.05)
-    ran.kill()
-    ran.communicate()
-    assert_gone(family)
-
-
 def test_step():
-    found = results("step", "--batch", "3", "--steps", "12", "--repeats", "1", "--launch", "--block-size 8")
+    command = ["step", "--batch", "3", "--steps", "12", "--repeats", "1", "--launch", "--block-size 8"]
+    found = last_line(*command)["results"]
     assert found["batch"] == 3 and 0 < found["forward_ms"] < found["execute_ms"] and found["step_ms"] > 0
     assert found["engine_share"] == pytest.approx(1 - found["forward_ms"] / found["step_ms"], abs=1e-3)
 
@@ -75,5 +86,5 @@ def test_without_cuda_gpu_says_so_in_one_line():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_device():
     """With the bundled model, whose contexts are short."""
-    found = results("gpu", "--launch", "--dtype bfloat16", "--batches", "1", "3", "--contexts", "256", "--steps", "5")
-    assert [row["part"] for row in found["rows"]] == ["decode", "decode", "prefill", "vision"]
+    command = ["gpu", "--launch", "--dtype bfloat16", "--batches", "1", "3", "--contexts", "256", "--steps", "5"]
+    assert [row["part"] for row in last_line(*command)["results"]["rows"]] == ["decode", "decode", "prefill", "vision"]
