@@ -30,6 +30,7 @@ class Target:
     model: str
     timings: bool
     headers: dict[str, str]
+    disable_tqdm: bool = False
 
 
 @dataclass
@@ -94,7 +95,7 @@ def arrivals(count: int, rate: float, burstiness: float, rng: np.random.Generato
 async def send_all(target: Target, bodies: Sequence[bytes], starts: Iterable[float], at_once: int | None) -> Run:
     """Send request i `starts[i]` seconds after the start, or once there is room for it, and wait for all."""
     room = asyncio.Semaphore(at_once or len(bodies))
-    bar = tqdm(total=len(bodies), unit=" requests", disable=None)  # only on a terminal
+    bar = tqdm(total=len(bodies), unit=" requests", disable=target.disable_tqdm or None)  # None: only on a terminal
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS)
     timeout = aiohttp.ClientTimeout()  # none
 

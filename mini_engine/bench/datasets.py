@@ -136,7 +136,7 @@ def _questions(args: argparse.Namespace, order: list[int]) -> list[Prompt]:
     """Questions that the bundled model answers; that of place i is about medium `order[i]`."""
     first = FIRST_SEED + args.seed * SEEDS_EACH
     show = _video if args.dataset_name == "synthetic-video" else _image
-    media = _render([functools.partial(show, first + number) for number in range(max(order) + 1)])
+    media = _render([functools.partial(show, first + number) for number in range(max(order) + 1)], args)
     prompts = []
     for place, number in enumerate(order):
         scene = videos.make_scene(first + number)
@@ -158,7 +158,7 @@ def _of_sizes(args: argparse.Namespace, order: list[int]) -> list[Part]:
         height, width, frames = sizes[index]
         show = _image if frames == 1 else functools.partial(_video, num_frames=frames)
         work.append(functools.partial(show, first + number, width=width, height=height))
-    media = _render(work)
+    media = _render(work, args)
     return [media[number] for number in order]
 
 
@@ -171,11 +171,11 @@ def _image(seed: int, **fixed: Any) -> Part:
     return _media_part(videos.encode_image(videos.render_image(seed, **fixed)), "image", "image/png")
 
 
-def _render(work: Sequence[Callable[[], Part]]) -> list[Part]:
+def _render(work: Sequence[Callable[[], Part]], args: argparse.Namespace) -> list[Part]:
     """By as many threads as there are cores: drawing and encoding leave the GIL."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         made = pool.map(lambda show: show(), work)
-        return list(tqdm(made, "rendering", len(work), leave=False, unit=" media", disable=None))
+        return list(tqdm(made, "rendering", len(work), leave=False, unit=" media", disable=args.disable_tqdm or None))
 
 
 def _texts(args: argparse.Namespace, tokenizer: str, count: int) -> list[tuple[str, int]]:
@@ -209,8 +209,10 @@ def _read(args: argparse.Namespace, tokenizer: str, order: list[int]) -> Prompts
     unique = max(order) + 1
     found = _read_prompts(args, unique + args.num_warmups, tokenizer)
     if len(found) < unique:
-        say(f"{args.dataset_path} has {len(found)} prompts; --num-prompts asks for {unique}: some are sent again")
-    measured = [found[number % len(found)] for number in order]
+        say(f"{args.dataset_path} has {len(found)} prompts; --num-prompts asks for {unique} different ones: "
+            f"{'each is sent once' if args.no_oversample else 'some are sent again'}")  # fmt: skip
+        order = list(range(len(found))) if args.no_oversample else [number % len(found) for number in order]
+    measured = [found[number] for number in order]
     shown = {url for prompt in measured for url in prompt.urls}
     return Prompts(measured, [prompt for prompt in found[unique:] if shown.isdisjoint(prompt.urls)])
 

@@ -27,6 +27,7 @@ from mini_engine.config import ConfigError
 SYNTHETIC_CONCURRENCY = 8
 USED_BY = {  # flags that only some data sets use
     "dataset_path": READ,
+    "no_oversample": READ,
     "disable_shuffle": READ,
     "hf_subset": ("hf",),
     "hf_split": ("hf",),
@@ -103,6 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="Model name in requests; default: the first name of /v1/models.")
     add("--served-model-name", metavar="NAME", help="Model name in requests, if --model names the tokenizer.")
     add("--header", type=pair, nargs="+", default=[], metavar="KEY=VALUE", help="Additional HTTP headers.")
+    add("--ready-check-timeout-sec", type=float, default=0.0, metavar="SECONDS",
+        help="Seconds to wait until the server answers (default: 0).")  # fmt: skip
     add("--tokenizer", metavar="NAME", help="Directory or hub name of the tokenizer that random texts and the lengths "
         "of a data set's own answers need (default: --model, or the server's name of it).")  # fmt: skip
     add = parser.add_argument_group("prompts").add_argument
@@ -127,6 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--unique-ratio", type=float, metavar="SHARE",
         help="Fraction of prompts with new media; the others repeat media of earlier ones. Whole prompts are repeated "
         "with data from files (default: 1).")  # fmt: skip
+    add("--no-oversample", action="store_true", help="Do not repeat prompts if the file has too few; send fewer.")
     add("--disable-shuffle", action="store_true", help="Keep the order of a file's records.")
     add("--seed", type=int, default=0, help="Random seed (default: 0).")
     _add_traffic_and_results(parser)
@@ -160,6 +164,7 @@ def _add_traffic_and_results(parser: argparse.ArgumentParser) -> None:
     add("--result-filename", metavar="NAME", help="Its name; default: from backend, rate, concurrency, model, time.")
     add("--label", metavar="NAME", help="Label in the file, and prefix of its name instead of the backend.")
     add("--metadata", type=pair, nargs="+", default=[], metavar="KEY=VALUE", help="Additional keys of the file.")
+    add("--disable-tqdm", action="store_true", help="Hide the progress bar, which only a terminal shows.")
     add("--plot", type=Path, metavar="FILE", help="Plot latencies, throughput and stages to a file, such as out.png.")
 
 

@@ -54,7 +54,18 @@ def open_target(args: argparse.Namespace) -> Iterator[Target]:
         root = (args.base_url or f"http://{args.host or '127.0.0.1'}:{args.port or 8000}").rstrip("/")
         if args.launch is not None:
             root, _ = stack.enter_context(launched(server_flags("--launch", args.launch)))
-        yield _probe(args, root)
+        yield _probe_until_ready(args, root)
+
+
+def _probe_until_ready(args: argparse.Namespace, root: str) -> Target:
+    deadline = time.monotonic() + args.ready_check_timeout_sec
+    while True:
+        try:
+            return _probe(args, root)
+        except BenchError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(1)
 
 
 def _probe(args: argparse.Namespace, root: str) -> Target:
@@ -73,7 +84,7 @@ def _probe(args: argparse.Namespace, root: str) -> Target:
             f"no server answers at {root} ({error.reason}): start one with `python serve.py`, or let bench.py start it "
             'with --launch ""'
         ) from None
-    return Target(root + (args.endpoint or ENDPOINTS[args.backend]), model, timings, headers)
+    return Target(root + (args.endpoint or ENDPOINTS[args.backend]), model, timings, headers, args.disable_tqdm)
 
 
 def fetch(url: str, headers: dict[str, str], body: bytes | None = None) -> bytes:

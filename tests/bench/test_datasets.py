@@ -125,6 +125,7 @@ def test_sharegpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert len({loaded("sharegpt", *flags, "--seed", seed).measured[0].text for seed in range(9)}) > 1
     assert len(loaded("sharegpt", *flags, "--num-prompts", 7).measured) == 7, "some are sent again"
     assert "some are sent again" in capsys.readouterr().err
+    assert len(loaded("sharegpt", *flags, "--num-prompts", 7, "--no-oversample").measured) == 4
 
 
 def test_warm_ups_of_files_show_other_media_than_the_measured_ones(tmp_path: Path):
