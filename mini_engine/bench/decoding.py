@@ -3,59 +3,40 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from mini_engine.config import EngineConfig
 from mini_engine.host import resolve_model
-from mini_engine.messages import Chunk, MessageId, NewSequence, SamplingParams, Step, TensorHandle
+from mini_engine.messages import Chunk, NewSequence, SamplingParams, Step
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
-from mini_engine.transport.arena import ReadableMemory
 from mini_engine.worker.model_runner import Launched, ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.worker import (
     choose_backend,
     choose_device,
-    disable_cudnn_attention,
     load,
     make_attention,
     make_graphs,
     record_graphs,
 )  # fmt: skip
 
-
-class NoMedia:
-    """For steps without media."""
-
-    store: ReadableMemory | None = None
-
-    def check(self) -> None:
-        pass
-
-    def rows(self, handle: TensorHandle, first: int, stop: int) -> torch.Tensor:
-        raise KeyError(handle, first, stop)
-
-    def release(self, messages: list[MessageId]) -> None:
-        pass
-
-    def register_store(self, nbytes: int) -> None:
-        pass
-
-    def drop_sender(self, incarnation: int) -> None:
-        pass
+NO_MEDIA: Any = SimpleNamespace(store=None, check=lambda: None, release=lambda _: None)
+"""In place of `MediaInputs`, for steps without media."""
 
 
 def make_runner(config: EngineConfig, batch: int, longest: int) -> tuple[ModelRunner, VisionLanguageModel]:
     """The only rank's runner, with a KV cache for `batch` sequences of `longest` tokens; and its model."""
     torch.set_num_threads(1)
-    disable_cudnn_attention()
     model_dir, device, tp = resolve_model(config), choose_device(config, 0, 0), TensorParallel()
     model = load(model_dir, config, tp, device)
     backend = choose_backend(config.attention_backend, device)
     attention = make_attention(config, model, backend, batch * -(-longest // config.block_size))
     graphs = make_graphs(config, model, attention)
-    runner = ModelRunner(model, attention, NoMedia(), Normalisation.from_dir(model_dir), tp, None, graphs)
+    runner = ModelRunner(model, attention, NO_MEDIA, Normalisation.from_dir(model_dir), tp, None, graphs)
     record_graphs(runner)
     return runner, model
 
