@@ -6,7 +6,6 @@ Which parts these are the layers say (`layers.Piece`); which names a family's ch
 
 import zlib
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +23,7 @@ from mini_engine.model.vision_language import VisionLanguageModel
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 DUMMY_SPREAD = 0.035  # of uniform values: their deviation is 0.02, as transformers starts these models
-# A tensor is made, or compared, in runs of whole rows, so that what is held beside the parameters stays small.
+# A tensor is read, or made, in runs of whole rows, so that what is held beside the parameters stays small.
 RUN_VALUES = 4 << 20
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -74,12 +73,15 @@ def load_weights(model: nn.Module, path: str | Path, canonical_name: Callable[[s
     found = find_tensors(Path(path), canonical_name)
     pieces = list(pieces_of(model))
     _check(pieces, found, path)
-    file_of = {piece.source: found[piece.source].file for piece in pieces}
-    for file, group in groupby(sorted(pieces, key=lambda one: file_of[one.source]), lambda one: file_of[one.source]):
+    by_file: dict[Path, list[Piece]] = {}
+    for piece in pieces:
+        by_file.setdefault(found[piece.source].file, []).append(piece)
+    for file, group in by_file.items():
         with safe_open(file, framework="pt") as opened:
             for piece in group:
-                # A view of the mapped file: this converts the dtype and moves to the device in one pass.
-                piece.target.copy_(opened.get_slice(found[piece.source].name)[piece.index])
+                stored = opened.get_slice(found[piece.source].name)
+                for index, target in _in_runs(piece):
+                    target.copy_(stored[index])  # a view of the mapped file
     for piece in pieces:
         if piece.twin in found and not _is_same(piece, found[piece.twin]):
             raise CheckpointError(

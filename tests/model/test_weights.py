@@ -144,30 +144,14 @@ def test_quantised_weights_are_named(copy):
         load(copy)
 
 
-@pytest.mark.parametrize(("stored", "served"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
-def test_what_is_stored_in_another_format_is_converted(stored, served, copy):
-    rewrite(copy, lambda t: t.update({name: tensor.to(stored) for name, tensor in t.items()}))
-    model = load_model(copy, TensorParallel(), served, CPU)
-    assert {p.dtype for p in model.parameters()} == {served}
-    assert model.decoder.rope.inv_freq.dtype == model.visual.inv_freq.dtype == torch.float32
-    for name, tensor in whole_tensors(model).items():
-        same = {canonical_name(key): value for key, value in load_file(copy / FILE).items()}[name]
-        assert torch.equal(tensor, same.to(served))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_random_weights_are_random(dtype, checkpoint):
-    tensors = whole_tensors(load_model(checkpoint.path, TensorParallel(), dtype, CPU, "dummy"))
+def test_random_weights_are_random(checkpoint):
+    tensors = whole_tensors(load_model(checkpoint.path, TensorParallel(), torch.bfloat16, CPU, "dummy"))
     matrices = {name: tensor.float().flatten(1) for name, tensor in tensors.items() if tensor.ndim > 1}
     for name, matrix in matrices.items():
         assert matrix.std().item() == pytest.approx(0.02, rel=0.1), name
         assert abs(matrix.mean().item()) < 0.002, name
         assert torch.linalg.matrix_rank(matrix) == min(matrix.shape), name
     assert len({matrix.sum().item() for matrix in matrices.values()}) == len(matrices)
-    for name, tensor in tensors.items():
-        if tensor.ndim == 1:
-            assert tensor.float().mean().item() == pytest.approx(float(name.endswith("weight")), abs=0.02), name
-            assert len(tensor.unique()) > 8
 
 
 def test_runs_of_rows_and_ranks_make_and_read_the_same_weights(copy, monkeypatch):
