@@ -95,7 +95,6 @@ def make_runner(config: EngineConfig, batch: int, longest: int) -> tuple[ModelRu
     """The runner of a worker alone, with a KV cache for `batch` sequences of `longest` tokens; and its model. For steps
     without media."""
     torch.set_num_threads(1)
-    worker.disable_cudnn_attention()
     model_dir, device, tp = resolve_model(config), worker.choose_device(config, 0, 0), TensorParallel()
     model = worker.load(model_dir, config, tp, device)
     backend = worker.choose_backend(config.attention_backend, device)

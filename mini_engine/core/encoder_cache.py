@@ -1,7 +1,7 @@
 """Which media items have their embeddings in the ranks' encoder cache, by media hash, within a budget in tokens.
 
 It knows hashes and token counts. A request reserves room for all of its items at once, when it is admitted, and keeps
-it until it finishes; a preempted one keeps it. `worker/media.py` holds the embeddings.
+it until it finishes; a preempted one keeps it. `worker/model_runner.py` holds the embeddings.
 """
 
 from __future__ import annotations

@@ -1,17 +1,21 @@
 """The small operators of a layer in Triton, each one pass over memory; `ops.py` says what they compute.
 
-All arithmetic is float32. Tensors lie on the current CUDA device; the last axis of each is contiguous.
+All arithmetic is float32. Tensors lie on the current CUDA device; the last axis of each is contiguous. Kernels are
+launched on that device's current stream: a worker makes its device current once, at its start, so no launch pays for a
+guard. Other callers of these functions, and of those of `paged.py`, must do the same first.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mini_engine.kernels.triton_env import padded
-
+# A product and a sum become one operation, with one rounding. Without it Triton 3.9 warns, and 3.10 will not do it.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 COLUMNS = 1024  # of one program, where rows are cut
 
 
@@ -186,6 +190,11 @@ def penalise(scores: Tensor, counts: Tensor, rows: Tensor, factors: Tensor) -> N
         _penalise[(count, triton.cdiv(size, COLUMNS))](
             scores, counts, rows, factors, SIZE=size, COLUMNS=COLUMNS, num_warps=4
         )
+
+
+def padded(size: int, least: int = 1) -> int:
+    """The power of two that holds `size`: the shapes of Triton's blocks are powers of two."""
+    return max(least, triton.next_power_of_2(size))
 
 
 def _warps(size: int) -> int:

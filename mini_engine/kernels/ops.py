@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from types import ModuleType
-from typing import cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,21 +38,21 @@ def triton_obstacle(device: torch.device) -> str | None:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang and Sennrich 2019), a new tensor."""
     if fused(x):
-        return cast(Tensor, _kernels().rms_norm(x, weight, eps))
+        return _kernels().rms_norm(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add `residual` to `x` in place; returns `rms_norm` of the sum. Both contiguous and of one shape."""
     if fused(x):
-        return cast(Tensor, _kernels().rms_norm(x, weight, eps, residual))
+        return _kernels().rms_norm(x, weight, eps, residual)
     return F.rms_norm(x.add_(residual), weight.shape, weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` (SwiGLU, Shazeer 2020) of `[n, 2 * size]`, gate before up -> `[n, size]`."""
     if fused(gate_up):
-        return cast(Tensor, _kernels().silu_mul(gate_up))
+        return _kernels().silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -69,7 +68,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         A new contiguous tensor of x's dtype.
     """
     if fused(x):
-        return cast(Tensor, _kernels().rotate(x, cos, sin))
+        return _kernels().rotate(x, cos, sin)
     wide = x.float()
     # In place on the fresh product: for a long video the page faults of one more buffer cost as much as the arithmetic.
     return (wide * cos).addcmul_(wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
@@ -84,7 +83,7 @@ def mrope_tables(positions: Tensor, axis: Tensor, frequencies: Tensor) -> tuple[
         frequencies: float32 `[head_dim / 2]`.
     """
     if fused(positions):
-        return cast(tuple[Tensor, Tensor], _kernels().mrope(positions, axis, frequencies))
+        return _kernels().mrope(positions, axis, frequencies)
     return rotary_tables(positions.index_select(0, axis).T.float() * frequencies)
 
 
@@ -102,7 +101,7 @@ def normalise(patches: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype) ->
         mean, std: float32 `[channels]`, on the same device.
     """
     if fused(patches):
-        return cast(Tensor, _kernels().normalise(patches, mean, std, dtype))
+        return _kernels().normalise(patches, mean, std, dtype)
     x = patches.view(len(patches), len(mean), -1).to(torch.float32)
     return x.sub_(mean.view(1, -1, 1)).div_(std.view(1, -1, 1)).view(patches.shape).to(dtype)
 
@@ -146,7 +145,7 @@ def penalise(scores: Tensor, counts: Tensor, rows: Tensor, factors: Tensor) -> N
     scores[row, token] = new - (times * frequency + (times > 0) * presence)
 
 
-def _kernels() -> ModuleType:
+def _kernels() -> Any:
     """Triton takes a second to import, and is not there at all beside a torch for CPUs alone."""
     from mini_engine.kernels import elementwise
 

@@ -11,6 +11,7 @@ A key past the context is never loaded: whatever an earlier owner left in a bloc
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mini_engine.kernels.triton_env import matmul, padded
+from mini_engine.kernels.elementwise import padded
 
 LOG2_E = 1.4426950408889634
 # Keys of a split at the least: below that its share of the final sum costs more than it saves.
@@ -26,6 +27,17 @@ LEAST_SPLIT = 256
 MOST_SPLITS = 64
 # Programs for each of the device's processors that a decode is split into: several, to even out ragged contexts.
 PROGRAMS_PER_PROCESSOR = 4
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def matmul(a, b):
+    """`a b` in float32, of two blocks of one dtype; float32 is not cut to TF32."""
+    if INTERPRETED:
+        # The interpreter multiplies the bits of bfloat16 as if they were integers.
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit

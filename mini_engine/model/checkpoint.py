@@ -1,29 +1,21 @@
-"""The safetensors files of a model directory: which tensors lie where, and reading parts of them.
+"""The safetensors files of a model directory: which tensors lie where.
 
-Knows nothing of models: a given mapping converts names. Imports torch only to read, so that a process
-that holds no tensors may ask whether a checkpoint is whole.
+Knows nothing of models: a given mapping converts names.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # An error that lists thousands of names hides its own message.
 MAX_LISTED = 8
-# What was read of a mapped file stays in this process's resident memory until it is unmapped: at most so much of it.
-MAPPED_BYTES = 64 << 20
 
 
 class CheckpointError(ValueError):
@@ -68,41 +60,6 @@ def shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
-class Reader:
-    """Reads parts of stored tensors, best in the order of the files: one is open at a time. Use it in a `with`."""
-
-    def __init__(self) -> None:
-        self._file: Path | None = None
-        self._handle: Any = None
-        self._mapped = 0
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Unmaps the open file."""
-        if self._handle is not None:
-            self._handle.__exit__(None, None, None)
-        self._file, self._handle, self._mapped = None, None, 0
-
-    def read(self, stored: Stored, index: tuple[slice, ...]) -> Tensor:
-        """The part `index` of the leading axes: a view of the mapped file, to be dropped before the next call."""
-        if stored.file != self._file:
-            self._open(stored.file)
-        part: Tensor = self._handle.get_slice(stored.name)[index]
-        # Of whole rows, since pages hold more than a few columns. None of it is in memory before it is used.
-        nbytes = len(part) * math.prod(stored.shape[1:]) * part.element_size()
-        if self._mapped + nbytes > MAPPED_BYTES and self._mapped:
-            self._open(stored.file)
-            part = self._handle.get_slice(stored.name)[index]
-        self._mapped += nbytes
-        return part
-
-    def _open(self, file: Path) -> None:
-        self.__exit__()
-        self._file, self._handle = file, safe_open(file, framework="pt").__enter__()
-
-
 def _read_index(path: Path) -> dict[str, str]:
     """Tensor -> file name; empty without an index."""
     if not path.exists():
@@ -128,12 +85,6 @@ def _files(directory: Path, index: dict[str, str]) -> Iterable[Path]:
         return [directory / SINGLE_FILE]
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
-        if pickled:
-            raise CheckpointError(
-                f"{directory} has its weights in {shorten(pickled)} only, and unpickling can run any code; "
-                "convert them to safetensors"
-            )
         raise CheckpointError(
             f"{directory} has no safetensors files, and no others are read; download them, or set --load-format dummy"
         )
@@ -141,11 +92,8 @@ def _files(directory: Path, index: dict[str, str]) -> Iterable[Path]:
 
 
 def _header(file: Path) -> list[Stored]:
-    if not file.is_file():  # opening a pipe would wait for a writer
-        raise CheckpointError(f"{file} is not a regular file, or a broken link; download it again")
     try:
-        # Not for torch: neither is it imported for this, nor is a tensor made.
-        with safe_open(file, framework="np") as handle:
+        with safe_open(file, framework="pt") as handle:
             return [
                 Stored(file, name, tuple(stored.get_shape()), stored.get_dtype())
                 for name in handle.keys()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mini_engine.model.registry import ModelSpec, VideoTime, find_spec
+from mini_engine.model.registry import ModelSpec, find_spec
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -34,21 +34,6 @@ class TextConfig:
     max_position_embeddings: int
     qkv_bias: bool
     qk_norm: bool
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly"
-            )
-        if sum(self.mrope_section) != self.head_dim // 2:
-            raise ValueError(
-                f"mrope_section {list(self.mrope_section)} must sum to half the head size, {self.head_dim // 2}"
-            )
-        if len(self.mrope_section) != 3 or self.head_dim % 2:
-            raise ValueError(
-                f"mrope_section {list(self.mrope_section)} must have three parts, and the head size {self.head_dim} "
-                "be even"
-            )
 
 
 @dataclass(frozen=True)
@@ -78,19 +63,6 @@ class VisionConfig:
     position_side: int = 0
     deepstack_layers: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 4:
-            raise ValueError(
-                f"vision hidden size {self.hidden_size} over {self.num_heads} heads: head size must divide by 4"
-            )
-        if self.merged_window is not None and self.merged_window < 1:
-            raise ValueError(f"window_size {self.window_size} is smaller than one merged patch")
-        layers = self.deepstack_layers
-        if len(set(layers)) < len(layers) or any(layer >= self.depth for layer in layers):
-            raise ValueError(
-                f"deepstack_visual_indexes {list(layers)} must name different layers of the tower's {self.depth}"
-            )
-
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
@@ -118,7 +90,8 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The engine's view of a checkpoint. `dtype` is the checkpoint's own, one of `DTYPES`."""
+    """The engine's view of a checkpoint. `dtype` is the checkpoint's own, one of `DTYPES`; `text_tells_time`: see
+    `ModelSpec`."""
 
     architecture: str
     text: TextConfig
@@ -127,14 +100,7 @@ class ModelConfig:
     video_token_id: int
     tie_word_embeddings: bool
     dtype: str
-    video_time: VideoTime
-
-    def __post_init__(self) -> None:
-        if self.vision.out_hidden_size != self.text.hidden_size:
-            raise ValueError(
-                f"the vision tower gives rows of {self.vision.out_hidden_size}, "
-                f"the decoder takes {self.text.hidden_size}"
-            )
+    text_tells_time: bool
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "ModelConfig":
@@ -158,7 +124,7 @@ class ModelConfig:
                     raw.get("tie_word_embeddings") or (spec.text_may_tie and text.get("tie_word_embeddings"))
                 ),
                 dtype=_dtype(raw, text),
-                video_time=spec.video_time,
+                text_tells_time=spec.text_tells_time,
             )
         except KeyError as error:
             raise ValueError(f"config.json lacks the field {error}") from None

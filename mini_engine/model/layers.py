@@ -45,11 +45,14 @@ class Rows:
 
 
 class Layer(nn.Module):
-    """A module with its own weights."""
+    """A module with its own weights: by default the checkpoint's tensors below `source`, whole on every rank."""
+
+    source: str
 
     def pieces(self) -> Iterator[Piece]:
         """The parts of a checkpoint that this layer loads. Targets are views: repeat the call after `.to()`."""
-        raise NotImplementedError
+        for name, target in self.named_parameters():
+            yield Piece(f"{self.source}.{name}", tuple(target.shape), (slice(0, len(target)),), target)
 
 
 def pieces_of(module: nn.Module) -> Iterator[Piece]:
@@ -74,10 +77,6 @@ class RMSNorm(Layer):
         """Add `residual`, if any, to x, in place; the norm of the sum."""
         return self(x) if residual is None else ops.add_rms_norm(x, residual, self.weight, self.eps)
 
-    def pieces(self) -> Iterator[Piece]:
-        shape = tuple(self.weight.shape)
-        yield Piece(f"{self.source}.weight", shape, (slice(0, shape[0]),), self.weight)
-
 
 class LayerNorm(Layer):
     """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last axis (Ba et al. 2016). Replicated."""
@@ -93,11 +92,6 @@ class LayerNorm(Layer):
     def after_add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add `residual` to x, in place; the norm of the sum."""
         return self(x.add_(residual))
-
-    def pieces(self) -> Iterator[Piece]:
-        for name, target in (("weight", self.weight), ("bias", self.bias)):
-            shape = tuple(target.shape)
-            yield Piece(f"{self.source}.{name}", shape, (slice(0, shape[0]),), target)
 
 
 class ColumnParallel(Layer):

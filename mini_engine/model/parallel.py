@@ -4,9 +4,7 @@
 the caller's business.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,81 +14,39 @@ from torch import Tensor
 # kernels want rows that begin at multiples of 16 bytes; a Qwen2.5-VL's tower has an inner size of 3,420.
 GRANULES = {"cuda": 64}
 
-
-class RankLost(RuntimeError):
-    """Another rank did not join a collective; the text says which, if known."""
-
-
-class RankEnded(RankLost):
-    """It exited, or is about to."""
-
-
 # torch 2.14 deprecates the second name; torch 2.11 lacks the first.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Gloo's own words, in errors that torch passes on as they are.
-_ENDED = ("closed by peer", "reset by peer", "Broken pipe")
-_LATE = ("Timed out waiting",)
 
-
-def _rank_lost_in(error: RuntimeError) -> RankLost | None:
-    """The loss of another rank that `error` reports; None if it is another error."""
-    if isinstance(error, RankLost):
-        return error
-    if any(sign in str(error) for sign in _ENDED):
-        return RankEnded("a rank exited")
-    if any(sign in str(error) for sign in _LATE):
-        return RankLost("timed out waiting for a rank (--collective-timeout)")
-    return None
-
-
-class Collectives(Protocol):
-    """Collective operations. All call the same methods in the same order, with contiguous tensors of equal shape and
-    dtype. A rank that is alone needs none."""
+class Collectives:
+    """Collective operations, here those of torch's default process group. All ranks call the same methods in the same
+    order, with contiguous tensors of equal shape and dtype. A rank that is alone needs none."""
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over the ranks, in place."""
-
-    def all_gather(self, gathered: Tensor, tensor: Tensor) -> None:
-        """Fill `gathered`, `[size, ...]`, with each rank's `tensor`, `[...]`."""
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite `tensor` with rank 0's."""
-
-
-class TorchCollectives:
-    """Those of torch's default process group."""
-
-    def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor)
 
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> None:
+        """Fill `gathered`, `[size, ...]`, with each rank's `tensor`, `[...]`."""
         _all_gather(gathered.flatten(0, 1), tensor)
 
     def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite `tensor` with rank 0's."""
         dist.broadcast(tensor, 0)
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """A rank's place in its group.
-
-    Raises, from each collective:
-        RankLost: another rank did not join it.
-    """
+    """A rank's place in its group. Collectives raise a RuntimeError if another rank does not join them."""
 
     rank: int = 0
     size: int = 1
-    collectives: Collectives = field(default_factory=TorchCollectives)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
-            raise ValueError(f"rank {self.rank} is not in a group of {self.size}")
+    collectives: Collectives = field(default_factory=Collectives)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks, in place where there is more than one; returns its argument."""
         if self.size > 1:
-            self._run_collective(self.collectives.all_reduce, tensor)
+            self.collectives.all_reduce(tensor)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -98,25 +54,14 @@ class TensorParallel:
         if self.size == 1:
             return tensor.unsqueeze(0)
         gathered = tensor.new_empty(self.size, *tensor.shape)
-        self._run_collective(self.collectives.all_gather, gathered, tensor.contiguous())
+        self.collectives.all_gather(gathered, tensor.contiguous())
         return gathered
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with rank 0's, in place; returns its argument."""
         if self.size > 1:
-            self._run_collective(self.collectives.broadcast, tensor)
+            self.collectives.broadcast(tensor)
         return tensor
-
-    @staticmethod
-    def _run_collective(collective: Callable[..., None], *tensors: Tensor) -> None:
-        """Run it; an error names the rank that was lost."""
-        try:
-            collective(*tensors)
-        except RuntimeError as error:
-            lost = _rank_lost_in(error)
-            if lost is None:
-                raise
-            raise type(lost)(f"{collective.__name__}: {lost}") from error
 
     def part(self, total: int) -> slice:
         """This rank's share of `total` rows; shares differ by at most one."""

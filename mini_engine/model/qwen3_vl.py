@@ -1,7 +1,6 @@
 """The vision tower of Qwen3-VL (Bai et al. 2025): LayerNorm, MLPs with GELU, all layers within whole frames, learned
 positions besides the rotary ones, and rows that hold the output of some layers as well."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -9,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_engine.model.config import VisionConfig
-from mini_engine.model.layers import MLP, Layer, LayerNorm, Piece
+from mini_engine.model.layers import MLP, Layer, LayerNorm
 from mini_engine.model.parallel import Placement
 from mini_engine.model.vision import NORM_EPS, Layout, PatchMerger, VisionTower
 
@@ -62,7 +61,3 @@ class LearnedPositions(Layer):
                 near = F.embedding(rows[:, 0] * self.side + columns[:, 1], self.weight)
                 total.addcmul_(near.float(), (row_share[:, 0] * column_share[:, 1]).unsqueeze(1))
         return total
-
-    def pieces(self) -> Iterator[Piece]:
-        shape = tuple(self.weight.shape)
-        yield Piece(f"{self.source}.weight", shape, (slice(0, shape[0]),), self.weight)

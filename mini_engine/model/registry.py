@@ -10,11 +10,7 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-VideoTime = Literal["steps", "seconds", "text"]
-"""How the decoder learns the time of a temporal grid: its place among the grids, one step of the time axis each;
-the seconds between them, as steps of the time axis; or text between them, each grid being placed like an image."""
+from typing import Any
 
 
 def canonical_name(name: str) -> str:
@@ -34,6 +30,9 @@ class ModelSpec:
     tower: module and class of its vision tower.
     vision_activation: of the tower's MLPs, by its name in config.json.
     read_vision: those fields of a `VisionConfig` that config.json has under other names, or no other family has.
+    text_tells_time: whether the prompt has the time, as text, before each temporal grid of a video, which has a run of
+        placeholders of its own, at the positions of an image. Otherwise a video has one run, and its time axis counts
+        grids, or seconds if there is `VisionConfig.tokens_per_second`.
     text_may_tie: whether `tie_word_embeddings` counts inside of `text_config` too, as transformers has it.
     canonical_name: turns the name of a weight in its checkpoints into the one that the layers know.
     """
@@ -42,7 +41,7 @@ class ModelSpec:
     tower: str
     vision_activation: str
     read_vision: Callable[[dict[str, Any]], dict[str, Any]]
-    video_time: VideoTime
+    text_tells_time: bool
     qkv_bias: bool
     qk_norm: bool
     mrope_interleaved: bool
@@ -96,7 +95,7 @@ _FAMILIES = (
         tower="qwen2_vl:Qwen2VisionTower",
         vision_activation="quick_gelu",
         read_vision=_qwen2_vision,
-        video_time="steps",
+        text_tells_time=False,
         qkv_bias=True,
         qk_norm=False,
         mrope_interleaved=False,
@@ -107,7 +106,7 @@ _FAMILIES = (
         tower="qwen2_5_vl:Qwen2_5VisionTower",
         vision_activation="silu",
         read_vision=_qwen2_5_vision,
-        video_time="seconds",
+        text_tells_time=False,
         qkv_bias=True,
         qk_norm=False,
         mrope_interleaved=False,
@@ -118,7 +117,7 @@ _FAMILIES = (
         tower="qwen3_vl:Qwen3VisionTower",
         vision_activation="gelu_pytorch_tanh",
         read_vision=_qwen3_vision,
-        video_time="text",
+        text_tells_time=True,
         qkv_bias=False,
         qk_norm=True,
         mrope_interleaved=True,

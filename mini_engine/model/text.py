@@ -9,10 +9,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from mini_engine.kernels import ops
 from mini_engine.model.config import TextConfig
 from mini_engine.model.layers import ColumnParallel, GatedMLP, RMSNorm, RowParallel, Rows
 from mini_engine.model.parallel import Placement
-from mini_engine.model.rope import MRope, Rotation, rotate
+from mini_engine.model.rope import MRope, Rotation
 
 
 class Attend(Protocol):
@@ -64,7 +65,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split((self.heads, self.kv_heads), dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        q, k = rotate(qk, turn).split((self.heads, self.kv_heads), dim=1)
+        q, k = ops.rotate(qk, *turn).split((self.heads, self.kv_heads), dim=1)
         return self.o(attend(self.layer, q, k, v).flatten(1))
 
 

@@ -6,7 +6,7 @@ out. So patches are sorted such that segments of equal length lie together, and 
 without padding or mask.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mini_engine.kernels import ops
 from mini_engine.kernels.staging import to_device
 from mini_engine.model.config import VisionConfig
-from mini_engine.model.layers import MLP, ColumnParallel, Layer, LayerNorm, Piece, RMSNorm, RowParallel, Rows
+from mini_engine.model.layers import MLP, ColumnParallel, Layer, LayerNorm, RMSNorm, RowParallel, Rows
 from mini_engine.model.parallel import Placement
-from mini_engine.model.rope import Grid, Rotation, inverse_frequencies, rotate, rotation
+from mini_engine.model.rope import Grid, Rotation, inverse_frequencies
 
 # Fixed in the architecture; not part of the config.
 NORM_EPS = 1e-6
@@ -60,7 +61,7 @@ class Layout:
 def layout(grids: tuple[Grid, ...], merge: int, window: int | None, device: torch.device) -> Layout:
     """The layout for items of these grids: `merge` patches a side become one, `window` merged patches are a window.
 
-    Without a window, the windows are the frames. Raises ValueError for a grid that does not divide into merged patches.
+    Without a window, the windows are the frames.
     """
     units = _units(grids, merge, window or max(max(h, w) for _, h, w in grids))
     order, window_groups = _sort_segments(units.window_length, units.window)
@@ -102,8 +103,6 @@ def _units(grids: Sequence[Grid], merge: int, window: int) -> _Units:
     columns: list[tuple[Tensor, ...]] = []
     first_window = first_frame = 0
     for t, grid_h, grid_w in grids:
-        if grid_h % merge or grid_w % merge or min(t, grid_h, grid_w) < 1:
-            raise ValueError(f"grid {(t, grid_h, grid_w)} does not divide into merged patches of {merge} x {merge}")
         h, w = grid_h // merge, grid_w // merge
         across, down = -(-w // window), -(-h // window)
         frame, row, col = torch.meshgrid(torch.arange(t), torch.arange(h), torch.arange(w), indexing="ij")
@@ -148,19 +147,11 @@ class PatchEmbed(Layer):
         super().__init__()
         self.source = source
         p = config.patch_size
-        self.kernel = (config.in_channels, config.temporal_patch_size, p, p)
-        self.weight = at.empty(config.hidden_size, config.patch_dim)
+        self.weight = at.empty(config.hidden_size, config.in_channels, config.temporal_patch_size, p, p)
         self.bias = at.empty(config.hidden_size) if bias else None
 
     def forward(self, patches: Tensor) -> Tensor:
-        return F.linear(patches, self.weight, self.bias)
-
-    def pieces(self) -> Iterator[Piece]:
-        rows = len(self.weight)
-        target = self.weight.view(rows, *self.kernel)
-        yield Piece(f"{self.source}.weight", tuple(target.shape), (slice(0, rows),), target)
-        if self.bias is not None:
-            yield Piece(f"{self.source}.bias", (rows,), (slice(0, rows),), self.bias)
+        return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
 class VisionAttention(nn.Module):
@@ -180,7 +171,7 @@ class VisionAttention(nn.Module):
     def forward(self, x: Tensor, turn: Rotation, groups: Sequence[tuple[int, int]]) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3 * self.heads, self.head_dim))
         qk, v = qkv.split((2 * self.heads, self.heads), dim=1)
-        q, k = rotate(qk, turn).chunk(2, dim=1)
+        q, k = ops.rotate(qk, *turn).chunk(2, dim=1)
         return self.proj(segment_attention(q, k, v, groups))
 
 
@@ -269,19 +260,15 @@ class VisionTower(nn.Module):
 
         Returns:
             `[n / merge unit, row_size]`, in the same order.
-
-        Raises:
-            ValueError: the grids do not fit the patches.
         """
-        if len(patches) != sum(t * h * w for t, h, w in grids):
-            raise ValueError(f"{len(patches)} patches do not fill the grids {[tuple(g) for g in grids]}")
         cfg = self.config
         where = layout(tuple(map(tuple, grids)), cfg.spatial_merge_size, cfg.merged_window, patches.device)
         x = self.embed(patches, where)
         angles = (where.coordinates.unsqueeze(-1).float() * self.inv_freq).flatten(1)
-        in_windows = rotation(angles)
-        order = where.frames.order
-        in_frames = in_windows if order is None else Rotation(*(table.index_select(0, order) for table in in_windows))
+        in_windows = ops.rotary_tables(angles)
+        in_frames, order = in_windows, where.frames.order
+        if order is not None:
+            in_frames = in_windows[0].index_select(0, order), in_windows[1].index_select(0, order)
         deeper: list[Tensor] = []
         for i, block in enumerate(self.blocks):
             if cfg.window_size is None or i in cfg.full_attention_layers:

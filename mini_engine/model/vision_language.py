@@ -66,9 +66,6 @@ class VisionLanguageModel(nn.Module):
 
         Returns:
             Per item `[t * h * w / merge unit, config.vision.row_size]`: views of one tensor. See `MediaRows`.
-
-        Raises:
-            ValueError: the grids do not fit the patches.
         """
         unit = self.config.vision.merge_unit
         return list(self.visual(patches, grids).split([t * h * w // unit for t, h, w in grids]))

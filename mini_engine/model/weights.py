@@ -4,18 +4,17 @@ holds, or with random values.
 Which parts these are the layers say (`layers.Piece`); which names a family's checkpoints use says its spec.
 """
 
-import math
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from mini_engine.free_memory import available_memory
-from mini_engine.model.checkpoint import CheckpointError, Reader, Stored, find_tensors, shorten
+from mini_engine.model.checkpoint import CheckpointError, Stored, find_tensors, shorten
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import Piece, pieces_of
 from mini_engine.model.parallel import Placement, TensorParallel
@@ -44,8 +43,7 @@ def load_model(
         path: holds `config.json` and, unless `load_format` is "dummy", the safetensors.
         tp: this rank's place.
         dtype: of the parameters; None takes the checkpoint's own.
-        device: where they are made; each slice is read and copied there by itself, so that no rank ever holds a second
-            copy of more than a few slices.
+        device: where they are made; each slice is copied there from the mapped file, so no rank holds a second copy.
         load_format: "dummy" fills with random values instead, the same model whatever the number of ranks.
         spread_tower: whether this rank holds the whole vision tower; see `Placement`.
 
@@ -55,19 +53,13 @@ def load_model(
         ValueError: unsupported architecture or setting, heads that do not divide.
     """
     config = ModelConfig.from_dir(path)
-    at = Placement(tp, dtype or getattr(torch, config.dtype), device, spread_tower)
-    canonical_name = find_spec([config.architecture]).canonical_name
-    shape_only = VisionLanguageModel(config, replace(at, device=torch.device("meta")))
-    if load_format != "dummy":
-        # Before anything is made: a config.json with wrong sizes may ask for more memory than there is.
-        _check(list(pieces_of(shape_only)), find_tensors(Path(path), canonical_name), path)
+    model = VisionLanguageModel(config, Placement(tp, dtype or getattr(torch, config.dtype), device, spread_tower))
     if device.type == "cpu":
-        _check_room(shape_only, path)
-    model = VisionLanguageModel(config, at)
+        _check_room(model, path)
     if load_format == "dummy":
         fill_randomly(model)
     else:
-        load_weights(model, path, canonical_name)
+        load_weights(model, path, find_spec([config.architecture]).canonical_name)
     return model.eval()
 
 
@@ -75,25 +67,27 @@ def load_weights(model: nn.Module, path: str | Path, canonical_name: Callable[[s
     """Fill all parameters from a directory.
 
     `canonical_name` turns a checkpoint's name of a weight into the one by which the layers ask for it. All names and
-    shapes are checked before anything is read. Raises CheckpointError naming what is missing, unexpected or wrong, or
-    not finite in the parameters' dtype, and if a matrix that serves twice is stored twice with different values.
+    shapes are checked before anything is read. Raises CheckpointError naming what is missing, unexpected or wrong, and
+    if a matrix that serves twice is stored twice with different values.
     """
     found = find_tensors(Path(path), canonical_name)
     pieces = list(pieces_of(model))
     _check(pieces, found, path)
-    pieces.sort(key=lambda piece: found[piece.source].file)
-    with Reader() as files:
-        for piece in pieces:
-            for index, target in _in_runs(piece):
-                # Converts dtype and moves to the device in one pass, run by run.
-                target.copy_(files.read(found[piece.source], index))
-                _check_finite(target, found[piece.source])
-        for piece in pieces:
-            if piece.twin in found and not _is_same(piece, found[piece.twin], files):
-                raise CheckpointError(
-                    f"{piece.twin} in {path} differs from {piece.source}, which its config.json ties it to; set "
-                    f"tie_word_embeddings to false there to use both, or remove {piece.twin} from the files"
-                )
+    by_file: dict[Path, list[Piece]] = {}
+    for piece in pieces:
+        by_file.setdefault(found[piece.source].file, []).append(piece)
+    for file, group in by_file.items():
+        with safe_open(file, framework="pt") as opened:
+            for piece in group:
+                stored = opened.get_slice(found[piece.source].name)
+                for index, target in _in_runs(piece):
+                    target.copy_(stored[index])  # a view of the mapped file
+    for piece in pieces:
+        if piece.twin in found and not _is_same(piece, found[piece.twin]):
+            raise CheckpointError(
+                f"{piece.twin} in {path} differs from {piece.source}, which its config.json ties it to; set "
+                f"tie_word_embeddings to false there to use both, or remove {piece.twin} from the files"
+            )
 
 
 def fill_randomly(model: nn.Module) -> None:
@@ -145,20 +139,11 @@ def _check_room(model: nn.Module, path: str | Path) -> None:
         )
 
 
-def _check_finite(values: Tensor, stored: Stored) -> None:
-    # A sum shows NaN and infinity alike, at a fraction of the cost of checking each; but it may overflow itself.
-    if math.isfinite(values.sum().item()) or bool(values.isfinite().all()):
-        return
-    dtype = str(values.dtype).removeprefix("torch.")
-    raise CheckpointError(
-        f"{stored.name} in {stored.file} holds values that are not finite in {dtype}; "
-        "use --dtype float32 if they overflow, else download the file again"
-    )
-
-
-def _is_same(piece: Piece, stored: Stored, files: Reader) -> bool:
+def _is_same(piece: Piece, stored: Stored) -> bool:
     """Whether this rank's part of `stored`, in the dtype of the parameters, is what the piece was filled with."""
-    return all(torch.equal(files.read(stored, index).to(target), target) for index, target in _in_runs(piece))
+    with safe_open(stored.file, framework="pt") as opened:
+        part = opened.get_slice(stored.name)
+        return all(torch.equal(part[index].to(target), target) for index, target in _in_runs(piece))
 
 
 def _in_runs(piece: Piece) -> Iterator[tuple[tuple[slice, ...], Tensor]]:

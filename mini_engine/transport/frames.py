@@ -47,7 +47,7 @@ class FrameSender:
     Raises TransportError: nothing accepts it by `deadline`, a time of `time.monotonic`."""
 
     def __init__(self, path: str, deadline: float):
-        self._socket = _connect(path, deadline)
+        self._socket = connect_stream(path, deadline)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, TURN_BYTES)
         self._queue: deque[memoryview] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -147,7 +147,9 @@ class FrameSender:
             loop.call_soon(on_end, str(why))  # not in between the frames of a request
 
 
-def _connect(path: str, deadline: float) -> socket.socket:
+def connect_stream(path: str, deadline: float) -> socket.socket:
+    """A stream connected to the unix socket at `path`, non-blocking. Raises TransportError: nothing accepts it by
+    `deadline`."""
     while True:
         try:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)

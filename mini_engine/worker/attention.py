@@ -46,7 +46,7 @@ class KVCache:
     """`storage` is `[layers, 2, num_blocks + spare, block_size, kv_heads, head_dim]`, keys before values; owned by this
     object.
 
-    Contents of a block that `clear` never named are undefined, NaN included. `spare` blocks after the others are in no
+    Contents of a place that was never written are undefined, NaN included. `spare` blocks after the others are in no
     sequence's table: what a padded batch writes goes there.
     """
 
@@ -88,14 +88,6 @@ class KVCache:
         """Put keys and values of n tokens, `[n, kv_heads, head_dim]` each, where `slots` says: int64 `[n]`, each
         block * block_size + place."""
         ops.write_cache(self.keys(layer).flatten(0, 1), self.values(layer).flatten(0, 1), keys, values, slots)
-
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Fill these blocks with zeros.
-
-        Masked attention still multiplies what it masks by zero, so an earlier owner's NaN would reach the next one.
-        """
-        for block in blocks:  # one by one: 5 us each, where a call for any number of them starts at 100 us
-            self.storage[:, :, block].zero_()
 
 
 class Span(NamedTuple):
@@ -140,8 +132,6 @@ class StepAttention(Protocol):
 class AttentionBackend(Protocol):
     """Makes the attention of each step over one cache."""
 
-    reads_masked: bool  # keys and values past a context are read, so a new block must hold finite numbers
-
     @property
     def cache(self) -> KVCache:
         """Where keys and values are kept."""
@@ -158,8 +148,6 @@ class AttentionBackend(Protocol):
 class SdpaBackend:
     """See `AttentionBackend`."""
 
-    reads_masked = True
-
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
 
@@ -173,6 +161,10 @@ class SdpaAttention:
     def __init__(self, cache: KVCache, slots: Tensor, spans: Sequence[Span]) -> None:
         self._cache = cache
         self._slots = slots
+        for span in spans:
+            last, filled = divmod(span.context, cache.block_size)
+            if filled and span.start <= last * cache.block_size:
+                self._enter(span.blocks.item(last))
         singles = [span for span in spans if span.length == 1]
         self._groups = [_DecodeGroup(cache, singles, rows) for rows in _cut(cache, [span.context for span in singles])]
         self._prefills: list[_Prefill] = []
@@ -193,6 +185,8 @@ class SdpaAttention:
     def advance(self, slots: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> bool:
         """See `StepAttention`. False: the rows would be cut into other groups."""
         self._slots = slots
+        for _, block in entered:
+            self._enter(block)
         # While no group's longest row needs another block, `_cut` would cut as it did: within a group padding shrinks,
         # and the row that did not join it, being the next group's longest, has kept its length.
         if any(group.outgrown(contexts[group.rows]) for group in self._groups):
@@ -201,6 +195,11 @@ class SdpaAttention:
         for group in self._groups:
             group.advance(contexts[group.rows], entered)
         return True
+
+    def _enter(self, block: int) -> None:
+        """Clear a block that this step is the first to write to, but not all of it: masked attention still multiplies
+        what it masks by zero, so an earlier owner's NaN would reach this sequence."""
+        self._cache.storage[:, :, block].zero_()
 
 
 class _DecodeGroup:

@@ -17,82 +17,40 @@ from torch import Tensor
 
 from mini_engine.kernels.staging import to_device
 from mini_engine.messages import Chunk, MediaItem, NewSequence
-from mini_engine.model.config import ModelConfig
-from mini_engine.model.rope import mrope_positions
+from mini_engine.model.config import VisionConfig
+from mini_engine.model.rope import PlacedRun, mrope_positions
 from mini_engine.worker.attention import AttentionBackend, Span, StepAttention, attention_order
 from mini_engine.worker.sampler import Recipe
 
 
-class IntBuffer:
-    """Growing int64 array; appending is cheap because the room doubles."""
-
-    def __init__(self, values: Sequence[int] = ()) -> None:
-        self._room = np.array(values, dtype=np.int64)
-        self._length = len(values)
-
-    def __len__(self) -> int:
-        return self._length
-
-    @property
-    def array(self) -> np.ndarray:
-        """View of the contents, valid until the next change."""
-        return self._room[: self._length]
-
-    def __getitem__(self, index: int) -> int:
-        """One value, for less than half of what it costs through `array`."""
-        assert 0 <= index < self._length
-        return self._room.item(index)
-
-    def put(self, index: int, value: int) -> None:
-        """`extend_at(index, [value])`, for a quarter of its cost."""
-        if index >= len(self._room):
-            self.extend_at(index, [value])
-            return
-        assert index <= self._length
-        self._room[index] = value
-        self._length = index + 1
-
-    def extend_at(self, start: int, values: Sequence[int]) -> None:
-        """Write `values` at `start`, which is at most the present length; drops what was there and after."""
-        assert start <= self._length
-        self._length = start + len(values)
-        if self._length > len(self._room):
-            room = np.empty(max(2 * len(self._room), self._length, 64), dtype=np.int64)
-            room[:start] = self._room[:start]
-            self._room = room
-        self._room[start : self._length] = values
-
-
 class SequenceState:
-    """One sequence on one rank, from `Step.started` to `Step.finished`. Raises ValueError: the prompt's placeholders do
-    not match its media."""
+    """One sequence on one rank, from `Step.started` to `Step.finished`.
 
-    def __init__(self, new: NewSequence, config: ModelConfig) -> None:
+    tokens: int64, room for the prompt and all of its output; known up to the one sampled last.
+    blocks: int64, the block table: the first `num_blocks` count.
+    """
+
+    def __init__(self, new: NewSequence, vision: VisionConfig, block_size: int) -> None:
         self.request_id = new.request_id
         self.recipe = Recipe.of(new.sampling)
         self.media = new.media
-        self.tokens = IntBuffer(new.prompt_token_ids)
         self.prompt_length = len(new.prompt_token_ids)
-        self.blocks = IntBuffer()
-        images, videos = _of(new.media, "image"), _of(new.media, "video")
-        seconds = [1.0 if v.second_per_grid is None else v.second_per_grid for v in videos]
-        placed = mrope_positions(
-            new.prompt_token_ids, [i.grid_thw for i in images], [v.grid_thw for v in videos], seconds, config
-        )
+        longest = self.prompt_length + new.sampling.max_tokens
+        self.tokens = np.empty(longest, dtype=np.int64)
+        self.tokens[: self.prompt_length] = new.prompt_token_ids
+        self.blocks = np.empty(-(-longest // block_size), dtype=np.int64)
+        self.num_blocks = 0
+        runs = [run for item in new.media for run in _runs_of(item)]
+        placed = mrope_positions(self.prompt_length, runs, vision)
         self._positions = placed.positions.numpy()
         # What a token past the prompt adds to its index to get its position, the same on all three axes.
         self._shift = placed.next_position - self.prompt_length
 
-    def take_blocks(self, chunk: Chunk, block_size: int) -> list[int]:
-        """Put the chunk's blocks into the table: append them, or replace all if it restarts.
-
-        Returns those of them that the chunk leaves partly or wholly unwritten. Blocks that hold tokens before the
-        chunk, computed by whichever sequence, are never among these.
-        """
-        first = 0 if chunk.restart else len(self.blocks)
-        self.blocks.extend_at(first, chunk.block_ids)
-        filled, computed = (chunk.start + chunk.num_tokens) // block_size, -(-chunk.start // block_size)
-        return chunk.block_ids[max(0, filled - first, computed - first) :]
+    def take_blocks(self, chunk: Chunk) -> None:
+        """Put the chunk's blocks into the table: append them, or replace all if it restarts."""
+        first = 0 if chunk.restart else self.num_blocks
+        self.num_blocks = first + len(chunk.block_ids)
+        self.blocks[first : self.num_blocks] = chunk.block_ids
 
     def position(self, index: int) -> int:
         """Position of a token past the prompt."""
@@ -120,8 +78,10 @@ class SequenceState:
                     yield first, encoded[item.media_hash][first - before : last - before]
 
 
-def _of(media: Sequence[MediaItem], modality: str) -> list[MediaItem]:
-    return [item for item in media if item.modality == modality]
+def _runs_of(item: MediaItem) -> list[PlacedRun]:
+    t, h, w = item.grid_thw
+    grid = (t // len(item.offsets), h, w)  # of several runs each has one temporal grid
+    return [PlacedRun(offset, grid, item.second_per_grid) for offset in item.offsets]
 
 
 class Part(NamedTuple):
@@ -162,7 +122,7 @@ class FlatBatch:
 
 def build_batch(work: Sequence[tuple[Chunk, SequenceState]], block_size: int) -> tuple[FlatBatch, list[Span]]:
     """Lay out chunks whose blocks are already in their sequences' tables; the spans are in the order of the rows."""
-    spans = [Span(chunk.start, chunk.num_tokens, sequence.blocks.array) for chunk, sequence in work]
+    spans = [Span(chunk.start, chunk.num_tokens, sequence.blocks) for chunk, sequence in work]
     keys = [attention_order(span) for span in spans]
     order = sorted(range(len(work)), key=keys.__getitem__)
     total = sum(span.length for span in spans)
@@ -179,14 +139,14 @@ def build_batch(work: Sequence[tuple[Chunk, SequenceState]], block_size: int) ->
         parts.append(Part(chunk, sequence, first, stop))
         if chunk.num_tokens == 1 and index >= sequence.prompt_length:
             position = sequence.position(index)
-            slot = sequence.blocks[index // block_size] * block_size + index % block_size
-            singles.append((sequence.tokens[index], position, position, position, slot))
+            slot = sequence.blocks.item(index // block_size) * block_size + index % block_size
+            singles.append((sequence.tokens.item(index), position, position, position, slot))
             places.append(first)
         else:
             indices, part = np.arange(index, stop), rows[:, first : first + chunk.num_tokens]
-            part[0] = sequence.tokens.array[index:stop]
+            part[0] = sequence.tokens[index:stop]
             part[1:4] = sequence.positions(index, stop)
-            part[4] = sequence.blocks.array[indices // block_size] * block_size + indices % block_size
+            part[4] = sequence.blocks[indices // block_size] * block_size + indices % block_size
         first += chunk.num_tokens
     if singles:
         rows[:, places] = np.array(singles, dtype=np.int64).T
@@ -251,13 +211,13 @@ class DecodeBatch:
         size, stops, sequences = self._backend.cache.block_size, self.batch.stops, self.batch.sampled
         # `stops` are now this step's tokens. Each is next to the one before, or the first in a block.
         rows = np.flatnonzero(stops % size == 0).tolist()
-        entered = [(row, sequences[row].blocks[stops.item(row) // size]) for row in rows]
+        entered = [(row, sequences[row].blocks.item(stops.item(row) // size)) for row in rows]
         self._rows += 1
         for row, block in entered:
             self._rows[3, row] = block * size
         slots = to_device(self.batch.slots, self._device)
         if not self.attend.advance(slots, stops, entered):
-            spans = [Span(stop - 1, 1, one.blocks.array) for one, stop in zip(sequences, stops.tolist(), strict=True)]
+            spans = [Span(stop - 1, 1, one.blocks) for one, stop in zip(sequences, stops.tolist(), strict=True)]
             self.attend = self._backend.step(slots, spans)
         return True
 

@@ -11,19 +11,18 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.free_memory import CUDA_CONTEXT_BYTES, available_memory, processor_bytes, processor_memory
-from mini_engine.messages import Chunk, MediaCachePlan, NewSequence, SamplingParams, Step
+from mini_engine.messages import Chunk, MediaCachePlan, Modality, NewSequence, SamplingParams, Step
 from mini_engine.model.config import ModelConfig, VisionConfig
 from mini_engine.model.rope import Grid
 from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker.model_runner import ModelRunner
-from mini_engine.worker.normalisation import Modality, settings_of
+from mini_engine.worker.normalisation import settings_of
 
 logger = logging.getLogger(__name__)
 
@@ -153,27 +152,20 @@ def profile(
     workers = -(-ranks // devices)  # more than one only where they share devices
     # Whether the API servers have allocated theirs yet is unknown; where they have, it counts among `outside` too.
     media = media_bytes(config, model, runner.dtype, media_cache) + processor_bytes(config, devices) // workers
-    use = measure(device, workers, media, partial(run_worst, runner, model.vision, grids, step))
-    logger.info("memory of %s beside the KV cache: %s", device, use)
-    return use
-
-
-def measure(device: torch.device, workers: int, media: int, run: Callable[[], None]) -> MemoryUse:
-    """The memory of a CUDA device on which the weights lie already, `run` being a step of the worst kind. Raises
-    ConfigError: there is no room for the step."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     weights = torch.cuda.memory_reserved(device)
-    what = f"the largest step beside the weights, {weights / 2**30:.1f} GiB"
-    with room_for(what, STEP_REMEDY, device):
-        run()
+    with room_for(f"the largest step beside the weights, {weights / 2**30:.1f} GiB", STEP_REMEDY, device):
+        run_worst(runner, model.vision, grids, step)
         torch.cuda.synchronize(device)
-    step = torch.cuda.max_memory_reserved(device) - weights
+    peak = torch.cuda.max_memory_reserved(device) - weights
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     # Where several workers share a device, what each of the others takes is unknown.
     outside = total - free - torch.cuda.memory_reserved(device) if workers == 1 else CUDA_CONTEXT_BYTES
-    return MemoryUse(total, workers, outside, weights, step, media)
+    use = MemoryUse(total, workers, outside, weights, peak, media)
+    logger.info("memory of %s beside the KV cache: %s", device, use)
+    return use
 
 
 def run_worst(runner: ModelRunner, vision: VisionConfig, grids: Sequence[Grid], step: Step) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -16,42 +16,20 @@ from torch import Tensor
 
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.kernels.staging import HostCopy, to_device
-from mini_engine.messages import Chunk, EncodeItem, MessageId, SampledToken, Step, StepResult, TensorHandle
+from mini_engine.messages import Chunk, EncodeItem, MediaItem, SampledToken, Step, StepResult, StoreHandle, TensorHandle
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.rope import Grid
 from mini_engine.model.text import MediaRows
 from mini_engine.model.vision_language import VisionLanguageModel
-from mini_engine.transport.arena import ReadableMemory
 from mini_engine.worker import sampler
 from mini_engine.worker.attention import AttentionBackend, StepAttention
 from mini_engine.worker.batch import DecodeBatch, FlatBatch, SequenceState, build_batch
-from mini_engine.worker.media import EncoderCache, MediaStore
+from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.penalties import Adjustments
 
 if TYPE_CHECKING:
     from mini_engine.worker.decode_graphs import DecodeGraphs  # imports Triton
-
-
-class Media(Protocol):
-    """Access to received tensors; `media_inputs.py` has the real one."""
-
-    store: ReadableMemory | None  # the engine's media store
-
-    def check(self) -> None:
-        """Raise a RuntimeError if reception has stopped."""
-
-    def rows(self, handle: TensorHandle, first: int, stop: int) -> Tensor:
-        """Rows of the tensor that `handle` stands for: uint8, valid until its message is released."""
-
-    def release(self, messages: list[MessageId]) -> None:
-        """Drop these messages, which were reported."""
-
-    def register_store(self, nbytes: int) -> None:
-        """That many bytes of the store, from its start, are in use or soon will be."""
-
-    def drop_sender(self, incarnation: int) -> None:
-        """Drop all messages of an incarnation, received ones and later ones."""
 
 
 class Sampling:
@@ -70,17 +48,15 @@ class Sampling:
     def result(self) -> list[SampledToken]:
         """Waits for the tokens, and at the first call puts them where the sequences are."""
         if self._result is None:
-            self._result = self._take(self._tokens.values())
+            tokens = self._tokens.values()
+            for sequence, stop, token in zip(self._sequences, self._stops, tokens, strict=True):
+                sequence.tokens[stop] = token
+            self._result = []
+            if self._sampled is not None:
+                reports = self._sampled.logprobs
+                pairs = enumerate(zip(self._sequences, tokens, strict=True))
+                self._result = [SampledToken(one.request_id, token, reports.get(i, [])) for i, (one, token) in pairs]
         return self._result
-
-    def _take(self, tokens: list[int]) -> list[SampledToken]:
-        for sequence, stop, token in zip(self._sequences, self._stops, tokens, strict=True):
-            sequence.tokens.put(stop, token)  # drops later ones, from before a restart
-        if self._sampled is None:
-            return []
-        reports = self._sampled.logprobs
-        pairs = enumerate(zip(self._sequences, tokens, strict=True))
-        return [SampledToken(sequence.request_id, token, reports.get(i, [])) for i, (sequence, token) in pairs]
 
 
 class Launched:
@@ -121,7 +97,7 @@ class ModelRunner:
         self,
         model: VisionLanguageModel,
         attention: AttentionBackend,
-        media: Media,
+        media: MediaInputs,
         normalise: Normalisation,
         tp: TensorParallel,
         to_device: Callable[[Tensor], Tensor] | None = None,
@@ -138,8 +114,10 @@ class ModelRunner:
         self.dtype = cache.storage.dtype
         self._to_device = to_device or partial(Tensor.to, device=self.device)
         self._sequences: dict[str, SequenceState] = {}
-        self._encoded = EncoderCache()
-        self._store = MediaStore(media.rows, media.store)
+        self._kept: dict[bytes, Tensor] = {}  # copies of patches for later requests, by media hash
+        # Rows of the vision tower `[num_tokens, row_size]`, by media hash, for every sequence that has the item. The
+        # core keeps the budget of both, and lets no chunk read an item before its last part is encoded.
+        self._encoded: dict[bytes, Tensor] = {}
         self._decode: DecodeBatch | None = None  # the last step's, if it was one
         self._adjustments: Adjustments | None = None  # the last step's logits', as long as its batch continues
         self._sampling: Sampling | None = None  # the last step's, as long as its tokens are not taken
@@ -170,13 +148,16 @@ class ModelRunner:
         """
         self._media.check()  # in an empty step, too: a rank that receives nothing answers no ping
         self._forget(step.finished)
-        self._encoded.evict(step.evict)
+        for media_hash in step.evict:
+            del self._encoded[media_hash]
         if step.media_mark is not None:
             self._media.register_store(step.media_mark)
-        self._store.drop(step.drop)
-        self._store.keep(step.keep)
+        for media_hash in step.drop:
+            del self._kept[media_hash]
+        for kept in step.keep:  # what was received is the sender's again once its message is released
+            self._kept[kept.media_hash] = self._media.rows(kept.patches, 0, kept.patches.shape[0]).clone()
         for new in step.started:
-            self._sequences[new.request_id] = SequenceState(new, self._model.config)
+            self._sequences[new.request_id] = SequenceState(new, self._model.config.vision, self.block_size)
         self._encode(step.encode)
         sampling = self._compute(step.chunks)
         self._media.release(step.release)
@@ -214,11 +195,21 @@ class ModelRunner:
         grids: list[Grid] = []
         for item, entry in zip(items, media, strict=True):
             _, h, w = entry.grid_thw
-            raw.append(self._store.patches(entry, item.first * h * w, (item.first + item.count) * h * w))
+            raw.append(self._patches(entry, item.first * h * w, (item.first + item.count) * h * w))
             grids.append((item.count, h, w))
         for item, entry, rows in zip(items, media, self.encode_patches(raw, grids), strict=True):
             per_grid = entry.num_tokens // entry.grid_thw[0]
-            self._encoded.add(entry.media_hash, item.first * per_grid, entry.num_tokens, rows)
+            keep_rows(self._encoded, entry, item.first * per_grid, rows)
+
+    def _patches(self, item: MediaItem, first: int, stop: int) -> Tensor:
+        """Rows `first .. stop` of an item's patches, uint8, only to be read: a view, or a copy of what lies in several
+        extents of the media store."""
+        if isinstance(item.patches, TensorHandle):
+            return self._media.rows(item.patches, first, stop)
+        if isinstance(item.patches, StoreHandle):
+            assert self._media.store is not None
+            return self._media.store.rows(item.patches.extents, item.patches.shape, "uint8", first, stop)
+        return self._kept[item.media_hash][first:stop]
 
     def _take_tokens(self) -> None:
         """Wait for the tokens of the step before, unless they are there, and put them where the sequences are."""
@@ -229,7 +220,9 @@ class ModelRunner:
     def _compute(self, chunks: Sequence[Chunk]) -> Sampling | None:
         if not chunks:
             return None
-        self._take_blocks(chunks)
+        for chunk in chunks:
+            if chunk.block_ids or chunk.restart:
+                self._sequences[chunk.request_id].take_blocks(chunk)
         if self._decode is not None and self._decode.advance(chunks):
             return self._run(self._decode.batch, self._decode.attend)
         self._take_tokens()
@@ -243,15 +236,6 @@ class ModelRunner:
             self._decode = DecodeBatch(chunks, batch, attend, self._attention)
             batch = self._decode.batch
         return self._run(batch, attend)
-
-    def _take_blocks(self, chunks: Sequence[Chunk]) -> None:
-        """Extend the block tables."""
-        unwritten: list[int] = []
-        for chunk in chunks:
-            if chunk.block_ids or chunk.restart:
-                unwritten += self._sequences[chunk.request_id].take_blocks(chunk, self._cache.block_size)
-        if self._attention.reads_masked:
-            self._cache.clear(unwritten)
 
     def _run(self, batch: FlatBatch, attend: StepAttention) -> Sampling | None:
         token_ids, positions = to_device(batch.token_ids, self.device), to_device(batch.positions, self.device)
@@ -303,3 +287,14 @@ class ModelRunner:
         sampled = sampler.sample(logits, rows, self._adjustments.apply)
         self._adjustments.count(sampled.tokens)
         return sampled
+
+
+def keep_rows(encoded: dict[bytes, Tensor], item: MediaItem, first: int, rows: Tensor) -> None:
+    """Put rows `first` and following of an item into `encoded`, in memory of the item's own: what was encoded together
+    is views of one tensor, which would live as long as the last of the items."""
+    if first == 0:
+        if len(rows) == item.num_tokens and rows.untyped_storage().nbytes() == rows.nbytes:
+            encoded[item.media_hash] = rows
+            return
+        encoded[item.media_hash] = rows.new_empty(item.num_tokens, rows.shape[1])
+    encoded[item.media_hash][first : first + len(rows)] = rows

@@ -7,18 +7,17 @@ The API server refuses a model whose images and videos differ in these, so one s
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mini_engine.config import ConfigError
-from mini_engine.model.normalise import normalise_patches
+from mini_engine.kernels import ops
+from mini_engine.messages import Modality
 
-Modality = Literal["image", "video"]
 # Where the settings are looked for if the joint file does not hold them; videos fall back on those of images.
 FILES: dict[Modality, tuple[str, ...]] = {
     "image": ("preprocessor_config.json",),
@@ -33,20 +32,20 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 def settings_of(model_dir: str | Path, modality: Modality) -> dict[str, Any]:
     """The settings of the processor of images or videos, from the file out of which transformers 5 takes them: the
     joint `processor_config.json` if it holds them, else the modality's own. Empty if there is neither."""
-    joint, own = _read(Path(model_dir) / "processor_config.json"), f"{modality}_processor"
-    if joint.get(own) is not None:
-        return joint[own]
-    there = [path for path in (Path(model_dir) / name for name in FILES[modality]) if path.exists()]
-    return _read(there[0]) if there else {}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    files = [Path(model_dir) / name for name in ("processor_config.json", *FILES[modality])]
+    for path in filter(Path.exists, files):
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if path is files[0]:
+            settings = settings.get(f"{modality}_processor")
+        if settings is not None:
+            return settings
+    return {}
 
 
 @dataclass(frozen=True)
 class Normalisation:
-    """`(x * rescale - mean) / std` per channel."""
+    """`(x * rescale - mean) / std` per channel, on the worker's device: patches are sent as uint8, a quarter of the
+    bytes."""
 
     mean: tuple[float, ...] = CLIP_MEAN
     std: tuple[float, ...] = CLIP_STD
@@ -54,34 +53,20 @@ class Normalisation:
 
     @classmethod
     def from_dir(cls, model_dir: str | Path) -> Normalisation:
-        """From the settings of a model directory's image processor.
-
-        Raises:
-            FileNotFoundError: the directory has none.
-            ConfigError: what it says is no mean, deviation and factor for each of three channels.
-        """
+        """From the settings of a model directory's image processor; the API server refuses a directory without one."""
         raw = settings_of(model_dir, "image")
-        if not raw:
-            raise FileNotFoundError(
-                f"no preprocessor_config.json in {model_dir}, and no processor_config.json for images"
-            )
-        default = cls()
-        mean = _three("image_mean", raw.get("image_mean", default.mean), -math.inf)
-        std = _three("image_std", raw.get("image_std", default.std), 0)
-        rescale = raw.get("rescale_factor", default.rescale)
-        return cls(mean, std, _three("rescale_factor", [rescale] * 3, 0)[0])
+        mean, std = raw.get("image_mean", CLIP_MEAN), raw.get("image_std", CLIP_STD)
+        return cls(tuple(mean), tuple(std), raw.get("rescale_factor", cls.rescale))
 
     def __call__(self, patches: Tensor, dtype: torch.dtype) -> Tensor:
-        """uint8 patches -> new floats of the same shape and device."""
-        return normalise_patches(patches, self.mean, self.std, self.rescale, dtype)
+        """uint8 patches `[n, channels * temporal * patch * patch]`, channel outermost -> a new tensor of the same shape
+        and device. In the processor's fused form `(x - mean/rescale) / (std/rescale)`, in float32."""
+        mean, std = (_per_channel(values, self.rescale, patches.device) for values in (self.mean, self.std))
+        return ops.normalise(patches, mean, std, dtype)
 
 
-def _three(name: str, values: Any, above: float) -> tuple[float, ...]:
-    """The numbers, as they are, if they are three and finite and more than `above`: others make NaN of every image."""
-    if isinstance(values, (list, tuple)) and len(values) == 3:
-        if all(isinstance(value, (int, float)) and above < value < math.inf for value in values):
-            return tuple(values)
-    raise ConfigError(
-        f"the model's processor files say {name} {values}; it must be a number{' above 0' if above == 0 else ''} for "
-        "each of three channels; copy them from the model's source"
-    )
+@lru_cache(maxsize=16)
+def _per_channel(values: tuple[float, ...], rescale: float, device: torch.device) -> Tensor:
+    """Cached, since a copy to a device would wait for its queued work."""
+    # float32 before the product, as the processor does it, so that the result is the same to the last bit.
+    return torch.tensor(values, dtype=torch.float32, device=device).mul_(1.0 / rescale)

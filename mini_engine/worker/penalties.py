@@ -56,7 +56,7 @@ class Adjustments:
         self._once = torch.full((), IN_OUTPUT, dtype=torch.int32, device=device)
         prompts, outputs = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         for k, i in enumerate(where):
-            tokens, length = sequences[i].tokens.array[: stops[i]], sequences[i].prompt_length
+            tokens, length = sequences[i].tokens[: stops[i]], sequences[i].prompt_length
             prompts.append(tokens[:length] + k * vocab_size)
             outputs.append(tokens[length:] + k * vocab_size)
         prompt, output = (to_device(torch.from_numpy(np.concatenate(parts)), device) for parts in (prompts, outputs))

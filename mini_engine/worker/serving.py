@@ -7,10 +7,9 @@ so that the device does not idle between them.
 from __future__ import annotations
 
 import os
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import zmq
 
@@ -28,69 +27,35 @@ def serve(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner) -> Non
         core.send(encoder.encode(runner.execute(_receive(core))))
 
 
-def serve_ahead(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner, watch: Watch) -> None:
-    """Receive -> launch, and report what the device has done, forever. `watch` waits by `wait_for_device`."""
-    running: deque[Launched] = deque()
-    poller = zmq.Poller()
-    poller.register(watch.done, zmq.POLLIN)
-    while True:
-        # Beyond AHEAD nothing is received, so that the device's queue holds no more than it must.
-        poller.modify(core, zmq.POLLIN if len(running) < AHEAD else 0)
-        ready = dict(poller.poll())
-        if watch.done in ready:
-            watch.take()
-            core.send(encoder.encode(running.popleft().result()))
-        if core in ready:
-            launched = runner.launch(_receive(core))
-            running.append(launched)
-            watch.start(launched)
-
-
-class Watch:
-    """A thread that waits for the device: for each step that has been done, in order, `done` becomes readable once.
-
-    What `wait` raises ends the thread, and is raised by `take`: the loop does not wait for steps that never end.
-    """
-
-    def __init__(self, wait: Callable[[Launched], None]) -> None:
-        self.done = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
-        self._steps: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
-        self._crash: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(wait,), name="watch", daemon=True)
-        self._thread.start()
-
-    def start(self, step: Launched) -> None:
-        """Wait for one more step."""
-        self._steps.put(step)
-
-    def take(self) -> None:
-        """Remove one step from `done`. Waits if it is not readable. Raises RuntimeError: the device failed in a step;
-        CUDA's error is the cause."""
-        os.eventfd_read(self.done)
-        if self._crash is not None:
-            raise RuntimeError("CUDA error in a step") from self._crash
-
-    def close(self) -> None:
-        """Stop the thread after the steps that it waits for."""
-        self._steps.put(None)
-        self._thread.join()
-        os.close(self.done)
-
-    def _run(self, wait: Callable[[Launched], None]) -> None:
-        try:
-            while (step := self._steps.get()) is not None:
-                wait(step)
-                os.eventfd_write(self.done, 1)
-        except BaseException as error:
-            self._crash = error
-            os.eventfd_write(self.done, 1)
-            raise
-
-
 def wait_for_device(step: Launched) -> None:
     """Until the device has done the step; without holding the interpreter's lock."""
     if step.done is not None:
         wait_for(step.done)
+
+
+def serve_ahead(
+    core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner, wait: Callable[[Launched], None] = wait_for_device
+) -> None:
+    """Receive -> launch, and report what the device has done, forever. A thread calls `wait` for each step, in order;
+    what that raises ends the loop."""
+    running: deque[tuple[Launched, Future[None]]] = deque()
+    done = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)  # readable once for each step that is done
+    poller = zmq.Poller()
+    poller.register(done, zmq.POLLIN)
+    with ThreadPoolExecutor(1, "watch") as watch:
+        while True:
+            # Beyond AHEAD nothing is received, so that the device's queue holds no more than it must.
+            poller.modify(core, zmq.POLLIN if len(running) < AHEAD else 0)
+            ready = dict(poller.poll())
+            if done in ready:
+                os.eventfd_read(done)
+                launched, waited = running.popleft()
+                waited.result()
+                core.send(encoder.encode(launched.result()))
+            if core in ready:
+                launched = runner.launch(_receive(core))
+                running.append((launched, watch.submit(wait, launched)))
+                running[-1][1].add_done_callback(lambda _: os.eventfd_write(done, 1))
 
 
 def _receive(core: zmq.Socket[bytes]) -> Step:

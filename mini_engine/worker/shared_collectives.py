@@ -23,19 +23,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mini_engine.model.parallel import RankEnded, RankLost
+from mini_engine.model.parallel import Collectives
 from mini_engine.transport import memory
+from mini_engine.transport.codec import TransportError
+from mini_engine.transport.frames import connect_stream
 
 SLOT_BYTES = 1 << 20  # larger tensors go in pieces; a piece stays in a core's cache between writing and reading
 _SETS = 2
 _READY = b"r"
 
 
-class SharedMemoryCollectives:
+class RankLost(RuntimeError):
+    """Another rank did not join a collective; the text says which."""
+
+
+class RankEnded(RankLost):
+    """It exited, or is about to."""
+
+
+class SharedMemoryCollectives(Collectives):
     """One rank's end. `links` are connected stream sockets, one to each other rank; `fd` is memory that all ranks have,
     of `shared_bytes(size)`. Takes both over.
 
-    All ranks call the same methods in the same order with tensors of equal shape and dtype, on the CPU.
+    Tensors are on the CPU.
 
     Raises, from each method:
         RankLost: another rank exited (RankEnded), or did not respond within `timeout` seconds.
@@ -56,7 +66,7 @@ class SharedMemoryCollectives:
         self._turn = 0
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over the ranks, in place; `tensor` is contiguous. Sums of more than two halves are taken in float32."""
+        """See `Collectives`. Sums of more than two halves are taken in float32."""
         for piece in _pieces(tensor):
             parts = self._exchange(piece)
             if len(parts) == 2:
@@ -65,7 +75,6 @@ class SharedMemoryCollectives:
                 torch.sum(parts, 0, out=piece)
 
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> None:
-        """Fill `gathered`, `[size, ...]`, with each rank's `tensor`, `[...]`; both are contiguous."""
         rows = gathered.view(len(gathered), -1)
         begin = 0
         for piece in _pieces(tensor):
@@ -74,7 +83,6 @@ class SharedMemoryCollectives:
             begin = end
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite `tensor`, which is contiguous, with rank 0's."""
         for piece in _pieces(tensor):
             piece.copy_(self._exchange(piece)[0])
 
@@ -141,15 +149,17 @@ def meet(path: Path, rank: int, size: int, patience: float, timeout: float) -> S
         listener.bind(str(own))
         listener.listen(size)
         for other in range(rank):
-            links[other] = link = opened.enter_context(socket.socket(socket.AF_UNIX))
-            _connect(link, Path(f"{path}.{other}"), until, f"timed out waiting for rank {other} ({patience:g} s)")
-            link.sendall(bytes([rank]))
+            try:
+                links[other] = opened.enter_context(connect_stream(f"{path}.{other}", until))
+            except TransportError:
+                raise RankLost(f"timed out waiting for rank {other} ({patience:g} s)") from None
+            links[other].send(bytes([rank]))
+        listener.settimeout(patience)
         for _ in range(rank + 1, size):
-            listener.settimeout(max(until - time.monotonic(), 0.001))
             try:
                 link, _ = listener.accept()
             except TimeoutError:
-                raise RankLost(f"{size - 1 - len(links)} ranks have not come within {patience:g} s") from None
+                raise RankLost(f"timed out waiting for {size - 1 - len(links)} ranks ({patience:g} s)") from None
             opened.enter_context(link)
             (other,) = link.recv(1) or [0]
             if not other:
@@ -162,19 +172,7 @@ def meet(path: Path, rank: int, size: int, patience: float, timeout: float) -> S
             for link in links.values():
                 socket.send_fds(link, [_READY], [fd])
         else:
-            links[0].settimeout(max(until - time.monotonic(), 0.001))
+            links[0].settimeout(patience)
             (fd,) = _receive_ready(0, links[0], patience, 1)
         opened.pop_all()  # the links and the descriptor are the result's
     return SharedMemoryCollectives(rank, links, fd, timeout)
-
-
-def _connect(link: socket.socket, path: Path, until: float, late: str) -> None:
-    """Raises RankLost with `late` if no socket listens at `path` in time."""
-    while True:
-        try:
-            link.connect(str(path))
-            return
-        except (FileNotFoundError, ConnectionRefusedError):
-            if time.monotonic() > until:
-                raise RankLost(late) from None
-            time.sleep(0.005)  # only while a server starts

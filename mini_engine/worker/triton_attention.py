@@ -64,8 +64,6 @@ def columns_of(least: int) -> int:
 class TritonBackend:
     """See `attention.AttentionBackend`. `longest`: most tokens of a sequence."""
 
-    reads_masked = False
-
     def __init__(self, cache: KVCache, longest: int) -> None:
         self.cache = cache
         self._longest = longest
@@ -88,18 +86,19 @@ class TritonBackend:
         return Decode(self.cache, tables, rows, splits)
 
 
+@dataclass(frozen=True)
 class Decode:
-    """Single tokens, the step's first rows. Reads `tables` at each call."""
+    """Single tokens, the step's first `rows` rows. Reads `tables` at each call."""
 
-    def __init__(self, cache: KVCache, tables: Tables, rows: int, splits: int) -> None:
-        self.tables = tables
-        self._cache, self._rows, self._splits = cache, rows, splits
+    cache: KVCache
+    tables: Tables
+    rows: int
+    splits: int
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Into the first rows of `out`."""
-        keys, values = self._cache.keys(layer), self._cache.values(layer)
-        here = slice(self._rows)
-        paged.decode(out[here], q[here], keys, values, self.tables.tables, self.tables.contexts, self._splits)
+        keys, values, here = self.cache.keys(layer), self.cache.values(layer), slice(self.rows)
+        paged.decode(out[here], q[here], keys, values, self.tables.tables, self.tables.contexts, self.splits)
 
 
 class _Prefill:

@@ -1,19 +1,16 @@
 """A worker's process: one rank of one engine, from its start to the loop of `serving.py`.
 
-Beside the main thread there are the receiver of `media_inputs.py` and, on CUDA, the `Watch` of `serving.py`. An
+Beside the main thread there are the receiver of `media_inputs.py` and, on CUDA, the `watch` of `serving.py`. An
 exception ends the process: the supervisor sees it and ends the engine. A rank that has lost another one logs that in a
 line; the supervisor reports what became of that one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
-import shutil
 import sys
-import sysconfig
 import time
 from datetime import timedelta
 from functools import partial
@@ -30,7 +27,7 @@ from mini_engine.kernels.ops import triton_obstacle
 from mini_engine.messages import Chunk, Init, NewSequence, SamplingParams, Step, WorkerReady
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import VisionConfig
-from mini_engine.model.parallel import RankEnded, RankLost, TensorParallel
+from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
@@ -42,8 +39,8 @@ from mini_engine.worker.memory import MemoryUse, count_blocks, profile, room_for
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.pinning import PinnedMemory, fetch_beside
-from mini_engine.worker.serving import Watch, serve, serve_ahead, wait_for_device
-from mini_engine.worker.shared_collectives import meet
+from mini_engine.worker.serving import serve, serve_ahead
+from mini_engine.worker.shared_collectives import RankEnded, RankLost, meet
 
 if TYPE_CHECKING:
     from mini_engine.worker.decode_graphs import DecodeGraphs  # imports Triton
@@ -74,7 +71,6 @@ def _run(child: Child) -> None:
     engine, rank = (int(part) for part in child.index.split("."))
     device = choose_device(init.config, engine, rank)
     backend = choose_backend(init.config.attention_backend, device)
-    disable_cudnn_attention()
     # First of all that takes time: API servers probe these addresses while the model loads.
     pinned = PinnedMemory(device) if device.type == "cuda" else None
     media = receive_media(child, init, engine, rank, device, pinned)
@@ -103,8 +99,7 @@ def _run(child: Child) -> None:
     child.ready()
     if device.type == "cpu":
         serve(core, child.encoder, runner)
-    with contextlib.closing(Watch(wait_for_device)) as watch:
-        serve_ahead(core, child.encoder, runner, watch)
+    serve_ahead(core, child.encoder, runner)
 
 
 def load(model_dir: str, config: EngineConfig, tp: TensorParallel, device: torch.device) -> VisionLanguageModel:
@@ -113,8 +108,9 @@ def load(model_dir: str, config: EngineConfig, tp: TensorParallel, device: torch
     reach_failpoint("loading-worker")
     try:
         with room_for("the weights", "raise --tensor-parallel-size, or choose --dtype bfloat16", device):
+            dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)  # None: the checkpoint's
             spread = config.mm_encoder_tp_mode == "data"
-            return load_model(model_dir, tp, choose_dtype(config), device, config.load_format, spread)
+            return load_model(model_dir, tp, dtype, device, config.load_format, spread)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
 
@@ -144,47 +140,23 @@ def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
+    # On a Hopper torch prefers cuDNN's attention kernels, which build a plan for every new shape before they compute;
+    # and here every video brings new shapes, and every step of `sdpa`.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 
 def choose_backend(wanted: AttentionBackendName, device: torch.device) -> AttentionBackendName:
     """What `--attention-backend` means on this device: `sdpa` of `attention.py` or `triton` of `triton_attention.py`.
 
-    Raises:
-        ConfigError: it cannot run here, or the small operators, which are Triton's with any where Triton can run,
-            cannot; it says why.
+    Raises ConfigError: it cannot run here.
     """
     obstacle = triton_obstacle(device)
-    if device.type == "cuda" and obstacle is None:
-        _check_compiler()
     if wanted == "auto":
         return "triton" if device.type == "cuda" and obstacle is None else "sdpa"
     if wanted == "triton" and obstacle:
         raise ConfigError(f"--attention-backend {wanted}: {obstacle}; choose auto")
     return wanted
-
-
-def _check_compiler() -> None:
-    """Triton compiles, at the first use of a kernel, what launches it: an extension of Python, in C. Raises
-    ConfigError: there is no compiler, or no Python.h where it would look."""
-    needs = "Triton needs a C compiler and Python's headers at the first use of a kernel"
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        raise ConfigError(f"{needs}, but there is no compiler: install gcc and libc6-dev, or set CC")
-    # As triton/runtime/build.py has it: Debian's own scheme is for what lies beside its packages, and headers are one.
-    scheme = sysconfig.get_default_scheme()
-    own = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
-    named = ":".join(os.environ.get(name, "") for name in ("CPATH", "C_INCLUDE_PATH"))  # read by compilers
-    if not any(Path(place, "Python.h").is_file() for place in (own, *filter(None, named.split(":")))):
-        raise ConfigError(f"{needs}, but {own}/Python.h is missing: install python3-dev, or set CPATH to its directory")
-
-
-def disable_cudnn_attention() -> None:
-    """Disable cuDNN's attention kernels in this process.
-
-    On a Hopper torch prefers cuDNN's, which builds a plan for every new shape before it computes; and here every video
-    brings new shapes, and every step of `sdpa`.
-    """
-    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def choose_collectives(config: EngineConfig, device: torch.device) -> str:
@@ -218,11 +190,6 @@ def join_group(init: Init, engine: int, rank: int, device: torch.device) -> Tens
         timeout=timedelta(seconds=timeout),
     )
     return TensorParallel(rank, size)
-
-
-def choose_dtype(config: EngineConfig) -> torch.dtype | None:
-    """Dtype of weights, activations and KV cache; None is the checkpoint's."""
-    return None if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
 def receive_media(
@@ -270,15 +237,10 @@ def make_attention(
     what = f"a KV cache of {num_blocks} block(s) of {size} tokens"
     with room_for(what, "lower --block-size, --gpu-memory-utilization or --kv-cache-memory-bytes", some.device):
         cache = KVCache.allocate(model.attention_shape, num_blocks, size, some.dtype, some.device, spare)
-    return make_backend(backend, cache, longest_sequence(config, model))
-
-
-def make_backend(name: AttentionBackendName, cache: KVCache, longest: int) -> AttentionBackend:
-    """A backend that `choose_backend` has chosen, for contexts of up to `longest` tokens."""
-    if name == "triton":
+    if backend == "triton":
         from mini_engine.worker.triton_attention import TritonBackend
 
-        return TritonBackend(cache, longest)
+        return TritonBackend(cache, longest_sequence(config, model))
     return SdpaBackend(cache)
 
 

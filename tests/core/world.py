@@ -40,7 +40,7 @@ API = ("api 0", 7)
 
 MODEL = ModelConfig.from_dir(BUNDLED_MODEL)
 # One whose prompts have text between the temporal grids of a video.
-TIMED = dataclasses.replace(MODEL, video_time="text")
+TIMED = dataclasses.replace(MODEL, text_tells_time=True)
 
 
 class World:

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from mini_engine.kernels import elementwise, paged  # noqa: E402
-from mini_engine.kernels.triton_env import padded  # noqa: E402
+from mini_engine.kernels.elementwise import padded  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 99 << 10  # bytes a block may take on any device from Ampere on; a Hopper has 227 KiB

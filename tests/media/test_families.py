@@ -14,7 +14,7 @@ from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.protocol import ChatMessage
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.media.sampling import VideoFacts, VideoSampling
-from mini_engine.model.normalise import normalise_patches
+from mini_engine.worker.normalisation import Normalisation
 from tests import tiny_processor
 from tests.media.decoding import Video
 from tests.tiny_processor import own_settings
@@ -70,8 +70,8 @@ def assert_same(processor: MediaProcessor, item: ProcessedItem, expected: Any) -
     assert item.patches.dtype == torch.uint8 and item.patches.is_contiguous()
     assert item.grid_thw == tuple(expected[f"{half}_grid_thw"][0].tolist())
     assert item.num_tokens == (expected["input_ids"] == getattr(processor.hf_processor, f"{half}_token_id")).sum()
-    normal = (own.image_mean, own.image_std, own.rescale_factor)
-    exact, narrow = (normalise_patches(item.patches, *normal, dtype) for dtype in (torch.float32, torch.half))
+    normalise = Normalisation(tuple(own.image_mean), tuple(own.image_std), own.rescale_factor)
+    exact, narrow = (normalise(item.patches, dtype) for dtype in (torch.float32, torch.half))
     torch.testing.assert_close(exact, expected[name], atol=1e-6, rtol=0)
     assert torch.equal(exact.half(), narrow)
 

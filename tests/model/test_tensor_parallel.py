@@ -16,9 +16,9 @@ from mini_engine.model.spread_tower import SpreadTower, share_out
 from mini_engine.model.weights import load_model
 from tests.model.conftest import make_prompts
 from tests.model.families import FAMILIES, PATCH_DIM
-from tests.model.made import CPU
 from tests.model.test_logits import BFLOAT16_BOUND
 
+CPU = torch.device("cpu")
 NAMES = [family + which for family in FAMILIES for which in ("", " untied")]
 CALLS = {
     "one video": [(9, 4, 6)],

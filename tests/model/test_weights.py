@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
 from mini_engine.model import weights
@@ -19,11 +20,18 @@ from mini_engine.model.registry import canonical_name
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model, load_weights
 from tests.model.families import FAMILIES
-from tests.model.made import whole_tensors, write_config
 from tests.model.reference import reference_logits
 
 CPU = torch.device("cpu")
 FILE = "model.safetensors"
+
+
+def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The checkpoint's tensors by name, of a model on one rank."""
+    tensors: dict[str, Tensor] = {}
+    for piece in pieces_of(model):
+        tensors.setdefault(piece.source, torch.empty(piece.shape, dtype=piece.target.dtype))[piece.index] = piece.target
+    return tensors
 
 
 def load(path: Path) -> VisionLanguageModel:
@@ -55,28 +63,10 @@ def test_missing_unexpected_and_misshaped_are_all_named(copy):
     assert "wrong shape: model.visual.merger.ln_q.weight is (7,), not (32,)" in str(error.value)
 
 
-@pytest.mark.parametrize("value", [float("nan"), 1e6])
-def test_weights_that_are_not_finite_are_named(value, copy):
-    """The last of these is, but not in float16."""
-
-    def change(tensors):
-        tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = value
-
-    rewrite(copy, change)
-    dtype = torch.float16 if value == 1e6 else torch.float32
-    said = rf"down_proj.weight in .*{FILE} holds values that are not finite in {str(dtype)[6:]}; use --dtype float32"
-    with pytest.raises(CheckpointError, match=said):
-        load_model(copy, TensorParallel(), dtype, CPU)
-
-
-def change_config(path: Path, **text: int) -> None:
-    raw = json.loads((path / "config.json").read_text())
-    raw["text_config"] |= text
-    (path / "config.json").write_text(json.dumps(raw))
-
-
-def test_a_model_that_memory_cannot_hold_is_not_begun(copy):
-    change_config(copy, intermediate_size=1 << 24, num_hidden_layers=400)
+def test_a_model_that_memory_cannot_hold_is_refused(copy):
+    raw = json.loads((copy / "config.json").read_text())
+    raw["text_config"] |= {"intermediate_size": 1 << 21, "num_hidden_layers": 400}
+    (copy / "config.json").write_text(json.dumps(raw))
     with pytest.raises(
         CheckpointError, match=r"take [\d.]+ GiB of a worker .* GiB of memory are free; choose a smaller"
     ):
@@ -154,41 +144,23 @@ def test_quantised_weights_are_named(copy):
         load(copy)
 
 
-@pytest.mark.parametrize(("stored", "served"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
-def test_what_is_stored_in_another_format_is_converted(stored, served, copy):
-    rewrite(copy, lambda t: t.update({name: tensor.to(stored) for name, tensor in t.items()}))
-    model = load_model(copy, TensorParallel(), served, CPU)
-    assert {p.dtype for p in model.parameters()} == {served}
-    assert model.decoder.rope.inv_freq.dtype == model.visual.inv_freq.dtype == torch.float32
-    for name, tensor in whole_tensors(model).items():
-        same = {canonical_name(key): value for key, value in load_file(copy / FILE).items()}[name]
-        assert torch.equal(tensor, same.to(served))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_random_weights_are_random(dtype, tmp_path):
-    write_config(tmp_path)
-    tensors = whole_tensors(load_model(tmp_path, TensorParallel(), dtype, CPU, "dummy"))
+def test_random_weights_are_random(checkpoint):
+    tensors = whole_tensors(load_model(checkpoint.path, TensorParallel(), torch.bfloat16, CPU, "dummy"))
     matrices = {name: tensor.float().flatten(1) for name, tensor in tensors.items() if tensor.ndim > 1}
     for name, matrix in matrices.items():
         assert matrix.std().item() == pytest.approx(0.02, rel=0.1), name
         assert abs(matrix.mean().item()) < 0.002, name
         assert torch.linalg.matrix_rank(matrix) == min(matrix.shape), name
     assert len({matrix.sum().item() for matrix in matrices.values()}) == len(matrices)
-    for name, tensor in tensors.items():
-        if tensor.ndim == 1:
-            assert tensor.float().mean().item() == pytest.approx(float(name.endswith("weight")), abs=0.02), name
-            assert len(tensor.unique()) > 8
 
 
-def test_runs_of_rows_and_ranks_make_and_read_the_same_weights(tmp_path, monkeypatch):
-    write_config(tmp_path)
-    whole = whole_tensors(load_model(tmp_path, TensorParallel(), None, CPU, "dummy"))
-    save_file(whole, tmp_path / FILE)
+def test_runs_of_rows_and_ranks_make_and_read_the_same_weights(copy, monkeypatch):
+    whole = whole_tensors(load_model(copy, TensorParallel(), None, CPU, "dummy"))
+    save_file(whole, copy / FILE)
     monkeypatch.setattr(weights, "RUN_VALUES", 250)
     for load_format in ("dummy", "auto"):
-        for name, tensor in whole_tensors(load_model(tmp_path, TensorParallel(), None, CPU, load_format)).items():
+        for name, tensor in whole_tensors(load_model(copy, TensorParallel(), None, CPU, load_format)).items():
             assert torch.equal(tensor, whole[name])
     for rank, load_format in ((0, "auto"), (1, "auto"), (0, "dummy"), (1, "dummy")):
-        for piece in pieces_of(load_model(tmp_path, TensorParallel(rank, 2), None, CPU, load_format)):
+        for piece in pieces_of(load_model(copy, TensorParallel(rank, 2), None, CPU, load_format)):
             assert torch.equal(piece.target, whole[piece.source][piece.index])

@@ -13,7 +13,7 @@ from mini_engine.messages import Chunk, EncodeItem, KeepMedia, MessageId, NewSeq
 from mini_engine.transport.arena import ReadableMemory, WritableMemory
 from mini_engine.transport.memory import create_sparse
 from mini_engine.transport.pages import PAGE_BYTES
-from mini_engine.worker.media import EncoderCache
+from mini_engine.worker.model_runner import keep_rows
 from tests.worker import script, tiny
 
 COUNT = 20
@@ -87,16 +87,16 @@ def test_tokens_after_slices(make_runner, expected):
         assert script.run(make_runner(media), [*steps, last]) == {"two": expected["two"][:1]}
 
 
-def test_the_encoder_cache_owns_each_item_by_itself():
-    cache, whole = EncoderCache(), torch.arange(12.0).view(6, 2)
-    cache.add(b"a", 0, 4, whole[:4])
-    cache.add(b"b", 0, 2, whole[4:])
-    kept = weakref.ref(whole.untyped_storage())
-    del whole
+def test_rows_that_were_encoded_together_are_kept_in_memory_of_each_item():
+    encoded: dict[bytes, torch.Tensor] = {}
+    (item,) = tiny.make_request(tiny.MemoryMedia(), "image", [(1, 4, 4)]).media
+    together = torch.arange(16.0).view(8, 2)
+    keep_rows(encoded, item, 0, together[4:])
+    kept = weakref.ref(together.untyped_storage())
+    del together
     gc.collect()
     assert kept() is None
-    cache.evict([b"a"])
-    assert {name: rows.tolist() for name, rows in cache.items()} == {b"b": [[8, 9], [10, 11]]}
+    assert encoded[item.media_hash].flatten().tolist() == list(range(8, 16))
 
 
 def twins(media: tiny.MemoryMedia, name: str) -> tuple[NewSequence, NewSequence]:

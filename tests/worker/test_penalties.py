@@ -8,12 +8,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from mini_engine.messages import SamplingParams
-from mini_engine.worker.batch import IntBuffer
 from mini_engine.worker.penalties import Adjustments
 from mini_engine.worker.sampler import Recipe
 from tests.worker import script, tiny
@@ -30,13 +30,13 @@ class Sequenced:
     """What the adjustments read of a sequence."""
 
     recipe: Recipe
-    tokens: IntBuffer
+    tokens: np.ndarray
     prompt_length: int
 
 
 def sequence(prompt: list[int], output: list[int] = [], **params: Any) -> Sequenced:  # noqa: B006
     recipe = Recipe.of(SamplingParams(**({"max_tokens": 100, "seed": 1, "temperature": 0.0} | params)))
-    return Sequenced(recipe, IntBuffer(prompt + output), len(prompt))
+    return Sequenced(recipe, np.array(prompt + output), len(prompt))
 
 
 def some_params(draw: random.Random) -> dict[str, Any]:
@@ -80,10 +80,10 @@ def test_all_rows_at_once_are_as_row_by_row(number):
         sequence(some(draw.randrange(1, 12)), some(draw.randrange(6)), **some_params(draw))
         for _ in range(draw.randrange(1, 7))
     ]
-    histories = [one.tokens.array.tolist() for one in batch]
+    histories = [one.tokens.tolist() for one in batch]
     stops = [len(tokens) for tokens in histories]
     for one in batch:  # later tokens, from before a restart, do not count
-        one.tokens.extend_at(len(one.tokens), some(draw.randrange(3)))
+        one.tokens = np.append(one.tokens, np.array(some(draw.randrange(3)), dtype=np.int64))
     adjustments = Adjustments(batch, stops, VOCABULARY, CPU)
     for _ in range(12):
         logits = 3 * torch.randn(len(batch), VOCABULARY)

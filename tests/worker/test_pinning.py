@@ -29,15 +29,6 @@ def test_no_piece_crosses_a_border(address: int, nbytes: int, found: list[tuple[
     assert len(pieces) == len(borders) + 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_memory_that_cuda_does_not_register_is_used_as_it_is(caplog) -> None:
-    memory = PinnedMemory(torch.device("cuda", 0))
-    host = torch.arange(10)
-    assert memory.pin(host.data_ptr(), 16) is None and memory.pin(host.data_ptr(), 16) is None
-    (record,) = caplog.records  # once
-    assert record.message.startswith("Media are copied to the device from pageable memory: ")
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_mapping_is_registered_as_far_as_it_is_used_and_copied_from() -> None:

@@ -7,30 +7,33 @@ import contextlib
 import threading
 from types import SimpleNamespace
 
-import pytest
 import torch
 import zmq
 
 from mini_engine.messages import Step, StepResult
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.worker.model_runner import Launched
-from mini_engine.worker.serving import AHEAD, Watch, serve_ahead
+from mini_engine.worker.serving import AHEAD, serve_ahead
 from tests.e2e.waiting import eventually
 
 
-def test_some_steps_are_launched_before_one_has_ended_and_no_more(context):
+def test_some_steps_are_launched_before_one_has_ended_and_no_more_until_the_device_fails(context):
     launched: list[int] = []
-    gate, encoder = threading.Semaphore(0), Encoder("core 0", 1)
+    gate, device_fails, encoder = threading.Semaphore(0), threading.Event(), Encoder("core 0", 1)
 
     def launch(step: Step) -> Launched:
         launched.append(step.number)
         return Launched(StepResult(step.number), None, torch.device("cpu"))
 
+    def wait(_: Launched) -> None:
+        gate.acquire()
+        if device_fails.is_set():
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
     def work() -> None:
-        with context.socket(zmq.PAIR) as end, contextlib.suppress(RuntimeError):  # "expected a Step"
+        with context.socket(zmq.PAIR) as end, contextlib.suppress(torch.AcceleratorError):
             end.connect("inproc://core")
-            with contextlib.closing(Watch(lambda _: gate.acquire())) as watch:
-                serve_ahead(end, Encoder("worker 0.0", 1), SimpleNamespace(launch=launch), watch)
+            serve_ahead(end, Encoder("worker 0.0", 1), SimpleNamespace(launch=launch), wait)
 
     def results(count: int) -> list[int]:
         return [decode(core.recv()).body.number for _ in range(count) if core.poll(60_000)]
@@ -48,18 +51,8 @@ def test_some_steps_are_launched_before_one_has_ended_and_no_more(context):
             assert results(1) == [ended]
         gate.release(3)
         assert results(3) == [2, 3, 4]
-        core.send(encoder.encode(StepResult(0)))  # no Step: the worker's end
-        thread.join(60)
+        device_fails.set()
+        core.send(encoder.encode(Step(5)))
+        gate.release()
+        thread.join(60)  # without a further step
         assert not thread.is_alive()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_device_that_fails_is_reported_without_a_further_step():
-    def wait(step: Launched) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    with contextlib.closing(Watch(wait)) as watch:
-        watch.start(Launched(StepResult(0), None, torch.device("cpu")))
-        with pytest.raises(RuntimeError, match="CUDA error in a step") as raised:
-            watch.take()
-    assert "illegal memory access" in str(raised.value.__cause__)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mini_engine.model.parallel import RankEnded, RankLost
-from mini_engine.worker.shared_collectives import SLOT_BYTES, meet
+from mini_engine.worker.shared_collectives import SLOT_BYTES, RankEnded, RankLost, meet
 
 SIZES = (2, 4)
 
