@@ -84,9 +84,9 @@ class DeviceSlots(Message, frozen=True):
     """API server -> rank: staging slots in device memory, exported for this rank, which maps them."""
 
     device: int  # CUDA's index of their device
-    count: int
     nbytes: int  # of one slot; slot n starts at (n - 1) * nbytes
     memory: bytes  # CUDA's IPC handle of all of it
+    filled: list[bytes]  # for each slot, the IPC handle of the event after which its bytes are there
 
 
 class ProbeResult(Message, frozen=True):

@@ -1,15 +1,15 @@
 """CUDA tensors from an API server's device memory into a rank's, by staging slots: both ends and the CUDA calls.
 
-    sender's stream  copy into slot │ head                                      Consumed: copy into slot │ head ...
-    rank's stream                      └► copy to own memory │ copied             ▲
-    rank's main stream                                          └► wait │ read ... the message is released
+    sender's stream  copy into slot │ filled                                      Consumed: copy into slot │ filled ...
+    rank's stream                       └► wait │ copy to own memory │ copied       ▲
+    rank's main stream                                                  └► wait │ read ... the message is released
 
-A frame's head has the slot's number (`tensor_ipc.py`). The host waits for a device at both ends, and nowhere else, so
-the processes share no events:
+A frame's head has the slot's number (`tensor_ipc.py`). The host waits for a device at both ends, and nowhere else:
 
-- The thread that fills a slot waits for the copy, and the head is sent after that.
+- The thread that fills a slot waits for the copy, and the head is sent after that. Otherwise, if this process were
+  killed in between, the ranks' streams would wait forever for an event that nothing records.
 - A rank that releases a message waits for its copy. So `Consumed`, which the core sends once every rank has reported
-  the step that releases the message, means that no rank reads the slot.
+  the step that releases the message, means that no rank reads the slot: it needs no event of a rank to be filled again.
 
 The CUDA runtime (cuda.bindings) allocates the slots, not torch: torch's pools may lie in expandable segments, which are
 shared by `pidfd_getfd` or not at all, and torch counts the users of shared memory in a named file, which a SIGKILL
@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from mini_engine.transport.codec import TransportError
 
 log = logging.getLogger(__name__)
 
+DRAIN_SECONDS = 5.0  # a copy takes milliseconds; one that waits for the event of a killed process may never end
 _HANDLE_BYTES = 64
 
 
@@ -56,31 +58,33 @@ class CudaStaging:
         """Memory for so many slots of `nbytes` each: uint8, one dimension. Called once."""
         with use_cuda(self._device) as runtime:
             self._stream = torch.cuda.Stream(self._device)
+            self._filled = [torch.cuda.Event(blocking=True, interprocess=True) for _ in range(slots)]
             self._address = check(runtime.cudaMalloc(slots * nbytes))
             return _view(self._address, slots * nbytes, self._device)
 
-    def export(self, slots: int, nbytes: int) -> DeviceSlots:
-        """What another process maps: so many slots of `nbytes` each."""
+    def export(self, nbytes: int) -> DeviceSlots:
+        """For one rank: slots of `nbytes` each."""
         with use_cuda(self._device) as runtime:
             handle = check(runtime.cudaIpcGetMemHandle(self._address))
             memory = ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)  # not all releases have its field `reserved`
-            return DeviceSlots(self._device.index, slots, nbytes, memory)
+            return DeviceSlots(self._device.index, nbytes, memory, [event.ipc_handle() for event in self._filled])
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of `tensor` on this device."""
         with use_cuda(self._device):
             return tensor.to(self._device)
 
-    def fill(self, memory: torch.Tensor, content: torch.Tensor) -> None:
-        """Copy `content` to `memory`, a part of a slot, both uint8 and of one size, after the work of the current
-        stream, and wait for the copy. For any thread."""
+    def fill(self, slot: int, memory: torch.Tensor, content: torch.Tensor) -> None:
+        """Copy `content` to `memory`, a part of slot `slot` (from 1 on), both uint8 and of one size, after the work of
+        the current stream; then record the slot's event, and wait for it. For any thread."""
         if content.device != self._device:
             raise TransportError(f"a tensor on {content.device} cannot be copied to a slot on {self._device}")
         with use_cuda(self._device):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with on_stream(self._stream):
                 memory.copy_(content, non_blocking=True)
-            self._stream.record_event(torch.cuda.Event(blocking=True)).synchronize()
+                self._filled[slot - 1].record(self._stream)
+            self._filled[slot - 1].synchronize()
 
 
 class StagingSlots:
@@ -90,7 +94,6 @@ class StagingSlots:
     def __init__(self, staging: CudaStaging, slots: int, nbytes: int):
         self.staging = staging
         self.nbytes = -(-nbytes // 512) * 512  # so that a slot starts where any dtype may
-        self.count = slots
         self._parts = staging.allocate(slots, self.nbytes).split(self.nbytes)
         self._idle = list(range(1, slots + 1))  # longest idle first
 
@@ -104,7 +107,7 @@ class StagingSlots:
     def fill(self, slot: int, tensor: torch.Tensor) -> None:
         """Copy `tensor` (on the device) to the slot, and wait for the copy. For any thread. Raises TransportError."""
         content = bytes_of(tensor)
-        self.staging.fill(self._parts[slot - 1][: content.numel()], content)
+        self.staging.fill(slot, self._parts[slot - 1][: content.numel()], content)
 
     def give_back(self, slot: int) -> None:
         """No rank reads the slot any more."""
@@ -133,40 +136,48 @@ class CudaCopy:
 
 
 class CudaMapped:
-    """A sender's slots, for a rank that computes on `device`. Raises TransportError with nothing mapped. Both processes
-    must number the devices alike."""
+    """A sender's slots, for a rank that computes on `device`. Raises TransportError with nothing mapped.
+
+    Each sender has a stream of its own: one that is killed before it fills a slot does not delay the copies of others.
+    Both processes must number the devices alike.
+    """
 
     def __init__(self, device: torch.device, slots: DeviceSlots):
         self._last: torch.cuda.Event | None = None  # of the last copy; all copies before it end earlier
         with use_cuda(device):
             self._where = torch.device("cuda", slots.device)
             self._stream = torch.cuda.Stream(device)
+            self._filled = [torch.cuda.Event.from_ipc_handle(self._where, handle) for handle in slots.filled]
         with use_cuda(self._where) as runtime:
             handle = runtime.cudaIpcMemHandle_t()
             ctypes.memmove(handle.getPtr(), slots.memory, _HANDLE_BYTES)
             self._address = check(runtime.cudaIpcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess))
             try:
-                memory = _view(self._address, slots.nbytes * slots.count, self._where)
+                memory = _view(self._address, slots.nbytes * len(slots.filled), self._where)
                 self._memory = memory.view(-1, slots.nbytes)  # a row for each slot
             except BaseException:
                 runtime.cudaIpcCloseMemHandle(self._address)
                 raise
 
     def fetch(self, slot: int, nbytes: int) -> CudaCopy:
-        """Start to copy the first bytes of slot `slot` (from 1 on) to memory of this process. Does not wait. Raises
-        TransportError."""
+        """Start to copy the first bytes of slot `slot` (from 1 on) to memory of this process, after the slot's event.
+        Does not wait. Raises TransportError."""
         with use_cuda(self._stream.device), on_stream(self._stream):
+            self._stream.wait_event(self._filled[slot - 1])
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._stream.device)
             memory.copy_(self._memory[slot - 1, :nbytes], non_blocking=True)
             self._last = self._stream.record_event(torch.cuda.Event(blocking=True))
         return CudaCopy(memory, self._last)
 
     def close(self) -> None:
-        """Wait for the copies, and unmap."""
+        """Wait for the copies, for up to `DRAIN_SECONDS`, and unmap; after a time-out the slots stay mapped."""
+        deadline = time.monotonic() + DRAIN_SECONDS
         try:
             with use_cuda(self._where) as runtime:
-                if self._last is not None:
-                    self._last.synchronize()
+                while self._last is not None and not self._last.query():
+                    if time.monotonic() >= deadline:
+                        raise TransportError(f"a copy did not complete within {DRAIN_SECONDS:.0f} s")
+                    time.sleep(0.0005)
                 del self._memory
                 check(runtime.cudaIpcCloseMemHandle(self._address))
         except TransportError as error:

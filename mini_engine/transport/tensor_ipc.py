@@ -230,7 +230,7 @@ class TensorIpcSender:
         message = _Message(0, PROBE_BYTES, slot=taken[0])
         try:
             head = self.place(message, slots.staging.local(content))
-            stream.enqueue_frame(self._me.encode(slots.staging.export(slots.count, slots.nbytes)))
+            stream.enqueue_frame(self._me.encode(slots.staging.export(slots.nbytes)))
             stream.enqueue_frame(self._me.encode(head))
             self._check_answer(stream.receive_answer(deadline), content)
         finally:

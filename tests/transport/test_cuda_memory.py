@@ -13,7 +13,7 @@ from mini_engine.transport.codec import TransportError
 from mini_engine.transport.cuda_memory import CudaMapped, CudaStaging, check, use_cuda
 
 DEVICE = torch.device("cuda", 0)
-SLOTS = DeviceSlots(0, 1, 4096, bytes(64))
+SLOTS = DeviceSlots(0, 4096, bytes(64), [bytes(64)])
 
 
 @pytest.mark.parametrize("start", [lambda: CudaStaging(DEVICE).allocate(1, 8), lambda: CudaMapped(DEVICE, SLOTS)])
@@ -42,9 +42,10 @@ def test_staging_memory_is_a_view() -> None:
     assert memory.nbytes == 1 << 29
     assert torch.cuda.mem_get_info(DEVICE)[0] <= before - (1 << 29)
     content = torch.arange(1 << 20, dtype=torch.int32, device=DEVICE).view(torch.uint8)
-    staging.fill(memory[1 << 28 :][: content.nbytes], content)
+    staging.fill(2, memory[1 << 28 :][: content.nbytes], content)
     assert torch.equal(memory[1 << 28 :][: content.nbytes], content)
-    assert len(staging.export(2, 1 << 28).memory) == 64
+    export = staging.export(1 << 28)
+    assert [len(handle) for handle in (export.memory, *export.filled)] == [64, 64, 64]
 
 
 @pytest.mark.multi_gpu
@@ -64,7 +65,7 @@ memory = staging.allocate(1, 1 << 20)
 step = Launched(StepResult(0), None, device)
 
 def work():
-    staging.fill(memory[:8], torch.zeros(8, dtype=torch.uint8, device=device))
+    staging.fill(1, memory[:8], torch.zeros(8, dtype=torch.uint8, device=device))
     fetch_beside(stream, torch.zeros(8))
     wait_for_device(step)
     host = torch.zeros(1 << 20)

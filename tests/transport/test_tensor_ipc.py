@@ -234,13 +234,13 @@ class HostStaging:
         HostStaging.memory = torch.zeros(slots * nbytes, dtype=torch.uint8)
         return HostStaging.memory
 
-    def export(self, slots: int, nbytes: int) -> DeviceSlots:
-        return DeviceSlots(0, slots, nbytes, b"")
+    def export(self, nbytes: int) -> DeviceSlots:
+        return DeviceSlots(0, nbytes, b"", [])
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
-    def fill(self, memory: torch.Tensor, content: torch.Tensor) -> None:
+    def fill(self, slot: int, memory: torch.Tensor, content: torch.Tensor) -> None:
         memory.copy_(content)
 
 
