@@ -106,6 +106,7 @@ class Exchange:
         self.path = _path_below_root(scope)
         self.id = f"{GENERATION_PATHS.get(self.path, 'req')}-{uuid.uuid4().hex}"
         self.clock = RequestClock()
+        self.cleanup = contextlib.ExitStack()  # at the end of the request, however it ends
         self.receiving = False  # the body
         self._receive = receive
         self._send = send
@@ -114,7 +115,6 @@ class Exchange:
         self._limit = asyncio.timeout(None)
         self._cause: Exception | None = None  # why `end` was called
         self._disconnect: asyncio.Task[None] | None = None
-        self.cleanup = contextlib.ExitStack()  # at the end of the request, however it ends
         scope["state"] |= {"request_id": self.id, "clock": self.clock, "cleanup": self.cleanup}
 
     async def run(self, answer: Callable[[Exchange], Awaitable[None]]) -> None:
