@@ -26,11 +26,11 @@ from mini_engine.messages import EngineStats, FinishReason, TransportName
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 REGISTRY = CollectorRegistry()
 
-# Why tensors did not take the chosen transport. Of a request: a rank could not use them, and they were sent again; or
-# its CUDA tensors were copied through the host, for lack of a staging slot, or since they lie on several devices. Of an
-# item, which bypasses the store: no room there, another API server is writing it, or it is too large; or it was
-# processed on the CPU, since its API server has no room for it on its device.
-FALLBACK_REASONS = ("lost", "cuda_ipc", "store_full", "store_busy", "store_oversize", "processor_memory")
+# Why tensors did not take the chosen transport. Of a request: its CUDA tensors were copied through the host, for lack
+# of a staging slot, or since they lie on several devices. Of an item, which bypasses the store: no room there, another
+# API server is writing it, or it is too large; or it was processed on the CPU, since its API server has no room for it
+# on its device.
+FALLBACK_REASONS = ("cuda_ipc", "store_full", "store_busy", "store_oversize", "processor_memory")
 
 # Why requests were refused with 429, see `api/admission.py`; and with 503, since the host is out of something.
 REJECTION_REASONS = ("queued_requests", "inflight_bodies", "inflight_media", "host")

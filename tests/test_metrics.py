@@ -38,7 +38,7 @@ def test_the_metrics_of_all_processes_are_summed(tmp_path: Path) -> None:
     expected = {
         'ipc_messages_total{transport="torch_shm"} 6.0',
         'ipc_messages_total{transport="direct_rpc"} 0.0',
-        'ipc_fallbacks_total{reason="lost"} 0.0',
+        'ipc_fallbacks_total{reason="cuda_ipc"} 0.0',
         "ipc_buffered_bytes 200.0",
         'num_requests_running{engine="0"} 2.0',
         'kv_cache_usage_perc{engine="0"} 0.25',

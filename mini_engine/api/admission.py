@@ -7,7 +7,7 @@
     bytes of decoded frames                  count as media in flight       admitted items are decoded in any case
     media items decoded, processed and sent  --maximum-concurrent-videos    queued, first come first served
 
-A request is queued only after its downloads: a web server that hangs does not block the queue. Each resource is
+A request is queued only when its media are fetched: a web server that hangs does not block the queue. Each resource is
 released at the end of a `with` block. Knows nothing of what requests are made of. Used from the event-loop thread only.
 """
 
@@ -15,133 +15,101 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Literal
 
-from mini_engine import metrics
 from mini_engine.api.errors import bad_request, too_much_work
 
 
-class RequestAdmission:
-    """At most `limit` unfinished requests."""
+class Budget:
+    """At most `limit` of something in use at once: unfinished requests, or bytes."""
 
-    def __init__(self, limit: int):
+    def __init__(
+        self,
+        limit: int,
+        flag: str,
+        reason: Literal["queued_requests", "inflight_bodies", "inflight_media"],
+        show: Callable[[int], None] = lambda _: None,
+    ):
+        """`reason`: under which refused requests are counted. `show` is called with what is in use."""
         self.limit = limit
-        self.unfinished = 0
+        self.flag = flag
+        self.reason = reason
+        self.used = 0
+        self._show = show
 
     @contextlib.contextmanager
-    def admit(self) -> Iterator[None]:
-        """Count a request while the block runs. Raises ApiError, a 429, if there are too many."""
-        if self.unfinished >= self.limit:
-            raise too_much_work(
-                "queued_requests",
-                f"This API server has {self.unfinished} unfinished requests, the limit of --max-num-queued-reqs",
-            )
-        self.unfinished += 1
-        try:
-            yield
-        finally:
-            self.unfinished -= 1
-
-
-class ByteBudget:
-    """At most `max_bytes` bytes in flight: of request bodies that are being received, or of encoded media."""
-
-    def __init__(self, max_bytes: int, reason: Literal["inflight_bodies", "inflight_media"]):
-        """`reason`: under which requests that do not fit are counted."""
-        self.max_bytes = max_bytes
-        self.inflight_bytes = 0
-        self._reason = reason
-
-    @contextlib.contextmanager
-    def reserve(self, nbytes: int = 0) -> Iterator[Reservation]:
-        """Count the `nbytes` that are known, and what `Reservation.receive` adds, while the block runs. Raises
-        ApiError: see `Reservation.receive`."""
+    def reserve(self, amount: int = 0) -> Iterator[Reservation]:
+        """Count `amount`, and what `Reservation.receive` adds, while the block runs. Raises ApiError: see
+        `Reservation.receive`."""
         reservation = Reservation(self)
         try:
-            reservation.receive(nbytes)
+            reservation.receive(amount)
             yield reservation
         finally:
-            self.count(-reservation.nbytes)
+            self.count(-reservation.amount)
 
-    def check(self, nbytes: int, further: int) -> None:
-        """Whether a request may have `nbytes` in all, `further` of which are not counted yet. Raises ApiError: see
-        `Reservation.receive`."""
-        if nbytes > self.max_bytes:
-            raise bad_request(
-                f"The images and videos of this prompt have {nbytes} bytes together, more than the {self.max_bytes} "
-                "of --max-inflight-media-gb; send fewer or smaller ones.",
-                "messages",
-                "media_too_large",
-            )
-        if further and self.inflight_bytes + further > self.max_bytes:
-            raise too_much_work(
-                self._reason,
-                f"This request needs {nbytes} bytes for media, but {self.inflight_bytes} of the {self.max_bytes} bytes "
-                "of --max-inflight-media-gb are in use",
-            )
-
-    def count(self, nbytes: int) -> None:
-        """So many bytes more, or less, are in flight."""
-        self.inflight_bytes += nbytes
+    def count(self, change: int) -> None:
+        """So much more, or less, is in use, whatever the limit."""
+        self.used += change
+        self._show(self.used)
 
 
 class Reservation:
-    """The bytes of one request."""
+    """What one request has of a budget."""
 
-    def __init__(self, budget: ByteBudget):
-        self.nbytes = 0
+    def __init__(self, budget: Budget):
+        self.amount = 0
         self._budget = budget
 
-    def receive(self, nbytes: int) -> None:
-        """Count so many further bytes, before they are stored. Raises ApiError: 400 if the request can never fit, 429
-        if it does not fit beside others."""
-        self._budget.check(self.nbytes + nbytes, nbytes)
-        self._change(nbytes)
+    def receive(self, amount: int) -> None:
+        """Count so much more, before it is stored. Raises ApiError: 400 if the request can never fit, 429 if it does
+        not fit beside others."""
+        budget, whole = self._budget, self.amount + amount
+        if whole > budget.limit:
+            raise bad_request(
+                f"The images and videos of this prompt have {whole} bytes together, more than the {budget.limit} of "
+                f"{budget.flag}; send fewer or smaller ones.",
+                "messages",
+                "media_too_large",
+            )
+        if amount and budget.used + amount > budget.limit:
+            raise too_much_work(
+                budget.reason,
+                f"This API server has {budget.used} of the {budget.limit} of {budget.flag} in use, and this request "
+                f"needs {amount} more",
+            )
+        self.amount = whole
+        budget.count(amount)
 
-    def correct(self, nbytes: int) -> None:
-        """The request has so many bytes in all. Raises ApiError, a 400, if they can never fit."""
-        self._budget.check(nbytes, 0)
-        self._change(nbytes - self.nbytes)
 
-    def _change(self, nbytes: int) -> None:
-        self.nbytes += nbytes
-        self._budget.count(nbytes)
+class Places:
+    """Places for `limit` media items that are decoded, processed and sent."""
 
-
-class MediaAdmission(ByteBudget):
-    """At most `limit` items in decoding, and `max_bytes` bytes of media in flight."""
-
-    def __init__(self, limit: int, max_bytes: int):
-        super().__init__(max_bytes, "inflight_media")
+    def __init__(self, limit: int):
         self.limit = limit
+        self.num_free = limit
         self.num_waiting = 0  # requests in the queue
-        self.num_admitted = 0  # items
-        self._places = asyncio.Semaphore(limit)
-        self._queue = asyncio.Lock()  # first come first served: a request with many items is not overtaken
+        self._first_in_queue = asyncio.Lock()  # acquired in the order of arrival
+        self._freed = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def places(self, num_items: int) -> AsyncIterator[None]:
-        """Wait for so many places, and hold them while the block runs. More items than the limit run alone."""
-        async with contextlib.AsyncExitStack() as held:
+    async def hold(self, num_items: int) -> AsyncIterator[None]:
+        """Wait for so many places, and hold them while the block runs. More items than the limit run alone; a request
+        with many is not overtaken."""
+        needed = min(num_items, self.limit)
+        if needed:
             self.num_waiting += 1
             try:
-                if num_items:
-                    async with self._queue:
-                        for _ in range(min(num_items, self.limit)):
-                            await self._places.acquire()
-                            self.num_admitted += 1
-                            held.callback(self._release)
+                async with self._first_in_queue:
+                    while self.num_free < needed:
+                        self._freed.clear()
+                        await self._freed.wait()
+                    self.num_free -= needed
             finally:
                 self.num_waiting -= 1
+        try:
             yield
-
-    def count(self, nbytes: int) -> None:
-        """See `ByteBudget`. Decoded frames are only counted, against later requests: what is admitted is decoded in any
-        case, by a bounded number of decoders."""
-        super().count(nbytes)
-        metrics.inflight_media_bytes.set(self.inflight_bytes)
-
-    def _release(self) -> None:
-        self.num_admitted -= 1
-        self._places.release()
+        finally:
+            self.num_free += needed
+            self._freed.set()

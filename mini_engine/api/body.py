@@ -1,65 +1,34 @@
-"""Request bodies in general: JSON -> a typed and checked `Body`, and what `/openapi.json` says of them.
-
-`protocol.py` has the bodies of each endpoint. Knows nothing of what the fields mean.
+"""HTTP -> JSON -> one of the typed and checked bodies of `protocol.py`, and what `/openapi.json` says of them. Knows
+nothing of what the fields mean.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import io
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
-from msgspec import Meta, Struct
+from msgspec import Struct
+from starlette.datastructures import Headers
 
+from mini_engine.api.context import AppContext
 from mini_engine.api.errors import ApiError, ErrorResponse, bad_request
+from mini_engine.api.protocol import Body
 
 T = TypeVar("T")
+BodyT = TypeVar("BodyT", bound=Body)
 
 # Less than this is done before a thread would have started on it:
 INLINE_BYTES = 64 << 10  # of a body to decode
 INLINE_CHARACTERS = 16_384  # of text to tokenise
 
-Ignored = Annotated[Any, Meta(description="Ignored: it does not change the answer.")]
-
-
-def only(*neutral: Any) -> Meta:
-    """Annotates a known field that is not supported: null, or one of these values, which change nothing, is accepted.
-
-    Such a field is typed `Annotated[Any, only(...)]`.
-    """
-    accepted = " or ".join(msgspec.json.encode(value).decode() for value in neutral) or "null"
-    return Meta(description=f"Not supported: leave it out or send {accepted}.", extra={"neutral": (accepted, neutral)})
-
-
-class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A request body."""
-
-    model: str | None = None
-
-    def check(self) -> None:
-        """Raises ApiError, a 400, for an unsupported field, and for fields that exclude each other."""
-        for name, (accepted, neutral) in _unsupported(type(self)).items():
-            value = getattr(self, name)
-            # True == 1 in Python, but not in JSON.
-            same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
-            if value is not None and not any(same):
-                text = f"'{name}' is not supported by this server; leave it out or send {accepted}."
-                raise bad_request(text, name, "unsupported_parameter")
-
-
-@functools.cache
-def _unsupported(kind: type[Body]) -> dict[str, tuple[str, tuple[Any, ...]]]:
-    """By the name of each field that is annotated with `only`: the accepted values, as text and by themselves."""
-    hints = get_type_hints(kind, include_extras=True)
-    metas = {name: meta for name, hint in hints.items() for meta in getattr(hint, "__metadata__", ())}
-    return {name: meta.extra["neutral"] for name, meta in metas.items() if meta.extra}
-
-
-BodyT = TypeVar("BodyT", bound=Body)
+JSON = "application/json"
+LEAST_RATE = 16 << 10  # bytes of a body per second, after its first --timeout-client: slow ones would hold their memory
 
 
 def decode_body(body: bytes, kind: type[BodyT], served_names: Sequence[str]) -> BodyT:
@@ -105,14 +74,64 @@ def _invalid_field(problem: str) -> ApiError:
     return bad_request(f"Invalid '{path}': {problem}.", path, "invalid_value")
 
 
-async def read_body(request: Request, kind: type[BodyT], served_names: Sequence[str]) -> BodyT:
+async def read_body(request: Request, kind: type[BodyT], context: AppContext) -> BodyT:
     """The request in the body of an HTTP request. Unlike `Request.body` it keeps the bytes nowhere.
 
     Raises:
-        ApiError, EngineError, ClientDisconnect: see `middleware.Exchange.receive` and `decode_body`.
+        ApiError: 413, 415, 408; 429 if there is no room for the body beside others; see `decode_body`.
+        ClientDisconnect: the client has closed the connection.
     """
-    body = (await request.receive())["body"]
-    return await run_sized(lambda: decode_body(body, kind, served_names), len(body), INLINE_BYTES)
+    body = await _receive(request, context)
+    return await run_sized(lambda: decode_body(body, kind, context.config.served_names), len(body), INLINE_BYTES)
+
+
+async def _receive(request: Request, context: AppContext) -> bytes:
+    """The whole body. uvicorn drops the rest of one that is refused."""
+    most, seconds = context.config.max_request_bytes, context.config.timeout_client
+    check_headers(request.headers, most)
+    body = io.BytesIO()  # hands over its buffer without a copy
+    begun = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            with context.bodies.reserve() as reservation:
+                async for block in request.stream():
+                    if body.tell() + len(block) > most:
+                        raise _too_large(most)
+                    reservation.receive(len(block))
+                    body.write(block)
+                    deadline.reschedule(begun + seconds + body.tell() / LEAST_RATE)
+    except TimeoutError:
+        text = (
+            f"Timed out reading the request body: after the {seconds:g} s of --timeout-client it arrives at fewer than "
+            f"{LEAST_RATE} bytes per second; send it faster."
+        )
+        raise ApiError(408, text, code="request_timeout", headers={"connection": "close"}) from None
+    return body.getvalue()
+
+
+def check_headers(headers: Headers, most: int) -> None:
+    """A page of any origin may make a browser send text, a form, or a body without a type; JSON only where CORS allows.
+    Raises ApiError: 415, or 413 for more than `most` bytes."""
+    given = headers.get("content-type")
+    if given is None or given.partition(";")[0].strip().lower() != JSON:
+        what = "no Content-Type" if given is None else f"the Content-Type {given[:80]!r}, which is not supported"
+        text = f"The request has {what}; send JSON, with the header 'Content-Type: {JSON}'."
+        raise ApiError(415, text, code="invalid_http", headers={"accept": JSON})
+    for coding in headers.getlist("content-encoding"):
+        if coding.strip().lower() not in ("", "identity"):
+            text = f"The Content-Encoding {coding[:40]!r} is not supported; send the JSON uncompressed."
+            raise ApiError(415, text, code="invalid_http", headers={"accept-encoding": "identity"})
+    declared = headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > most:
+        raise _too_large(most)
+
+
+def _too_large(most: int) -> ApiError:
+    text = (
+        f"The request body is larger than {most} bytes, the limit of --max-request-bytes. Send fewer or smaller images "
+        "and videos, or URLs of them."
+    )
+    return ApiError(413, text, code="request_too_large")
 
 
 async def run_sized(work: Callable[[], T], size: int, inline: int) -> T:
@@ -134,7 +153,7 @@ def takes(kind: type[Body]) -> dict[str, Any]:
 
 
 def _content(kind: type[Struct]) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": REF.format(name=kind.__name__)}}}
+    return {JSON: {"schema": {"$ref": REF.format(name=kind.__name__)}}}
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {

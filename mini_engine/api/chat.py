@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mini_engine.api.errors import bad_request
-from mini_engine.api.protocol import ChatMessage, MediaPart, TextPart
+from mini_engine.api.protocol import ChatMessage, TextPart
 from mini_engine.media.hashing import HASH_BYTES
 from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality
 
@@ -49,9 +49,9 @@ class ChatRenderer:
         self._template: str = template
         # The Rust tokenizer itself: its encode changes nothing, so that threads can share it. The wrapper around it
         # may set truncation and padding, which fails ("Already borrowed") while another thread encodes.
-        self._encoder = hf_processor.tokenizer.backend_tokenizer
-        self._encoder.no_truncation()
-        self._encoder.no_padding()
+        self.tokenizer = hf_processor.tokenizer.backend_tokenizer
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
         self._modality_of: dict[int, Modality] = {
             int(hf_processor.image_token_id): "image",
             int(hf_processor.video_token_id): "video",
@@ -73,14 +73,12 @@ class ChatRenderer:
         """
         text = self._apply_template([self._for_template(message) for message in messages])
         self._check_length(text)
-        token_ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
-        wanted = [part.modality for message in messages for part in media_parts(message)]
+        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        wanted = [part.modality for message in messages for part in message.media]
         placed = [self._modality_of[token] for token in token_ids if token in self._modality_of]
         if placed != wanted:
-            text = (
-                f"the chat template wrote {len(placed)} placeholders for {len(wanted)} media items, or in other order"
-            )
-            raise bad_request(text, "messages")
+            counts = f"{len(placed)} placeholders for {len(wanted)} media items"
+            raise bad_request(f"the chat template wrote {counts}, or in other order", "messages")
         return token_ids
 
     @property
@@ -97,7 +95,7 @@ class ChatRenderer:
         if not allow_placeholders:
             self._check_text(text, "prompt")
         self._check_length(text, "prompt")
-        return self._encoder.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _check_length(self, text: str, param: str = "messages") -> None:
         """Refuse what no tokenisation could make short enough, since tokenising it would delay all other requests."""
@@ -111,9 +109,7 @@ class ChatRenderer:
 
     def expand(self, token_ids: Sequence[int], sources: Sequence[Source]) -> tuple[list[int], list[MediaItem]]:
         """The prompt with each placeholder as long as its item, with the text that belongs to it, and the items with
-        their places. `sources` are in order.
-
-        """
+        their places. `sources` are in order."""
         expanded: list[int] = []
         placed: list[MediaItem] = []
         remaining = iter(sources)
@@ -126,7 +122,7 @@ class ChatRenderer:
             assert item.modality == modality
             # By itself: in a model's own template a special token stands on either side, which no token reaches across.
             text = item.placeholder
-            written = [token] if text is None else self._encoder.encode(text, add_special_tokens=False).ids
+            written = [token] if text is None else self.tokenizer.encode(text, add_special_tokens=False).ids
             runs = written.count(token)
             offsets: list[int] = []
             for each in written:
@@ -135,7 +131,14 @@ class ChatRenderer:
                     expanded.extend([token] * (item.num_tokens // runs))
                 else:
                     expanded.append(each)
-            placed.append(_placed(media_hash, item, offsets))
+            patches = None if isinstance(item, CachedMedia) else item.patches
+            cacheable = isinstance(item, CachedMedia) or item.missing is None
+            placed.append(
+                MediaItem(
+                    item.modality, offsets, item.num_tokens, item.grid_thw, item.second_per_grid, patches, media_hash,
+                    placeholder=item.placeholder, cacheable=cacheable,
+                )
+            )  # fmt: skip
         return expanded, placed
 
     def _for_template(self, message: ChatMessage) -> dict[str, Any]:
@@ -176,7 +179,7 @@ def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) ->
     refs: list[MediaRef] = []
     counts: Counter[str] = Counter()
     for message in messages:
-        for part in media_parts(message):
+        for part in message.media:
             counts[part.modality] += 1
             name = f"{part.modality} {counts[part.modality]}"
             refs.append(MediaRef(part.modality, part.url, name))
@@ -188,21 +191,6 @@ def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) ->
                 "messages",
             )
     return refs
-
-
-def media_parts(message: ChatMessage) -> list[MediaPart]:
-    """The images and videos of a message, in order."""
-    content = message.content
-    return [] if isinstance(content, str) else [part for part in content if not isinstance(part, TextPart)]
-
-
-def text_length(messages: Sequence[ChatMessage]) -> int:
-    """Characters of text in a conversation."""
-    length = 0
-    for message in messages:
-        parts = [TextPart(text=message.content)] if isinstance(message.content, str) else message.content
-        length += sum(len(part.text) for part in parts if isinstance(part, TextPart))
-    return length
 
 
 # --- the prompt's media, for the engine -------------------------------------------------------------------------------
@@ -218,20 +206,6 @@ def prompt_sources(
     """
     private = {digest: os.urandom(HASH_BYTES) for digest, item in processed.items() if item.missing}
     return [(private.get(digest, digest), processed.get(digest) or found[digest]) for digest in hashes]
-
-
-def _placed(media_hash: bytes, item: ProcessedItem | CachedMedia, offsets: list[int]) -> MediaItem:
-    return MediaItem(
-        item.modality,
-        offsets,
-        item.num_tokens,
-        item.grid_thw,
-        item.second_per_grid,
-        None if isinstance(item, CachedMedia) else item.patches,
-        media_hash,
-        placeholder=item.placeholder,
-        cacheable=isinstance(item, CachedMedia) or item.missing is None,
-    )
 
 
 def media_usage(item: MediaItem, processor: MediaProcessor) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mini_engine.api.body import INLINE_CHARACTERS, read_body, run_sized, takes
-from mini_engine.api.chat import check_budget, collect_media, media_usage, prompt_sources, text_length
+from mini_engine.api.chat import check_budget, collect_media, media_usage, prompt_sources
 from mini_engine.api.context import AppContext, context_of
-from mini_engine.api.detokenizer import sample_texts
 from mini_engine.api.generation import Generation
 from mini_engine.api.media_loader import missing_parts
 from mini_engine.api.media_settings import video_tokens
@@ -33,7 +32,7 @@ router = APIRouter()
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
     context, request_id = context_of(request), request.state.request_id
-    chat = await read_body(request, ChatRequest, context.config.served_names)
+    chat = await read_body(request, ChatRequest, context)
     responder = ChatResponder(chat, request_id, context.config.served_names[0])
     generation = await start(context, chat, request_id, request.state.clock)
     request.state.cleanup.enter_context(generation)
@@ -49,28 +48,24 @@ async def start(context: AppContext, chat: ChatRequest, request_id: str, clock: 
     Raises:
         ApiError, MediaError, DecoderUnavailable, Shortage: see `errors.explain`.
     """
-    async with context.engines.while_running(), contextlib.AsyncExitStack() as held:
+    async with contextlib.AsyncExitStack() as held:
         # Row 2: the media references, the prompt with a placeholder for each, their settings.
         context.sampling.check(chat)
         refs = collect_media(chat.messages, context.config.item_limits)
         render = partial(context.renderer.render, chat.messages)
-        token_ids = await run_sized(render, text_length(chat.messages), INLINE_CHARACTERS)
+        token_ids = await run_sized(render, sum(one.num_characters for one in chat.messages), INLINE_CHARACTERS)
         budget = video_tokens(context.limits, len(token_ids), chat.token_limit or 1, len(refs))
-        keyed = context.media_settings.resolve(chat, budget)
-        # Row 3: room for the bytes, the downloads, a place among the requests whose media are decoded.
-        reservation = held.enter_context(context.admission.reserve(await context.media.known_bytes(refs)))
+        settings = context.media_settings.resolve(chat, budget)
+        # Row 3: room for the media's bytes, the bytes, and their hashes.
+        reservation = held.enter_context(context.media_bytes.reserve(await context.media.known_bytes(refs)))
         clock.enter("fetch")
-        downloads = await context.media.download(refs, reservation.receive)
-        clock.enter("admission")  # after the downloads: a server that hangs would block the queue
-        await held.enter_async_context(context.admission.places(len(refs)))
+        fetched = await context.media.fetch(refs, settings, reservation.receive)
+        clock.enter("admission")  # row 4: not before, since a web server that hangs would block the queue
+        await held.enter_async_context(context.places.hold(len(refs)))
         logger.debug(
             "%s admitted: %d tokens, %d media items of %d bytes",
-            request_id, len(token_ids), len(refs), reservation.nbytes, extra=about(request_id),
+            request_id, len(token_ids), len(refs), reservation.amount, extra=about(request_id),
         )  # fmt: skip
-        # Row 4: the other bytes, and the hashes of all.
-        clock.enter("fetch")
-        fetched = await context.media.fetch(refs, keyed, downloads)
-        reservation.correct(sum(len(item.data) for item in fetched))
         clock.enter("other")
         hashes = list(dict.fromkeys(item.media_hash for item in fetched))
         with context.engines.choose(hashes[0] if hashes else None, chat.num_choices) as engine:  # row 5
@@ -84,9 +79,9 @@ async def start(context: AppContext, chat: ChatRequest, request_id: str, clock: 
             prompt, media = context.renderer.expand(token_ids, sources)
             check_budget(media, context.limits)
             request = context.sampling.new_request(chat, request_id, prompt, media)
-            texts = sample_texts(context.vocabulary, chat, request.sampling)
             used = [media_usage(item, context.media.processor) for item in media]
-            generation = Generation(request, texts, clock, used, missing_parts(fetched, processed))
+            missing = missing_parts(fetched, processed)
+            generation = Generation(chat, request, context.vocabulary, clock, media=used, warnings=missing)
         # Row 8: the tensors, then the request.
         clock.enter("transport")
         await engine.submit(generation, request)

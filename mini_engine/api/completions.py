@@ -13,9 +13,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mini_engine.api.body import INLINE_CHARACTERS, read_body, run_sized, takes
-from mini_engine.api.chat import collect_media, text_length
+from mini_engine.api.chat import collect_media
 from mini_engine.api.context import AppContext, context_of
-from mini_engine.api.detokenizer import sample_texts
 from mini_engine.api.errors import bad_request
 from mini_engine.api.generation import Generation
 from mini_engine.api.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -33,23 +32,21 @@ async def completions(request: Request) -> Response:
     Choice i of prompt p has the index p * n + i. No prompt is sent to an engine unless all are valid.
     """
     context, request_id = context_of(request), request.state.request_id
-    asked = await read_body(request, CompletionRequest, context.config.served_names)
+    asked = await read_body(request, CompletionRequest, context)
     responder = CompletionResponder(asked, request_id, context.config.served_names[0])
-    async with context.engines.while_running():
-        context.sampling.check(asked)
-        generations: dict[Generation, NewRequest] = {}
-        for number, prompt in enumerate(asked.prompts):
-            token_ids = await _encode(context, asked, prompt) if isinstance(prompt, str) else _check(context, prompt)
-            own_id = f"{request_id}-prompt{number}" if number else request_id
-            new = context.sampling.new_request(asked, own_id, token_ids, [])
-            texts = sample_texts(context.vocabulary, asked, new.sampling, number * asked.num_choices)
-            generations[Generation(new, texts, RequestClock() if number else request.state.clock)] = new
-        for generation, new in generations.items():
-            generation.clock.enter("transport")
-            with context.engines.choose(samples=len(generation.samples)) as engine:
-                await engine.submit(generation, new)
-            request.state.cleanup.enter_context(generation)
-            generation.clock.enter("other")
+    context.sampling.check(asked)
+    generations: dict[Generation, NewRequest] = {}
+    for number, prompt in enumerate(asked.prompts):
+        token_ids = await _encode(context, asked, prompt) if isinstance(prompt, str) else _check(context, prompt)
+        new = context.sampling.new_request(asked, f"{request_id}-prompt{number}" if number else request_id, token_ids)
+        clock, first_index = RequestClock() if number else request.state.clock, number * asked.num_choices
+        generations[Generation(asked, new, context.vocabulary, clock, first_index=first_index)] = new
+    for generation, new in generations.items():
+        generation.clock.enter("transport")
+        with context.engines.choose(samples=len(generation.samples)) as engine:
+            await engine.submit(generation, new)
+        request.state.cleanup.enter_context(generation)
+        generation.clock.enter("other")
     return await responder.respond(list(generations))
 
 
@@ -77,8 +74,8 @@ def _check(context: AppContext, token_ids: list[int]) -> list[int]:
 async def tokenize(request: Request) -> Response:
     """The token ids of a text, or of a conversation with one placeholder for each image and video."""
     context = context_of(request)
-    asked = await read_body(request, TokenizeRequest, context.config.served_names)
-    size = len(asked.prompt or "") + text_length(asked.messages or [])
+    asked = await read_body(request, TokenizeRequest, context)
+    size = len(asked.prompt or "") + sum(message.num_characters for message in asked.messages or [])
     return JSONResponse(await run_sized(partial(_tokens, context, asked), size, INLINE_CHARACTERS))
 
 
@@ -86,9 +83,9 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     context = context_of(request)
-    asked = await read_body(request, DetokenizeRequest, context.config.served_names)
+    asked = await read_body(request, DetokenizeRequest, context)
     context.sampling.check_tokens("tokens", asked.tokens)
-    decode = partial(context.tokenizer.backend_tokenizer.decode, asked.tokens, skip_special_tokens=False)
+    decode = partial(context.renderer.tokenizer.decode, asked.tokens, skip_special_tokens=False)
     return JSONResponse({"prompt": await run_sized(decode, len(asked.tokens), INLINE_CHARACTERS)})
 
 
@@ -99,6 +96,6 @@ def _tokens(context: AppContext, asked: TokenizeRequest) -> dict[str, Any]:
         messages = asked.messages or []
         collect_media(messages, context.config.item_limits)
         tokens = context.renderer.render(messages)
-    names = context.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
+    names = [context.renderer.tokenizer.id_to_token(token) for token in tokens] if asked.return_token_strs else None
     limit = context.limits.max_model_len
     return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": names}

@@ -1,4 +1,4 @@
-"""Tokens of an answer -> its text, incrementally. `SampleText` uses the other classes of this file.
+"""Tokens of an answer -> its text and what is listed of them, incrementally.
 
 A token costs what its own bytes cost, however many came before: `tokenizers.decoders.DecodeStream` decodes all tokens
 that have made no text yet again at each. Knows nothing of requests or streams. Runs in the event loop's thread only: a
@@ -9,42 +9,23 @@ from __future__ import annotations
 
 import codecs
 import collections
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from msgspec import Struct
 from tokenizers import decoders
 
-from mini_engine.api.protocol import GenerationRequest
-from mini_engine.messages import FinishReason, SamplingParams, TokenLogprob
+from mini_engine.messages import TokenLogprob
 
-FinishedBy = Literal["stop", "length"]
 LEAST_LOGPROB = -9999.0  # OpenAI's value for a token that is all but impossible; JSON has no infinity
 
 
-class LikelyToken(Struct, frozen=True):
-    """A token that was likely at a place. `bytes` may be a part of a character; `token` has U+FFFD for it."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ListedToken(LikelyToken, frozen=True):
-    """A token of the answer, and the likeliest at its place."""
-
-    top_logprobs: list[LikelyToken]
-
-
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Some text of one choice, perhaps none. `finish_reason` is set with the choice's last."""
+class ListedToken:
+    """A token of the answer, and what was likely at its place."""
 
-    index: int
-    text: str
-    finish_reason: FinishedBy | None
-    logprobs: list[ListedToken] | None  # of the tokens that `text` is made of; None: not asked for
+    offset: int  # characters of the text before it
+    likely: list[tuple[bytes, float]]  # the token itself, then the likeliest: bytes, perhaps of a part of a character
 
 
 class Vocabulary:
@@ -52,10 +33,12 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer` is a Hugging Face fast tokenizer. Raises ValueError for one that is not byte-level."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
         self._tokenizer = tokenizer.backend_tokenizer
         if not isinstance(self._tokenizer.decoder, decoders.ByteLevel):
             raise ValueError("the model's tokenizer is not byte-level; only byte-level BPE is supported")
-        self._byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+        self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
 
@@ -77,14 +60,6 @@ class Vocabulary:
         return b"" if skip_special_tokens and token_id in self._special else self.bytes_of(token_id)
 
 
-def _byte_characters() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies: itself if it can be printed, else the next
-    one from U+0100 on (`bytes_to_unicode` of GPT-2's encoder.py)."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
 class Detokenizer:
     """Detokenises one answer. The texts add up to what the tokenizer makes of all tokens at once."""
 
@@ -96,12 +71,10 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
     ) -> None:
-        """`include_stop` sends the stop string too. Empty ones raise.
+        """`include_stop` sends the stop string too.
 
         A stop string that the first `min_tokens` tokens complete does not count, as in vLLM.
         """
-        if not all(stop):
-            raise ValueError("a stop string must not be empty")
         self.stopped_by: str | None = None
         self._vocabulary = vocabulary
         self._stop = tuple(stop)
@@ -165,7 +138,7 @@ def _overlap(text: str, stop: str) -> int:
     return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)
 
 
-class LogprobList:
+class TokenList:
     """Holds an answer's tokens until their text leaves.
 
     A token is listed with the text that holds its first character, or a part of it; so the bytes of all listed tokens
@@ -176,86 +149,20 @@ class LogprobList:
     def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool):
         self._vocabulary = vocabulary
         self._skip_special_tokens = skip_special_tokens
-        self._held: collections.deque[tuple[int, Sequence[TokenLogprob]]] = collections.deque()
+        self._held: collections.deque[ListedToken] = collections.deque()
         self._sent = 0  # characters
 
-    def add(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """A token whose text begins after `start` characters; `logprobs` has the token itself, then the likeliest."""
+    def add(self, offset: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """A token whose text begins after `offset` characters; `logprobs` has the token itself, then the likeliest."""
         if self._vocabulary.bytes_shown(logprobs[0].token_id, self._skip_special_tokens):
-            self._held.append((start, logprobs))
+            bytes_of = self._vocabulary.bytes_of
+            likely = [(bytes_of(one.token_id), max(one.logprob, LEAST_LOGPROB)) for one in logprobs]
+            self._held.append(ListedToken(offset, likely))
 
     def send(self, text: str) -> list[ListedToken]:
         """The tokens to list with `text`, which is the next that leaves."""
         self._sent += len(text)
         listed = []
-        while self._held and self._held[0][0] < self._sent:
-            listed.append(self._list(self._held.popleft()[1]))
+        while self._held and self._held[0].offset < self._sent:
+            listed.append(self._held.popleft())
         return listed
-
-    def _list(self, logprobs: Sequence[TokenLogprob]) -> ListedToken:
-        chosen, *likeliest = map(self._likely, logprobs)
-        return ListedToken(chosen.token, chosen.logprob, chosen.bytes, likeliest)
-
-    def _likely(self, one: TokenLogprob) -> LikelyToken:
-        data = self._vocabulary.bytes_of(one.token_id)
-        return LikelyToken(data.decode(errors="replace"), max(one.logprob, LEAST_LOGPROB), list(data))
-
-
-class SampleText:
-    """The text of one sample of a request, of which it is choice `index`."""
-
-    def __init__(
-        self,
-        index: int,
-        detokenizer: Detokenizer,
-        logprobs: LogprobList | None = None,
-        hidden_ends: Collection[int] = (),
-    ):
-        """The text of a token of `hidden_ends` is left out where the token ends the sample."""
-        self.index = index
-        self.completion_tokens = 0  # delivered, up to the one that completes a stop string
-        self._detokenizer = detokenizer
-        self._logprobs = logprobs
-        self._hidden_ends = hidden_ends
-
-    def push(
-        self, token_ids: Sequence[int], reason: FinishReason | None, logprobs: Sequence[Sequence[TokenLogprob]] = ()
-    ) -> Piece:
-        """The piece that the next tokens make. `reason` comes with the last of the sample. A piece with a finish
-        reason, which may be that of a stop string, is the last.
-
-        `logprobs`, where they are asked for: for each token those of the token itself, then of the likeliest.
-        """
-        hidden = reason == "stop" and bool(token_ids) and token_ids[-1] in self._hidden_ends
-        text = ""
-        for position, token_id in enumerate(token_ids[:-1] if hidden else token_ids):
-            if self._detokenizer.stopped_by is not None:
-                break
-            if self._logprobs is not None:
-                self._logprobs.add(self._detokenizer.decoded_length, logprobs[position])
-            text += self._detokenizer.push(token_id)
-            self.completion_tokens += 1
-        finished: FinishedBy | None = None
-        if reason is not None:
-            text += self._detokenizer.finish()
-            finished = "length" if reason == "length" else "stop"
-        if self._detokenizer.stopped_by is not None:
-            finished = "stop"
-        elif hidden:
-            self.completion_tokens += 1
-        return Piece(self.index, text, finished, None if self._logprobs is None else self._logprobs.send(text))
-
-
-def sample_texts(
-    vocabulary: Vocabulary, asked: GenerationRequest, sampling: SamplingParams, first_index: int = 0
-) -> list[SampleText]:
-    """The texts of all samples of a request, whose choices have the indices from `first_index` on."""
-    include_stop = bool(asked.include_stop_str_in_output)
-    skip_special = asked.skip_special_tokens is not False
-
-    def sample_text(index: int) -> SampleText:
-        detokenizer = Detokenizer(vocabulary, asked.stop_strings, include_stop, skip_special, sampling.min_tokens)
-        logprobs = None if sampling.logprobs is None else LogprobList(vocabulary, skip_special)
-        return SampleText(index, detokenizer, logprobs, () if include_stop else sampling.stop_token_ids)
-
-    return [sample_text(first_index + choice) for choice in range(asked.num_choices)]

@@ -1,17 +1,17 @@
-"""One engine as this API server sees it: requests go out, tokens come in.
+"""The engines as this API server sees them: requests go out, tokens come in.
 
-Knows nothing of HTTP, text, or how media are made. All of it belongs to the event loop's thread.
+`EngineClient` chooses the `Engine` of each request. Knows nothing of HTTP, text, or how media are made. All of it
+belongs to the event loop's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import logging
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import zmq
@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from mini_engine import metrics
 from mini_engine.api.errors import EngineError, MediaNotSent
-from mini_engine.api.generation import Generation, Sample
+from mini_engine.api.generation import Generation
 from mini_engine.api.media_store import MediaStoreClient
 from mini_engine.api.sending import RequestSender
 from mini_engine.log import about
@@ -36,6 +36,7 @@ from mini_engine.messages import (
     RequestOutput,
     Reserved,
 )
+from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 
@@ -44,62 +45,54 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OVERDUE_SECONDS = 0.5
+# How many samples more than the least loaded engine one may have to be preferred for a prompt's media: a few more in a
+# batch cost a request some milliseconds, while decoding a video again costs hundreds.
+LOAD_MARGIN = 4
+LOST_SECONDS = 5.0  # for the supervisor to report the death of an engine that cannot be reached
+METRICS_SECONDS = 1.0  # for the engines to report; Prometheus gives a whole scrape ten
 ENGINE_DIED = "The engine that served this request has stopped; send it again later."
 ENGINE_STOPPED = "The engine has stopped; send this request again later."
 
 
-@dataclass(frozen=True)
-class EngineContext:
-    """Shared by all engines of an API server."""
-
-    encoder: Encoder
-    media_capacity: int  # most bytes of cached media that an engine can read; 0: none are cached
-    max_object_bytes: int  # of an item in the media store
-    on_memory: Callable[[], None]  # the memory of tensors on their way has changed
-    on_stop: Callable[[], None]  # an engine serves no more
-    on_lost: Callable[[int], None]  # the engine of this number cannot be reached, and nothing has said that it died
+class EngineLost(Exception):
+    """A running engine cannot be reached from this process: another process may reach it."""
 
 
 class Engine:
     """One engine core and its ranks, seen from this API server.
 
-    `requests` holds each sample of a request from before its tensors are reserved until the core's final output for it,
-    which comes even for one that was aborted.
+    `requests` holds the generation of each sample's id, from before its tensors are reserved until the core's final
+    output for the sample, which comes even for one that was aborted.
     """
 
     def __init__(
         self,
         number: int,
         socket: zmq.asyncio.Socket,
+        encoder: Encoder,
         queue: TensorIpcSender,
+        *,
+        media_capacity: int,
         store: WritableMemory | None,
-        context: EngineContext,
+        max_object_bytes: int,
     ):
-        """`store`: the memory of its media store, if it has one."""
+        """See `EngineClient`."""
         self.number = number
         self.queue = queue
-        self.requests: dict[str, Sample] = {}
+        self.requests: dict[str, Generation] = {}
         self.preparing = 0  # samples of requests that chose this engine and are not in `requests` yet
         self.stopped: EngineError | None = None  # what requests end with once it serves no more
+        self.death_reported = False  # by the supervisor
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # raises EngineLost
         self._socket = socket
-        self._encoder = context.encoder
-        self._on_lost = context.on_lost
-        self._on_stop = context.on_stop
-        self._metrics = metrics.EngineMetrics(number, context.media_capacity)
+        self._encoder = encoder
+        self._metrics = metrics.EngineMetrics(number, media_capacity)
         self._numbers = itertools.count(1)
         self._replies: dict[int, asyncio.Future[ControlReply | None]] = {}  # to control requests, by number
-        self._ping_reply: asyncio.Future[ControlReply | None] | None = None
-        self._pinged_at = 0.0
-        self._sender = RequestSender(self._encoder, queue, self._send, context.on_memory)
-        self.media = MediaStoreClient(
-            number,
-            lambda body: self._send(self._encoder.encode(body)),
-            queue.num_ranks,
-            context.media_capacity > 0,
-            store,
-            context.max_object_bytes,
-        )
+        self._ping: asyncio.Future[ControlReply | None] | None = None
+        self._sender = RequestSender(encoder, queue, self._send_frame)
+        is_cached = media_capacity > 0
+        self.media = MediaStoreClient(number, self._send, queue.num_ranks, is_cached, store, max_object_bytes)
 
     @property
     def load(self) -> int:
@@ -116,69 +109,44 @@ class Engine:
         item.
 
         What finds room in the store is written there; for the rest this waits for room for its tensors, which leave
-        before the request does, straight to the ranks; and, if there are media, until the engine has accepted the
-        request. Cancelling it leaves nothing behind, inside of `media.holding`. Raises EngineError: the engine is down,
-        or the tensors cannot be sent or do not arrive (MediaNotSent).
+        before the request does, straight to the ranks. Cancelling it leaves nothing behind, inside of `media.holding`.
+        Raises EngineError: the engine is down, or the tensors cannot be sent.
         """
-        self.requests |= {sample.request_id: sample for sample in generation.samples}
+        self.requests |= dict.fromkeys(generation.samples, generation)
         try:
             request = await self.media.place(request)
-            for again in (False, True):
-                await self._sender.submit(request)
-                accepted = generation.sent(self.finish)
-                if not request.media or await accepted:
-                    at_engine = request.request_id, self.number, len(request.media)
-                    logger.debug("%s is at engine %d, with %d media items", *at_engine, extra=about(request.request_id))
-                    return
-                if not again:
-                    logger.warning(
-                        "%s: engine %d could not read its tensors; sending them again", request.request_id, self.number,
-                        extra=about(request.request_id),
-                    )  # fmt: skip
-                    metrics.ipc_fallbacks_total.labels("lost").inc()
-            raise MediaNotSent()
+            await self._sender.submit(request)
         except BaseException:
-            if generation.finish_at_engine is not None:
-                generation.abort()
-            else:
-                self._forget(generation)
+            self._forget(generation)
             raise
-
-    def send(self, body: AnyMessage) -> None:
-        """Send what is no request; it is dropped if the engine is down."""
-        with contextlib.suppress(EngineError):
-            self._send(self._encoder.encode(body))
+        generation.finish_at_engine = self.finish
+        at_engine = request.request_id, self.number, len(request.media)
+        logger.debug("%s sent to engine %d, with %d media items", *at_engine, extra=about(request.request_id))
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
         """Have the core end a request. Its entry stays until the core's final output for it."""
         if request_id in self.requests:
-            self.send(Finish(request_id, reason))
+            with contextlib.suppress(EngineError):
+                self._send(Finish(request_id, reason))
 
-    async def refresh_metrics(self) -> None:
-        """Bring the engine's metrics up to date; without effect when it is down. Cancelling it stops the wait only."""
+    def control(self, action: Literal["ping", "stats", "reset_caches"]) -> asyncio.Future[ControlReply | None]:
+        """Send a control request. The future, which must not be cancelled, is None if the engine is down."""
+        number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
         if self.stopped is None:
-            await asyncio.wait([self._control("stats")])
-
-    async def reset_caches(self) -> None:
-        """Have the core drop all that its caches hold and no running request uses. Cancelling it stops the wait only.
-        Raises EngineError: the engine is down."""
-        self.check()
-        if await asyncio.shield(self._control("reset_caches")) is None:
-            self.check()
+            self._replies[number] = reply
+            with contextlib.suppress(EngineError):  # the reply is None then
+                self._send(ControlRequest(number, action))
+        else:
+            reply.set_result(None)
+        return reply
 
     async def answers_ping(self, within: float) -> bool:
-        """Whether the core and all its ranks answer a ping within so many seconds of it.
-
-        At most one is sent at a time, which all callers await. An unanswered ping does not time out: the engine hangs.
-        """
-        if self.stopped is not None:
-            return False
-        if self._ping_reply is None or self._ping_reply.done():
-            self._ping_reply, self._pinged_at = self._control("ping"), time.monotonic()
-        reply = self._ping_reply
-        # An overdue reply gets a little time: perhaps this process was the one that hung.
-        left = max(self._pinged_at + within - time.monotonic(), min(within, OVERDUE_SECONDS))
-        await asyncio.wait([reply], timeout=left)
+        """Whether the core and all its ranks answer a ping within so many seconds. While one is not answered, all
+        callers wait for it."""
+        if self._ping is None or self._ping.done():
+            self._ping = self.control("ping")
+        reply = self._ping
+        await asyncio.wait([reply], timeout=within)
         return reply.done() and reply.result() is not None
 
     def stop(self, why: EngineError, begun: EngineError) -> None:
@@ -190,13 +158,12 @@ class Engine:
         self._metrics.forget()
         self.media.close(why)
         requests, self.requests = self.requests, {}
-        for sample in requests.values():
-            sample.generation.fail(begun)
+        for generation in requests.values():
+            generation.fail(begun)
         for reply in self._replies.values():
             reply.set_result(None)
         self._replies.clear()
         self._sender.close(why)
-        self._on_stop()
 
     def die(self) -> None:
         """The engine is dead."""
@@ -218,15 +185,14 @@ class Engine:
     def _handle(self, body: AnyMessage) -> None:
         match body:
             case Outputs():
-                for request_id in body.accepted:
-                    if (sample := self.requests.get(request_id)) is not None:
-                        sample.generation.answer(accepted=True)
                 for output in body.outputs:
                     self._on_output(output)
                 if body.consumed:
                     self._sender.consumed(body.consumed)
-            case MediaMiss(request_id=request_id, late=late):
-                self._on_rejected(request_id, late)
+            case MediaMiss(request_id=request_id):
+                generation = self.requests[request_id]
+                self._forget(generation)
+                generation.fail(MediaNotSent())
             case Found():
                 self.media.on_found(body)
             case Reserved():
@@ -237,36 +203,23 @@ class Engine:
                 if (reply := self._replies.pop(number, None)) is not None:
                     reply.set_result(body)
 
-    def _control(self, action: Literal["ping", "stats", "reset_caches"]) -> asyncio.Future[ControlReply | None]:
-        """Send a control request. The future is None when the engine is down; nothing cancels it."""
-        number = next(self._numbers)
-        reply = self._replies[number] = asyncio.get_running_loop().create_future()
-        self.send(ControlRequest(number, action))
-        return reply
-
-    def _on_rejected(self, request_id: str, late: bool) -> None:
-        """The core has forgotten the request, but not its references."""
-        generation = self.requests[request_id].generation
-        if late:  # its tensors are on their way still
-            generation.fail(MediaNotSent())
-        if late or generation.over:  # aborted meanwhile
-            self._forget(generation)
-        generation.answer(accepted=False)
-
     def _on_output(self, output: RequestOutput) -> None:
         if output.finish_reason is None:
-            sample = self.requests.get(output.request_id)
+            generation = self.requests.get(output.request_id)
         else:
-            sample = self.requests.pop(output.request_id, None)
-        if sample is not None:
-            sample.generation.receive(sample, output)
+            generation = self.requests.pop(output.request_id, None)
+        if generation is not None:
+            generation.receive(output)
 
     def _forget(self, generation: Generation) -> None:
         """The core has no state of it: there will be no final output."""
-        for sample in generation.samples:
-            self.requests.pop(sample.request_id, None)
+        for request_id in generation.samples:
+            self.requests.pop(request_id, None)
 
-    def _send(self, frame: bytes) -> None:
+    def _send(self, body: AnyMessage) -> None:
+        self._send_frame(self._encoder.encode(body))
+
+    def _send_frame(self, frame: bytes) -> None:
         self.check()
         try:
             send_now(self._socket, frame)
@@ -275,11 +228,127 @@ class Engine:
             self.check()
 
     def _lose(self, why: str) -> None:
-        """A connection to it has ended. If it has died the supervisor says so, too."""
+        """A connection to it has ended. If it has died the supervisor reports that, too."""
         if self.stopped is None:
             logger.error("connection to engine %d lost: %s", self.number, why)
             self.die()
-            self._on_lost(self.number)
+            asyncio.get_running_loop().call_later(LOST_SECONDS, self._check_lost)
+
+    def _check_lost(self) -> None:
+        if not self.death_reported and not self.lost.done():
+            self.lost.set_exception(EngineLost("a running engine cannot be reached; this API server exits"))
+
+
+class EngineClient:
+    """All engines of this API server.
+
+    Args:
+        endpoints: of the engine cores; `queues` and `stores` are in the same order.
+        media_capacity: most bytes of cached media that an engine can read; 0: no engine is asked for media.
+        stores: the memory of each engine's media store, if it has one.
+        max_object_bytes: larger items are not stored.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        encoder: Encoder,
+        endpoints: Sequence[str],
+        queues: Sequence[TensorIpcSender],
+        *,
+        media_capacity: int,
+        stores: Sequence[WritableMemory | None],
+        max_object_bytes: int = 0,
+    ):
+        name = sockets.identity(encoder.sender, encoder.incarnation)
+        self.engines = [
+            Engine(
+                number,
+                sockets.connect_dealer(context, endpoint, name),
+                encoder,
+                queue,
+                media_capacity=media_capacity,
+                store=store,
+                max_object_bytes=max_object_bytes,
+            )
+            for number, (endpoint, queue, store) in enumerate(zip(endpoints, queues, stores, strict=True))
+        ]
+
+    def check(self) -> None:
+        """Raises EngineError when no engine runs."""
+        if not self._running:
+            self.engines[0].check()
+
+    @property
+    def alive(self) -> bool:
+        """Whether every engine serves, as far as is known without asking."""
+        return all(engine.stopped is None for engine in self.engines)
+
+    async def healthy(self, within: float) -> bool:
+        """Whether every engine serves, and answers a ping through all of its ranks within so many seconds."""
+        return all(await asyncio.gather(*(engine.answers_ping(within) for engine in self.engines)))
+
+    async def run(self) -> None:
+        """Take what the cores send, until cancelled. Raises EngineLost: this process must be replaced."""
+        await asyncio.gather(*(engine.lost for engine in self.engines), *(engine.receive() for engine in self.engines))
+
+    @contextlib.contextmanager
+    def choose(self, media_hash: bytes | None = None, samples: int = 1) -> Iterator[Engine]:
+        """The engine for a request with `samples` samples whose first item of media has this hash.
+
+        Without media the one with the fewest unfinished samples. With them, of those with up to `LOAD_MARGIN` more, the
+        one that rendezvous hashing prefers (Thaler and Ravishankar 1998): so all API servers send the same media to the
+        same engine, which caches them, without a word between them.
+
+        While the block runs the request counts as the engine's; it is to be submitted at once afterwards. Raises
+        EngineError: no engine runs.
+        """
+        self.check()
+        running = self._running
+        least = min(engine.load for engine in running)
+        if media_hash is None:
+            engine = next(engine for engine in running if engine.load == least)
+        else:
+            close = [engine for engine in running if engine.load <= least + LOAD_MARGIN]
+            engine = max(close, key=lambda one: hashlib.blake2b(media_hash + bytes([one.number])).digest())
+        engine.preparing += samples
+        try:
+            yield engine
+        finally:
+            engine.preparing -= samples
+
+    async def refresh_metrics(self) -> None:
+        """Bring the engines' metrics up to date; those of an engine that does not answer in time stay as they are."""
+        await asyncio.wait([engine.control("stats") for engine in self.engines], timeout=METRICS_SECONDS)
+
+    async def reset_caches(self) -> None:
+        """Empty the caches of every engine, but for what running requests use. Cancelling it stops the wait only.
+        Raises EngineError: an engine is down."""
+        await asyncio.wait([engine.control("reset_caches") for engine in self.engines])
+        for engine in self.engines:
+            engine.check()
+
+    def peer_gone(self, sender: str) -> None:
+        """A process has died: with a core or one of its workers, the engine and all of its requests end."""
+        role, _, index = sender.partition(" ")
+        if role in ("core", "worker"):
+            engine = self.engines[int(index.partition(".")[0])]
+            engine.death_reported = True
+            engine.die()
+
+    def stop(self, why: EngineError) -> None:
+        """End all requests with `why`, and refuse new ones."""
+        for engine in self.engines:
+            engine.stop(why, why)
+
+    def close(self) -> None:
+        """Stop, and close all sockets."""
+        for engine in self.engines:
+            engine.close()
+
+    @property
+    def _running(self) -> list[Engine]:
+        return [engine for engine in self.engines if engine.stopped is None]
 
 
 def send_now(socket: zmq.asyncio.Socket, frame: bytes) -> None:

@@ -11,32 +11,50 @@ import collections
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
-from mini_engine.api.detokenizer import Piece, SampleText
+from mini_engine.api.detokenizer import Detokenizer, ListedToken, TokenList, Vocabulary
 from mini_engine.api.errors import EngineError
+from mini_engine.api.protocol import GenerationRequest
 from mini_engine.api.timings import RequestClock
 from mini_engine.log import about
-from mini_engine.messages import EngineTimes, FinishReason, NewRequest, RequestOutput
+from mini_engine.messages import EngineTimes, FinishReason, NewRequest, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-
+FinishedBy = Literal["stop", "length"]
 FinishAtEngine = Callable[[str, FinishReason], None]  # ends a sample, by its id
 
 
-class Sample:
-    """One sample of a request: its outputs that are not taken yet, and its text."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some text of one choice, perhaps none. `finish_reason` is set with the choice's last."""
 
-    def __init__(self, generation: Generation, request_id: str, text: SampleText):
-        self.generation = generation
+    index: int
+    text: str
+    finish_reason: FinishedBy | None
+    logprobs: list[ListedToken] | None  # of the tokens that `text` is made of; None: not asked for
+
+
+class Sample:
+    """One sample of a request, its choice `index`: the outputs that are not taken yet, and their text."""
+
+    def __init__(
+        self, index: int, request_id: str, asked: GenerationRequest, sampling: SamplingParams, vocabulary: Vocabulary
+    ):
+        include_stop, skip_special = bool(asked.include_stop_str_in_output), asked.skip_special_tokens is not False
+        self.index = index
         self.request_id = request_id
-        self.text = text
         self.over = False  # there are no more pieces
+        self.completion_tokens = 0  # delivered, up to the one that completes a stop string
         self.num_cached_tokens = 0
         self.times: EngineTimes | None = None  # of the first sample, once its first token arrived
+        self._detokenizer = Detokenizer(vocabulary, asked.stop_strings, include_stop, skip_special, sampling.min_tokens)
+        self._listed = None if sampling.logprobs is None else TokenList(vocabulary, skip_special)
+        self._hidden_ends = () if include_stop else sampling.stop_token_ids  # without text where they end the sample
         self._ended = False  # by the engine
         self._outputs: list[RequestOutput] = []
 
@@ -53,14 +71,28 @@ class Sample:
         self._outputs.append(output)
 
     def take(self) -> Piece:
-        """The text of the outputs since the last call."""
+        """The piece that the outputs since the last call make. One with a finish reason, which may be that of a stop
+        string, is the last."""
         outputs, self._outputs = self._outputs, []
-        if len(outputs) == 1:
-            token_ids, logprobs = outputs[0].token_ids, outputs[0].logprobs
-        else:
-            token_ids = [token for output in outputs for token in output.token_ids]
-            logprobs = [listed for output in outputs for listed in output.logprobs]
-        return self.text.push(token_ids, outputs[-1].finish_reason, logprobs)
+        reason, text = outputs[-1].finish_reason, ""
+        token_ids = [token for output in outputs for token in output.token_ids]
+        logprobs = [each for output in outputs for each in output.logprobs]
+        hidden = reason == "stop" and bool(token_ids) and token_ids[-1] in self._hidden_ends
+        for position, token_id in enumerate(token_ids[:-1] if hidden else token_ids):
+            if self._detokenizer.stopped_by is not None:
+                break
+            if self._listed is not None:
+                self._listed.add(self._detokenizer.decoded_length, logprobs[position])
+            text += self._detokenizer.push(token_id)
+            self.completion_tokens += 1
+        if reason is not None:
+            text += self._detokenizer.finish()
+        finished: FinishedBy | None = "length" if reason == "length" else "stop" if reason else None
+        if self._detokenizer.stopped_by is not None:
+            finished = "stop"
+        elif hidden:
+            self.completion_tokens += 1
+        return Piece(self.index, text, finished, None if self._listed is None else self._listed.send(text))
 
     def end(self) -> None:
         """There are no more pieces; outputs that were not taken are dropped."""
@@ -76,17 +108,20 @@ class Generation:
     Tokens that arrive faster than they are taken are one piece; no sample is taken twice while another waits.
 
     Args:
-        request: with its siblings; the first sample has the request's own id.
-        texts: of its samples, in order.
+        asked: what the client asked for; `request` is what the engine gets of it, with its siblings.
+        first_index: of its choices.
         media: what the response says of the images and videos, in the order of the prompt.
         warnings: what the answer does not rest on, such as the missing part of a video.
     """
 
     def __init__(
         self,
+        asked: GenerationRequest,
         request: NewRequest,
-        texts: Sequence[SampleText],
+        vocabulary: Vocabulary,
         clock: RequestClock,
+        *,
+        first_index: int = 0,
         media: Sequence[dict[str, Any]] = (),
         warnings: Sequence[str] = (),
     ):
@@ -94,24 +129,29 @@ class Generation:
         # Not the request itself: its tensors would stay in memory until the last token.
         self.request_id, self.num_prompt_tokens = request.request_id, len(request.prompt_token_ids)
         self.clock = clock
-        self.samples = [Sample(self, request_id, text) for request_id, text in zip(ids, texts, strict=True)]
-        self.finish_at_engine: FinishAtEngine | None = None  # of the engine that has the request
+        numbered = enumerate(ids, first_index)
+        self.samples = {one: Sample(index, one, asked, request.sampling, vocabulary) for index, one in numbered}
+        self.finish_at_engine: FinishAtEngine | None = None  # of the engine that was sent the request
         self.media = media
         self.warnings = warnings
         self._error: EngineError | None = None
         self._waiting: collections.deque[Sample] = collections.deque()  # samples with outputs, each once
-        self._accepted: asyncio.Future[bool] | None = None
         self._arrival: asyncio.Future[None] | None = None
 
     @property
     def over(self) -> bool:
         """Whether every sample has ended: there are no more pieces."""
-        return all(sample.over for sample in self.samples)
+        return all(sample.over for sample in self.samples.values())
 
     @property
     def completion_tokens(self) -> int:
         """Delivered so far."""
-        return sum(sample.text.completion_tokens for sample in self.samples)
+        return sum(sample.completion_tokens for sample in self.samples.values())
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt in the prefix cache; the other samples find there what the first has computed."""
+        return self.samples[self.request_id].num_cached_tokens
 
     # --- for the HTTP side -------------------------------------------------------------------------------------------
 
@@ -129,10 +169,9 @@ class Generation:
             self._end("error")
             raise self._error
         sample = self._waiting.popleft()
-        before = sample.text.completion_tokens
+        before = sample.completion_tokens
         piece = sample.take()
-        delivered = sample.text.completion_tokens - before
-        self.clock.tokens(self.num_prompt_tokens, delivered, piece.index)
+        self.clock.tokens(self.num_prompt_tokens, sample.completion_tokens - before, piece.index)
         if piece.finish_reason is not None:
             self._finish(sample, "stop")  # without effect unless a stop string ended it
             if self.over:
@@ -148,24 +187,9 @@ class Generation:
 
     # --- for the engine ----------------------------------------------------------------------------------------------
 
-    def sent(self, finish_at_engine: FinishAtEngine) -> asyncio.Future[bool]:
-        """An engine was sent the request. The future is True once it has accepted or ended it, False if it turned the
-        request down."""
-        self.finish_at_engine = finish_at_engine
-        self._accepted = asyncio.get_running_loop().create_future()
-        if self._waiting or self._error:
-            self._accepted.set_result(True)
-        return self._accepted
-
-    def answer(self, accepted: bool) -> None:
-        """The engine accepted the request, or rejected it and has no state of it."""
-        if not accepted:
-            self.finish_at_engine = None
-        if self._accepted is not None and not self._accepted.done():
-            self._accepted.set_result(accepted)
-
-    def receive(self, sample: Sample, output: RequestOutput) -> None:
-        """The engine's `output` for `sample`."""
+    def receive(self, output: RequestOutput) -> None:
+        """The engine's `output` for a sample."""
+        sample = self.samples[output.request_id]
         if sample.over:
             return
         if output.finish_reason in ("error", "abort"):
@@ -181,14 +205,11 @@ class Generation:
         self._error = error
         self._wake()
 
-    def abort(self) -> None:
-        """End every sample that has not ended, at the engine too."""
-        for sample in self.samples:
-            self._finish(sample, "abort")
-
     def _end(self, reason: FinishReason) -> None:
-        self.abort()
-        self.clock.end(reason, None if reason in ("abort", "error") else self.samples[0].times)
+        for sample in self.samples.values():
+            self._finish(sample, "abort")
+        times = None if reason in ("abort", "error") else self.samples[self.request_id].times
+        self.clock.end(reason, times)
         request_id, tokens = self.request_id, self.completion_tokens
         logger.debug("%s finished: %s, %d tokens", request_id, reason, tokens, extra=about(request_id))
 
@@ -202,6 +223,5 @@ class Generation:
             self.finish_at_engine(sample.request_id, reason)  # without effect if the engine has ended it
 
     def _wake(self) -> None:
-        self.answer(True)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)

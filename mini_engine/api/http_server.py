@@ -17,7 +17,6 @@ import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState
 
 from mini_engine.api.errors import log_shortage
 from mini_engine.config import EngineConfig
@@ -28,25 +27,19 @@ STOP_SECONDS = 1  # for responses to end after their requests have been ended, b
 HEADER_BYTES = 16 << 10  # of an incomplete request
 
 
-class Connection(asyncio.Protocol):
-    """One connection: uvicorn's protocol, and a timer that aborts it.
+class Connection(H11Protocol):
+    """uvicorn's connection, with a timer that aborts it.
 
     The timer runs while no request is in progress: `timeout_client` seconds, and after a response `timeout_keep_alive`
     more (uvicorn closes a silent connection at that time). It also runs while the client does not read what is written.
     Bytes that arrive do not reset it. The application finds this object as `scope["state"]["connection"]`.
     """
 
-    def __init__(
-        self, settings: EngineConfig, limit: int, server_state: ServerState, app_state: dict[str, Any], **arguments: Any
-    ):
+    def __init__(self, settings: EngineConfig, limit: int, *, app_state: dict[str, Any], **arguments: Any):
         """`limit` is how many connections there may be; a further one is aborted at once."""
-        self._timeout_client = settings.timeout_client
-        self._timeout_keep_alive = settings.timeout_keep_alive
+        super().__init__(app_state={**app_state, "connection": self}, **arguments)
+        self._settings = settings
         self._limit = limit
-        self._connections = server_state.connections
-        self._protocol = H11Protocol(
-            server_state=server_state, app_state={**app_state, "connection": self}, **arguments
-        )
         self._timer: asyncio.TimerHandle | None = None
         self._requests = 0  # in progress
         self._write_paused = False
@@ -55,66 +48,47 @@ class Connection(asyncio.Protocol):
     def request_in_progress(self) -> Iterator[None]:
         """The time-outs of the block's request are its own."""
         self._requests += 1
-        self._update_timer(self._timeout_client)
+        self._update_timer()
         try:
             yield
         finally:
             self._requests -= 1
-            self._update_timer(self._timeout_keep_alive + self._timeout_client)
+            self._update_timer(self._settings.timeout_keep_alive)
 
     def abort(self) -> None:
         """Close the connection without sending what is left."""
-        self._transport.abort()
+        self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`, as all below."""
-        self._transport = transport
-        self._protocol.connection_made(transport)
-        self._update_timer(self._timeout_client)
-        if len(self._connections) > self._limit:
+        super().connection_made(transport)
+        self._update_timer()
+        if len(self.connections) > self._limit:
             self.abort()
-
-    def data_received(self, data: bytes) -> None:
-        """uvicorn cannot report bytes that are not HTTP when they follow a response."""
-        try:
-            self._protocol.data_received(data)
-        except h11.LocalProtocolError:
-            self.abort()
-
-    def eof_received(self) -> None:
-        """The client sends no more: the connection is closed."""
-        self._protocol.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The request in progress receives `http.disconnect`."""
-        self._cancel_timer()
-        self._protocol.connection_lost(exc)
+        super().connection_lost(exc)
+        self._update_timer()
 
     def pause_writing(self) -> None:
         """The client reads more slowly than the server writes."""
-        self._protocol.pause_writing()
-        self._cancel_timer()
+        super().pause_writing()
         self._write_paused = True
-        self._start_timer(self._timeout_client)
+        self._update_timer()
 
     def resume_writing(self) -> None:
         """The client has read most of it."""
-        self._protocol.resume_writing()
+        super().resume_writing()
         self._write_paused = False
-        self._update_timer(self._timeout_client)
+        self._update_timer()
 
-    def _update_timer(self, seconds: float) -> None:
-        if not self._write_paused:
-            self._cancel_timer()
-            if not self._requests and not self._transport.is_closing():
-                self._start_timer(seconds)
-
-    def _start_timer(self, seconds: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, self.abort)
-
-    def _cancel_timer(self) -> None:
+    def _update_timer(self, more_seconds: float = 0) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if (self._write_paused or not self._requests) and not self.transport.is_closing():
+            seconds = self._settings.timeout_client + more_seconds
+            self._timer = self.loop.call_later(seconds, self.abort)
 
 
 class HttpServer(uvicorn.Server):
@@ -164,9 +138,9 @@ class HttpServer(uvicorn.Server):
 
 def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """asyncio reports every connection that cannot be accepted without a descriptor, and tries again: thousands per
-    second."""
-    shortage = shortage_in(context.get("exception") or Exception())
-    if shortage is None:
-        loop.default_exception_handler(context)
-    else:
+    second. uvicorn raises for bytes that are not HTTP when they follow a response; their connection is closed."""
+    error = context.get("exception") or Exception()
+    if shortage := shortage_in(error):
         log_shortage(shortage)
+    elif not isinstance(error, h11.LocalProtocolError):
+        loop.default_exception_handler(context)

@@ -12,14 +12,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mini_engine import metrics
 from mini_engine.api.chat import MediaRef
-from mini_engine.api.media_settings import KeyedSettings
+from mini_engine.api.media_settings import hash_key
 from mini_engine.api.timings import RequestClock
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.media.decoder import Job
@@ -104,30 +104,20 @@ class MediaLoader:
             return sum(declared_size(ref.url, self.policy, ref.name) or 0 for ref in refs)
 
         if any(is_local_file(ref.url) for ref in refs):  # the file system may block
-            return await _in_thread(self._reading, known_bytes)
+            return await asyncio.get_running_loop().run_in_executor(self._reading, known_bytes)
         return known_bytes()
 
-    async def download(self, refs: Iterable[MediaRef], received: Received) -> dict[str, bytes]:
-        """The bytes of those items that other servers have, by name. Cancelling it, or the failure of one item, ends
-        the other downloads.
+    async def fetch(self, refs: Iterable[MediaRef], settings: MediaSettings, received: Received) -> list[FetchedItem]:
+        """The items in the order of `refs`, with their hashes. Cancelling it, or the failure of one item,
+        ends the work on the others.
 
-        `received` is called with the size of each block before the block is stored.
+        `received` is called with the size of each block of a download before the block is stored.
 
         Raises:
             MediaError: an item cannot be fetched.
             Exception: what `received` raised, which ends all downloads.
         """
-        elsewhere = [ref for ref in refs if is_elsewhere(ref.url)]
-        downloads = await _all(self._download(ref, received) for ref in elsewhere)
-        return {ref.name: data for ref, data in zip(elsewhere, downloads, strict=True)}
-
-    async def fetch(
-        self, refs: Sequence[MediaRef], keyed: KeyedSettings, downloads: Mapping[str, bytes]
-    ) -> list[FetchedItem]:
-        """The items in the order of `refs`, with their hashes under `keyed`: taken from `downloads`, or read here.
-        Cancelling it, or the failure of one item, ends the work on the others. Raises MediaError: an item cannot be
-        fetched."""
-        return await _all(self._fetch_and_hash(ref, keyed, downloads.get(ref.name)) for ref in refs)
+        return await _all(self._fetch(ref, settings, received) for ref in refs)
 
     async def process(
         self, items: Iterable[FetchedItem], clock: RequestClock, owner: str = ""
@@ -149,9 +139,9 @@ class MediaLoader:
         if not distinct:
             return {}
         began = time.monotonic()
-        before = clock.enter("media_decode")
+        clock.enter("media_decode")
         worked = await _all(self._process(item, owner) for item in distinct.values())
-        clock.enter(before)
+        clock.enter("other")
         decoding, processing = sum(one.decoding for one in worked), sum(one.processing for one in worked)
         share = processing / (decoding + processing)
         clock.move(share * (time.monotonic() - began), "media_decode", "process")
@@ -164,7 +154,9 @@ class MediaLoader:
         self.decoders.close()
 
     async def _process(self, item: FetchedItem, owner: str) -> _Worked:
-        flight = self._flights.get(item.media_hash) or self._start(item, owner)
+        flight = self._flights.get(item.media_hash)
+        if flight is None:
+            flight = self._flights[item.media_hash] = _Flight(asyncio.ensure_future(self._work(item, owner)))
         flight.waiters += 1
         try:
             return await asyncio.shield(flight.work)
@@ -175,30 +167,21 @@ class MediaLoader:
             flight.waiters -= 1
             if not flight.waiters:
                 flight.work.cancel()
-                self._land(item.media_hash, flight)  # at once: a new request must not share cancelled work
+                del self._flights[item.media_hash]
 
-    def _start(self, item: FetchedItem, owner: str) -> _Flight:
-        work = asyncio.ensure_future(self._work(item, owner))
-        flight = self._flights[item.media_hash] = _Flight(work)
-        work.add_done_callback(lambda _: self._land(item.media_hash, flight))
-        return flight
+    async def _fetch(self, ref: MediaRef, settings: MediaSettings, received: Received) -> FetchedItem:
+        download: bytes | None = None
+        if is_elsewhere(ref.url):
+            async with self._downloads:
+                download = await fetch_http(ref.url, self.policy, ref.name, received)
 
-    def _land(self, digest: bytes, flight: _Flight) -> None:
-        if self._flights.get(digest) is flight:
-            del self._flights[digest]
-
-    async def _download(self, ref: MediaRef, received: Received) -> bytes:
-        async with self._downloads:
-            return await fetch_http(ref.url, self.policy, ref.name, received)
-
-    async def _fetch_and_hash(self, ref: MediaRef, keyed: KeyedSettings, download: bytes | None) -> FetchedItem:
         def fetched() -> FetchedItem:
             data = fetch(ref.url, self.policy, ref.name) if download is None else download
-            digest = media_hash(data, keyed.keys[ref.modality])
-            return FetchedItem(ref.modality, ref.name, data, keyed.settings, digest)
+            digest = media_hash(data, hash_key(settings, ref.modality))
+            return FetchedItem(ref.modality, ref.name, data, settings, digest)
 
         is_small = download is None and len(ref.url) <= INLINE_CHARACTERS and not is_local_file(ref.url)
-        return fetched() if is_small else await _in_thread(self._reading, fetched)
+        return fetched() if is_small else await asyncio.get_running_loop().run_in_executor(self._reading, fetched)
 
     async def _work(self, item: FetchedItem, owner: str) -> _Worked:
         began = time.monotonic()
@@ -231,10 +214,6 @@ def missing_parts(items: Iterable[FetchedItem], processed: Mapping[bytes, Proces
     """A sentence for each item of which a part could not be read."""
     parts = [(item.name, processed[item.media_hash].missing) for item in items if item.media_hash in processed]
     return [f"{name}: {missing}" for name, missing in parts if missing]
-
-
-async def _in_thread(pool: Executor, work: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +27,12 @@ LONGEST_VIDEO, LEAST_VIDEO = 128_000, 64  # tokens
 LEAST_STEP_TOKENS = 32  # of Qwen3-VL, as it has for its longest videos
 
 
-@dataclass(frozen=True, eq=False)
-class KeyedSettings:
-    """How items become patches, and for each modality all that a media hash covers of it but the item's bytes."""
-
-    settings: MediaSettings
-    keys: Mapping[Modality, bytes]
-
-    @classmethod
-    def of(cls, settings: MediaSettings, model: tuple[str, str | None]) -> KeyedSettings:
-        """`model` is directory and revision, or any pair that differs for other weights or processor files."""
-
-        def key(modality: Modality, sampling: VideoSampling | None) -> bytes:
-            # JSON separates the parts: no two different lists have the same text.
-            bound = settings.video_tokens if sampling else None
-            parts = json.dumps([modality, repr(sampling), bound, settings.processor_kwargs, *model], sort_keys=True)
-            return hashlib.blake2b(parts.encode(), digest_size=32).digest()
-
-        return cls(settings, {"image": key("image", None), "video": key("video", settings.sampling)})
+def hash_key(settings: MediaSettings, modality: Modality) -> bytes:
+    """All that a media hash covers of an item but its bytes and the model, of which a server has one."""
+    of_videos = [repr(settings.sampling), settings.video_tokens] if modality == "video" else []
+    # JSON separates the parts: no two different lists have the same text.
+    parts = json.dumps([modality, of_videos, settings.processor_kwargs], sort_keys=True)
+    return hashlib.blake2b(parts.encode(), digest_size=32).digest()
 
 
 class _Size(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -85,13 +73,13 @@ class MediaSettingsResolver:
     def __init__(
         self,
         processor: MediaProcessor,
-        model: tuple[str, str | None],
+        model_dir: Path,
         processor_kwargs: Kwargs | None = None,
         video_io_kwargs: Kwargs | None = None,
         most_frames: int = DecodeLimits.max_video_frames_kept,
     ):
-        """`model` is directory and revision, the others are --mm-processor-kwargs, the `video` part of
-        --media-io-kwargs, and --max-video-frames-kept. Runs the processor once. Raises ValueError."""
+        """The last three are --mm-processor-kwargs, the `video` part of --media-io-kwargs, and --max-video-frames-kept.
+        Runs the processor once. Raises ValueError."""
         asked, rest = _split(processor_kwargs or {}, video_io_kwargs or {})
         given = parse_options("--mm-processor-kwargs", rest, _ServerKwargs)
         if given.max_video_tokens is not None:  # transformers reads no argument of this name
@@ -99,13 +87,12 @@ class MediaSettingsResolver:
         sampling = parse_options("video sampling", asked or _own_sampling(processor), VideoSampling)
         if not asked:
             sampling = at_most(sampling, most_frames, most_frames)
-        calls = _tuned("--mm-processor-kwargs", _own_calls(processor, Path(model[0])), given)
+        calls = _tuned("--mm-processor-kwargs", _own_calls(processor, model_dir), given)
         self.server = MediaSettings(sampling, msgspec.to_builtins(given), calls)
         processor.check(self.server)
         self._processor, self._most_frames = processor, most_frames
-        self._model = model
 
-    def resolve(self, chat: ChatRequest, video_tokens: int) -> KeyedSettings:
+    def resolve(self, chat: ChatRequest, video_tokens: int) -> MediaSettings:
         """The settings for all items of `chat`, of which a video has at most `video_tokens` tokens. Raises ApiError:
         400 for settings that there are not, or that ask for more than the server allows."""
         io_kwargs, processor_kwargs = chat.media_io_kwargs or {}, chat.mm_processor_kwargs or {}
@@ -123,7 +110,7 @@ class MediaSettingsResolver:
         except ValueError as error:
             param = "mm_processor_kwargs" if processor_kwargs else "media_io_kwargs"
             raise bad_request(f"Invalid '{param}': {error}.", param, "invalid_value") from error
-        return KeyedSettings.of(self.fitted(settings, video_tokens), self._model)
+        return self.fitted(settings, video_tokens)
 
     def fitted(self, settings: MediaSettings, video_tokens: int) -> MediaSettings:
         """`settings` by which a video has at most so many tokens: smaller frames, and fewer where they are smallest."""

@@ -17,9 +17,8 @@ from mini_engine.api.context import context_of
 from mini_engine.api.errors import ApiError, EngineError
 
 if TYPE_CHECKING:
-    from mini_engine.api.engine_client import EngineClient
+    from mini_engine.api.engine import EngineClient
 
-ENGINE_GONE = "An engine has stopped."
 RESET_SECONDS = 30.0  # for the engines to answer; a step may run first
 
 router = APIRouter()
@@ -57,7 +56,7 @@ async def health(request: Request) -> Response:
     if await engines.healthy(seconds):
         return Response()
     if not engines.alive:
-        raise EngineError(ENGINE_GONE)
+        raise EngineError("An engine has stopped.")
     text = f"An engine has not answered within the {seconds:g} s of --health-timeout."
     raise ApiError(503, text, code="timeout")
 
@@ -108,48 +107,42 @@ logger = logging.getLogger(__name__)
 STATS_SECONDS = 10.0
 
 
-class Stats:
-    """What has happened between one reading of /metrics and the next."""
+Samples = dict[str, list[float]]  # see `metrics.samples`
 
-    def __init__(self) -> None:
-        self._before = metrics.samples()
-        self._looked_at = time.monotonic()
 
-    def line(self) -> str | None:
-        """Throughputs and hit rates since the last call, and how full the engines are; None when nothing ran."""
-        before, self._before = self._before, metrics.samples()
-        begun, self._looked_at = self._looked_at, time.monotonic()
-        seconds = self._looked_at - begun
+def stats_line(before: Samples, after: Samples, seconds: float) -> str | None:
+    """Throughputs and hit rates between two readings of the metrics, and how full the engines are; None when nothing
+    ran."""
 
-        def since(name: str) -> float:
-            return sum(self._before.get(name, ())) - sum(before.get(name, ()))
+    def since(name: str) -> float:
+        return sum(after.get(name, ())) - sum(before.get(name, ()))
 
-        def rate(kind: str) -> str:
-            queries = since(f"{kind}_queries_total")
-            return f"{since(f'{kind}_hits_total') / queries:.0%}" if queries else "-"
+    def rate(kind: str) -> str:
+        queries = since(f"{kind}_queries_total")
+        return f"{since(f'{kind}_hits_total') / queries:.0%}" if queries else "-"
 
-        prompt, generated = since("prompt_tokens_total"), since("generation_tokens_total")
-        running, waiting = (sum(self._before.get(f"num_requests_{state}", ())) for state in ("running", "waiting"))
-        if not (prompt or generated or running or waiting):
-            return None
-        usage = self._before.get("kv_cache_usage_perc") or [0.0]
-        return (
-            f"prompts {prompt / seconds:.1f} tokens/s, answers {generated / seconds:.1f} tokens/s, "
-            f"{running:.0f} running, {waiting:.0f} waiting, KV cache {sum(usage) / len(usage):.1%} in use; "
-            f"hits: prefix cache {rate('prefix_cache')}, media cache {rate('mm_cache')}, "
-            f"encoder cache {rate('encoder_cache')}"
-        )
+    prompt, generated = since("prompt_tokens_total"), since("generation_tokens_total")
+    running, waiting = (sum(after.get(f"num_requests_{state}", ())) for state in ("running", "waiting"))
+    if not (prompt or generated or running or waiting):
+        return None
+    usage = after.get("kv_cache_usage_perc") or [0.0]
+    return (
+        f"prompts {prompt / seconds:.1f} tokens/s, answers {generated / seconds:.1f} tokens/s, "
+        f"{running:.0f} running, {waiting:.0f} waiting, KV cache {sum(usage) / len(usage):.1%} in use; "
+        f"hits: prefix cache {rate('prefix_cache')}, media cache {rate('mm_cache')}, "
+        f"encoder cache {rate('encoder_cache')}"
+    )
 
 
 async def log_stats(engines: EngineClient) -> None:
     """Log the lines until cancelled."""
-    stats: Stats | None = None
+    last: tuple[Samples, float] | None = None
     while True:
         try:
-            if stats is None:
-                stats = Stats()  # at once: what runs from now on is in the first line
-            elif (line := await asyncio.to_thread(stats.line)) is not None:
+            now = await asyncio.to_thread(metrics.samples), time.monotonic()
+            if last is not None and (line := stats_line(last[0], now[0], now[1] - last[1])):
                 logger.info("%s", line)
+            last = now
         except OSError as error:  # no descriptor is free: the next line counts it all
             logger.debug("metrics cannot be read, retrying: %s", error)
         await asyncio.sleep(STATS_SECONDS)

@@ -7,11 +7,12 @@ an error. None means the default of the model or the server. Knows nothing of de
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+import functools
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
+import msgspec
 from msgspec import Meta, Struct
 
-from mini_engine.api.body import Body, Ignored, only
 from mini_engine.api.errors import bad_request
 from mini_engine.messages import Modality
 
@@ -28,6 +29,42 @@ Positive = Annotated[int, Meta(ge=1)]
 TokenId = Count32
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+
+
+Ignored = Annotated[Any, Meta(description="Ignored: it does not change the answer.")]
+
+
+def only(*neutral: Any) -> Meta:
+    """Annotates a known field that is not supported: null, or one of these values, which change nothing, is accepted.
+
+    Such a field is typed `Annotated[Any, only(...)]`.
+    """
+    accepted = " or ".join(msgspec.json.encode(value).decode() for value in neutral) or "null"
+    return Meta(description=f"Not supported: leave it out or send {accepted}.", extra={"neutral": (accepted, neutral)})
+
+
+class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A request body."""
+
+    model: str | None = None
+
+    def check(self) -> None:
+        """Raises ApiError, a 400, for an unsupported field, and for fields that exclude each other."""
+        for name, (accepted, neutral) in _unsupported(type(self)).items():
+            value = getattr(self, name)
+            # True == 1 in Python, but not in JSON.
+            same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+            if value is not None and not any(same):
+                text = f"'{name}' is not supported by this server; leave it out or send {accepted}."
+                raise bad_request(text, name, "unsupported_parameter")
+
+
+@functools.cache
+def _unsupported(kind: type[Body]) -> dict[str, tuple[str, tuple[Any, ...]]]:
+    """By the name of each field that is annotated with `only`: the accepted values, as text and by themselves."""
+    hints = get_type_hints(kind, include_extras=True)
+    metas = {name: meta for name, hint in hints.items() for meta in getattr(hint, "__metadata__", ())}
+    return {name: meta.extra["neutral"] for name, meta in metas.items() if meta.extra}
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
@@ -90,6 +127,21 @@ class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
     tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
     function_call: None = None
+
+    @property
+    def parts(self) -> list[TextPart | MediaPart]:
+        """`content` as a list."""
+        return [TextPart(text=self.content)] if isinstance(self.content, str) else self.content
+
+    @property
+    def media(self) -> list[MediaPart]:
+        """The images and videos, in order."""
+        return [part for part in self.parts if not isinstance(part, TextPart)]
+
+    @property
+    def num_characters(self) -> int:
+        """Of text."""
+        return sum(len(part.text) for part in self.parts if isinstance(part, TextPart))
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]

@@ -6,7 +6,6 @@ In OpenAI's form. Encoded by msgspec, since a stream has one event for each step
 from __future__ import annotations
 
 import asyncio
-import codecs
 import contextlib
 import time
 from abc import ABC, abstractmethod
@@ -14,13 +13,12 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mini_engine.api.detokenizer import ListedToken, Piece
+from mini_engine.api.detokenizer import ListedToken
 from mini_engine.api.errors import error_event, explain
-from mini_engine.api.generation import Generation
+from mini_engine.api.generation import Generation, Piece
 from mini_engine.api.protocol import ChatRequest, GenerationRequest
 
 DONE = b"data: [DONE]\n\n"
@@ -119,7 +117,7 @@ class ChatResponder(Responder):
         return self._choice(piece, "delta", delta) if delta or piece.finish_reason else None
 
     def _choice(self, piece: Piece, name: str, content: dict[str, Any]) -> dict[str, Any]:
-        listed = None if piece.logprobs is None else {"content": piece.logprobs, "refusal": None}
+        listed = None if piece.logprobs is None else _chat_logprobs(piece.logprobs)
         return {"index": piece.index, name: content, "finish_reason": piece.finish_reason, "logprobs": listed}
 
 
@@ -128,53 +126,41 @@ class CompletionResponder(Responder):
 
     whole_object = event_object = "text_completion"
 
-    def __init__(self, asked: GenerationRequest, request_id: str, model: str):
-        super().__init__(asked, request_id, model)
-        self._logprobs: dict[int, _LogprobWriter] = {}  # by choice
-
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
-        writer = self._logprobs.setdefault(piece.index, _LogprobWriter())
-        listed = None if piece.logprobs is None else writer.write(piece.logprobs)
+        listed = None if piece.logprobs is None else _legacy_logprobs(piece.logprobs)
         return {"index": piece.index, "text": piece.text, "logprobs": listed, "finish_reason": piece.finish_reason}
 
     def _event_choice(self, piece: Piece) -> dict[str, Any] | None:
         return self._whole_choice(piece) if piece.text or piece.finish_reason else None
 
 
-class Logprobs(Struct, frozen=True):
-    """Of each listed token. One that is a part of a character is written `bytes:` and its bytes, such as `\\xf0`."""
+def _chat_logprobs(listed: Sequence[ListedToken]) -> dict[str, Any]:
+    """Where a token is a part of a character, `bytes` is exact and `token` has U+FFFD."""
 
-    text_offset: list[int]  # characters of the choice's text before it
-    token_logprobs: list[float]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float]]  # the token itself and the likeliest
+    def written(data: bytes, logprob: float) -> dict[str, Any]:
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
-
-class _LogprobWriter:
-    """The logprobs of one choice, piece by piece."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
-
-    def write(self, listed: Sequence[ListedToken]) -> Logprobs:
-        """Those of the next tokens."""
-        written = Logprobs([], [], [], [])
-        for one in listed:
-            written.text_offset.append(self._offset)
-            self._offset += len(self._decoder.decode(bytes(one.bytes)))
-            written.token_logprobs.append(one.logprob)
-            written.tokens.append(_token_name(one.bytes))
-            likely = {_token_name(each.bytes): each.logprob for each in one.top_logprobs}
-            written.top_logprobs.append(likely | {_token_name(one.bytes): one.logprob})
-        return written
+    content = [
+        written(*one.likely[0]) | {"top_logprobs": [written(*each) for each in one.likely[1:]]} for one in listed
+    ]
+    return {"content": content, "refusal": None}
 
 
-def _token_name(data: Sequence[int]) -> str:
-    try:
-        return bytes(data).decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+def _legacy_logprobs(listed: Sequence[ListedToken]) -> dict[str, list[Any]]:
+    """A token that is a part of a character is written `bytes:` and its bytes, such as `\\xf0`."""
+
+    def name(data: bytes) -> str:
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    return {
+        "text_offset": [one.offset for one in listed],
+        "token_logprobs": [one.likely[0][1] for one in listed],
+        "tokens": [name(one.likely[0][0]) for one in listed],
+        "top_logprobs": [{name(data): logprob for data, logprob in (*one.likely[1:], one.likely[0])} for one in listed],
+    }
 
 
 class EventStream(Response):
@@ -235,8 +221,7 @@ def _usage(generations: Sequence[Generation]) -> dict[str, Any]:
     """Tokens of the prompts, with images and videos and once for all choices, and tokens delivered."""
     prompt = sum(one.num_prompt_tokens for one in generations)
     completion = sum(one.completion_tokens for one in generations)
-    # The other samples of a request find in the prefix cache what its first has computed.
-    cached = {"cached_tokens": sum(one.samples[0].num_cached_tokens for one in generations)}
+    cached = {"cached_tokens": sum(one.num_cached_tokens for one in generations)}
     used = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
     media = {"media": generations[0].media} if generations[0].media else {}
     return used | {"prompt_tokens_details": cached} | media

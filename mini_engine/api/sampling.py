@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,20 +116,24 @@ class SamplingResolver:
         )
 
     def new_request(
-        self, asked: GenerationRequest, request_id: str, token_ids: list[int], media: list[MediaItem]
+        self, asked: GenerationRequest, request_id: str, token_ids: list[int], media: Sequence[MediaItem] = ()
     ) -> NewRequest:
         """What an engine gets of `asked`, with its expanded prompt. Raises ApiError: 400; see `resolve`, or the prompt
         has a token that only the tokenizer has, not the model."""
         self.check_tokens(asked.prompt_field, token_ids)
         sampling = self.resolve(asked, len(token_ids))
+        # Sample i has the seed plus i: the ranks mix a seed before they use it, so neighbours have nothing in common.
+        siblings = [
+            Sibling(f"{request_id}-{index}", (sampling.seed + index) % 2**63) for index in range(1, asked.num_choices)
+        ]
         return NewRequest(
             request_id,
             token_ids,
             sampling,
-            media,
+            list(media),
             priority=asked.priority or 0,
             cache_salt=asked.cache_salt or "",
-            siblings=siblings(request_id, sampling.seed, asked.num_choices),
+            siblings=siblings,
         )
 
     def _max_tokens(self, request: GenerationRequest, prompt_tokens: int) -> int:
@@ -152,14 +156,6 @@ class SamplingResolver:
                 "context_length_exceeded",
             )
         return asked
-
-
-def siblings(request_id: str, seed: int, choices: int) -> list[Sibling]:
-    """The samples of a request beside its first, with a seed each: sample i has the request's plus i.
-
-    The ranks mix a seed before they use it, so neighbouring seeds have nothing in common.
-    """
-    return [Sibling(f"{request_id}-{index}", (seed + index) % 2**63) for index in range(1, choices)]
 
 
 def _first(value: Any, default: Any) -> Any:

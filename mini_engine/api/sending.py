@@ -29,21 +29,14 @@ class RequestSender:
     """Sends requests to one engine, their tensors by `queue`.
 
     `send_frame` takes an encoded message for the engine core, and raises EngineError when the engine is down.
-    `on_memory` is called when the memory of sent tensors has changed.
     """
 
-    def __init__(
-        self,
-        encoder: Encoder,
-        queue: TensorIpcSender,
-        send_frame: Callable[[bytes], None],
-        on_memory: Callable[[], None],
-    ):
+    def __init__(self, encoder: Encoder, queue: TensorIpcSender, send_frame: Callable[[bytes], None]):
         self.queue = queue
         self._encoder = encoder
         self._send_frame = send_frame
-        self._on_memory = on_memory
         self._closed: EngineError | None = None
+        self._shown = 0, 0  # this queue's part of the metrics
 
     async def submit(self, request: NewRequest) -> None:
         """Send `request` and its tensors: the patches of its items are a tensor, or None where the engine has them by
@@ -60,18 +53,23 @@ class RequestSender:
             elif not await self._submit_by_slots(request, tensors):
                 await self._submit_by_host(request, tensors)
         finally:
-            self._on_memory()
+            self._update_metrics()
 
     def consumed(self, messages: Iterable[MessageId]) -> None:
         """No rank will read these again."""
         self.queue.consumed(messages)
-        self._on_memory()
+        self._update_metrics()
 
     def close(self, error: EngineError) -> None:
         """The engine is down: requests that are not sent yet end with `error`."""
         self._closed = error
         self.queue.close_streams()
-        self._on_memory()
+        self._update_metrics()
+
+    def _update_metrics(self) -> None:
+        before, self._shown = self._shown, (self.queue.buffered_bytes, self.queue.buffered_tensors)
+        metrics.ipc_buffered_bytes.inc(self._shown[0] - before[0])
+        metrics.ipc_buffered_tensors.inc(self._shown[1] - before[1])
 
     async def _submit_by_slots(self, request: NewRequest, tensors: list[Any]) -> bool:
         outgoing = None
@@ -122,8 +120,14 @@ class RequestSender:
         try:
             return await asyncio.shield(copying)
         except BaseException:
-            copying.add_done_callback(partial(_discard, outgoing))  # until then the thread writes there
+            copying.add_done_callback(partial(self._discard, outgoing))  # until then the thread writes there
             raise
+
+    def _discard(self, outgoing: Outgoing, copying: asyncio.Future[bytes]) -> None:
+        if not copying.cancelled():
+            copying.exception()  # retrieved, or asyncio would log it
+        outgoing.discard()
+        self._update_metrics()
 
     def _send_all(self, request: NewRequest, outgoing: Outgoing, frame: bytes, transport: str) -> None:
         """The frames of all tensors, then the request. Nothing here waits: ranks would hold tensors without a request
@@ -150,9 +154,3 @@ def _place_on_host(outgoing: Outgoing, tensor: Any) -> TensorHandle:
         return outgoing(tensor.cpu())
     except RuntimeError as error:  # torch's, of the device
         raise TransportError(f"cannot copy a tensor from {tensor.device}: {error}") from error
-
-
-def _discard(outgoing: Outgoing, copying: asyncio.Future[bytes]) -> None:
-    if not copying.cancelled():
-        copying.exception()  # retrieved, or asyncio would log it
-    outgoing.discard()

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,19 +16,17 @@ import zmq.asyncio
 
 from mini_engine import metrics
 from mini_engine.api import transports
-from mini_engine.api.admission import ByteBudget, MediaAdmission, RequestAdmission
 from mini_engine.api.app import create_app
 from mini_engine.api.chat import ChatRenderer
-from mini_engine.api.context import AppContext
+from mini_engine.api.context import AppContext, ModelFront
 from mini_engine.api.detokenizer import Vocabulary
-from mini_engine.api.engine import send_now
-from mini_engine.api.engine_client import EngineClient
+from mini_engine.api.engine import EngineClient, send_now
 from mini_engine.api.errors import ApiError, shutting_down
 from mini_engine.api.http_server import HttpServer
 from mini_engine.api.media_loader import MediaLoader, start_thread_pool
 from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.operations import log_stats
-from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
+from mini_engine.api.sampling import SamplingDefaults
 from mini_engine.api.transports import limit_memory, processor_device, staging_slots
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.decode_limits import DecodeLimits
@@ -47,19 +45,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORK_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as asyncio's own
-
-
-@dataclass(frozen=True)
-class ModelFront:
-    """What this process loads of the model."""
-
-    processor: MediaProcessor
-    renderer: ChatRenderer
-    vocabulary: Vocabulary
-    vocab_size: int  # of the model's logits; its tokenizer may have fewer tokens
-    media_settings: MediaSettingsResolver
-    media: MediaLoader
-    defaults: SamplingDefaults
 
 
 def run(child: Child) -> None:
@@ -98,49 +83,33 @@ def load(init: Init, index: int) -> ModelFront:
         limit_memory(config, device)
     try:
         processor = MediaProcessor(init.model_dir, trust_remote_code=config.trust_remote_code, device=device)
-        video_io_kwargs, model = config.media_io_kwargs.get("video", {}), (init.model_dir, config.revision)
+        video_io_kwargs, model_dir = config.media_io_kwargs.get("video", {}), Path(init.model_dir)
         settings = MediaSettingsResolver(
-            processor, model, config.mm_processor_kwargs, video_io_kwargs, config.max_video_frames_kept
+            processor, model_dir, config.mm_processor_kwargs, video_io_kwargs, config.max_video_frames_kept
         )
         template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
         renderer = ChatRenderer(processor.hf_processor, template)
         vocabulary = Vocabulary(processor.hf_processor.tokenizer)
-        model_config = ModelConfig.from_dir(init.model_dir)
+        vocab_size = ModelConfig.from_dir(init.model_dir).text.vocab_size
     except (OSError, ValueError, ApiError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
-    return ModelFront(
-        processor,
-        renderer,
-        vocabulary,
-        model_config.text.vocab_size,
-        settings,
-        media_loader(config, index, processor),
-        SamplingDefaults.load(init.model_dir, config.generation_config),
-    )
-
-
-def media_policy(config: EngineConfig) -> MediaPolicy:
-    """Allowed sources and limits. Raises ConfigError."""
-    root = config.allowed_local_media_path
-    try:
-        return MediaPolicy(
-            None if root is None else Path(root),
-            config.max_media_bytes,
-            config.allowed_media_domains,
-            config.media_fetch_timeout,
-        )
-    except ValueError as error:
-        raise ConfigError(f"--allowed-media-domains: {error}") from None
+    defaults = SamplingDefaults.load(init.model_dir, config.generation_config)
+    return ModelFront(renderer, vocabulary, vocab_size, settings, media_loader(config, index, processor), defaults)
 
 
 def media_loader(config: EngineConfig, index: int, processor: MediaProcessor) -> MediaLoader:
-    """The media path of API server `index`, with no decoder process yet."""
+    """The media path of API server `index`, with no decoder process yet. Raises ConfigError."""
     threads = max(1, len(os.sched_getaffinity(0)) // config.api_server_count)  # this server's part of the cores
+    root, most = config.allowed_local_media_path, config.max_media_bytes
+    try:
+        policy = MediaPolicy(
+            None if root is None else Path(root), most, config.allowed_media_domains, config.media_fetch_timeout
+        )
+    except ValueError as error:
+        raise ConfigError(f"--allowed-media-domains: {error}") from None
     limits = DecodeLimits(**{field.name: getattr(config, field.name) for field in fields(DecodeLimits)})
-    decoders = DecoderPool(f"api {index}", threads, limits, config.max_media_bytes)
-    return MediaLoader(
-        processor, media_policy(config), decoders, threads, allow_partial_video=config.allow_partial_video
-    )
+    decoders = DecoderPool(f"api {index}", threads, limits, most)
+    return MediaLoader(processor, policy, decoders, threads, allow_partial_video=config.allow_partial_video)
 
 
 async def _main(child: Child, init: Init, front: ModelFront) -> None:
@@ -152,7 +121,6 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
     choices = [
         transports.choose(engine, init.config.mm_tensor_ipc, queue, make_slots) for engine, queue in enumerate(queues)
     ]
-    plan = init.media_cache
     # The same context, so the same I/O thread, seen through asyncio.
     context = zmq.asyncio.Context(shadow=child.context)
     engines = EngineClient(
@@ -160,7 +128,7 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
         child.encoder,
         init.cores,
         queues,
-        media_capacity=plan.nbytes,
+        media_capacity=init.media_cache.nbytes,
         stores=[WritableMemory(fd) for fd in child.media_stores] or [None] * len(init.cores),
         max_object_bytes=init.config.mm_shm_cache_max_object_size_mb << 20,
     )
@@ -190,26 +158,7 @@ async def _serve(
     child: Child, config: EngineConfig, front: ModelFront, engines: EngineClient, link: SupervisorLink
 ) -> None:
     limits = await link.started
-    front.renderer.max_tokens = limits.max_model_len
-    media_bytes = int(config.max_inflight_media_gb * 2**30)
-    admission = MediaAdmission(config.maximum_concurrent_videos, media_bytes)
-    front.media.decoders.count_decoded = admission.count
-    context = AppContext(
-        config=config,
-        renderer=front.renderer,
-        tokenizer=front.processor.hf_processor.tokenizer,
-        vocabulary=front.vocabulary,
-        bodies=ByteBudget(max(media_bytes, config.max_request_bytes), "inflight_bodies"),
-        requests=RequestAdmission(config.max_num_queued_reqs),
-        admission=admission,
-        media_settings=front.media_settings,
-        media=front.media,
-        sampling=SamplingResolver(
-            front.defaults, limits.max_model_len, front.vocab_size, config.seed, child.incarnation
-        ),
-        engines=engines,
-        limits=limits,
-    )
+    context = AppContext.of(front, config, engines, limits, child.incarnation)
     app = create_app(context)
     server = HttpServer(app, config, link.say_serving)
 
@@ -249,7 +198,6 @@ class SupervisorLink:
                     self.started.set_result(limits)
                 case Drain():
                     self.draining.set()
-                    self._engines.draining = True
                 case PeerGone(sender=sender):
                     self._engines.peer_gone(sender)
                 case ControlRequest(number=number):

@@ -2,9 +2,9 @@
 
     arrival ► fetch ► admission ► media_decode ► process ► transport ► queue ► encode ► prefill ► generation ► end
 
-(what no other server has is fetched after `admission`), and what lies between and beside them is `other`: reading the
-body, the chat template, text. The API server's part is measured as it happens; the engine reports its part as times of
-the clock that all processes of a host share. Knows nothing of HTTP or media.
+and what lies between and beside them is `other`: reading the body, the chat template, text. The API server's part is
+measured as it happens; the engine reports its part as times of the clock that all processes of a host share. Knows
+nothing of HTTP or media.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ class RequestClock:
         self._stage: Stage = "other"
         self._spent = dict.fromkeys((*metrics.stage_seconds, "other"), 0.0)
 
-    def enter(self, stage: Stage) -> Stage:
-        """From now on the request's time is spent at `stage`; returns the one before."""
+    def enter(self, stage: Stage) -> None:
+        """From now on the request's time is spent at `stage`."""
         now = time.monotonic()
         self._spent[self._stage] += now - self._entered
-        before, self._stage, self._entered = self._stage, stage, now
-        return before
+        self._stage, self._entered = stage, now
 
     def move(self, seconds: float, source: Stage, target: Stage) -> None:
         """So much of what was counted as `source` was `target`."""

@@ -6,9 +6,8 @@ Knows the placements' names and their order, not how they work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-import msgspec
+import itertools
+from collections.abc import Callable
 
 from mini_engine import metrics
 from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig, TensorIpc
@@ -27,12 +26,8 @@ PROBE_SECONDS = 60.0  # the ranks answer as soon as they run, while their model 
 def make_arena(config: EngineConfig) -> Arena:
     """This server's memory for tensors on their way. The other API servers and the engines' stores allocate from the
     same free memory: each may be about to take a step of its mark."""
-    others = config.api_server_count - 1 + config.data_parallel_size
-
-    def available() -> int:
-        return available_memory() - others * MARK_PAGES * PAGE_BYTES
-
-    return Arena(config.mm_ipc_memory_bytes, available)
+    others = (config.api_server_count - 1 + config.data_parallel_size) * MARK_PAGES * PAGE_BYTES
+    return Arena(config.mm_ipc_memory_bytes, lambda: available_memory() - others)
 
 
 def choose(
@@ -44,52 +39,30 @@ def choose(
 ) -> TransportChoice:
     """Have `queue`, to the ranks of `engine`, use the first placement allowed by `mode` that passes its probe. Blocks.
 
-    `make_slots` makes staging slots for CUDA tensors towards one engine; None: this server makes no such tensors.
-    Raises ConfigError: the placement that was asked for, or every one under `auto`, fails its probe.
+    `make_slots` makes staging slots for CUDA tensors towards one engine; None: this server makes no such tensors. Under
+    `auto`, where the probe fails with the slots, CUDA tensors are copied to the host. Raises ConfigError: the placement
+    that was asked for, or every one under `auto`, fails its probe.
     """
-    failures: dict[TransportName, TransportError] = {}
-    for name in ORDER if mode == "auto" else (mode,):
+    slots = [] if mode == "direct_rpc" or make_slots is None else [make_slots]
+    without_slots = [] if mode == "torch_shm" and slots else [None]
+    failures: dict[str, TransportError] = {}
+    for name, make in itertools.product(ORDER if mode == "auto" else (mode,), [*slots, *without_slots]):
         try:
-            queue.probe(name, timeout)
+            queue.probe(name, timeout, make and make())
             break
         except TransportError as error:
-            failures[name] = error
+            failures[name if make is None else f"{name} with slots for CUDA tensors"] = error
     else:
-        raise ConfigError(_refusal(engine, mode, failures))
+        why = "; ".join(f"{name}: {error}" for name, error in failures.items())
+        remedy = "" if mode == "auto" else " Use --mm-tensor-ipc auto."
+        text = f"--mm-tensor-ipc {mode}: no transport reaches every worker of engine {engine}: {why}.{remedy}"
+        raise ConfigError(text)
     reason = "asked for by --mm-tensor-ipc" if mode != "auto" else "the first whose probe passed"
-    for failed, why in failures.items():
-        reason += f"; {failed} failed its probe: {why}"
+    reason += "".join(f"; {failed} failed its probe: {why}" for failed, why in failures.items())
     # Without the errors' texts: they may hold addresses, and metrics are read by others than logs.
-    label = "asked_for" if mode != "auto" else "_".join([*failures, "failed"]) if failures else "probe_passed"
+    label = "asked_for" if mode != "auto" else "torch_shm_failed" if "torch_shm" in failures else "probe_passed"
     metrics.mm_tensor_ipc_info.labels(str(engine), queue.placement, label).set(1)
-    choice = TransportChoice(engine, queue.placement, reason)
-    if make_slots is not None and mode != "direct_rpc":
-        return add_slots(queue, choice, mode, make_slots, timeout)
-    return choice
-
-
-def add_slots(
-    queue: TensorIpcSender, choice: TransportChoice, mode: TensorIpc, make: Callable[[], StagingSlots], timeout: float
-) -> TransportChoice:
-    """Have `queue` send CUDA tensors by the slots that `make` makes, if their probe passes. Raises ConfigError: it does
-    not, and the tensor queue was asked for by name."""
-    try:
-        queue.probe(choice.transport, timeout, make())
-    except TransportError as error:
-        if mode != "auto":
-            raise ConfigError(_refusal(choice.engine, mode, {"torch_shm": error})) from error
-        try:
-            queue.probe(choice.transport, timeout)
-        except TransportError as again:
-            raise ConfigError(_refusal(choice.engine, mode, {choice.transport: again})) from again
-        return msgspec.structs.replace(choice, reason=f"{choice.reason}; CUDA tensors are copied to the host: {error}")
-    return choice
-
-
-def _refusal(engine: int, mode: TensorIpc, failures: Mapping[TransportName, TransportError]) -> str:
-    why = "; ".join(f"{name}: {error}" for name, error in failures.items())
-    remedy = "" if mode == "auto" else " Use --mm-tensor-ipc auto."
-    return f"--mm-tensor-ipc {mode}: no transport reaches every worker of engine {engine}: {why}.{remedy}"
+    return TransportChoice(engine, queue.placement, reason)
 
 
 # --- the device of the processor --------------------------------------------------------------------------------------

@@ -107,8 +107,8 @@ class EngineConfig:
         minimum=1, unset="half of the open files limit",
     )  # fmt: skip
     timeout_client: float = _server(
-        30.0, "Seconds in which a client must send the request headers, send 8 KiB and an eighth more of the body, or "
-        "read some of the response, before its connection is closed.", minimum=0.1, maximum=3600,
+        30.0, "Seconds in which a client must send the request headers, send the body (a second more for each 16 KiB), "
+        "or read some of the response, before its connection is closed.", minimum=0.1, maximum=3600,
     )  # fmt: skip
     timeout_keep_alive: int = _server(5, "Seconds until an idle connection is closed.", minimum=0, maximum=3600)
 
@@ -215,9 +215,9 @@ class EngineConfig:
         4096, "Maximum unfinished requests per API server; further ones are refused with 429.", minimum=1
     )
     max_inflight_media_gb: float = _admission(
-        4.0, "Maximum GiB per API server of encoded media, reserved before the download and held until an engine has "
-        "accepted the request. Decoded frames count until they are processed. Request bodies in transfer may take as "
-        "much again. A request beyond the limit is refused with 429.", minimum=0.001,
+        4.0, "Maximum GiB per API server of encoded media, reserved before the download and held until the request is "
+        "sent to an engine. Decoded frames count until they are processed. Request bodies in transfer may take as much "
+        "again. A request beyond the limit is refused with 429.", minimum=0.001,
     )  # fmt: skip
     max_request_bytes: int = _admission(
         1 << 30, "Maximum size of a request body; media in `data:` URLs take 4/3 of their size.", minimum=1

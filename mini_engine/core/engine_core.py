@@ -198,8 +198,6 @@ class EngineCore:
     def _enter(self, request: Request) -> None:
         """Queue a request that has its media on all ranks, and cache them."""
         request.accepted_at = time.monotonic()
-        if request.media:
-            self.outbox.accepted(sockets.identity(request.sender, request.incarnation), request.id)
         if not request.tensors.released:
             for item in request.media:
                 if isinstance(item.patches, TensorHandle) and item.cacheable:
@@ -210,18 +208,13 @@ class EngineCore:
         """Reject the requests with timed-out media."""
         for request in self.awaiting_media.expired(time.monotonic()):
             logger.warning("%s: timed out waiting for its media on all ranks", request.id, extra=about(request.id))
-            self._reject(request, late=True)
+            self._reject(request)
 
-    def _reject(self, request: Request, late: bool = False) -> None:
+    def _reject(self, request: Request) -> None:
         """Its tensors do not reach all ranks: remove it and its siblings, and notify its API server."""
-        request.tensors.references, references = {}, request.tensors.references
         for member in [*request.siblings, request]:
             self._remove(member)
-        if late:
-            self.media.release(references)
-        else:
-            self.media.return_references((request.incarnation, request.new.request_id), references)
-        self.links.send(sockets.identity(request.sender, request.incarnation), MediaMiss(request.id, late))
+        self.links.send(sockets.identity(request.sender, request.incarnation), MediaMiss(request.id))
 
     def _on_api_server_gone(self, sender: str, incarnation: int) -> None:
         """Remove its requests without outputs; the ranks drop its tensors."""

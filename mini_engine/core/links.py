@@ -118,10 +118,6 @@ class Outbox:
         """Tokens, or the end, of a request."""
         self._to(peer).outputs.append(output)
 
-    def accepted(self, peer: bytes, request_id: str) -> None:
-        """All ranks have the request's media."""
-        self._to(peer).accepted.append(request_id)
-
     def consumed(self, message: MessageId) -> None:
         """No rank will read it again. Dropped if its sender is dead."""
         peer = self._links.identities.get(message.incarnation)

@@ -106,13 +106,8 @@ class MediaDirectory:
         self.release(self._held.pop(owner, {}))
 
     def claim(self, owner: Owner) -> References:
-        """The request arrived. Returns its references; the caller owns them until `release` or `return_references`."""
+        """The request arrived. Returns its references; the caller owns them until `release`."""
         return self._held.pop(owner, {})
-
-    def return_references(self, owner: Owner, references: References) -> None:
-        """The request was rejected, and will be sent again or released."""
-        if references:
-            self._held[owner] = references
 
     def resolve(self, new: NewRequest, references: References) -> NewRequest:
         """`new` for the ranks; they find the items without patches by hash."""

@@ -110,17 +110,16 @@ class Abandoned(Message, frozen=True):
 
 
 class Unreserve(Message, frozen=True):
-    """API server -> core: this request will not be sent (again); release its references."""
+    """API server -> core: this request will not be sent; release its references."""
 
     request_id: str
 
 
 class MediaMiss(Message, frozen=True):
-    """Core -> API server: a rank cannot read the request's tensors; send it again, its references stay. If `late` they
-    have ended: the tensors are still in the streams, so that sending them again would not help."""
+    """Core -> API server: the request's tensors do not reach all ranks. It has ended, without an output, and its
+    references too."""
 
     request_id: str
-    late: bool = False
 
 
 class Finish(Message, frozen=True):
@@ -191,7 +190,6 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 class Outputs(Message, frozen=True):
     """Core -> API server: what one turn of the core's loop has for it. Fields are handled in this order."""
 
-    accepted: list[str] = []  # requests with all their media on all ranks
     outputs: list[RequestOutput] = []
     consumed: list[MessageId] = []  # tensor messages that no rank reads again; the sender may reuse their memory
 

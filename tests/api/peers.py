@@ -97,18 +97,17 @@ class ScriptedCore:
                     if action in self.replies_to:
                         await self.send(ControlReply(number, self.stats if action == "stats" else None))
 
-    async def turn_down(self, request: NewRequest, late: bool = False) -> None:
+    async def turn_down(self, request: NewRequest) -> None:
         """Its tensors cannot be used, or have not come in time."""
         for sample in (request, *as_requests(request)):
             self.running.pop(sample.request_id, None)
-        await self.send(MediaMiss(request.request_id, late))
+        await self.send(MediaMiss(request.request_id))
         await self._consumed(request)
 
     async def accept(self, request: NewRequest) -> None:
         """Take a request, and answer it by the script."""
         samples = [request, *as_requests(request)]
         self.times[request.request_id] = EngineTimes(*[time.monotonic()] * 2, 0, 0, 0)
-        await self.send(Outputs(accepted=[request.request_id]))
         if self.keeps:
             self.kept |= {item.media_hash: CachedMedia.of(item) for item in request.media if item.patches is not None}
         for turn in itertools.zip_longest(*map(self.script, samples)):

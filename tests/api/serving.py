@@ -20,17 +20,16 @@ import openai
 import zmq.asyncio
 from PIL import Image
 
-from mini_engine.api.admission import ByteBudget, MediaAdmission, RequestAdmission
 from mini_engine.api.app import create_app
 from mini_engine.api.chat import ChatRenderer
-from mini_engine.api.context import AppContext
+from mini_engine.api.context import AppContext, ModelFront
 from mini_engine.api.detokenizer import Vocabulary
-from mini_engine.api.engine_client import EngineClient
+from mini_engine.api.engine import EngineClient
 from mini_engine.api.http_server import HttpServer
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.middleware import ActiveRequests
-from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
+from mini_engine.api.sampling import SamplingDefaults
 from mini_engine.config import EngineConfig
 from mini_engine.decode_limits import DecodeLimits
 from mini_engine.media.decoder_pool import DecoderPool
@@ -85,7 +84,7 @@ class Served:
         self.core.script = lambda request: outputs
 
     def encode(self, text: str) -> list[int]:
-        return self.context.tokenizer.encode(text, add_special_tokens=False)
+        return self.context.renderer.tokenizer.encode(text, add_special_tokens=False).ids
 
     async def ask(self, content: Any = "hello", **more: Any) -> Any:
         """A chat completion by the openai client."""
@@ -118,16 +117,14 @@ class Served:
 
     def at_rest(self) -> bool:
         """Nothing of any request is left."""
-        admission = self.context.admission
+        context = self.context
         return not (
-            any(engine.requests or engine.preparing for engine in self.context.engines.engines)
+            any(engine.requests or engine.preparing for engine in context.engines.engines)
             or self.queue.buffered_tensors
-            or admission.num_admitted
-            or admission.num_waiting
-            or admission.inflight_bytes
+            or context.places.num_free < context.places.limit
+            or context.places.num_waiting
+            or any(budget.used for budget in (context.media_bytes, context.requests, context.bodies))
             or metric("inflight_media_bytes")
-            or self.context.requests.unfinished
-            or self.context.bodies.inflight_bytes
         )
 
 
@@ -293,7 +290,14 @@ async def serve(
 
     `settings` are fields of `EngineConfig`.
     """
-    own = {"served_model_name": ["tiny", "alias"], "timeout_keep_alive": 3600, "max_request_bytes": MAX_REQUEST_BYTES}
+    own = {
+        "served_model_name": ["tiny", "alias"],
+        "timeout_keep_alive": 3600,
+        "max_request_bytes": MAX_REQUEST_BYTES,
+        "max_inflight_media_gb": MAX_INFLIGHT_BYTES / 2**30,
+        "max_num_queued_reqs": MAX_REQUESTS,
+        "maximum_concurrent_videos": 4,
+    }
     config = EngineConfig(**{**own, **settings})
     queue = queue or make_queue()
     zmq_context, encoder = zmq.asyncio.Context(), Encoder("api 0", 7)
@@ -333,22 +337,15 @@ def make_context(
     processor: GatedProcessor, config: EngineConfig, media: MediaLoader, engines: EngineClient
 ) -> AppContext:
     tokenizer = processor.hf_processor.tokenizer
-    admission = MediaAdmission(4, MAX_INFLIGHT_BYTES)
-    media.decoders.count_decoded = admission.count
-    return AppContext(
-        config=config,
+    front = ModelFront(
         renderer=ChatRenderer(processor.hf_processor),
-        tokenizer=tokenizer,
         vocabulary=Vocabulary(tokenizer),
-        bodies=ByteBudget(MAX_REQUEST_BYTES, "inflight_bodies"),
-        requests=RequestAdmission(MAX_REQUESTS),
-        admission=admission,
-        media_settings=MediaSettingsResolver(processor, (tokenizer.name_or_path, None)),
+        vocab_size=len(tokenizer),
+        media_settings=MediaSettingsResolver(processor, Path(tokenizer.name_or_path)),
         media=media,
-        sampling=SamplingResolver(SamplingDefaults(eos_token_id=[3]), MAX_MODEL_LEN, len(tokenizer), 0, 7),
-        engines=engines,
-        limits=LIMITS,
+        defaults=SamplingDefaults(eos_token_id=[3]),
     )
+    return AppContext.of(front, config, engines, LIMITS, incarnation=7)
 
 
 @contextlib.asynccontextmanager

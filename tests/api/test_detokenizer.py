@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from mini_engine.api.detokenizer import Detokenizer, LogprobList, SampleText, Vocabulary
+from mini_engine.api.detokenizer import Detokenizer, Vocabulary
+from mini_engine.api.generation import Sample
+from mini_engine.api.protocol import CompletionRequest
 from mini_engine.media.processor import MediaProcessor
-from mini_engine.messages import TokenLogprob
+from mini_engine.messages import RequestOutput, SamplingParams, TokenLogprob
 from tests import tiny_processor
 
 # Pieces that make characters of several tokens, special tokens, and starts of stop strings.
@@ -131,15 +133,18 @@ def test_listed_tokens_are_those_of_the_text(
 ) -> None:
     """Each with a part of its text; only a last token that a stop string cuts through has more bytes than the text."""
     ids = encode(tokenizer, "".join(pieces) + "🎈")[:-1]
-    sample = SampleText(0, Detokenizer(vocabulary, stop, include, skip), LogprobList(vocabulary, skip))
+    asked = CompletionRequest(prompt="", stop=stop, include_stop_str_in_output=include, skip_special_tokens=skip)
+    sample = Sample(0, "r", asked, SamplingParams(99, 1, logprobs=0), vocabulary)
     text, listed, start = "", [], 0
     while start < len(ids):
         part = ids[start : start + size]
         start += size
-        piece = sample.push(part, "length" if start >= len(ids) else None, [[TokenLogprob(one, -1.0)] for one in part])
+        logprobs = [[TokenLogprob(one, -1.0)] for one in part]
+        sample.add(RequestOutput("r", part, "length" if start >= len(ids) else None, None, logprobs))
+        piece = sample.take()
         assert not piece.logprobs or piece.text
         text += piece.text
-        listed += [bytes(token.bytes) for token in piece.logprobs or ()]
+        listed += [token.likely[0][0] for token in piece.logprobs or ()]
         if piece.finish_reason is not None:
             break
     plain = Detokenizer(vocabulary, stop, include, skip)

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mini_engine.api.engine_client import LOST_SECONDS, EngineClient, EngineLost
+from mini_engine.api.engine import LOST_SECONDS, EngineClient, EngineLost
 from mini_engine.api.errors import shutting_down
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.pages import PAGE_BYTES
@@ -43,12 +43,12 @@ async def downloading(served: Served, web: SlowWeb) -> Asking:
 
 
 async def queued_for_decoding(served: Served, _: SlowWeb) -> Asking:
-    admission = served.context.admission
+    places = served.context.places
     served.gate.door.clear()
-    served.asking([image(56 + number) for number in range(admission.limit)])
-    await eventually(lambda: admission.num_admitted == admission.limit)
+    served.asking([image(56 + number) for number in range(places.limit)])
+    await eventually(lambda: not places.num_free)
     asking = served.asking([image()])
-    await eventually(lambda: admission.num_waiting == 1)
+    await eventually(lambda: places.num_waiting == 1)
     return asking
 
 
@@ -81,14 +81,6 @@ async def sent(served: Served, _: SlowWeb) -> Asking:
     return asking
 
 
-async def sent_again(served: Served, _: SlowWeb) -> Asking:
-    served.core.accepts = False
-    asking = served.asking([image(84), image()])
-    await served.core.turn_down(await served.core.has_requests(2))
-    await served.core.has_requests(3)
-    return asking
-
-
 async def answered(served: Served, _: SlowWeb) -> Asking:
     asking = served.asking([image()], n=3)
     await eventually(lambda: len(served.core.running) == 3)
@@ -104,8 +96,8 @@ async def streamed(served: Served, _: SlowWeb) -> Asking:
 
 Stage = Callable[[Served, SlowWeb], Awaitable[Asking]]
 BEFORE_ENGINE: list[Stage] = [downloading, queued_for_decoding, looked_up, processed, waiting_for_room]
-AT_ENGINE: list[Stage] = [sent, sent_again, answered, streamed]
-WITHOUT_REFERENCES = (downloading, queued_for_decoding, answered, streamed)  # or the engine has claimed them
+AT_ENGINE: list[Stage] = [sent, answered, streamed]
+WITHOUT_REFERENCES = (downloading, queued_for_decoding, *AT_ENGINE)  # or the engine has claimed them
 every_stage = pytest.mark.parametrize("stage", BEFORE_ENGINE + AT_ENGINE, ids=lambda stage: stage.__name__)
 
 
@@ -155,11 +147,9 @@ async def test_engine_or_server_ends(served: Served, web: SlowWeb, stage: Stage,
     assert not served.core.finishes
 
 
-@pytest.mark.parametrize(("reported", "draining"), [(False, False), (True, False), (False, True)])
-async def test_engine_that_cannot_be_reached_counts_as_dead(
-    serve: Serve, runtime: Path, reported: bool, draining: bool
-) -> None:
-    """Unless its death is reported, or this server drains, this server is to be replaced."""
+@pytest.mark.parametrize("reported", [False, True])
+async def test_engine_that_cannot_be_reached_counts_as_dead(serve: Serve, runtime: Path, reported: bool) -> None:
+    """Unless its death is reported, this server is to be replaced."""
     rank = Rank(address_of(runtime))
     queue = TensorIpcSender(ME, [rank.address], Arena(1 << 20, lambda: 1 << 40))
     queue.probe("torch_shm", PATIENCE)
@@ -167,7 +157,6 @@ async def test_engine_that_cannot_be_reached_counts_as_dead(
         engines, served.core.hold = served.context.engines, True
         asking = served.asking()
         await served.core.has_requests()
-        engines.draining = draining
         await asyncio.to_thread(rank.close)
         check_error(await asking, 500, "engine_unavailable")
         assert not engines.alive
@@ -175,7 +164,7 @@ async def test_engine_that_cannot_be_reached_counts_as_dead(
             engines.peer_gone("worker 0.1")
         skip(LOST_SECONDS)
         await settle()
-        assert served.receiving.done() == (not reported and not draining)
+        assert served.receiving.done() == (not reported)
         if served.receiving.done():
             with pytest.raises(EngineLost):
                 await served.receiving

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from mini_engine.messages import NewRequest
 from tests.api.patience import cancelled, eventually, settle
-from tests.api.serving import ANSWER, Counted, Served, check_error, image, metric
+from tests.api.serving import Counted, Served, check_error, image, metric
 
 CACHE = ("mm_cache_queries_total{engine=0}", "mm_cache_hits_total{engine=0}", "media_decodes_total")
 
@@ -69,7 +67,7 @@ async def test_cancelled_request_does_not_start_what_was_queued(served: Served) 
     asking = served.asking([image(56 + number) for number in range(4)])
     await eventually(lambda: served.gate.inside == 2)
     await cancelled(asking)
-    await eventually(lambda: served.context.requests.unfinished == 0)
+    await eventually(lambda: served.context.requests.used == 0)
     served.gate.door.set()
     await served.ask([image(70)])
     assert counted.since() == [1]
@@ -88,22 +86,13 @@ async def test_hits_count_towards_the_limit_of_a_prompt(served: Served) -> None:
     assert counted.since() == [3, 3, 0]
 
 
-@pytest.mark.parametrize(("losses", "late"), [(1, False), (2, False), (1, True)])
-async def test_lost_tensors_are_sent_once_more_unless_they_were_late(served: Served, losses: int, late: bool) -> None:
+async def test_request_whose_tensors_are_lost_is_a_503(served: Served) -> None:
     served.core.accepts = False
-    counted = Counted("ipc_fallbacks_total{reason=lost}", *CACHE)
     asking = served.asking([image(), image(112)])
-    for number in range(1, losses + 1):
-        await served.core.turn_down(await served.core.has_requests(number), late)
-    if losses == 1 and not late:
-        await served.core.accept(await served.core.has_requests(2))
-        assert (await asking).json()["choices"][0]["message"]["content"] == "".join(ANSWER)
-    else:
-        check_error(await asking, 503, "engine_unavailable", "could not be sent")
-        assert (await asking).headers["retry-after"] == "5" and served.core.finishes == []
-        await eventually(lambda: served.core.unreserved == [one.request_id for one in served.core.look_ups if not late])
-    assert [has_tensors(request) for request in served.core.requests] == [[True, True]] * (1 if late else 2)
-    assert counted.since() == [not late, 2, 0, 2]
+    await served.core.turn_down(await served.core.has_requests())
+    check_error(await asking, 503, "engine_unavailable", "could not be sent")
+    assert (await asking).headers["retry-after"] == "5"
+    assert served.core.finishes == [] == served.core.unreserved, "the engine has no state of it"
 
 
 async def test_abort_that_crosses_a_turn_down(served: Served) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mini_engine.api.errors import ApiError
-from mini_engine.api.media_settings import KeyedSettings, MediaSettingsResolver, updated
+from mini_engine.api.media_settings import MediaSettingsResolver, hash_key, updated
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.media.hashing import media_hash
 from mini_engine.media.processor import TIME_TOKENS, MediaProcessor, MediaSettings
@@ -25,13 +25,13 @@ EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 def resolver(processor: MediaProcessor, **kwargs: Any) -> MediaSettingsResolver:
     """Of a server with these --mm-processor-kwargs."""
-    return MediaSettingsResolver(processor, (processor.hf_processor.tokenizer.name_or_path, None), kwargs)
+    return MediaSettingsResolver(processor, Path(processor.hf_processor.tokenizer.name_or_path), kwargs)
 
 
 def of_request(server: MediaSettingsResolver, **kwargs: Any) -> MediaSettings:
     """Those of a request with mm_processor_kwargs."""
     chat = msgspec.convert(chat_body(mm_processor_kwargs=kwargs), ChatRequest)
-    return server.resolve(chat, 10**6).settings
+    return server.resolve(chat, 10**6)
 
 
 # --- hashes ----------------------------------------------------------------------------------------------------------
@@ -39,17 +39,16 @@ def of_request(server: MediaSettingsResolver, **kwargs: Any) -> MediaSettings:
 KWARGS = {"max_pixels": 10, "min_pixels": 1}
 
 
-def video_hash(data: bytes = b"abc", sampling: Any = 8, kwargs: Any = KWARGS, model: Any = ("a", None)) -> bytes:
+def video_hash(data: bytes = b"abc", sampling: Any = 8, kwargs: Any = KWARGS) -> bytes:
     sampling = VideoSampling(num_frames=sampling) if isinstance(sampling, int) else sampling
-    return media_hash(data, KeyedSettings.of(MediaSettings(sampling, kwargs, {}), model).keys["video"])
+    return media_hash(data, hash_key(MediaSettings(sampling, kwargs, {}), "video"))
 
 
 def test_bytes_and_every_setting_change_the_hash() -> None:
     samplings = [9, VideoSampling(fps=8), *(VideoSampling(num_frames=8, **{name: 1.0}) for name in ("start", "end"))]
-    models = [("b", None), ("a", "main"), ("a", "None"), ("ab", "c"), ("a", "bc")]
     others = [{}, {"size": {"longest_edge": 10}}, KWARGS | {"max_pixels": 11}]
     hashes = [video_hash(), video_hash(b"abd"), *(video_hash(sampling=one) for one in samplings)]
-    hashes += [video_hash(model=one) for one in models] + [video_hash(kwargs=one) for one in others]
+    hashes += [video_hash(kwargs=one) for one in others]
     assert len(set(hashes)) == len(hashes) and {len(one) for one in hashes} == {16}
     assert video_hash(kwargs=dict(reversed(KWARGS.items()))) == video_hash()
 
@@ -61,8 +60,8 @@ def test_settings_as_models_cards_write_them(processor: MediaProcessor) -> None:
     server = resolver(processor)
     assert of_request(server, fps=2, do_sample_frames=True).sampling.fps == 2.0
     assert of_request(server, num_frames=-1).sampling.num_frames == 768  # all, but for --max-video-frames-kept
-    model = (processor.hf_processor.tokenizer.name_or_path, None)
-    assert MediaSettingsResolver(processor, model, most_frames=8).server.sampling.num_frames == 8
+    model_dir = Path(processor.hf_processor.tokenizer.name_or_path)
+    assert MediaSettingsResolver(processor, model_dir, most_frames=8).server.sampling.num_frames == 8
 
 
 @pytest.mark.parametrize("family", tiny_processor.PROCESSORS)
@@ -109,7 +108,7 @@ def published(directory: Path, family: str) -> tuple[MediaProcessor, MediaSettin
     if family != "qwen3_vl":
         path.unlink()
     processor = MediaProcessor(directory)
-    return processor, MediaSettingsResolver(processor, (str(directory), None))
+    return processor, MediaSettingsResolver(processor, directory)
 
 
 def processed(processor: MediaProcessor, settings: MediaSettings, seconds: float, size: tuple[int, int]) -> Any:

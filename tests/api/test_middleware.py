@@ -74,7 +74,7 @@ async def test_drain_finishes_what_runs_and_refuses_the_rest(served: Served, str
     asking = asyncio.create_task(served.ask(stream=stream))
     request = await served.core.has_requests()
     reader, _ = await served.connect(CHAT_HEAD + b"content-length: 9\r\n\r\n{")
-    await eventually(lambda: served.context.bodies.inflight_bytes == 1)
+    await eventually(lambda: served.context.bodies.used == 1)
     draining = asyncio.create_task(served.requests.drain())
     assert b" 503 " in await asyncio.wait_for(reader.readline(), PATIENCE), "half a body delays the drain"
     for response in (await served.post(), await served.http.get("/health"), await served.http.get("/v1/models")):
@@ -194,7 +194,7 @@ async def test_line_for_each_hop_of_a_request(served: Served, caplog: pytest.Log
     request_id = served.core.requests[0].request_id
     *hops, refused = [record.getMessage() for record in caplog.records]
     words = [line.removeprefix(request_id + " ").split(",")[0].split(":")[0] for line in hops]
-    assert words == ["admitted", "is at engine 0", "finished"]
+    assert words == ["admitted", "sent to engine 0", "finished"]
     assert re.fullmatch(r"chatcmpl-\w+: 400 invalid_value: Invalid 'max_tokens': .*", refused)
     assert {record.request_id for record in caplog.records[:-1]} == {request_id}
     assert "private" not in " ".join(hops)

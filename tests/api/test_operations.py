@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from mini_engine.api.engine_client import METRICS_SECONDS
+from mini_engine.api.engine import METRICS_SECONDS
 from mini_engine.api.errors import explain, shutting_down
 from mini_engine.api.operations import RESET_SECONDS, STATS_SECONDS, log_stats
 from mini_engine.api.timings import RequestClock

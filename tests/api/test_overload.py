@@ -61,7 +61,7 @@ async def test_unfinished_requests_are_limited_before_the_body_is_read(served: S
     assert counted.since() == [3]
     assert (await served.http.post("/tokenize", json={"prompt": "x"})).status_code == 200
     writers[0].close()
-    await eventually(lambda: served.context.requests.unfinished == MAX_REQUESTS - 1)
+    await eventually(lambda: served.context.requests.used == MAX_REQUESTS - 1)
     served.core.hold = False
     assert (await served.post(stream=stream)).status_code == 200
 
@@ -73,7 +73,7 @@ async def test_bodies_that_are_received_at_once_share_their_room(served: Served)
     part = CHAT_HEAD + b"content-length: %d\r\n\r\n" % MAX_REQUEST_BYTES + b" " * (MAX_REQUEST_BYTES * 2 // 5)
     for count in (1, 2):
         await served.connect(part)
-        await eventually(lambda count=count: room.inflight_bytes == count * (MAX_REQUEST_BYTES * 2 // 5))
+        await eventually(lambda count=count: room.used == count * (MAX_REQUEST_BYTES * 2 // 5))
     reader, _ = await served.connect(part)
     answer = await asyncio.wait_for(reader.readuntil(b"}}"), PATIENCE)
     assert b" 429 " in answer
@@ -83,23 +83,24 @@ async def test_bodies_that_are_received_at_once_share_their_room(served: Served)
 
 
 @streamed_or_whole
-async def test_bytes_are_in_flight_until_the_engine_has_accepted(served: Served, large: SlowWeb, stream: bool) -> None:
+async def test_bytes_are_in_flight_until_the_request_is_sent(served: Served, large: SlowWeb, stream: bool) -> None:
     counted = Counted("requests_rejected_total{reason=inflight_media}")
-    served.core.accepts = False
+    served.gate.door.clear()
     first = served.asking([large.part] * 4, stream=stream)
-    request = await served.core.has_requests()
-    assert served.context.admission.num_admitted == 4
-    assert metric("inflight_media_bytes") == 4 * MAX_MEDIA_BYTES == MAX_INFLIGHT_BYTES
+    await eventually(lambda: served.gate.inside == 1)
+    assert served.context.places.num_free == 0
+    assert metric("inflight_media_bytes") > 4 * MAX_MEDIA_BYTES == MAX_INFLIGHT_BYTES, "with the decoded frames"
     for part in (large.part, image()):
         check_refusal(await served.post([part], stream=stream), "--max-inflight-media-gb")
     assert counted.since() == [2]
     served.core.hold = True
-    await served.core.accept(request)
-    await eventually(lambda: not metric("inflight_media_bytes") and not served.context.admission.num_admitted)
+    served.gate.door.set()
+    request = await served.core.has_requests()
+    await eventually(lambda: not metric("inflight_media_bytes") and served.context.places.num_free == 4)
     assert not first.done()
     await served.core.end(request, "length")
     assert (await first).status_code == 200
-    served.core.accepts, served.core.hold = True, False
+    served.core.hold = False
     assert (await served.post([image()], stream=stream)).status_code == 200
 
 
@@ -107,7 +108,7 @@ async def test_a_download_ends_where_others_have_the_room(served: Served, large:
     """One that finds no room in an idle server is a 400."""
     refusal = await served.post([large.part] * 6)
     check_error(refusal, 400, "media_too_large", f"more than the {MAX_INFLIGHT_BYTES} of --max-inflight-media-gb")
-    with served.context.admission.reserve(1):
+    with served.context.media_bytes.reserve(1):
         check_refusal(await served.post([large.part] * 4), "--max-inflight-media-gb")
     assert (await served.post([large.part] * 4)).status_code == 200
 
@@ -124,12 +125,12 @@ async def test_web_server_that_hangs_delays_no_other_request(served: Served, web
 
 async def test_large_request_is_not_overtaken_in_the_queue_for_decoding(served: Served) -> None:
     """There are four places. More items than places run alone."""
-    admission = served.context.admission
+    places = served.context.places
     served.gate.door.clear()
     asking = []
     for waiting, sides in enumerate([(56, 57, 58), range(59, 64), (64,), (65, 66)]):
         asking.append(served.asking([image(side) for side in sides]))
-        await eventually(lambda waiting=waiting: admission.num_admitted >= 3 and admission.num_waiting == waiting)
+        await eventually(lambda waiting=waiting: places.num_free <= 1 and places.num_waiting == waiting)
     assert (await served.post()).status_code == 200  # needs no place
     await cancelled(asking.pop())
     served.gate.door.set()

@@ -11,7 +11,7 @@ import pytest
 
 from mini_engine.api.errors import ApiError
 from mini_engine.api.protocol import ChatRequest
-from mini_engine.api.sampling import SamplingDefaults, SamplingResolver, siblings
+from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.config import ConfigError
 from mini_engine.messages import Sibling
 
@@ -91,5 +91,6 @@ def test_seeds_are_drawn_by_server_seed_and_incarnation() -> None:
 
     assert seeds() == seeds()
     assert len({*seeds(), *seeds(incarnation=2), *seeds(seed=1)}) == 9
-    assert siblings("r", 2**63 - 2, 3) == [Sibling("r-1", 2**63 - 1), Sibling("r-2", 0)]
+    request = resolver().new_request(chat(seed=2**63 - 2, n=3), "r", [0])
+    assert request.siblings == [Sibling("r-1", 2**63 - 1), Sibling("r-2", 0)]
     assert resolver().resolve(chat(seed=-1), 1).seed == 2**63 - 1

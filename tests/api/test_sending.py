@@ -56,7 +56,7 @@ async def test_tensors_and_then_their_request_leave_and_are_counted(queue: Tenso
     counted = Counted(f"ipc_messages_total{transport}", f"ipc_bytes_total{transport}")
     queue.watch_end(lambda why: None)
     frames: list[bytes] = []
-    sender = RequestSender(ME, queue, frames.append, lambda: None)
+    sender = RequestSender(ME, queue, frames.append)
     asked = [request("small", 10, 20), request("large", INLINE_COPY_BYTES + 1), request("text")]
     for one in asked:
         await sender.submit(one)
@@ -76,7 +76,7 @@ async def test_cancelled_copy_frees_its_memory_when_the_thread_has_returned(
     queue: TensorIpcSender, arena: Arena
 ) -> None:
     frames: list[bytes] = []
-    sender = RequestSender(ME, queue, frames.append, lambda: None)
+    sender = RequestSender(ME, queue, frames.append)
     submitting = asyncio.create_task(sender.submit(request("large", INLINE_COPY_BYTES + 1)))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -98,7 +98,7 @@ def broken(frame):
     raise ValueError("made to fail")
 
 me = Encoder("api 0", 41)
-sender = RequestSender(me, TensorIpcSender(me, [], Arena(1 << 20, lambda: 1 << 40)), broken, lambda: None)
+sender = RequestSender(me, TensorIpcSender(me, [], Arena(1 << 20, lambda: 1 << 40)), broken)
 sender.queue.placement = "direct_rpc"
 item = MediaItem("image", [0], 1, (1, 2, 2), None, torch.zeros(1, 4, dtype=torch.uint8), b"h")
 asyncio.run(sender.submit(NewRequest("r7", [5], SamplingParams(8, 1), [item])))

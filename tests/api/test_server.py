@@ -42,7 +42,7 @@ def test_settings_reach_the_media_path(tmp_path: Path) -> None:
         assert front.media.decoders.limits == DecodeLimits(**limits)
         assert front.vocab_size == 768
         tokens = front.renderer.render([ChatMessage(role="user", content="hello")])
-        assert front.processor.hf_processor.tokenizer.decode(tokens) == "hello!"
+        assert front.renderer.tokenizer.decode(tokens) == "hello!"
     with loaded() as front:
         assert front.media.decoders.limits == DecodeLimits()
 

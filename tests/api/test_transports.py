@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mini_engine.api.transports import add_slots, choose, processor_device, staging_slots
+from mini_engine.api.transports import choose, processor_device, staging_slots
 from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig, TensorIpc
 from mini_engine.messages import RankAddress, TransportChoice
 from mini_engine.transport.arena import Arena
@@ -73,12 +73,14 @@ def test_cuda_tensors_are_copied_to_the_host_where_no_slots_can_be_made() -> Non
     def fail() -> StagingSlots:
         raise TransportError("out of memory")
 
-    first = TransportChoice(3, "torch_shm", "the first")
-    assert add_slots(queue_to(), first, "auto", lambda: StagingSlots(HostStaging(), 1, 512), 1) == first
-    replaced = add_slots(queue_to(), first, "auto", fail, 1)
-    assert replaced.reason == "the first; CUDA tensors are copied to the host: out of memory"
+    first = choose(3, "auto", queue_to(), lambda: StagingSlots(HostStaging(), 1, 512), 1)
+    assert first == TransportChoice(3, "torch_shm", "the first whose probe passed")
+    replaced = choose(3, "auto", queue_to(), fail, 1)
+    assert replaced.transport == "torch_shm"
+    assert replaced.reason.endswith("; torch_shm with slots for CUDA tensors failed its probe: out of memory")
+    assert choose(3, "direct_rpc", queue_to(), fail, 1).transport == "direct_rpc"
     with pytest.raises(ConfigError, match="--mm-tensor-ipc torch_shm: .*auto"):
-        add_slots(queue_to(), first, "torch_shm", fail, 1)
+        choose(3, "torch_shm", queue_to(), fail, 1)
 
 
 # --- the device of the processor -------------------------------------------------------------------------------------

@@ -201,16 +201,12 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.running.append((unique, references, list(theirs.values())))
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), is_turned_down=st.booleans())
-    def end(self, data, is_turned_down):
-        """Its last step retires; or its tensors failed, and what it refers to waits for it to come again."""
+    @rule(data=st.data())
+    def end(self, data):
+        """Its last step retires."""
         owner, references, items = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        if is_turned_down and owner[0] in self.incarnations:
-            self.store.return_references(owner, references)
-            self.coming[owner] = {one.value: one for one in items}
-        else:
-            self.store.release(references)
-            self.unrefer(owner, items)
+        self.store.release(references)
+        self.unrefer(owner, items)
 
     @rule(slot=slots)
     def die(self, slot):

@@ -76,13 +76,12 @@ class RandomClients:
             media, what = [named(1, value, 1 + value[0] % 3)], self.chance.random()
             if what < 0.2:
                 self.world.receive(Unreserve(name), sender)
-            elif what < 0.4:  # it is turned down, and comes again or leaves; what it found waits for it
+            elif what < 0.4:  # it is rejected
                 number = MessageId(sender[1], next(self.numbers))
                 self.world.request(name, prompt=8, media=[*media, item(number, 5, 1)], sender=sender)
                 self.world.receive(MediaFailed(0, number, "no descriptor"), ("worker 0.0 media", 100))
                 self.world.turn()
                 assert self.world.rejected.pop() == name
-                self.coming[name] = value, sender
             else:
                 siblings = [Sibling(f"{name} 1", 1)] if what < 0.6 else []
                 self.world.request(name, prompt=8, media=media, sender=sender, siblings=siblings)

@@ -64,10 +64,8 @@ class World:
         self.times: dict[str, list[EngineTimes]] = {}
         self.cached: dict[str, int] = {}
         self.consumed: list[MessageId] = []
-        self.accepted: list[str] = []
         self.found: dict[str, list[bytes]] = {}  # of each request's last question
         self.rejected: list[str] = []
-        self.late: list[str] = []
         self.told: list[object] = []  # everything else
 
     def receive(self, body, sender=API):
@@ -100,14 +98,13 @@ class World:
         self.core.turn()
         for _, body in self.links.sent:
             if isinstance(body, Outputs):
-                self.accepted += body.accepted
                 for output in body.outputs:
                     self._take(output)
                 self.consumed += body.consumed
             elif isinstance(body, Found):
                 self.found[body.request_id] = [media.media_hash for media in body.items]
             elif isinstance(body, MediaMiss):
-                (self.late if body.late else self.rejected).append(body.request_id)
+                self.rejected.append(body.request_id)
             else:
                 self.told.append(body)
         self.links.sent.clear()

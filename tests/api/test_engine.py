@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import zmq.asyncio
 
-from mini_engine.api.engine_client import LOAD_MARGIN, EngineClient
+from mini_engine.api.engine import LOAD_MARGIN, EngineClient
 from mini_engine.transport.codec import Encoder
 from tests.api.peers import make_queue
 
