@@ -6,9 +6,9 @@ import dataclasses
 import math
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
-from mini_engine.config.options import ConfigError, options_of, parse_length, parse_limits
+from mini_engine.config.options import ConfigError, Setting, options_of, parse_length, parse_limits, setting_of
 from mini_engine.decode_limits import MOST_FRAMES_KEPT, DecodeLimits
 from mini_engine.log import LogFormat
 
@@ -67,7 +67,7 @@ class EngineConfig:
     enforce_eager: bool = _model(False, "Run decode steps without CUDA graphs.")
     seed: int = _model(0, "Seed of the server's random number generators.")
     max_model_len: int | None = _model(
-        None, "Maximum tokens of prompt and output together.", parse=parse_length, minimum=1,
+        None, "Maximum tokens of prompt and output together.", parse_text=parse_length, minimum=1,
         unset="auto: the model's context length, or less if the KV cache holds less",
     )  # fmt: skip
 
@@ -165,7 +165,7 @@ class EngineConfig:
 
     limit_mm_per_prompt: dict[str, Any] = _media(
         {}, 'Maximum items of each modality per prompt, such as \'{"video": 1, "image": 4}\' or video=1,image=4.',
-        parse=parse_limits, metavar="JSON", unset="no limit",
+        parse_text=parse_limits, metavar="JSON", unset="no limit",
     )  # fmt: skip
     media_io_kwargs: dict[str, dict[str, Any]] = _media(
         {}, 'Sampling of videos, such as \'{"video": {"num_frames": 10}}\' or \'{"video": {"fps": 2}}\'.',
@@ -257,29 +257,22 @@ class EngineConfig:
     def validate(self) -> None:
         """Raises ConfigError for the first value that does not fit the others, or names what does not exist."""
         narrowed = (self.allowed_methods, self.allowed_headers, self.allow_credentials) != (["*"], ["*"], False)
-        local, prefix = self.allowed_local_media_path, self.root_path
+        local = self.allowed_local_media_path
         rules: list[tuple[object, str]] = [
             (not all(self.api_key), "--api-key: empty; omit the flag to require none"),
-            (prefix and (not prefix.startswith("/") or prefix.endswith("/")),
-             f"--root-path: {prefix!r} must begin with a slash and not end with one"),
             (self.uds is not None and (self.host, self.port) != (EngineConfig.host, EngineConfig.port),
              "--uds: a unix socket has neither --host nor --port; keep one of them"),
             ((self.ssl_keyfile is None) != (self.ssl_certfile is None), "--ssl-keyfile, --ssl-certfile: set both"),
             (narrowed and not self.allowed_origins,
              "--allowed-methods, --allowed-headers and --allow-credentials need --allowed-origins"),
-            (self.allow_credentials and "*" in self.allowed_origins,
-             "--allow-credentials: name the --allowed-origins; with * any page could use them"),
             (local is not None and not os.path.isdir(local),
              f"--allowed-local-media-path: {local} is not a directory"),
             (self.media_io_kwargs.keys() - {"video"}, "--media-io-kwargs: only `video` takes arguments"),
+            *((modality not in ("image", "video", "audio") or not isinstance(limit, int) or limit < 0,
+               f"--limit-mm-per-prompt: {modality!r}: {limit!r} is not one of image, video with a count >= 0")
+              for modality, limit in self.item_limits.items()),
             *self._cuda_rules(),
         ]  # fmt: skip
-        for modality, limit in self.item_limits.items():
-            known = modality in ("image", "video") or (modality, limit) == ("audio", 0)  # none is taken in any case
-            rules.append((
-                not known or not isinstance(limit, int) or limit < 0,
-                f"--limit-mm-per-prompt: {modality!r}: {limit!r} is not one of image, video with a count >= 0",
-            ))  # fmt: skip
         for broken, message in rules:
             if broken:
                 raise ConfigError(message)
@@ -326,3 +319,17 @@ class EngineConfig:
     def step_media_tokens(self, device: str) -> int:
         """Most media tokens encoded in one step of workers on `device`, "cpu" or "cuda"."""
         return self.max_num_encoder_input_tokens or self.step_tokens(device)
+
+
+def fields() -> list[Setting]:
+    """The settings in their order; those of a group are next to each other."""
+    types = get_type_hints(EngineConfig)
+    return [setting_of(field, types[field.name]) for field in dataclasses.fields(EngineConfig)]
+
+
+def groups() -> dict[str, list[Setting]]:
+    """The settings by group, in their order."""
+    found: dict[str, list[Setting]] = {}
+    for setting in fields():
+        found.setdefault(setting.group, []).append(setting)
+    return found
