@@ -216,10 +216,10 @@ def serve() -> int:
         if settings.print_config:
             print(to_yaml(settings.config, settings.origins), end="")
             return 0
-        from mini_engine.launch import Supervisor
+        from mini_engine.launch.supervisor import run_server
 
-        log.setup("supervisor", log.LogSettings(settings.config.log_level, settings.config.log_format))
-        return Supervisor(settings.config).run()
+        log.setup("supervisor", settings.config.log_level, settings.config.log_format)
+        return run_server(settings.config)
     except ConfigError as error:
         logging.shutdown()  # first the lines of the log that led to it
         print(f"serve.py: {error}", file=sys.stderr)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +13,6 @@ from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.config.options import parse_count
 from mini_engine.config.sources import VLLM_FLAGS
 
-ROOT = Path(__file__).parent.parent
-
 
 def test_no_argument_serves_the_bundled_model():
     settings = parse([], {})
@@ -25,19 +20,12 @@ def test_no_argument_serves_the_bundled_model():
     assert EngineConfig(model="/a/model").served_names == ["/a/model"], "as it was given: clients may read it"
 
 
-@pytest.mark.parametrize(
-    ("argv", "environ", "expected"),
-    [
-        ([], {}, "auto"),
-        (["--enable-multimodal-tensor-ipc"], {}, "torch_shm"),
-        (["--disable-multimodal-tensor-ipc"], {}, "direct_rpc"),
-        ([], {"MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "1"}, "torch_shm"),
-        ([], {"MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "0"}, "direct_rpc"),
-        (["--enable-multimodal-tensor-ipc"], {"MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "0"}, "torch_shm"),
-    ],
-)
-def test_tensor_transport_switch(argv, environ, expected):
-    assert parse(argv, environ).mm_tensor_ipc == expected
+def test_tensor_transport_switch():
+    switch = {"MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "0"}
+    assert (
+        parse(["--disable-multimodal-tensor-ipc"], {}).mm_tensor_ipc == "direct_rpc" == parse([], switch).mm_tensor_ipc
+    )
+    assert parse(["--enable-multimodal-tensor-ipc"], switch).mm_tensor_ipc == "torch_shm"
 
 
 # From the models' cards and from vLLM's pages on them, without `vllm serve`, and single flags in all their forms.
@@ -93,10 +81,7 @@ CUDA = ["--mm-processor-device", "cuda"]
         (["--port", "70000"], "--port: '70000' is not an integer from 0 to 65535"),
         (["--dtype", "int3"], "--dtype: 'int3' is not one of auto, float32"),
         (["--kv-cache-memory-bytes", "12Q"], "'12Q' is not an integer of at least 1"),
-        (["--max-model-len", "1.5"], "--max-model-len: '1.5' is not an integer"),
         (["--limit-mm-per-prompt", "video=one"], "'video=one' is not a JSON object"),
-        (["--media-io-kwargs", '{"video": 3}'], "--media-io-kwargs"),
-        (["--restart-engine", "M"], "--restart-engine: 'M' is not an integer of at least 0"),
         # Values that do not fit each other, or name what does not exist.
         (["--allowed-local-media-path", "/nowhere"], "--allowed-local-media-path: /nowhere is not a directory"),
         (["--api-key", ""], "--api-key"),
@@ -110,8 +95,6 @@ CUDA = ["--mm-processor-device", "cuda"]
         ([*CUDA, "--device", "cpu"], "not --device cpu; choose cpu"),
         ([*CUDA, "--mm-processor-cache-type", "shm"], "choose --mm-processor-cache-type lru or auto"),
         ([*CUDA, "--mm-tensor-ipc", "direct_rpc"], "choose --mm-tensor-ipc auto"),
-        ([*CUDA, "--api-server-count", "64", "-dp", "3"], "1536 staging slots, 8 per API server and engine, share a "
-         "quarter of it; set 6 at least"),
     ],
     ids=str,
 )  # fmt: skip
@@ -123,21 +106,6 @@ def test_unusable_flags_are_named(argv, named):
 def test_integers_with_units():
     counts = {"16384": 16384, "16k": 16000, "16K": 16384, "25.6k": 25600, "1.5M": 3 << 19, "4g": 4 * 10**9}
     assert {text: parse_count(text) for text in counts} == counts
-
-
-def test_unusable_settings_end_the_start_with_one_line_and_status_2(tmp_path):
-    for argv, named in (
-        (["--port", "x"], "--port"),
-        (["no/such-model"], "no/such"),
-        (["-tp", "3"], "--tensor-parallel-size: heads cannot be divided by 3"),
-    ):
-        result = subprocess.run(
-            [sys.executable, "serve.py", *argv], cwd=ROOT, capture_output=True, text=True,
-            env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)},
-        )  # fmt: skip
-        assert result.returncode == 2
-        *before, last = result.stderr.splitlines()
-        assert named in last and all("loading it from the hub" in line for line in before), result.stderr
 
 
 def shown_by(capsys, *argv: str) -> str:

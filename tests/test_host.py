@@ -53,14 +53,9 @@ def edit_config(model: Path, vision_heads: int = 4, **text: int) -> None:
 def test_a_hub_name_is_found_in_the_cache_without_network(offline):
     snapshot = put_in_cache(offline, "some/model", "v2")
     assert resolve_model(EngineConfig(model="some/model", revision="v2")) == str(snapshot)
-    with pytest.raises(ConfigError, match="'some/model' is neither a directory nor an available hub model: "):
-        resolve_model(EngineConfig(model="some/model"))  # another revision
-
-
-@pytest.mark.parametrize("name", ["/no/such/place", "./nowhere", "~/nowhere"])
-def test_a_path_that_is_not_a_directory(name):
-    with pytest.raises(ConfigError, match=f"{name} is not a directory"):
-        resolve_model(EngineConfig(model=name))
+    for name in ("some/model", "/no/such/place", "./nowhere"):  # the first in another revision
+        with pytest.raises(ConfigError, match=f"'{name}' is neither a directory nor an available hub model: "):
+            resolve_model(EngineConfig(model=name))
 
 
 def test_a_config_that_is_missing_or_damaged_is_named(model):
@@ -72,16 +67,9 @@ def test_a_config_that_is_missing_or_damaged_is_named(model):
         check_model(str(model), EngineConfig())
 
 
-@pytest.mark.parametrize(
-    ("missing", "said"),
-    [
-        ("tokenizer.json", "has no tokenizer: add tokenizer.json or vocab.json"),
-        ("preprocessor_config.json", "has no processor: add preprocessor_config.json or processor_config.json"),
-    ],
-)
-def test_missing_files_are_named(missing, said, model):
-    (model / missing).unlink()
-    with pytest.raises(ConfigError, match=f"{model} {said}"):
+def test_a_missing_tokenizer_is_named(model):
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=f"{model} has no tokenizer: add tokenizer.json or vocab.json"):
         check_model(str(model), EngineConfig())
 
 

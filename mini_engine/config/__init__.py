@@ -8,4 +8,4 @@ from mini_engine.config.engine_config import (
     BUNDLED_MODEL, BUNDLED_NAME, IPC_GPU_GIB, SLOTS_PART, STAGING_SLOTS, AttentionBackendName, EngineConfig, TensorIpc,
     fields, groups,
 )  # fmt: skip
-from mini_engine.config.options import ENV_PREFIX, ConfigError, Setting, flag_of, parse_options
+from mini_engine.config.options import ENV_PREFIX, ConfigError, Setting, flag_of

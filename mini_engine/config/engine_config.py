@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from mini_engine.config.options import ConfigError, Setting, options_of, parse_length, parse_limits, setting_of
 from mini_engine.decode_limits import MOST_FRAMES_KEPT, DecodeLimits
-from mini_engine.log import LogFormat
 
 BUNDLED_NAME = "mini-engine-demo"  # what clients call it
 BUNDLED_MODEL = str(Path(__file__).parent.parent / "demo" / "weights")
@@ -18,7 +16,6 @@ BUNDLED_MODEL = str(Path(__file__).parent.parent / "demo" / "weights")
 IPC_GPU_GIB = 4.0  # --mm-ipc-gpu-memory-gb where it is not given
 SLOTS_PART = 4  # a quarter of that memory is for patches in transfer
 STAGING_SLOTS = 8  # messages in transfer from an API server to an engine at once: a part of that quarter for each
-LEAST_SLOT = 1 << 20  # bytes of a slot: less would hold the patches of small images only
 
 # Tokens per step where no flag says, by kind of device: enough that a step of a large model is not dominated by its
 # fixed cost, and few enough for a short time between tokens.
@@ -125,7 +122,7 @@ class EngineConfig:
     allow_credentials: bool = _security(False, "CORS: allow credentials.")
 
     log_level: Literal["debug", "info", "warning", "error"] = _logging("info", "Minimum severity of log lines.")
-    log_format: LogFormat = _logging("text", "Format of log lines: text, or one JSON object per line.")
+    log_format: Literal["text", "json"] = _logging("text", "Format of log lines: text, or one JSON object per line.")
     enable_log_requests: bool = _logging(
         False, "Log id, status and duration of each request.", twins={"--disable-log-requests": False}
     )
@@ -251,13 +248,13 @@ class EngineConfig:
         "API server for the CUDA context are taken off the KV cache. Three quarters are for the processor: an item "
         "that needs more is processed on the CPU. A quarter is divided into eight staging slots per API server and "
         "engine: a prompt that finds no free slot, or is too large for one, is copied through the host.",
-        unset="4 with --mm-processor-device cuda", minimum=0.01,
+        unset="4 with --mm-processor-device cuda", minimum=0.1,
     )  # fmt: skip
 
     def validate(self) -> None:
         """Raises ConfigError for the first value that does not fit the others, or names what does not exist."""
         narrowed = (self.allowed_methods, self.allowed_headers, self.allow_credentials) != (["*"], ["*"], False)
-        local = self.allowed_local_media_path
+        local, on_cuda = self.allowed_local_media_path, self.mm_processor_device == "cuda"
         rules: list[tuple[object, str]] = [
             (not all(self.api_key), "--api-key: empty; omit the flag to require none"),
             (self.uds is not None and (self.host, self.port) != (EngineConfig.host, EngineConfig.port),
@@ -271,29 +268,18 @@ class EngineConfig:
             *((modality not in ("image", "video", "audio") or not isinstance(limit, int) or limit < 0,
                f"--limit-mm-per-prompt: {modality!r}: {limit!r} is not one of image, video with a count >= 0")
               for modality, limit in self.item_limits.items()),
-            *self._cuda_rules(),
+            (self.mm_ipc_gpu_memory_gb is not None and not on_cuda,
+             "--mm-ipc-gpu-memory-gb needs --mm-processor-device cuda"),
+            (on_cuda and self.device == "cpu",
+             "--mm-processor-device: cuda needs workers on CUDA, not --device cpu; choose cpu"),
+            (on_cuda and self.mm_processor_cache_type == "shm",
+             "--mm-processor-device: no CUDA tensors in the shm cache; choose --mm-processor-cache-type lru or auto"),
+            (on_cuda and self.mm_tensor_ipc == "direct_rpc",
+             "--mm-processor-device: direct_rpc carries no CUDA tensors; choose --mm-tensor-ipc auto"),
         ]  # fmt: skip
         for broken, message in rules:
             if broken:
                 raise ConfigError(message)
-
-    def _cuda_rules(self) -> list[tuple[bool, str]]:
-        """What needs patches that are made on CUDA devices, or does not go with them."""
-        on_cpu, patches = self.device == "cpu", self.mm_processor_device == "cuda"
-        slots = self.api_server_count * self.data_parallel_size * STAGING_SLOTS
-        least = SLOTS_PART * slots * LEAST_SLOT / (1 << 30)
-        return [
-            (not patches and self.mm_ipc_gpu_memory_gb is not None,
-             "--mm-ipc-gpu-memory-gb needs --mm-processor-device cuda"),
-            (patches and on_cpu, "--mm-processor-device: cuda needs workers on CUDA, not --device cpu; choose cpu"),
-            (patches and self.mm_processor_cache_type == "shm",
-             "--mm-processor-device: no CUDA tensors in the shm cache; choose --mm-processor-cache-type lru or auto"),
-            (patches and self.mm_tensor_ipc == "direct_rpc",
-             "--mm-processor-device: direct_rpc carries no CUDA tensors; choose --mm-tensor-ipc auto"),
-            (patches and (self.mm_ipc_gpu_memory_gb or IPC_GPU_GIB) < least,
-             f"--mm-ipc-gpu-memory-gb: {slots} staging slots, {STAGING_SLOTS} per API server and engine, share a "
-             f"quarter of it; set {math.ceil(least * 100) / 100:g} at least"),
-        ]  # fmt: skip
 
     @property
     def served_names(self) -> list[str]:

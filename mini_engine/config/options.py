@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
 from mini_engine.decode_limits import flag_of
 
-Options = TypeVar("Options", bound=msgspec.Struct)
 ENV_PREFIX = "MINI_ENGINE_"
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 TYPE_NAMES = {
@@ -107,14 +105,14 @@ class Setting:
 
 def options_of(group: str) -> Callable[..., Any]:
     """What makes the dataclass fields of a group's options: `(default, help, ...)`, the rest as fields of `Setting`."""
-    return functools.partial(_option, group)
 
+    def option(default: Any, help: str, **more: Any) -> Any:
+        metadata = {"setting": Setting(group=group, default=default, help=help, **more)}
+        if isinstance(default, (list, dict)):
+            return dataclasses.field(default_factory=default.copy, metadata=metadata)
+        return dataclasses.field(default=default, metadata=metadata)
 
-def _option(group: str, default: Any, help: str, **more: Any) -> Any:
-    metadata = {"setting": Setting(group=group, default=default, help=help, **more)}
-    if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=default.copy, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    return option
 
 
 def setting_of(field: dataclasses.Field[Any], kind: Any) -> Setting:
@@ -160,12 +158,3 @@ def number_text(value: Any) -> str:
         if isinstance(value, int) and value and value % (1 << shift) == 0:
             return f"{value >> shift}{unit}"
     return str(value)
-
-
-def parse_options(owner: str, given: Mapping[str, Any], kind: type[Options]) -> Options:
-    """The options `given` to `owner`, as JSON values; null is as good as none. Raises ValueError, whose text is safe
-    for a client."""
-    try:
-        return msgspec.convert({name: value for name, value in given.items() if value is not None}, kind)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{owner}: {error}; it takes {', '.join(kind.__struct_fields__)}") from None
