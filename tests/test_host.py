@@ -58,19 +58,18 @@ def test_a_hub_name_is_found_in_the_cache_without_network(offline):
             resolve_model(EngineConfig(model=name))
 
 
-def test_a_config_that_is_missing_or_damaged_is_named(model):
-    (model / "config.json").write_text('{"a": 1} x')
-    with pytest.raises(ConfigError, match=f"the model in {model} cannot be served: .*Extra data"):
-        check_model(str(model), EngineConfig())
-    (model / "config.json").unlink()
-    with pytest.raises(ConfigError, match=f"the model in {model} cannot be served: .*No such file .*config.json"):
-        check_model(str(model), EngineConfig())
-
-
-def test_a_missing_tokenizer_is_named(model):
-    (model / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=f"{model} has no tokenizer: add tokenizer.json or vocab.json"):
-        check_model(str(model), EngineConfig())
+def test_files_that_are_missing_or_damaged_are_named(model):
+    for change, said in (
+        (lambda: (model / "tokenizer.json").unlink(), f"{model} has no tokenizer: add tokenizer.json or vocab.json"),
+        (lambda: (model / "config.json").write_text('{"a": 1} x'), f"the model in {model} cannot be .*Extra data"),
+        (
+            lambda: (model / "config.json").unlink(),
+            f"the model in {model} cannot be served: .*No such file .*config.json",
+        ),
+    ):
+        change()
+        with pytest.raises(ConfigError, match=said):
+            check_model(str(model), EngineConfig())
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from mini_engine.launch.process_group import ProcessGroup
 @pytest.fixture
 def make_processes(runtime) -> Iterator[Callable[[EngineConfig], ProcessGroup]]:
     """A group with this configuration, whose children run `program.py`. The test's own signals are left alone."""
-    read_end, write_end = os.pipe()
+    no_signals = os.eventfd(0)
     made: list[ProcessGroup] = []
 
     def make(config: EngineConfig) -> ProcessGroup:
-        made.append(ProcessGroup(config, runtime, read_end, "tests.launch.program"))
+        made.append(ProcessGroup(config, runtime, no_signals, "tests.launch.program"))
         return made[0]
 
     yield make
@@ -29,8 +29,7 @@ def make_processes(runtime) -> Iterator[Callable[[EngineConfig], ProcessGroup]]:
         while group.children:
             group.wait()
         group.close()
-    os.close(read_end)
-    os.close(write_end)
+    os.close(no_signals)
 
 
 @pytest.fixture
