@@ -17,7 +17,7 @@ import zmq
 from mini_engine import log
 from mini_engine.config import ConfigError
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.messages import EngineLimits, Hello, Init, PeerGone, Ready, Refused, Role, TransportChoice
+from mini_engine.messages import EngineLimits, Hello, Init, Ready, Refused, Role, TransportChoice
 from mini_engine.metrics_files import count_into
 from mini_engine.process_setup import die_with_parent, keep_freed_memory
 from mini_engine.transport import sockets
@@ -40,7 +40,8 @@ class ChildSpec(msgspec.Struct, frozen=True):
     incarnation: int
     parent_pid: int
     supervisor: str  # ZMQ endpoint
-    log: log.LogSettings
+    log_level: str
+    log_format: str
     listen_fd: int | None = None  # API server: inherited, bound, not yet listening
     media_stores: list[int] = []  # descriptors of the media stores: an API server's by engine, a worker's own
     metrics_dir: str = ""  # API server: where its metrics files are
@@ -69,10 +70,8 @@ class Child:
 
     def init(self) -> Init:
         """Block until the supervisor has answered the Hello."""
-        while isinstance(body := decode(self.supervisor.recv()).body, PeerGone):
+        while not isinstance(body := decode(self.supervisor.recv()).body, Init):
             pass  # another process died meanwhile
-        if not isinstance(body, Init):
-            raise RuntimeError(f"expected Init from the supervisor, got {type(body).__name__}")
         return body
 
     def ready(self, limits: EngineLimits | None = None, transports: list[TransportChoice] | None = None) -> None:
@@ -98,7 +97,7 @@ def main() -> None:
     if spec.role == "api":
         keep_freed_memory()  # before the first thread, which writes the log
     reach_failpoint("starting-child")
-    log.setup(f"{spec.role} {spec.index}", spec.log)
+    log.setup(f"{spec.role} {spec.index}", spec.log_level, spec.log_format)
     child = Child(spec)
     if spec.metrics_number is not None:
         count_into(spec.metrics_dir, spec.metrics_number)

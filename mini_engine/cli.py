@@ -7,6 +7,7 @@ default. The flags are made from the fields of `EngineConfig`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -15,7 +16,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mini_engine import log
@@ -26,15 +27,12 @@ from mini_engine.config.sources import (
     Given,
     from_environment,
     from_file,
-    read,
     to_yaml,
     unknown,
     unknown_variables,
 )
 
-logger = logging.getLogger(__name__)
 INTERRUPTED = 128 + signal.SIGINT  # the exit status of a shell's command that Ctrl-C has ended
-COMMAND_FLAGS = ("-h", "--help", "--version", "--config", "--print-config")  # no settings of a server
 EXAMPLES = f"""examples:
   python serve.py                                       the bundled model on port 8000
   python serve.py Qwen/Qwen2.5-VL-3B-Instruct -tp 2     a hub model on two devices
@@ -54,8 +52,7 @@ class Settings:
 
     config: EngineConfig
     origins: dict[str, str]  # what gave each field that does not have its default, such as `--port`
-    warnings: list[str]
-    print_config: bool = False
+    print_config: bool
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> EngineConfig:
@@ -70,42 +67,28 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         ConfigError: naming what gave the value, the value and the remedy.
         SystemExit: for `--help` and `--version`.
     """
-    args = _parse_flags(argv)
-    path = args.pop("config", environ.get(CONFIG_ENV) or None)
-    print_config = args.pop("print_config", False)
+    namespace, rest = build_parser().parse_known_args(list(_respelt(argv)))
+    if rest:
+        flag = rest[0].partition("=")[0]
+        raise ConfigError(f"{flag}: {unknown(flag)}")
+    args = vars(namespace)
+    path = args.get("config", environ.get(CONFIG_ENV))
     given = {
-        **(from_file(path) if path is not None else {}),
+        **(from_file(path) if path else {}),
         **from_environment(environ),
         **{one.name: Given(_from_flags(one, args[one.name]), one.flag) for one in fields() if one.name in args},
     }
     config = EngineConfig(**{name: one.value for name, one in given.items()})
     config.validate()
-    origins = {name: one.origin for name, one in given.items()}
-    return Settings(config, origins, unknown_variables(environ), print_config)
-
-
-def all_flags() -> set[str]:
-    """Every flag of `serve.py`."""
-    return {flag for setting in fields() for flag in setting.flags} | {*COMMAND_FLAGS}
-
-
-def _parse_flags(argv: Sequence[str]) -> dict[str, Any]:
-    """What the flags give, as typed: by field, and under `config` and `print_config`."""
-    args, known = _respelt(argv), all_flags()
-    for flag in (arg.partition("=")[0] for arg in args):
-        if flag.startswith("-") and not flag.lstrip("-")[:1].isdigit() and flag not in known:
-            raise ConfigError(f"{flag}: {unknown(flag)}")
-    namespace, rest = build_parser().parse_known_args(args)
-    if rest:
-        raise ConfigError(f"unexpected argument {rest[0]!r}; --help lists the flags")
-    return vars(namespace)
+    return Settings(config, {name: one.origin for name, one in given.items()}, "print_config" in args)
 
 
 def _from_flags(setting: Setting, value: Any) -> Any:
-    """The value of a setting from what its flags give; objects from several flags are merged."""
-    if setting.base is dict:
-        return functools.reduce(_merged, (read(setting, text, setting.flag) for text in value))
-    return read(setting, value, setting.flag)
+    """The value of a setting from what its flags give; lists of several flags are joined, objects merged."""
+    if setting.base not in (list, dict):
+        return setting.read(value, setting.flag)
+    parts = (setting.read(text, setting.flag) for text in value)
+    return functools.reduce(_merged, parts) if setting.base is dict else [item for part in parts for item in part]
 
 
 def _merged(first: Any, then: Any) -> Any:
@@ -115,32 +98,25 @@ def _merged(first: Any, then: Any) -> Any:
     return {**first, **{key: _merged(first.get(key), value) for key, value in then.items()}}
 
 
-def _respelt(argv: Sequence[str]) -> list[str]:
+def _respelt(argv: Sequence[str]) -> Iterator[str]:
     """Flags as users of other engines type them: `--max_model_len` is `--max-model-len`, and a part of an object,
     `--media-io-kwargs.video.fps 2`, is `--media-io-kwargs={"video": {"fps": 2}}`."""
-    respelt: list[str] = []
-    rest = iter(argv)
-    for arg in rest:
+    args = iter(argv)
+    for arg in args:
         name, equals, value = arg.partition("=")
         flag, *keys = name.split(".")
-        flag = flag.replace("_", "-")
         if not arg.startswith("--"):
-            respelt.append(arg)
+            yield arg
         elif not keys:
-            respelt.append(flag + equals + value)
+            yield flag.replace("_", "-") + equals + value
         else:
-            part = _json_or_text(value if equals else next(rest, ""))
+            part: Any = value if equals else next(args, "")
+            with contextlib.suppress(ValueError):  # else it is a text
+                part = json.loads(part)
             for key in reversed(keys):
                 part = {key: part}
-            respelt.append(f"{flag}={json.dumps(part)}")
-    return respelt
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+            compact = json.dumps(part, separators=(",", ":"))  # argparse takes an unknown flag with a space for MODEL
+            yield f"{flag.replace('_', '-')}={compact}"
 
 
 # --- the parser, and its help -----------------------------------------------------------------------------------------
@@ -170,7 +146,7 @@ def build_parser(word: str = "") -> argparse.ArgumentParser:
     parser = Parser(
         prog="serve.py",
         usage="serve.py [MODEL] [--flag VALUE ...]",
-        description=None if word else "Serve a vision-language model over an OpenAI-compatible endpoint.",
+        description="Serve a vision-language model over an OpenAI-compatible endpoint.",
         epilog=None if word else EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
@@ -179,14 +155,11 @@ def build_parser(word: str = "") -> argparse.ArgumentParser:
     )
     if not word:
         _add_command(parser.add_argument_group("Command"))
-    wanted, found = _dashed(word), False
     for group, settings in groups().items():
-        if shown := [one for one in settings if wanted in _dashed(" ".join((group, one.opt.help, *one.flags)))]:
-            found, part = True, parser.add_argument_group(group)
-            for setting in shown:
+        part = parser.add_argument_group(group)
+        for setting in settings:
+            if _dashed(word) in _dashed(" ".join((group, setting.help, *setting.flags))):
                 _add_setting(part, setting)
-    if not found:
-        raise ConfigError(f"--help: no flag has {word!r} in its name, help or group")
     return parser
 
 
@@ -195,7 +168,7 @@ def _dashed(text: str) -> str:
 
 
 def _add_command(group: Any) -> None:
-    """What is no setting of a server: `COMMAND_FLAGS`."""
+    """What is no setting of a server."""
     text = "Show this, or the flags with a word in their names, help or group: --help cache."
     group.add_argument("-h", "--help", action=Help, nargs="?", metavar="WORD", help=text)
     version = f"mini-engine {importlib.metadata.version('mini-engine')}"
@@ -206,53 +179,48 @@ def _add_command(group: Any) -> None:
 
 
 def _add_setting(group: Any, setting: Setting) -> None:
-    opt, dest = setting.opt, setting.name
-    text = f"{opt.help} (default: {setting.default_text})".replace("%", "%%")
-    flags = [flag for flag in setting.flags if flag not in opt.twins]
+    text = f"{setting.help} (default: {setting.default_text})".replace("%", "%%")
+    flags = [flag for flag in setting.flags if flag not in setting.twins]
     choices = "{" + ",".join(setting.choices) + "}" if setting.choices else None
-    how: dict[str, Any] = {"metavar": opt.metavar or choices, "action": "store"}
-    if opt.positional:
-        group.add_argument(dest=dest, nargs="?", metavar=opt.metavar, help=text)
-        text = f"The same as {opt.metavar}."
+    how: dict[str, Any] = {"metavar": setting.metavar or choices, "action": "store"}
+    if setting.positional:
+        group.add_argument(dest=setting.name, nargs="?", metavar=setting.metavar, help=text)
+        text = f"The same as {setting.metavar}."
     if setting.type is bool:
         flags, how = flags[:1], {"action": argparse.BooleanOptionalAction}
     elif setting.base is list:
         how |= {"action": "extend", "nargs": "+"}
     elif setting.base is dict:
         how["action"] = "append"
-    elif opt.bare is not None:
-        how |= {"nargs": "?", "const": opt.bare}
-    group.add_argument(*flags, dest=dest, help=text, **how)
-    for twin, value in opt.twins.items():
+    elif setting.bare is not None:
+        how |= {"nargs": "?", "const": setting.bare}
+    group.add_argument(*flags, dest=setting.name, help=text, **how)
+    for twin, value in setting.twins.items():
         same = setting.flags[1] if value is False else f"{setting.flag} {value}"
-        group.add_argument(twin, dest=dest, action="store_const", const=value, help=f"The same as {same}.")
+        group.add_argument(twin, dest=setting.name, action="store_const", const=value, help=f"The same as {same}.")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def serve(argv: Sequence[str] | None = None) -> int:
+def serve() -> int:
     """Run a server until it ends; returns its exit status: 0, 1 when something failed, 2 for unusable settings."""
+    # Nothing runs yet, so there is nothing to wait for: a KeyboardInterrupt would, for the files of a download that are
+    # on their way. A process 1, as in a container, would not get a SIGTERM at all.
+    for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, INTERRUPTED)):
+        signal.signal(number, lambda *_, status=status: os._exit(status))
+    for warning in unknown_variables(os.environ):
+        print(f"serve.py: {warning}", file=sys.stderr)
     try:
-        settings = settle(sys.argv[1:] if argv is None else argv, os.environ)
+        settings = settle(sys.argv[1:], os.environ)
         if settings.print_config:
-            for line in settings.warnings:
-                print(f"serve.py: {line}", file=sys.stderr)
             print(to_yaml(settings.config, settings.origins), end="")
             return 0
-        # Nothing runs yet, so there is nothing to wait for: a KeyboardInterrupt would, for the files of a download that
-        # are on their way. A process 1, as in a container, would not get a SIGTERM at all.
-        for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, INTERRUPTED)):
-            signal.signal(number, lambda *_, status=status: os._exit(status))
-        from mini_engine.launch import Supervisor
+        from mini_engine.launch.supervisor import run_server
 
-        log.setup("supervisor", log.LogSettings(settings.config.log_level, settings.config.log_format))
-        for warning in settings.warnings:
-            logger.warning("%s", warning)
-        return Supervisor(settings.config).run()
+        log.setup("supervisor", settings.config.log_level, settings.config.log_format)
+        return run_server(settings.config)
     except ConfigError as error:
         logging.shutdown()  # first the lines of the log that led to it
         print(f"serve.py: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return INTERRUPTED

@@ -16,7 +16,7 @@ from mini_engine.config import IPC_GPU_GIB, SLOTS_PART, EngineConfig
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
-RESERVE = 256 << 20  # bytes, or a twentieth of all memory if that is more
+RESERVE = 512 << 20  # bytes that a cache leaves free for everything else
 CUDA_CONTEXT_BYTES = 1 << 30  # that CUDA and its libraries keep of a device for each process that uses it, at most
 # By version of control groups: files of the limit and of the use, and the key of the file cache in `memory.stat`.
 CGROUP_FILES = {
@@ -31,18 +31,9 @@ def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     The kernel's own estimate, MemAvailable, bounded by the limit of every control group around this process that can be
     seen from here. A group's file cache that was not used lately counts as free: the kernel drops it first.
     """
-    free = [limit - used for limit, used in _cgroups(proc, cgroups)]
-    return max(min([_meminfo(proc, "MemAvailable"), *free]), 0)
-
-
-def total_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Bytes of memory of this machine, or of the smallest control group around this process."""
-    return min([_meminfo(proc, "MemTotal"), *(limit for limit, _ in _cgroups(proc, cgroups))])
-
-
-def memory_reserve() -> int:
-    """Bytes that a cache leaves free for everything else."""
-    return max(RESERVE, total_memory() // 20)
+    lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
+    free = next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
+    return max(min([free, *(limit - used for limit, used in _cgroups(proc, cgroups))]), 0)
 
 
 def _cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
@@ -53,28 +44,18 @@ def _cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
     """
     for line in (proc / "self" / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            unified = cgroups / "unified"  # beside the hierarchies of version 1
-            version, root = 2, unified if unified.is_dir() else cgroups
-        elif "memory" in controllers.split(","):
-            version, root = 1, cgroups / "memory"
-        else:
+        if controllers and "memory" not in controllers.split(","):
             continue
+        root = cgroups / "memory" if controllers else cgroups
+        limit, usage, cache = CGROUP_FILES[1 if controllers else 2]
         group = root / ("" if ".." in path else path.strip("/"))  # "..": outside of this process's namespace
         for directory in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):  # not there, not ours to read, or its limit is "max"
-                limit, usage, cache = CGROUP_FILES[version]
                 most, used = (int((directory / name).read_text()) for name in (limit, usage))
                 statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
                 yield most, used - int(statistics.get(cache, 0))
             if directory == root:
                 break
-
-
-def _meminfo(proc: Path, name: str) -> int:
-    """Bytes."""
-    lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
-    return next(int(words[1]) << 10 for words in lines if words[0] == f"{name}:")
 
 
 class ProcessorMemory(NamedTuple):

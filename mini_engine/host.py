@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
-import resource
 import ssl
 import subprocess
 import tempfile
@@ -20,9 +18,7 @@ from mini_engine.model.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-# Of each pair one must be there: without a tokenizer, transformers would make an empty one.
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json")  # of which transformers would make an empty one if both are missing
 DEFAULT_MEDIA_CACHE_BYTES = 4 << 30
 MAX_UNIX_PATH = 107  # sun_path without its terminating zero
 
@@ -35,11 +31,10 @@ def resolve_model(config: EngineConfig) -> str:
     """
     if Path(config.model).is_dir():
         return str(Path(config.model).resolve())
-    if config.model.startswith(("/", ".", "~")):
-        raise ConfigError(f"{config.model} is not a directory")
     weights = [] if config.load_format == "dummy" else ["*.safetensors"]
     logger.info("%s is not a directory: loading it from the hub or the hub's cache", config.model)
-    hub = importlib.import_module("huggingface_hub")
+    import huggingface_hub as hub
+
     try:
         return hub.snapshot_download(
             config.model,
@@ -62,16 +57,14 @@ def check_model(model_dir: str, config: EngineConfig) -> ModelConfig:
         model = ModelConfig.from_dir(model_dir)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the model in {model_dir} cannot be served: {error}") from None
-    for what, names in (("tokenizer", TOKENIZER_FILES), ("processor", PROCESSOR_FILES)):
-        if not any((Path(model_dir) / name).is_file() for name in names):
-            raise ConfigError(f"{model_dir} has no {what}: add {' or '.join(names)} from where the model is from")
+    if not any((Path(model_dir) / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(f"{model_dir} has no tokenizer: add {' or '.join(TOKENIZER_FILES)}")
     ranks, longest = config.tensor_parallel_size, model.text.max_position_embeddings
     heads, kv_heads, vision_heads = model.text.num_heads, model.text.num_kv_heads, model.vision.num_heads
-    splits_tower = config.mm_encoder_tp_mode == "weights"
     for uneven, remedy in (
         (heads % ranks, f"a divisor of {heads}, the number of attention heads"),
         (kv_heads % ranks and ranks % kv_heads, f"a divisor or multiple of {kv_heads}, the number of key-value heads"),
-        (splits_tower and vision_heads % ranks,
+        (config.mm_encoder_tp_mode == "weights" and vision_heads % ranks,
          f"a divisor of {vision_heads}, the number of vision heads, or --mm-encoder-tp-mode data"),
     ):  # fmt: skip
         if uneven:
@@ -150,22 +143,6 @@ def plan_media_cache(config: EngineConfig) -> MediaCachePlan:
     return MediaCachePlan("shm" if shared else "lru", total // holders, reason)
 
 
-def fill_standard_descriptors() -> None:
-    """Open what this process was started without of stdin, stdout and stderr: another file in their place would be
-    written to."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
-
-
-def raise_descriptor_limit() -> None:
-    """Allow this process and its children as many open files as the host lets them have."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 @contextlib.contextmanager
 def runtime_directory() -> Iterator[Path]:
     """A fresh 0700 directory for this process, removed however the process ends.
@@ -190,7 +167,5 @@ def runtime_directory() -> Iterator[Path]:
         raise ConfigError(
             f"cannot create a directory in {base} ({error.strerror}): set TMPDIR to a writable one with free space"
         ) from None
-    try:
+    with janitor:
         yield Path(path)
-    finally:
-        janitor.communicate()

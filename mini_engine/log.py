@@ -6,7 +6,6 @@ closed delays neither an event loop nor a step of an engine. Lines that it does 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -15,20 +14,10 @@ import threading
 import time
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler
-from typing import Any, Literal
-
-LogFormat = Literal["text", "json"]
+from typing import Any
 
 QUEUE_LINES = 1000
 FLUSH_SECONDS = 1.0  # that the end of a process waits for the queue, at most
-
-
-@dataclasses.dataclass(frozen=True)
-class LogSettings:
-    """What every process of a server logs, and how."""
-
-    level: str  # the least severe that is shown
-    format: LogFormat = "text"
 
 
 class JsonFormatter(logging.Formatter):
@@ -67,9 +56,7 @@ class LineQueue(QueueHandler):
         self.lines: queue.Queue[bytes] = queue.Queue(QUEUE_LINES)
         super().__init__(self.lines)
         self.dropped = 0  # lines that found the queue full
-        self.failed = 0  # lines that could not be written
-        self._fd = fd
-        threading.Thread(target=self._write_lines, daemon=True).start()
+        threading.Thread(target=self._write_lines, args=(fd,), daemon=True).start()
 
     def prepare(self, record: logging.LogRecord) -> bytes:
         """See `QueueHandler.prepare`."""
@@ -88,31 +75,28 @@ class LineQueue(QueueHandler):
         while self.lines.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.001)
 
-    def _write_lines(self) -> None:
-        reported = 0
+    def _write_lines(self, fd: int) -> None:
+        failed = reported = 0
         while True:
-            line, missing = self.lines.get(), self.dropped + self.failed
+            line, missing = self.lines.get(), self.dropped + failed
+            if missing > reported:
+                line = b"(%d lines of the log could not be written here)\n" % (missing - reported) + line
             try:
-                if missing > reported:
-                    self._write(b"(%d lines of the log could not be written here)\n" % (missing - reported))
-                    reported = missing
-                self._write(line)
+                os.write(fd, line)
+                reported = missing
             except OSError:
-                self.failed += 1
+                failed += 1
             self.lines.task_done()
 
-    def _write(self, line: bytes) -> None:
-        while line:
-            line = line[os.write(self._fd, line) :]
 
-
-def setup(process: str, settings: LogSettings) -> None:
-    """Send this process's log to stderr, as `HH:MM:SS LEVEL process | text` or JSON. `process` is e.g. `worker 0.1`."""
+def setup(process: str, level: str, line_format: str) -> None:
+    """Send this process's log to stderr, as `HH:MM:SS LEVEL process | text` or JSON. `process` is e.g. `worker 0.1`;
+    the rest are `--log-level` and `--log-format`."""
     text = logging.Formatter(f"%(asctime)s %(levelname)-7s {process} | %(message)s", datefmt="%H:%M:%S")
     handler = LineQueue()
-    handler.setFormatter(JsonFormatter(process) if settings.format == "json" else text)
+    handler.setFormatter(JsonFormatter(process) if line_format == "json" else text)
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(settings.level.upper())
+    root.setLevel(level.upper())
     for chatty in ("asyncio", "httpx", "httpcore", "urllib3", "filelock", "PIL"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))

@@ -28,22 +28,19 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def keep_freed_memory(most_bytes: int = 256 << 20) -> bool:
+def keep_freed_memory(most_bytes: int = 256 << 20) -> None:
     """Let malloc keep up to `most_bytes` of freed memory, in the whole process. Call it before any thread starts.
 
     One item allocates and frees tens of megabytes, some buffers several times. glibc returns such sizes to the kernel
     at once, and the next item pays for them again page by page: about 10,000 page faults and a third of the time for
     16 frames of 640x480, decoded and processed.
 
-    Returns False, and changes nothing, where the C library has no such settings (musl).
+    Without effect where the C library has no such settings (musl).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
-    settings = (
-        (M_MMAP_THRESHOLD, 32 << 20),  # glibc's maximum: smaller blocks come from the kept memory
-        (M_TRIM_THRESHOLD, most_bytes),
-        (M_ARENA_MAX, 1),  # threads' own arenas consist of heaps of 64 MiB, which malloc maps and unmaps
-    )
-    return all(mallopt(parameter, value) == 1 for parameter, value in settings)
+    mallopt(M_MMAP_THRESHOLD, 32 << 20)  # glibc's maximum: smaller blocks come from the kept memory
+    mallopt(M_TRIM_THRESHOLD, most_bytes)
+    mallopt(M_ARENA_MAX, 1)  # threads' own arenas consist of heaps of 64 MiB, which malloc maps and unmaps
 
 
 def confine(descriptors: int) -> str | None:

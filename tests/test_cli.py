@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +13,6 @@ from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.config.options import parse_count
 from mini_engine.config.sources import VLLM_FLAGS
 
-ROOT = Path(__file__).parent.parent
-
 
 def test_no_argument_serves_the_bundled_model():
     settings = parse([], {})
@@ -25,19 +20,12 @@ def test_no_argument_serves_the_bundled_model():
     assert EngineConfig(model="/a/model").served_names == ["/a/model"], "as it was given: clients may read it"
 
 
-@pytest.mark.parametrize(
-    ("argv", "environ", "expected"),
-    [
-        ([], {}, "auto"),
-        (["--enable-multimodal-tensor-ipc"], {}, "torch_shm"),
-        (["--disable-multimodal-tensor-ipc"], {}, "direct_rpc"),
-        ([], {"MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "1"}, "torch_shm"),
-        ([], {"MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "0"}, "direct_rpc"),
-        (["--enable-multimodal-tensor-ipc"], {"MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "0"}, "torch_shm"),
-    ],
-)
-def test_tensor_transport_switch(argv, environ, expected):
-    assert parse(argv, environ).mm_tensor_ipc == expected
+def test_tensor_transport_switch():
+    switch = {"MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "0"}
+    assert (
+        parse(["--disable-multimodal-tensor-ipc"], {}).mm_tensor_ipc == "direct_rpc" == parse([], switch).mm_tensor_ipc
+    )
+    assert parse(["--enable-multimodal-tensor-ipc"], switch).mm_tensor_ipc == "torch_shm"
 
 
 # From the models' cards and from vLLM's pages on them, without `vllm serve`, and single flags in all their forms.
@@ -61,7 +49,7 @@ COMMANDS = [
      {"item_limits": {"image": 4, "audio": 0}}),
     ("--restart-engine", {"restart_engine": 3}),
     ("--restart-engine 7", {"restart_engine": 7}),
-    ("--api-key a b --port 1 --api-key=c", {"api_key": ["a", "b", "c"]}),
+    ("--api-key a b --port 1 --api-key=c,d", {"api_key": ["a", "b", "c", "d"]}),
     ("""--allowed-origins '["https://a", "b"]'""", {"allowed_origins": ["https://a", "b"]}),
     ("--allowed-media-domains [2606:4700::1]:80", {"allowed_media_domains": ["[2606:4700::1]:80"]}),
     # The last use of a flag counts, but parts of an object are merged.
@@ -88,32 +76,25 @@ CUDA = ["--mm-processor-device", "cuda"]
         *(([f"{flag}=1"], f"{flag}: not supported: {instead}") for flag, instead in VLLM_FLAGS.items()),
         (["--max_num_seq=3"], "--max-num-seq: unknown; did you mean --max-num-seqs?"),
         (["--limit-mm-per-prompts.video", "0"], "did you mean --limit-mm-per-prompt?"),
-        (["M", "N"], "unexpected argument 'N'"),
+        (["M", "N"], "N: unknown; --help lists the flags"),
         (["--port"], "--port: expected one argument"),
         (["--port", "70000"], "--port: '70000' is not an integer from 0 to 65535"),
         (["--dtype", "int3"], "--dtype: 'int3' is not one of auto, float32"),
         (["--kv-cache-memory-bytes", "12Q"], "'12Q' is not an integer of at least 1"),
-        (["--max-model-len", "1.5"], "--max-model-len: '1.5' is not an integer"),
         (["--limit-mm-per-prompt", "video=one"], "'video=one' is not a JSON object"),
-        (["--media-io-kwargs", '{"video": 3}'], "--media-io-kwargs"),
-        (["--restart-engine", "M"], "--restart-engine: 'M' is not an integer of at least 0"),
         # Values that do not fit each other, or name what does not exist.
         (["--allowed-local-media-path", "/nowhere"], "--allowed-local-media-path: /nowhere is not a directory"),
         (["--api-key", ""], "--api-key"),
-        (["--root-path", "/engine/"], "--root-path"),
         (["--uds", "/tmp/x", "--port", "1"], "--uds"),
         (["--ssl-keyfile", __file__], "--ssl-certfile"),
         (["--allowed-methods", "GET"], "--allowed-origins"),
-        (["--allow-credentials", "--allowed-origins", "*"], "--allow-credentials"),
         (["--limit-mm-per-prompt", '{"image": {"count": -1}}'], "--limit-mm-per-prompt: 'image': -1"),
-        (["--limit-mm-per-prompt", "audio=1"], "audio"),
+        (["--limit-mm-per-prompt", "text=1"], "'text'"),
         (["--media-io-kwargs", '{"image": {"mode": "L"}}'], "--media-io-kwargs: only `video` takes arguments"),
         (["--mm-ipc-gpu-memory-gb", "2"], "--mm-ipc-gpu-memory-gb needs --mm-processor-device cuda"),
         ([*CUDA, "--device", "cpu"], "not --device cpu; choose cpu"),
         ([*CUDA, "--mm-processor-cache-type", "shm"], "choose --mm-processor-cache-type lru or auto"),
         ([*CUDA, "--mm-tensor-ipc", "direct_rpc"], "choose --mm-tensor-ipc auto"),
-        ([*CUDA, "--api-server-count", "64", "-dp", "3"], "1536 staging slots, 8 per API server and engine, share a "
-         "quarter of it; set 6 at least"),
     ],
     ids=str,
 )  # fmt: skip
@@ -127,29 +108,18 @@ def test_integers_with_units():
     assert {text: parse_count(text) for text in counts} == counts
 
 
-def test_unusable_settings_end_the_start_with_one_line_and_status_2(tmp_path):
-    for argv, named in (
-        (["--port", "x"], "--port"),
-        (["no/such-model"], "no/such"),
-        (["-tp", "3"], "--tensor-parallel-size: heads cannot be divided by 3"),
-    ):
-        result = subprocess.run(
-            [sys.executable, "serve.py", *argv], cwd=ROOT, capture_output=True, text=True,
-            env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)},
-        )  # fmt: skip
-        assert result.returncode == 2
-        *before, last = result.stderr.splitlines()
-        assert named in last and all("loading it from the hub" in line for line in before), result.stderr
+def shown_by(capsys, *argv: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parse(argv, {})
+    assert ended.value.code == 0
+    return capsys.readouterr().out
 
 
-def test_help_shows_every_setting_with_its_default():
-    command = [sys.executable, "serve.py", "--help"]
-    environ = {"PATH": "/usr/bin:/bin", "COLUMNS": "1000"}
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environ).stdout
-    words = " ".join(shown.split())
+def test_help_shows_every_setting_with_its_default(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    words = " ".join(shown_by(capsys, "--help").split())
     for field in config.fields():
-        assert field.flag in shown
-        assert f"(default: {field.default_text})" in words, field.name
+        assert f" {field.flag}" in words and f"(default: {field.default_text})" in words, field.name
     assert "The same as --no-enable-log-requests." in words
     assert "The same as --mm-tensor-ipc torch_shm." in words
 
@@ -163,12 +133,8 @@ def test_help_shows_every_setting_with_its_default():
     ],
 )
 def test_help_on_a_word(capsys, word, there, absent):
-    with pytest.raises(SystemExit) as ended:
-        parse(["--help", word], {})
-    part = capsys.readouterr().out
-    assert ended.value.code == 0 and f"  {there}" in part and f"  {absent}" not in part
-    with pytest.raises(ConfigError, match="--help: no flag has 'bogus'"):
-        parse(["--help", "bogus"], {})
+    part = shown_by(capsys, "--help", word)
+    assert f"  {there}" in part and f"  {absent}" not in part
 
 
 def test_examples_of_help_can_be_parsed(tmp_path, monkeypatch):

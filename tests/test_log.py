@@ -46,7 +46,7 @@ def test_a_pipe_that_is_not_read_delays_nothing_and_missing_lines_are_counted():
 
 @pytest.mark.parametrize("end", ["", "; raise SystemExit(3)", "; logging.shutdown(); os._exit(0)"])
 def test_last_lines_of_a_process_are_written(end):
-    code = "import logging, os; from mini_engine import log; log.setup('api 0', log.LogSettings('info')); "
+    code = "import logging, os; from mini_engine import log; log.setup('api 0', 'info', 'text'); "
     code += "logging.getLogger('x').info('the last'); logging.getLogger('x').debug('not shown')" + end
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert re.fullmatch(r"\d\d:\d\d:\d\d INFO    api 0 \| the last\n", ended.stderr), ended.stderr

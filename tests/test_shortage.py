@@ -1,17 +1,14 @@
 """A host that is out of file descriptors, memory or threads is a Shortage, not the error of a bad URL."""
 
-import asyncio
 import errno
 import socket
-from pathlib import Path
 
 import pytest
 
 from mini_engine.media.errors import MediaError
-from mini_engine.media.fetch import declared_size, fetch
 from mini_engine.media.http_fetch import fetch_http
 from mini_engine.media.policy import MediaPolicy
-from mini_engine.shortage import Shortage, check_descriptors, shortage_in
+from mini_engine.shortage import Shortage, shortage_in
 from tests.shortages import no_descriptors
 
 
@@ -35,20 +32,8 @@ def test_shortage_in(error: Exception, what: str | None) -> None:
     assert (found and found.what) == what
 
 
-def test_no_descriptors(tmp_path: Path) -> None:
-    (tmp_path / "clip.mp4").write_bytes(b"clip")
-    policy = MediaPolicy(tmp_path, 1000, ["127.0.0.1", "unknown.test"])
-    url = f"file://{tmp_path}/clip.mp4"
-
-    async def download(url: str) -> None:
+async def test_a_download_without_descriptors_is_a_shortage() -> None:
+    policy = MediaPolicy(None, 1000, ["127.0.0.1", "unknown.test"])
+    for url in ("http://127.0.0.1:9", "http://unknown.test"):  # whose resolver reports an unknown name
         with no_descriptors(), pytest.raises(Shortage, match="file descriptors"):
             await fetch_http(url, policy, "image 1", lambda _: None)
-
-    for elsewhere in ("http://127.0.0.1:9", "http://unknown.test"):  # whose resolver reports an unknown name
-        asyncio.run(download(elsewhere))
-    with no_descriptors():
-        for work in (check_descriptors, lambda: declared_size(url, policy), lambda: fetch(url, policy)):
-            with pytest.raises(Shortage, match="file descriptors"):
-                work()
-    check_descriptors()
-    assert fetch(url, policy) == b"clip"

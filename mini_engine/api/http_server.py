@@ -97,7 +97,7 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, config: EngineConfig, on_started: Callable[[], None]):
-        max_connections = config.max_connections or resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        max_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # idle ones included
         # uvicorn accepts connections above `limit_concurrency`, so that their requests get a 503.
         connection: Any = partial(Connection, config, max_connections + max_connections // 2)
         super().__init__(

@@ -11,18 +11,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatRequest
-from mini_engine.config import parse_options
 from mini_engine.decode_limits import DecodeLimits
 from mini_engine.media.processor import EDGES, TIME_TOKENS, Kind, Kwargs, MediaProcessor, MediaSettings
 from mini_engine.media.sampling import Count, VideoSampling
 from mini_engine.messages import EngineLimits, Modality
 
+OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 LONGEST_VIDEO, LEAST_VIDEO = 128_000, 64  # tokens
 LEAST_STEP_TOKENS = 32  # of Qwen3-VL, as it has for its longest videos
 
@@ -200,3 +200,12 @@ def _tuned(
         others = {name: value for name, value in msgspec.to_builtins(given).items() if name in call}
         tuned[kind] = {**call, **others, "size": size}
     return tuned
+
+
+def parse_options(owner: str, given: Mapping[str, Any], kind: type[OptionsT]) -> OptionsT:
+    """The options `given` to `owner`, as JSON values; null is as good as none. Raises ValueError, whose text is safe
+    for a client."""
+    try:
+        return msgspec.convert({name: value for name, value in given.items() if value is not None}, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{owner}: {error}; it takes {', '.join(kind.__struct_fields__)}") from None

@@ -12,9 +12,9 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "config.md"
 def row(setting: Setting) -> str:
     """A line of the table for one setting."""
     flags = [f"`{flag}`" for flag in setting.flags]
-    if setting.opt.positional:
-        flags.insert(0, f"`{setting.opt.metavar}`, the first argument")
-    cells = (", ".join(flags), f"`{setting.variable}`", setting.default_text, setting.values, setting.opt.help)
+    if setting.positional:
+        flags.insert(0, f"`{setting.metavar}`, the first argument")
+    cells = (", ".join(flags), f"`{setting.variable}`", setting.default_text, setting.values, setting.help)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
-from mini_engine.config.options import ConfigError, options_of, parse_length, parse_limits
+from mini_engine.config.options import ConfigError, Setting, options_of, parse_length, parse_limits, setting_of
 from mini_engine.decode_limits import MOST_FRAMES_KEPT, DecodeLimits
-from mini_engine.log import LogFormat
 
 BUNDLED_NAME = "mini-engine-demo"  # what clients call it
 BUNDLED_MODEL = str(Path(__file__).parent.parent / "demo" / "weights")
@@ -18,7 +16,6 @@ BUNDLED_MODEL = str(Path(__file__).parent.parent / "demo" / "weights")
 IPC_GPU_GIB = 4.0  # --mm-ipc-gpu-memory-gb where it is not given
 SLOTS_PART = 4  # a quarter of that memory is for patches in transfer
 STAGING_SLOTS = 8  # messages in transfer from an API server to an engine at once: a part of that quarter for each
-LEAST_SLOT = 1 << 20  # bytes of a slot: less would hold the patches of small images only
 
 # Tokens per step where no flag says, by kind of device: enough that a step of a large model is not dominated by its
 # fixed cost, and few enough for a short time between tokens.
@@ -67,7 +64,7 @@ class EngineConfig:
     enforce_eager: bool = _model(False, "Run decode steps without CUDA graphs.")
     seed: int = _model(0, "Seed of the server's random number generators.")
     max_model_len: int | None = _model(
-        None, "Maximum tokens of prompt and output together.", parse=parse_length, minimum=1,
+        None, "Maximum tokens of prompt and output together.", parse_text=parse_length, minimum=1,
         unset="auto: the model's context length, or less if the KV cache holds less",
     )  # fmt: skip
 
@@ -102,10 +99,6 @@ class EngineConfig:
     port: int = _server(8000, "Port to listen on; 0: a free one.", minimum=0, maximum=65535)
     uds: str | None = _server(None, "Unix socket to listen on, not --host and --port.", metavar="PATH", unset="none")
     root_path: str = _server("", "Path prefix behind a reverse proxy, such as /engine.", unset="none")
-    max_connections: int | None = _server(
-        None, "Maximum connections per API server, idle ones included; then 503. --max-num-queued-reqs limits load.",
-        minimum=1, unset="half of the open files limit",
-    )  # fmt: skip
     timeout_client: float = _server(
         30.0, "Seconds in which a client must send the request headers, send the body (a second more for each 16 KiB), "
         "or read some of the response, before its connection is closed.", minimum=0.1, maximum=3600,
@@ -125,7 +118,7 @@ class EngineConfig:
     allow_credentials: bool = _security(False, "CORS: allow credentials.")
 
     log_level: Literal["debug", "info", "warning", "error"] = _logging("info", "Minimum severity of log lines.")
-    log_format: LogFormat = _logging("text", "Format of log lines: text, or one JSON object per line.")
+    log_format: Literal["text", "json"] = _logging("text", "Format of log lines: text, or one JSON object per line.")
     enable_log_requests: bool = _logging(
         False, "Log id, status and duration of each request.", twins={"--disable-log-requests": False}
     )
@@ -165,7 +158,7 @@ class EngineConfig:
 
     limit_mm_per_prompt: dict[str, Any] = _media(
         {}, 'Maximum items of each modality per prompt, such as \'{"video": 1, "image": 4}\' or video=1,image=4.',
-        parse=parse_limits, metavar="JSON", unset="no limit",
+        parse_text=parse_limits, metavar="JSON", unset="no limit",
     )  # fmt: skip
     media_io_kwargs: dict[str, dict[str, Any]] = _media(
         {}, 'Sampling of videos, such as \'{"video": {"num_frames": 10}}\' or \'{"video": {"fps": 2}}\'.',
@@ -251,56 +244,38 @@ class EngineConfig:
         "API server for the CUDA context are taken off the KV cache. Three quarters are for the processor: an item "
         "that needs more is processed on the CPU. A quarter is divided into eight staging slots per API server and "
         "engine: a prompt that finds no free slot, or is too large for one, is copied through the host.",
-        unset="4 with --mm-processor-device cuda", minimum=0.01,
+        unset="4 with --mm-processor-device cuda", minimum=0.1,
     )  # fmt: skip
 
     def validate(self) -> None:
         """Raises ConfigError for the first value that does not fit the others, or names what does not exist."""
         narrowed = (self.allowed_methods, self.allowed_headers, self.allow_credentials) != (["*"], ["*"], False)
-        local, prefix = self.allowed_local_media_path, self.root_path
+        local, on_cuda = self.allowed_local_media_path, self.mm_processor_device == "cuda"
         rules: list[tuple[object, str]] = [
             (not all(self.api_key), "--api-key: empty; omit the flag to require none"),
-            (prefix and (not prefix.startswith("/") or prefix.endswith("/")),
-             f"--root-path: {prefix!r} must begin with a slash and not end with one"),
             (self.uds is not None and (self.host, self.port) != (EngineConfig.host, EngineConfig.port),
              "--uds: a unix socket has neither --host nor --port; keep one of them"),
             ((self.ssl_keyfile is None) != (self.ssl_certfile is None), "--ssl-keyfile, --ssl-certfile: set both"),
             (narrowed and not self.allowed_origins,
              "--allowed-methods, --allowed-headers and --allow-credentials need --allowed-origins"),
-            (self.allow_credentials and "*" in self.allowed_origins,
-             "--allow-credentials: name the --allowed-origins; with * any page could use them"),
             (local is not None and not os.path.isdir(local),
              f"--allowed-local-media-path: {local} is not a directory"),
             (self.media_io_kwargs.keys() - {"video"}, "--media-io-kwargs: only `video` takes arguments"),
-            *self._cuda_rules(),
+            *((modality not in ("image", "video", "audio") or not isinstance(limit, int) or limit < 0,
+               f"--limit-mm-per-prompt: {modality!r}: {limit!r} is not one of image, video with a count >= 0")
+              for modality, limit in self.item_limits.items()),
+            (self.mm_ipc_gpu_memory_gb is not None and not on_cuda,
+             "--mm-ipc-gpu-memory-gb needs --mm-processor-device cuda"),
+            (on_cuda and self.device == "cpu",
+             "--mm-processor-device: cuda needs workers on CUDA, not --device cpu; choose cpu"),
+            (on_cuda and self.mm_processor_cache_type == "shm",
+             "--mm-processor-device: no CUDA tensors in the shm cache; choose --mm-processor-cache-type lru or auto"),
+            (on_cuda and self.mm_tensor_ipc == "direct_rpc",
+             "--mm-processor-device: direct_rpc carries no CUDA tensors; choose --mm-tensor-ipc auto"),
         ]  # fmt: skip
-        for modality, limit in self.item_limits.items():
-            known = modality in ("image", "video") or (modality, limit) == ("audio", 0)  # none is taken in any case
-            rules.append((
-                not known or not isinstance(limit, int) or limit < 0,
-                f"--limit-mm-per-prompt: {modality!r}: {limit!r} is not one of image, video with a count >= 0",
-            ))  # fmt: skip
         for broken, message in rules:
             if broken:
                 raise ConfigError(message)
-
-    def _cuda_rules(self) -> list[tuple[bool, str]]:
-        """What needs patches that are made on CUDA devices, or does not go with them."""
-        on_cpu, patches = self.device == "cpu", self.mm_processor_device == "cuda"
-        slots = self.api_server_count * self.data_parallel_size * STAGING_SLOTS
-        least = SLOTS_PART * slots * LEAST_SLOT / (1 << 30)
-        return [
-            (not patches and self.mm_ipc_gpu_memory_gb is not None,
-             "--mm-ipc-gpu-memory-gb needs --mm-processor-device cuda"),
-            (patches and on_cpu, "--mm-processor-device: cuda needs workers on CUDA, not --device cpu; choose cpu"),
-            (patches and self.mm_processor_cache_type == "shm",
-             "--mm-processor-device: no CUDA tensors in the shm cache; choose --mm-processor-cache-type lru or auto"),
-            (patches and self.mm_tensor_ipc == "direct_rpc",
-             "--mm-processor-device: direct_rpc carries no CUDA tensors; choose --mm-tensor-ipc auto"),
-            (patches and (self.mm_ipc_gpu_memory_gb or IPC_GPU_GIB) < least,
-             f"--mm-ipc-gpu-memory-gb: {slots} staging slots, {STAGING_SLOTS} per API server and engine, share a "
-             f"quarter of it; set {math.ceil(least * 100) / 100:g} at least"),
-        ]  # fmt: skip
 
     @property
     def served_names(self) -> list[str]:
@@ -326,3 +301,17 @@ class EngineConfig:
     def step_media_tokens(self, device: str) -> int:
         """Most media tokens encoded in one step of workers on `device`, "cpu" or "cuda"."""
         return self.max_num_encoder_input_tokens or self.step_tokens(device)
+
+
+def fields() -> list[Setting]:
+    """The settings in their order; those of a group are next to each other."""
+    types = get_type_hints(EngineConfig)
+    return [setting_of(field, types[field.name]) for field in dataclasses.fields(EngineConfig)]
+
+
+def groups() -> dict[str, list[Setting]]:
+    """The settings by group, in their order."""
+    found: dict[str, list[Setting]] = {}
+    for setting in fields():
+        found.setdefault(setting.group, []).append(setting)
+    return found

@@ -1,4 +1,4 @@
-"""Where settings come from: text of a flag or a variable, values of a file; and how `--print-config` writes them.
+"""Where settings come from beside the command line: variables and a file; and how `--print-config` writes one.
 
 `from_file` reads what `to_yaml` writes. This file knows nothing of argparse.
 """
@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
+import msgspec.yaml
 import yaml
 
-from mini_engine.config import ENV_PREFIX, ConfigError, EngineConfig, Setting, fields, flag_of, groups
+from mini_engine.config import ENV_PREFIX, ConfigError, EngineConfig, fields, flag_of, groups
 
 CONFIG_ENV = ENV_PREFIX + "CONFIG"
 IPC_SWITCH_ENV = ENV_PREFIX + "MULTIMODAL_TENSOR_IPC"
@@ -56,38 +55,6 @@ def unknown(flag: str) -> str:
     return f"unknown; did you mean {near[0]}?" if near else "unknown; --help lists the flags"
 
 
-def read(setting: Setting, value: Any, origin: str) -> Any:
-    """The value of a setting, from a text as flags and variables give it, or from a value as YAML gives it.
-
-    Raises:
-        ConfigError: it cannot be read as the setting's type, or is out of its limits.
-    """
-    opt, kind = setting.opt, setting.type
-    bounded = Annotated[kind, msgspec.Meta(ge=opt.minimum, le=opt.maximum)] if kind in (int, float) else kind
-    try:
-        parsed = value
-        if setting.base is list:
-            parsed = _list_items(value)
-        elif isinstance(value, str):
-            parsed = setting.parse(value)
-        return None if parsed is None else msgspec.convert(parsed, bounded, strict=False)
-    except ValueError:
-        raise ConfigError(f"{origin}: {value!r} is not {setting.values}") from None
-
-
-def _list_items(value: Any) -> list[Any]:
-    """The items of `a,b`, of `["a", "b"]`, or of a list of which each may be such a JSON list."""
-    if isinstance(value, str):
-        value = [value] if value.startswith("[") else [part.strip() for part in value.split(",")]
-    items: list[Any] = []
-    for part in value if isinstance(value, list) else [value]:
-        try:
-            items += json.loads(part) if isinstance(part, str) and part.startswith("[") else [part]
-        except ValueError:
-            items.append(part)  # an IPv6 address begins like this, too
-    return items
-
-
 def from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     """What `MINI_ENGINE_<FIELD>` variables give, by field.
 
@@ -95,7 +62,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
         ConfigError: a value cannot be used.
     """
     given = {
-        setting.name: Given(read(setting, environ[setting.variable], setting.variable), setting.variable)
+        setting.name: Given(setting.read(environ[setting.variable], setting.variable), setting.variable)
         for setting in fields()
         if setting.variable in environ
     }
@@ -126,19 +93,16 @@ def from_file(path: str) -> dict[str, Given]:
         ConfigError: the file cannot be read, or a setting in it is unknown or has a value that cannot be used.
     """
     try:
-        settings = yaml.safe_load(Path(path).read_bytes()) or {}
-    except (OSError, yaml.YAMLError, ValueError) as error:
+        values = msgspec.yaml.decode(Path(path).read_bytes(), type=dict[str, Any] | None) or {}
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--config: {path} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(settings, dict):
-        raise ConfigError(f"--config: {path} holds no settings, one a line, such as `port: 8000`")
-    known = {setting.flag: setting for setting in fields()}
-    given: dict[str, Given] = {}
-    for key, value in settings.items():
-        setting = known.get(flag_of(str(key)))
+    known, given = {setting.flag: setting for setting in fields()}, {}
+    for key, value in values.items():
+        setting = known.get(flag_of(key))
         if setting is None:
-            raise ConfigError(f"{path}: {key}: {unknown(flag_of(str(key)))}")
+            raise ConfigError(f"{path}: {key}: {unknown(flag_of(key))}")
         if value is not None:
-            given[setting.name] = Given(read(setting, value, f"{path}: {key}"), path)
+            given[setting.name] = Given(setting.read(value, f"{path}: {key}"), path)
     return given
 
 
@@ -150,7 +114,7 @@ def to_yaml(config: EngineConfig, origins: Mapping[str, str]) -> str:
         for setting in settings:
             value, key = getattr(config, setting.name), setting.flag[2:]
             text = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=float("inf"))[1:-2]
-            line = f"# {key}: not shown" if setting.opt.secret and value else f"{key}: {text}"
-            default = f"default: {setting.opt.unset}" if setting.opt.unset else "default"
+            line = f"# {key}: not shown" if setting.secret and value else f"{key}: {text}"
+            default = f"default: {setting.unset}" if setting.unset else "default"
             lines.append(f"{line}  # {origins.get(setting.name, default)}")
     return "\n".join(lines[1:]) + "\n"

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from mini_engine.free_memory import available_memory, memory_reserve
+from mini_engine.free_memory import RESERVE, available_memory
 from mini_engine.messages import (
     CachedMedia,
     Init,
@@ -342,5 +342,5 @@ def media_directory(init: Init, row_bytes: int, device: str) -> MediaDirectory:
         return RankCopies(plan.nbytes)
     # The mark of each of the others, stores and arenas, may rise at the same time.
     others = config.data_parallel_size - 1 + config.api_server_count
-    reserve = memory_reserve() + others * MARK_PAGES * PAGE_BYTES
+    reserve = RESERVE + others * MARK_PAGES * PAGE_BYTES
     return MediaStore(plan.nbytes, row_bytes, lambda: available_memory() - reserve, device == "cuda")

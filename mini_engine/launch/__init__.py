@@ -2,7 +2,3 @@
 
 `supervisor.py` is the table of contents. None of it touches a request.
 """
-
-from mini_engine.launch.supervisor import Supervisor
-
-__all__ = ["Supervisor"]

@@ -10,8 +10,7 @@ import math
 import os
 import shutil
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mini_engine.config import EngineConfig
@@ -32,36 +31,28 @@ from mini_engine.transport.memory import create_sparse, discard, map_sparse
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class LaunchContext:
-    """What all generations share."""
+@dataclass(eq=False)
+class Generation:
+    """Generation `number`, from 1 on. `dataclasses.replace` makes the next one, which begins without processes."""
 
+    number: int
     config: EngineConfig
     model_dir: str
     media_cache: MediaCachePlan
     runtime_dir: Path
     listeners: list[socket.socket]  # one for each API server's slot
-    processes: ProcessGroup
+    processes: ProcessGroup  # of all generations
 
-
-class Generation:
-    """Generation `number`, from 1 on."""
-
-    def __init__(self, number: int, context: LaunchContext):
-        self.number = number
-        self.serving_since = math.inf  # by `time.monotonic`
-        self.limits: list[EngineLimits] = []  # of its engines
-        self.transports: list[TransportChoice] = []  # of one of its API servers
-        self.early_deaths = 0  # of API servers in a row, before they served
-        self._context = context
-        self._processes = context.processes
-        self._directory = context.runtime_dir / str(number)  # its own: no socket of a dead generation is in it
-        self._media_stores: list[int] = []  # descriptors, by engine
+    serving_since: float = field(default=math.inf, init=False)  # by `time.monotonic`
+    limits: list[EngineLimits] = field(default_factory=list, init=False)  # of its engines
+    transports: list[TransportChoice] = field(default_factory=list, init=False)  # of one of its API servers
+    early_deaths: int = field(default=0, init=False)  # of API servers in a row, before they served
+    _media_stores: list[int] = field(default_factory=list, init=False)  # descriptors, by engine
 
     @property
     def children(self) -> list[ChildProcess]:
         """Its living processes."""
-        return [child for child in self._processes.children if child.generation == self.number]
+        return [child for child in self.processes.children if child.generation == self.number]
 
     @property
     def announced(self) -> bool:
@@ -69,43 +60,42 @@ class Generation:
         return self.serving_since < math.inf
 
     @property
-    def complete(self) -> bool:
-        """Whether all of them take requests."""
-        return all(child.serving for child in self.children)
+    def directory(self) -> Path:
+        """Of its sockets: none of a dead generation is in it."""
+        return self.runtime_dir / str(self.number)
 
     def start(self) -> None:
         """Start all processes. Raises OSError: out of processes, descriptors or disk space."""
-        config = self._context.config
-        self._directory.mkdir()
-        if self._context.media_cache.kind == "shm":
+        config = self.config
+        self.directory.mkdir()
+        if self.media_cache.kind == "shm":
             for _ in range(config.data_parallel_size):
-                self._media_stores.append(create_sparse(self._context.media_cache.nbytes))
+                self._media_stores.append(create_sparse(self.media_cache.nbytes))
         self.start_api_servers()  # first: they have the most to import
         for engine in range(config.data_parallel_size):
-            self._processes.start("core", str(engine), self.number)
+            self.processes.start("core", str(engine), self.number)
             for rank in range(config.tensor_parallel_size):
                 own = self._media_stores[engine : engine + 1]
-                self._processes.start("worker", f"{engine}.{rank}", self.number, media_stores=own)
+                self.processes.start("worker", f"{engine}.{rank}", self.number, media_stores=own)
 
     def start_api_servers(self) -> None:
         """Start one for each slot that has none. Raises OSError, as `start` does."""
         taken = {child.index for child in self.children if child.role == "api"}
-        for slot, listener in enumerate(self._context.listeners):
+        for slot, listener in enumerate(self.listeners):
             if str(slot) not in taken:
-                self._processes.start("api", str(slot), self.number, listener, self._media_stores)
+                self.processes.start("api", str(slot), self.number, listener, self._media_stores)
 
-    def kill(self, spare: Sequence[ChildProcess] = ()) -> None:
-        """Kill all of them but `spare`."""
+    def end(self) -> None:
+        """Kill all of them but the API servers that serve, which go on to answer 503."""
         for child in self.children:
-            if child not in spare:
-                child.dismissed = True
+            if child.role != "api" or not child.serving:
                 child.kill()
 
     def release_memory(self) -> None:
         """Remove its sockets and empty its media stores. Its engines are dead."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
         for fd in self._media_stores:  # which its API servers, as long as they answer 503, have mapped
-            discard(map_sparse(fd, self._context.media_cache.nbytes))
+            discard(map_sparse(fd, self.media_cache.nbytes))
             os.close(fd)
         self._media_stores.clear()
 
@@ -114,7 +104,7 @@ class Generation:
         child = received.child
         match received.body:
             case Hello():
-                self._processes.send(child, self._init())
+                self.processes.send(child, self._init())
             case Ready(limits=limits, transports=transports):
                 child.ready = True
                 if limits is not None:
@@ -124,25 +114,25 @@ class Generation:
             case Serving():
                 self.early_deaths = 0
                 child.set_serving()
-                for old in self._processes.api_servers():  # which has answered 503 in this slot
+                for old in self.processes.api_servers():  # which has answered 503 in this slot
                     if old.generation < self.number and old.index == child.index:
                         old.terminate()
                 if self.announced:
                     logger.info("%s: replacement ready", child.title)
 
     def _init(self) -> Init:
-        config, where = self._context.config, self._directory
+        config, where = self.config, self.directory
         engines, ranks = range(config.data_parallel_size), range(config.tensor_parallel_size)
         return Init(
             config=config,
-            model_dir=self._context.model_dir,
+            model_dir=self.model_dir,
             runtime_dir=str(where),
             cores=[f"ipc://{where}/core-{engine}" for engine in engines],
             core_workers=[f"ipc://{where}/core-{engine}-workers" for engine in engines],
             ranks=[
                 RankAddress(engine, rank, f"{where}/tensors-{engine}.{rank}") for engine in engines for rank in ranks
             ],
-            media_cache=self._context.media_cache,
+            media_cache=self.media_cache,
             restarts=self.number - 1,
         )
 
@@ -156,4 +146,4 @@ class Generation:
         for child in self.children:
             if child.role == "api" and child.ready and not child.started:
                 child.started = True
-                self._processes.send(child, Start(min(self.limits, key=lambda limits: limits.max_model_len)))
+                self.processes.send(child, Start(min(self.limits, key=lambda limits: limits.max_model_len)))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import stat
+from pathlib import Path
 from typing import Any
 
 from mini_engine.config import ConfigError, EngineConfig
@@ -46,12 +45,11 @@ def _bind_unix(config: EngineConfig, path: str) -> list[socket.socket]:
     """
     listener = socket.socket(socket.AF_UNIX)
     try:
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.stat(path).st_mode):
-                with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
-                    probe.connect(path)
+        if Path(path).is_socket():
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(path) == 0:
                     raise ConfigError(f"--uds: another server listens on {path}; choose another")
-                os.unlink(path)
+            os.unlink(path)
         listener.bind(path)
         listener.listen()  # at once: the name of one that does not listen looks like a dead server's
     except OSError as error:

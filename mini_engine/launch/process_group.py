@@ -1,7 +1,11 @@
-"""The child processes: start one, send to one, wait for events of all of them.
+"""The child processes: start one, send to one, wait for events of all of them, and kill those that hang.
 
 All are started from the main thread, since the kernel's parent-death signal follows the parent thread. Knows nothing of
 what follows from an event.
+
+A core answers a ping once all of its ranks have ended the step that ran when it was asked, or an empty one; so its
+answers are those of the whole engine. The time is counted in turns of the supervisor's own loop: if that hung itself,
+as when the machine was suspended, no process is killed for it. `--health-timeout` kills nothing.
 """
 
 from __future__ import annotations
@@ -9,11 +13,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +28,20 @@ import msgspec
 import zmq
 
 from mini_engine.child import ChildSpec
-from mini_engine.log import LogSettings
-from mini_engine.messages import AnyMessage, ControlReply, PeerGone, Role
+from mini_engine.config import EngineConfig
+from mini_engine.messages import AnyMessage, ControlReply, ControlRequest, PeerGone, Role
 from mini_engine.metrics_files import forget_gauges, make_files
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 
 logger = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+TURNS = 4  # that the shortest of the time-outs is divided into
+DEATH_SECONDS = 30.0  # for a process that was killed to exit: it may have much memory to give back
+
+
+class Unkillable(Exception):
+    """A process was killed and lives on, since a device or a disk blocks it in the kernel. The text names it."""
 
 
 class ChildProcess:
@@ -42,6 +53,7 @@ class ChildProcess:
         self.name = f"{spec.role} {spec.index}"
         self.incarnation = spec.incarnation
         self.metrics_number = spec.metrics_number
+        self.popen = popen
         self.pid = popen.pid
         self.pidfd = os.pidfd_open(popen.pid)
         self.generation = generation  # which start of the engines it belongs to
@@ -50,9 +62,8 @@ class ChildProcess:
         self.serving = False  # takes requests
         self.dismissed = False  # it was asked to exit, or killed, because it is not needed any more
         self.killed = False
-        self.turns = 0  # of `launch/liveness.py` since its last step of start or end, or its last answer
         self.kill_reason: str | None = None
-        self._popen = popen
+        self.turns = 0  # since its last step of start or end, or its last answer
 
     @property
     def title(self) -> str:
@@ -72,20 +83,19 @@ class ChildProcess:
         if not self.serving:
             self.serving, self.turns = True, 0
 
-    def reap(self) -> int:
-        """Collect a dead child; returns its exit status, or the negative number of the signal that killed it."""
-        return self._popen.wait()
-
     def terminate(self) -> None:
         """Ask an API server to exit at once, answering its clients. One that does not serve yet dies by the signal."""
         self.dismissed = True
-        self._popen.send_signal(signal.SIGUSR1)  # not SIGTERM, which others may send to all processes of the group
+        self.popen.send_signal(signal.SIGUSR1)  # not SIGTERM, which others may send to all processes of the group
 
-    def kill(self) -> None:
-        """End it at once: it dies within moments, unless it is in the kernel and cannot be interrupted there."""
+    def kill(self, why: str | None = None) -> None:
+        """End it at once: it dies within moments, unless it is in the kernel and cannot be interrupted there.
+
+        `why` is for the log; without it, the process is not needed any more, and its death is not logged."""
+        self.dismissed |= why is None
         if not self.killed:
-            self.killed, self.turns = True, 0
-        self._popen.kill()
+            self.killed, self.kill_reason, self.turns = True, why, 0
+        self.popen.kill()
 
 
 @dataclass(frozen=True)
@@ -114,34 +124,33 @@ class Interrupted:
 Event = Received | Gone | Interrupted
 
 
-class StopSignals:
-    """SIGINT and SIGTERM, as a descriptor that a poller can wait for. They have no other effect any more."""
-
-    def __init__(self) -> None:
-        self.fd, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
-            signal.signal(number, lambda *_: None)  # the number arrives through the wake-up descriptor
-
-    def take(self) -> list[Event]:
-        """Those that have come, as one event; `fd` is readable."""
-        numbers = [number for number in os.read(self.fd, 64) if number in STOP_SIGNALS]
-        return [Interrupted(numbers)] if numbers else []
+def catch_stop_signals() -> int:
+    """A descriptor from which the numbers of SIGINT and SIGTERM can be read, a byte each. They have no other effect any
+    more."""
+    read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # the number arrives through the wake-up descriptor
+    return read_end
 
 
 class ProcessGroup:
     """All children, of the engines that serve and of those before them, on one ROUTER in `runtime_dir`.
 
-    Each runs `module` in a fresh interpreter.
+    Each runs `module` in a fresh interpreter. `stop_signals`: see `catch_stop_signals`.
     """
 
-    def __init__(self, runtime_dir: Path, log: LogSettings, signals: StopSignals, module: str = "mini_engine.child"):
+    def __init__(self, config: EngineConfig, runtime_dir: Path, stop_signals: int, module: str = "mini_engine.child"):
         self.children: list[ChildProcess] = []
         self._module = module
         self._metrics_dir = runtime_dir / "metrics"
         self._tmpdir = runtime_dir / "tmp"
-        self._log = log
-        self._signals = signals
+        self._log = (config.log_level, config.log_format)
+        self._stop_signals = stop_signals
+        self._startup = config.startup_timeout
+        self._silence = max(config.collective_timeout, config.health_timeout)
+        self._interval = min(self._silence, self._startup, DEATH_SECONDS) / TURNS
+        self._next_turn = time.monotonic() + self._interval
         self._incarnations = itertools.count(1)
         self._encoder = Encoder("supervisor", 0)
         self._endpoint = f"ipc://{runtime_dir}/supervisor"
@@ -171,7 +180,7 @@ class ProcessGroup:
             next(self._incarnations),
             os.getpid(),
             self._endpoint,
-            self._log,
+            *self._log,
             None if listener is None else listener.fileno(),
             list(media_stores),
             str(self._metrics_dir),
@@ -215,21 +224,29 @@ class ProcessGroup:
         with contextlib.suppress(zmq.ZMQError):
             self._router.send_multipart([peer, self._encoder.encode(body)], zmq.NOBLOCK)
 
-    def wait(self, seconds: float) -> list[Event]:
+    def wait(self, seconds: float = math.inf) -> list[Event]:
         """The next events, after so long at most: signals, messages, and deaths, which are logged here.
 
         Of deaths that are found at once, those by a signal come first: a process that exits by itself has often lost
         another.
+
+        Raises:
+            Unkillable: a child was killed long ago.
         """
+        if (left := self._next_turn - time.monotonic()) <= 0:
+            self._take_turn()
+            left = self._interval
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
-        poller.register(self._signals.fd, zmq.POLLIN)
+        poller.register(self._stop_signals, zmq.POLLIN)
         for child in self.children:
             poller.register(child.pidfd, zmq.POLLIN)
-        ready = dict(poller.poll(int(seconds * 1000) + 1))
-        events: list[Event] = self._signals.take() if self._signals.fd in ready else []
+        ready = dict(poller.poll(int(min(seconds, left) * 1000) + 1))
+        events: list[Event] = []
+        if self._stop_signals in ready:
+            events.append(Interrupted(list(os.read(self._stop_signals, 64))))
         events += self._receive()
-        dead = [(child, child.reap()) for child in self.children if child.pidfd in ready]
+        dead = [(child, child.popen.wait()) for child in self.children if child.pidfd in ready]
         for child, status in sorted(dead, key=lambda one: one[1] >= 0):
             events.append(self._bury(child, status))
         return events
@@ -260,7 +277,7 @@ class ProcessGroup:
         how = f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
         text = f"{child.title} " + (f"died: {how}" if child.kill_reason is None else f"was killed: {child.kill_reason}")
         if others := self.engine_of(child):  # it may have exited because one of them hung
-            text += f" (others in proc(5): {states(others)})"
+            text += f" (others in proc(5): {_states(others)})"
         if not child.dismissed:
             logger.error("%s", text)
         if child.metrics_number is not None:
@@ -271,7 +288,35 @@ class ProcessGroup:
                 self.send(other, PeerGone(child.name, child.incarnation))
         return Gone(child, text)
 
+    def _take_turn(self) -> None:
+        """Ping the children that serve, and kill those that are not ready in time, or unresponsive for too long."""
+        self._next_turn = time.monotonic() + self._interval
+        late = []
+        for child in self.children:
+            child.turns += 1
+            seconds = (child.turns - 1) * self._interval  # since its first ping, if it serves
+            if child.killed:
+                if seconds >= DEATH_SECONDS:
+                    raise Unkillable(f"{child.title} has not exited after SIGKILL (state in proc(5): {child.state})")
+            elif not child.serving:
+                if seconds >= self._startup and (not child.ready or child.started):
+                    late.append(child)
+            elif child.role != "worker":
+                if seconds >= self._silence:
+                    why = f"it was unresponsive for {self._silence:g} s (--collective-timeout)"
+                    _kill_hung(child, why, self.engine_of(child) or [child])
+                else:
+                    self.send(child, ControlRequest(child.turns))
+        # Most of those that are not ready only wait for another of them, asleep: the one that is not asleep hangs.
+        for child in [child for child in late if child.state != "S"] or late:
+            _kill_hung(child, f"it was not ready after {self._startup:g} s (--startup-timeout)", late)
 
-def states(group: Sequence[ChildProcess]) -> str:
+
+def _kill_hung(child: ChildProcess, why: str, group: Sequence[ChildProcess]) -> None:
+    logger.error("%s is killed: %s (state in proc(5): %s)", child.title, why, _states(group))
+    child.kill(why)
+
+
+def _states(group: Sequence[ChildProcess]) -> str:
     """What each does: `worker 0.1 T`, by the letters of proc(5). T is stopped, D waits for a device."""
     return ", ".join(f"{child.name} {child.state}" for child in group)

@@ -10,30 +10,30 @@ next one starts behind the same sockets, and until it serves, the API servers of
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import os
+import resource
 import signal
 import time
 from typing import NoReturn
 
 from mini_engine.config import EngineConfig
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.host import (
-    check_model,
-    check_tls,
-    fill_standard_descriptors,
-    plan_media_cache,
-    raise_descriptor_limit,
-    resolve_model,
-    runtime_directory,
-    without_effect,
-)
-from mini_engine.launch.generation import Generation, LaunchContext
+from mini_engine.host import check_model, check_tls, plan_media_cache, resolve_model, runtime_directory, without_effect
+from mini_engine.launch.generation import Generation
 from mini_engine.launch.listeners import bind_listeners, leave_port, url_of
-from mini_engine.launch.liveness import Liveness, Unkillable
-from mini_engine.launch.process_group import ChildProcess, Event, Gone, Interrupted, ProcessGroup, Received, StopSignals
-from mini_engine.log import LogSettings
+from mini_engine.launch.process_group import (
+    ChildProcess,
+    Event,
+    Gone,
+    Interrupted,
+    ProcessGroup,
+    Received,
+    Unkillable,
+    catch_stop_signals,
+)
 from mini_engine.messages import Drain, Refused
 from mini_engine.transport import sockets
 
@@ -41,22 +41,51 @@ logger = logging.getLogger(__name__)
 
 ENGINE_DEATH_GRACE_SECONDS = 1.0  # for API servers to answer every client of a dead engine
 API_RESTARTS_IN_A_ROW = 5  # of an API server that dies before it serves; then the server stops
-RETRY_SECONDS = 1.0  # until the next attempt to start an API server
 API_STOP_SECONDS = 5.0  # for API servers to end their responses after they were asked to exit
 FIRST_PAUSE_SECONDS = 1.0  # before a restart of the engines; doubled each time
 LONGEST_PAUSE_SECONDS = 60.0
 HEALTHY_SECONDS = 600.0  # engines that have served for so long reset the count of restarts
 
 
+def run_server(config: EngineConfig) -> int:
+    """Serve until a signal or a death ends it; returns the exit status. Call it once, from the main thread.
+
+    Raises:
+        ConfigError: a setting that cannot work here. No process was started.
+    """
+    while os.open(os.devnull, os.O_RDWR) < 3:  # in place of stdin, stdout and stderr, where they are closed
+        pass
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    reach_failpoint("resolving-model")
+    model_dir = resolve_model(config)
+    architecture = check_model(model_dir, config).architecture
+    media_cache = plan_media_cache(config)
+    check_tls(config)
+    stop_signals = catch_stop_signals()
+    with contextlib.ExitStack() as held:
+        reach_failpoint("binding-sockets")
+        listeners = bind_listeners(config)
+        if config.uds is not None:
+            held.callback(sockets.BoundPath(config.uds).unlink)
+        runtime_dir = held.enter_context(runtime_directory())
+        reach_failpoint("creating-processes")
+        processes = ProcessGroup(config, runtime_dir, stop_signals)
+        if config.uds is None and config.host in ("0.0.0.0", "::") and not config.api_key:
+            logger.warning("--host %s: open to the network; set --api-key, or --host 127.0.0.1", config.host)
+        logger.info("loading %s (%s) from %s", config.served_names[0], architecture, model_dir)
+        return Supervisor(Generation(1, config, model_dir, media_cache, runtime_dir, listeners, processes)).run()
+
+
+@dataclasses.dataclass(eq=False)
 class Stop(Exception):
     """The server stops."""
 
-    def __init__(self, status: int, last_line: str, *, drain_seconds: float = 0.0, at_once: bool = False):
-        super().__init__(last_line)
-        self.status = status
-        self.last_line = last_line  # of the log
-        self.drain_seconds = drain_seconds  # for running requests
-        self.at_once = at_once  # another signal has come after the one that stops it
+    status: int
+    last_line: str  # of the log
+    drain_seconds: float = 0.0  # for running requests
+    at_once: bool = False  # another signal has come after the one that stops it
 
 
 class GenerationOver(Exception):
@@ -64,42 +93,14 @@ class GenerationOver(Exception):
 
 
 class Supervisor:
-    """One server from start to stop. `run` may be called once, from the main thread."""
+    """One server, from the start of its first generation to the end of all processes. `run` may be called once."""
 
-    def __init__(self, config: EngineConfig):
-        self.config = config
+    def __init__(self, first: Generation):
+        self.config, self.listeners, self.processes = first.config, first.listeners, first.processes
+        self.generation = first
         self.restarts = 0  # of the engines, in a row
-        self.retry_at = 0.0  # when, after an API server could not be started
 
     def run(self) -> int:
-        """Serve until a signal or a death ends it; returns the exit status."""
-        config = self.config
-        fill_standard_descriptors()
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        raise_descriptor_limit()
-        reach_failpoint("resolving-model")
-        model_dir = resolve_model(config)
-        self.architecture = check_model(model_dir, config).architecture
-        media_cache = plan_media_cache(config)
-        check_tls(config)
-        signals = StopSignals()
-        with contextlib.ExitStack() as held:
-            reach_failpoint("binding-sockets")
-            self.listeners = bind_listeners(config)
-            if config.uds is not None:
-                held.callback(sockets.BoundPath(config.uds).unlink)
-            runtime_dir = held.enter_context(runtime_directory())
-            reach_failpoint("creating-processes")
-            self.processes = ProcessGroup(runtime_dir, LogSettings(config.log_level, config.log_format), signals)
-            self.liveness = Liveness(config, self.processes)
-            self.context = LaunchContext(config, model_dir, media_cache, runtime_dir, self.listeners, self.processes)
-            self.generation = Generation(1, self.context)
-            if config.uds is None and config.host in ("0.0.0.0", "::") and not config.api_key:
-                logger.warning("--host %s: open to the network; set --api-key, or --host 127.0.0.1", config.host)
-            logger.info("loading %s (%s) from %s", config.served_names[0], self.architecture, model_dir)
-            return self.serve_until_stopped()
-
-    def serve_until_stopped(self) -> int:
         """Start the processes, handle what happens, stop the processes; returns the exit status."""
         try:
             try:
@@ -131,13 +132,13 @@ class Supervisor:
             self.generation.start()
         except OSError as error:
             raise GenerationOver(f"a process cannot be started: {error}") from None
-        while not self.generation.complete:
+        while not all(child.serving for child in self.generation.children):
             self.poll()
         self.generation.serving_since = time.monotonic()
         self._announce(time.monotonic() - begun)
 
     def _announce(self, seconds: float) -> None:
-        config, limits, cache = self.config, self.generation.limits[0], self.context.media_cache
+        config, limits, cache = self.config, self.generation.limits[0], self.generation.media_cache
         for choice in self.generation.transports:
             what = "media that do not fit the cache" if cache.kind == "shm" else "media"
             logger.info("%s reach engine %d by %s: %s", what, choice.engine, choice.transport, choice.reason)
@@ -145,9 +146,9 @@ class Supervisor:
             logger.info("no effect here: %s", "; ".join(useless))
         logger.info("media cache: %s (%s)", cache.kind, cache.reason)
         logger.info(
-            "serving %s (%s) at %s/v1 after %.1f s: %d API server(s), %d engine(s) x %d worker(s), "
+            "serving %s at %s/v1 after %.1f s: %d API server(s), %d engine(s) x %d worker(s), "
             "%d KV blocks of %d tokens, up to %d tokens a request",
-            config.served_names[0], self.architecture, url_of(config, self.listeners[0]), seconds,
+            config.served_names[0], url_of(config, self.listeners[0]), seconds,
             config.api_server_count, config.data_parallel_size, config.tensor_parallel_size,
             limits.num_blocks, limits.block_size, limits.max_model_len,
         )  # fmt: skip
@@ -160,15 +161,11 @@ class Supervisor:
         Raises:
             GenerationOver: an engine is dead.
             Stop: the server is to stop.
-            Unkillable: see `Liveness.turn`.
+            Unkillable: see `ProcessGroup.wait`.
         """
-        waiting = self.retry_at - time.monotonic()
-        for event in self.processes.wait(
-            min(seconds, self.liveness.seconds_left(), waiting if waiting > 0 else math.inf)
-        ):
+        for event in self.processes.wait(seconds):
             self._handle(event)
         self._replace_api_servers()
-        self.liveness.turn()
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -182,8 +179,7 @@ class Supervisor:
             case Received(child=child, body=Refused(reason=reason)):
                 if child.generation == self.generation.number and not self.generation.announced:
                     raise GenerationOver(reason)
-                child.kill_reason = reason
-                child.kill()
+                child.kill(reason)
             case Received(child=child) if child.generation == self.generation.number:
                 self.generation.receive(event)
             case Gone(child=child, text=text) if child.generation == self.generation.number:
@@ -210,19 +206,15 @@ class Supervisor:
             leave_port(self.listeners[slot])
 
     def _replace_api_servers(self) -> None:
-        """Start one for each slot whose API server is dead; where the host gives no process, later."""
-        if not self.generation.announced or time.monotonic() < self.retry_at:
-            return
-        try:
-            self.generation.start_api_servers()
-        except OSError as error:
-            logger.error("an API server cannot be started now, retrying: %s", error)
-            self.retry_at = time.monotonic() + RETRY_SECONDS
+        """Start one for each slot whose API server is dead; where the host gives no process, after the next events."""
+        if self.generation.announced:
+            try:
+                self.generation.start_api_servers()
+            except OSError as error:
+                logger.error("an API server cannot be started now, retrying: %s", error)
 
     def end_generation(self, why: str) -> None:
         """End its engines, so that every client has its answer; returns when the next generation is to start.
-
-        API servers that serve go on, to answer 503.
 
         Raises:
             Stop: there is to be none.
@@ -230,8 +222,8 @@ class Supervisor:
         over, most = self.generation, self.config.restart_engine
         if over.number == 1 and not over.announced:  # most often the settings are at fault
             raise Stop(1, f"start failed: {why}")
-        over.kill(spare=[child for child in over.children if child.role == "api" and child.serving])
-        self.generation = Generation(over.number + 1, self.context)  # other deaths of the old one change nothing
+        over.end()
+        self.generation = dataclasses.replace(over, number=over.number + 1)  # other deaths of `over` change nothing
         for slot in range(len(self.listeners)):  # those whose API server is dead or does not serve yet
             self._leave_port(slot)
         reach_failpoint("restarting-engines")
@@ -269,16 +261,12 @@ class Supervisor:
         for child in self.processes.children:
             if child.role == "api" and not stop.at_once:
                 logger.warning("%s is killed: it has not exited within %g s", child.title, API_STOP_SECONDS)
-            child.dismissed = True
             child.kill()
         while self.processes.children:
-            self.processes.wait(self.liveness.seconds_left())
-            self.liveness.turn()
+            self.processes.wait()
 
     def _wait_for_api_servers(self, stop: Stop, seconds: float) -> None:
         """Until all have exited, the time is up, or another signal comes."""
         deadline = time.monotonic() + seconds
         while self.processes.api_servers() and not stop.at_once and (left := deadline - time.monotonic()) > 0:
-            events = self.processes.wait(min(left, self.liveness.seconds_left()))
-            stop.at_once |= any(isinstance(event, Interrupted) for event in events)
-            self.liveness.turn()
+            stop.at_once |= any(isinstance(event, Interrupted) for event in self.processes.wait(left))

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from mini_engine.config import EngineConfig
 from mini_engine.launch.process_group import ProcessGroup
-from mini_engine.log import LogSettings
 
 
 @pytest.fixture
-def processes(runtime) -> Iterator[ProcessGroup]:
-    """Its children run `program.py`. The test's own signals are left alone."""
-    read_end, write_end = os.pipe()
-    made = ProcessGroup(runtime, LogSettings("info"), SimpleNamespace(fd=read_end, take=list), "tests.launch.program")
-    yield made
-    for child in made.children:
-        child.kill()
-    while made.children:
-        made.wait(60)
-    made.close()
-    os.close(read_end)
-    os.close(write_end)
+def make_processes(runtime) -> Iterator[Callable[[EngineConfig], ProcessGroup]]:
+    """A group with this configuration, whose children run `program.py`. The test's own signals are left alone."""
+    no_signals = os.eventfd(0)
+    made: list[ProcessGroup] = []
+
+    def make(config: EngineConfig) -> ProcessGroup:
+        made.append(ProcessGroup(config, runtime, no_signals, "tests.launch.program"))
+        return made[0]
+
+    yield make
+    for group in made:
+        for child in group.children:
+            child.kill()
+            child.popen.kill()  # where a test has replaced the line above
+        while group.children:
+            group.wait()
+        group.close()
+    os.close(no_signals)
+
+
+@pytest.fixture
+def processes(make_processes) -> ProcessGroup:
+    return make_processes(EngineConfig())

@@ -19,6 +19,8 @@ def main() -> None:
         sys.exit(1)
     if what == "sleeps":
         time.sleep(600)
+    while what == "spins":
+        pass
 
 
 main()

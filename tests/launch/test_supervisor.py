@@ -1,8 +1,10 @@
-"""Children that die, and those that do not; restarts, and the end of a server."""
+"""Children that die, hang, or do not die; restarts, and the end of a server."""
 
 from __future__ import annotations
 
+import os
 import select
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -10,27 +12,24 @@ from collections.abc import Iterator
 import pytest
 
 from mini_engine.config import EngineConfig
-from mini_engine.launch import liveness, supervisor
-from mini_engine.launch.generation import Generation, LaunchContext
+from mini_engine.launch import process_group, supervisor
+from mini_engine.launch.generation import Generation
 from mini_engine.launch.listeners import bind_listeners
-from mini_engine.launch.liveness import Liveness
-from mini_engine.launch.process_group import ChildProcess, ProcessGroup
+from mini_engine.launch.process_group import TURNS, ChildProcess, ProcessGroup
 from mini_engine.launch.supervisor import API_RESTARTS_IN_A_ROW, GenerationOver, Stop, Supervisor
 from mini_engine.messages import MediaCachePlan
+from tests.e2e.waiting import eventually
 
 
 @pytest.fixture
 def one(processes, runtime) -> Iterator[Supervisor]:
     """In its second generation, so that one start that fails is followed by another."""
-    made = Supervisor(EngineConfig(restart_engine=5))
-    made.listeners = bind_listeners(EngineConfig(host="127.0.0.1", port=0))
-    made.processes, made.liveness = processes, Liveness(made.config, processes)
-    plan = MediaCachePlan("off", 0, "")
-    made.context = LaunchContext(made.config, "", plan, runtime, made.listeners, processes)
-    made.generation = Generation(2, made.context)
-    made.generation.serving_since = time.monotonic()
-    yield made
-    made.listeners[0].close()
+    config = EngineConfig(restart_engine=5)
+    listeners = bind_listeners(EngineConfig(host="127.0.0.1", port=0))
+    generation = Generation(2, config, "", MediaCachePlan("off", 0, ""), runtime, listeners, processes)
+    generation.serving_since = time.monotonic()
+    yield Supervisor(generation)
+    listeners[0].close()
 
 
 def wait_for_deaths(children: list[ChildProcess]) -> None:
@@ -67,23 +66,56 @@ def test_a_successor_counts_in_the_files_of_a_dead_api_server_whose_gauges_are_f
     assert [processes.start("api", "sleeps", 2).metrics_number for _ in range(2)] == [0, 2]
 
 
+# --- hanging processes ------------------------------------------------------------------------------------------------
+
+
+def wait_for_a_kill(group: ProcessGroup) -> None:
+    children = [*group.children]
+    while not any(child.killed for child in children):
+        group.wait()
+
+
+def test_an_unresponsive_process_is_killed_at_its_timeout(make_processes):
+    """It is pinged first one turn after it was seen alive, so that the time it had is the time-out."""
+    group, begun = make_processes(EngineConfig(collective_timeout=2, health_timeout=1)), time.monotonic()
+    child = group.start("core", "0.sleeps", 1)
+    child.set_serving()
+    wait_for_a_kill(group)
+    assert 2 < time.monotonic() - begun < (1 + 2 / TURNS) * 2
+    assert child.kill_reason == "it was unresponsive for 2 s (--collective-timeout)"
+
+
+@pytest.mark.parametrize(("states", "killed"), [("SST", "T"), ("SRT", "RT"), ("SSS", "SSS")])
+def test_of_processes_that_are_not_ready_those_that_sleep_are_not_killed(states, killed, make_processes, caplog):
+    group = make_processes(EngineConfig(startup_timeout=1.5))
+    children = [group.start("worker", "spins" if state == "R" else "sleeps", 1) for state in states]
+    waiting = group.start("api", "sleeps", 1)  # for the others
+    waiting.ready = True
+    for child, state in zip(children, states, strict=True):
+        if state == "T":
+            os.kill(child.pid, signal.SIGSTOP)
+        eventually(lambda child=child, state=state: child.state == state)
+    wait_for_a_kill(group)
+    assert "".join(state for child, state in zip(children, states, strict=True) if child.killed) == killed
+    assert not waiting.killed
+    named = [f"{child.name} {state}" for child, state in zip(children, states, strict=True)]
+    assert f"(state in proc(5): {', '.join(named)})" in caplog.text
+
+
 # --- deaths -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_process_that_does_not_die_ends_the_server(one, processes, monkeypatch, caplog):
+@pytest.fixture
+def short_death(monkeypatch) -> None:
+    monkeypatch.setattr(process_group, "DEATH_SECONDS", 0.5)
+
+
+def test_an_engine_process_that_does_not_die_ends_the_server(short_death, one, processes, monkeypatch, caplog):
     """As one that waits in the kernel for a device: SIGKILL does not end it."""
-    monkeypatch.setattr(liveness, "DEATH_SECONDS", 0.5)
-    one.liveness = Liveness(one.config, processes)
     undying = processes.start("worker", "sleeps", 2)
     monkeypatch.setattr(undying, "kill", lambda: setattr(undying, "killed", True))
-
-    def start(self: Generation) -> None:
-        processes.start("core", "exits", self.number)
-
-    monkeypatch.setattr(Generation, "start", start)
-    assert one.serve_until_stopped() == 1
+    assert one.run() == 1
     assert f"ended with status 1: {undying.title} has not exited after SIGKILL" in messages(caplog)[-1]
-    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("first", ["api", "core"])
