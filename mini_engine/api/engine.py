@@ -82,7 +82,7 @@ class Engine:
         self.requests: dict[str, Generation] = {}
         self.preparing = 0  # samples of requests that chose this engine and are not in `requests` yet
         self.stopped: EngineError | None = None  # what requests end with once it serves no more
-        self.death_reported = False  # by the supervisor
+        self.may_be_lost = False  # the supervisor has reported its death, or this process is draining
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # raises EngineLost
         self._socket = socket
         self._encoder = encoder
@@ -235,7 +235,7 @@ class Engine:
             asyncio.get_running_loop().call_later(LOST_SECONDS, self._check_lost)
 
     def _check_lost(self) -> None:
-        if not self.death_reported and not self.lost.done():
+        if not self.may_be_lost and not self.lost.done():
             self.lost.set_exception(EngineLost("a running engine cannot be reached; this API server exits"))
 
 
@@ -333,8 +333,13 @@ class EngineClient:
         role, _, index = sender.partition(" ")
         if role in ("core", "worker"):
             engine = self.engines[int(index.partition(".")[0])]
-            engine.death_reported = True
+            engine.may_be_lost = True
             engine.die()
+
+    def drain(self) -> None:
+        """This process exits when its last request has finished, and is not replaced before."""
+        for engine in self.engines:
+            engine.may_be_lost = True
 
     def stop(self, why: EngineError) -> None:
         """End all requests with `why`, and refuse new ones."""

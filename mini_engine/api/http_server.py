@@ -27,8 +27,8 @@ STOP_SECONDS = 1  # for responses to end after their requests have been ended, b
 HEADER_BYTES = 16 << 10  # of an incomplete request
 
 
-class Connection(H11Protocol):
-    """uvicorn's connection, with a timer that aborts it.
+class Connection(asyncio.Protocol):
+    """One connection: uvicorn's protocol, and a timer that aborts it.
 
     The timer runs while no request is in progress: `timeout_client` seconds, and after a response `timeout_keep_alive`
     more (uvicorn closes a silent connection at that time). It also runs while the client does not read what is written.
@@ -37,7 +37,7 @@ class Connection(H11Protocol):
 
     def __init__(self, settings: EngineConfig, limit: int, *, app_state: dict[str, Any], **arguments: Any):
         """`limit` is how many connections there may be; a further one is aborted at once."""
-        super().__init__(app_state={**app_state, "connection": self}, **arguments)
+        self._protocol = H11Protocol(app_state={**app_state, "connection": self}, **arguments)
         self._settings = settings
         self._limit = limit
         self._timer: asyncio.TimerHandle | None = None
@@ -57,38 +57,49 @@ class Connection(H11Protocol):
 
     def abort(self) -> None:
         """Close the connection without sending what is left."""
-        self.transport.abort()
+        self._protocol.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`, as all below."""
-        super().connection_made(transport)
+        self._protocol.connection_made(transport)
         self._update_timer()
-        if len(self.connections) > self._limit:
+        if len(self._protocol.connections) > self._limit:
             self.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """uvicorn cannot report bytes that are not HTTP when they follow a response."""
+        try:
+            self._protocol.data_received(data)
+        except h11.LocalProtocolError:
+            self.abort()
+
+    def eof_received(self) -> None:
+        """The client sends no more: the connection is closed."""
+        self._protocol.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The request in progress receives `http.disconnect`."""
-        super().connection_lost(exc)
+        self._protocol.connection_lost(exc)
         self._update_timer()
 
     def pause_writing(self) -> None:
         """The client reads more slowly than the server writes."""
-        super().pause_writing()
+        self._protocol.pause_writing()
         self._write_paused = True
         self._update_timer()
 
     def resume_writing(self) -> None:
         """The client has read most of it."""
-        super().resume_writing()
+        self._protocol.resume_writing()
         self._write_paused = False
         self._update_timer()
 
     def _update_timer(self, more_seconds: float = 0) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if (self._write_paused or not self._requests) and not self.transport.is_closing():
+        if (self._write_paused or not self._requests) and not self._protocol.transport.is_closing():
             seconds = self._settings.timeout_client + more_seconds
-            self._timer = self.loop.call_later(seconds, self.abort)
+            self._timer = self._protocol.loop.call_later(seconds, self.abort)
 
 
 class HttpServer(uvicorn.Server):
@@ -97,7 +108,7 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, config: EngineConfig, on_started: Callable[[], None]):
-        max_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # idle ones included
+        max_connections = config.max_connections or resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         # uvicorn accepts connections above `limit_concurrency`, so that their requests get a 503.
         connection: Any = partial(Connection, config, max_connections + max_connections // 2)
         super().__init__(
@@ -138,9 +149,8 @@ class HttpServer(uvicorn.Server):
 
 def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """asyncio reports every connection that cannot be accepted without a descriptor, and tries again: thousands per
-    second. uvicorn raises for bytes that are not HTTP when they follow a response; their connection is closed."""
-    error = context.get("exception") or Exception()
-    if shortage := shortage_in(error):
+    second."""
+    if shortage := shortage_in(context.get("exception") or Exception()):
         log_shortage(shortage)
-    elif not isinstance(error, h11.LocalProtocolError):
+    else:
         loop.default_exception_handler(context)

@@ -197,6 +197,7 @@ class SupervisorLink:
                 case Start(limits=limits):
                     self.started.set_result(limits)
                 case Drain():
+                    self._engines.drain()
                     self.draining.set()
                 case PeerGone(sender=sender):
                     self._engines.peer_gone(sender)

@@ -99,6 +99,10 @@ class EngineConfig:
     port: int = _server(8000, "Port to listen on; 0: a free one.", minimum=0, maximum=65535)
     uds: str | None = _server(None, "Unix socket to listen on, not --host and --port.", metavar="PATH", unset="none")
     root_path: str = _server("", "Path prefix behind a reverse proxy, such as /engine.", unset="none")
+    max_connections: int | None = _server(
+        None, "Maximum connections per API server, idle ones included; then 503. --max-num-queued-reqs limits load.",
+        minimum=1, unset="half of the open files limit",
+    )  # fmt: skip
     timeout_client: float = _server(
         30.0, "Seconds in which a client must send the request headers, send the body (a second more for each 16 KiB), "
         "or read some of the response, before its connection is closed.", minimum=0.1, maximum=3600,
