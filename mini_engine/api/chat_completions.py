@@ -43,10 +43,8 @@ async def chat_completions(request: Request) -> Response:
 async def start(context: AppContext, chat: ChatRequest, request_id: str, clock: RequestClock) -> Generation:
     """Rows 2 to 8 of docs/request-path.md. When this returns the engine has the request.
 
-    The prompt is rendered before any media are loaded: a conversation that cannot be rendered costs no decoding.
-
-    Raises:
-        ApiError, MediaError, DecoderUnavailable, Shortage: see `errors.explain`.
+    The prompt is rendered before any media are loaded: a conversation that cannot be rendered costs no decoding. Raises
+    ApiError, MediaError, DecoderUnavailable, Shortage: see `errors.explain`.
     """
     async with contextlib.AsyncExitStack() as held:
         # Row 2: the media references, the prompt with a placeholder for each, their settings.

@@ -357,10 +357,6 @@ class EngineClient:
 
 
 def send_now(socket: zmq.asyncio.Socket, frame: bytes) -> None:
-    """Queue `frame` at once, without yielding to other tasks.
-
-    Raises:
-        zmq.ZMQError: the queue is full.
-    """
+    """Queue `frame` at once, without yielding to other tasks. Raises zmq.ZMQError: the queue is full."""
     sent: Any = socket.send(frame, zmq.NOBLOCK)  # with this flag pyzmq returns a future that is done
     sent.result()

@@ -73,10 +73,6 @@ class Connection(asyncio.Protocol):
         except h11.LocalProtocolError:
             self.abort()
 
-    def eof_received(self) -> None:
-        """The client sends no more: the connection is closed."""
-        self._protocol.eof_received()
-
     def connection_lost(self, exc: Exception | None) -> None:
         """The request in progress receives `http.disconnect`."""
         self._protocol.connection_lost(exc)

@@ -108,14 +108,11 @@ class MediaLoader:
         return known_bytes()
 
     async def fetch(self, refs: Iterable[MediaRef], settings: MediaSettings, received: Received) -> list[FetchedItem]:
-        """The items in the order of `refs`, with their hashes. Cancelling it, or the failure of one item,
-        ends the work on the others.
+        """The items in the order of `refs`, with their hashes. Cancelling it, or the failure of one item, ends the work
+        on the others.
 
-        `received` is called with the size of each block of a download before the block is stored.
-
-        Raises:
-            MediaError: an item cannot be fetched.
-            Exception: what `received` raised, which ends all downloads.
+        `received` is called with the size of each block of a download before the block is stored; what it raises ends
+        all downloads. Raises MediaError: an item cannot be fetched.
         """
         return await _all(self._fetch(ref, settings, received) for ref in refs)
 
@@ -129,11 +126,8 @@ class MediaLoader:
         of the times that the items took.
 
         Cancelling it, or the failure of one item, stops the work on those that no other request waits for. What is
-        returned may be shared with other requests: it must not be changed.
-
-        Raises:
-            MediaError, DecoderUnavailable: an item cannot be decoded or processed, at all or now; the error has the
-                name that the item has in `items`.
+        returned may be shared with other requests: it must not be changed. Raises MediaError, DecoderUnavailable: an
+        item cannot be decoded or processed, at all or now; the error has the name that the item has in `items`.
         """
         distinct = {item.media_hash: item for item in items}
         if not distinct:

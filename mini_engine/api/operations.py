@@ -105,8 +105,6 @@ async def version() -> Response:
 logger = logging.getLogger(__name__)
 
 STATS_SECONDS = 10.0
-
-
 Samples = dict[str, list[float]]  # see `metrics.samples`
 
 

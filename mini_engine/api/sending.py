@@ -40,11 +40,8 @@ class RequestSender:
 
     async def submit(self, request: NewRequest) -> None:
         """Send `request` and its tensors: the patches of its items are a tensor, or None where the engine has them by
-        hash. Waits for memory for them; cancelling it leaves nothing behind.
-
-        Raises:
-            EngineError: the engine is down; memory for the tensors is short (MediaNotSent); or they are larger than
-                the limit, a 400.
+        hash. Waits for memory for them; cancelling it leaves nothing behind. Raises EngineError: the engine is down;
+        memory for the tensors is short (MediaNotSent); or they are larger than the limit, a 400.
         """
         tensors: list[Any] = [item.patches for item in request.media if item.patches is not None]
         try:
