@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -293,17 +292,3 @@ def test_raised_mark_is_reported_if_ranks_register_the_memory():
     assert store.mark is None
     put(store, 3, 2 * MARK_PAGES)
     assert store.mark == 2 * MARK_PAGES * PAGE_BYTES
-
-
-@pytest.mark.parametrize("number", [6_000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_many_small_items_make_room_for_a_large_one(number):
-    """As many as its pages, the least recently used of those without a reference; in as few runs as possible."""
-    store = MediaStore(number * PAGE_BYTES, ROW, lambda: PLENTY)
-    values = [index.to_bytes(16) for index in range(number)]
-    for index, value in enumerate(values):
-        reserved = store.reserve((API, "writer"), facts(value, 1))
-        store.written(reserved.number, [(API, "reader")] if index % 4 == 0 else [])
-    reserved = store.reserve((API, "large"), facts(b"large", number))
-    assert reserved.outcome == "reserved" and store.num_evictions == number // 2
-    assert [entry.media.media_hash for entry in store.idle] == [v for i, v in enumerate(values) if i % 4][number // 2 :]
-    assert store.num_references == number // 4 and len(reserved.extents) == -(-number // 6)
