@@ -1,10 +1,15 @@
 """A web server on loopback for the tests of downloads. It sends exactly the bytes that a test gives."""
 
+import shutil
 import socket
 import ssl
+import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
+
+import pytest
 
 Answer = Callable[[socket.socket, str], None]
 """Called with the connection and the request's head. The connection is closed when it returns."""
@@ -66,3 +71,14 @@ def response(body: bytes = b"", status: str = "200 OK", **headers: str) -> bytes
 def chunked(*chunks: bytes) -> bytes:
     """A body in chunked transfer coding, with its end."""
     return b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in (*chunks, b""))
+
+
+def make_certificate(folder: Path, names: str) -> tuple[Path, Path]:
+    """A self-signed certificate for `names`, such as `DNS:localhost,IP:127.0.0.1`, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command to make a certificate")
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=test -addext "
+    make += f"subjectAltName={names} -addext keyUsage=critical,digitalSignature,keyCertSign"
+    subprocess.run([*make.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    return certificate, key

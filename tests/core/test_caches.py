@@ -1,14 +1,15 @@
-"""Prefix cache, encoder cache and samples that share a prompt: hits and misses."""
+"""Prefix cache, encoder cache, cached media, and samples that share a prompt: hits and misses."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from mini_engine.messages import ControlReply, ControlRequest, Sibling
 from tests.core.simulated_ranks import token_of
-from tests.core.world import TIMED, World, finish, item, message
+from tests.core.world import BYTES, TIMED, World, copies_world, finish, item, message, named, store_world, stored
 
-A, B = b"a" * 16, b"b" * 16
+A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 
 
 @pytest.mark.parametrize(("prompt", "cached"), [(14, 12), (12, 8)])
@@ -107,7 +108,7 @@ def test_encoded_item_is_shared_only_after_its_step_retired():
 
 def test_encoder_cache_evicts_the_least_recently_used_item():
     world = World(encoder_cache_tokens=8, enable_prefix_caching=False)
-    for number, value in enumerate([A, B, b"c" * 16, A, B], 1):
+    for number, value in enumerate([A, B, C, A, B], 1):
         world.request(f"r{number}", media=[item(message(number), 1, 4, media_hash=value)], prompt=8)
         world.media_ready(message(number))
         finish(world, f"r{number}")
@@ -213,4 +214,47 @@ def test_preempted_request_keeps_its_embeddings():
     assert world.stats().preemptions > 0
     assert world.links.num_encoded == 1
     assert world.tokens["video"] == [token_of("video", i) for i in range(14)]
+    world.assert_at_rest()
+
+
+# --- cached media ----------------------------------------------------------------------------------------------------
+
+
+def bring(world, name, number, media_hash, **more):
+    """A request with the tensor of a video, to its end."""
+    media = msgspec.structs.replace(item(message(number), 1, media_hash=media_hash), **more)
+    world.request(name, prompt=8, media=[media])
+    world.media_ready(message(number))
+    finish(world, name)
+
+
+def test_refused_request_leaves_no_reference():
+    world = store_world()
+    stored(world, A)
+    world.look_up("bad", A)
+    world.request("bad", prompt=8, media=[named(1, A), named(1, A)])  # on the same placeholders
+    world.run()
+    assert world.ends["bad"] == ["error"]
+    world.assert_at_rest()
+
+
+def test_lru_eviction_counts_lookups_as_use():
+    world = copies_world(2)
+    bring(world, "r1", 1, A)
+    bring(world, "r2", 2, B)
+    world.look_up("by name", A)
+    world.request("by name", prompt=8, media=[named(1, A)])
+    finish(world, "by name")
+    bring(world, "r3", 3, C)
+    assert world.idle == [A, C]
+    assert world.stats().media_evictions == 1
+    world.assert_at_rest()
+
+
+@pytest.mark.parametrize("cacheable", [False, True])
+def test_uncacheable_item_is_not_kept(cacheable):
+    world = copies_world(4)
+    bring(world, "r1", 1, A, cacheable=cacheable)
+    assert world.idle == [A] * cacheable
+    assert world.core.media.num_bytes == cacheable * 2 * BYTES
     world.assert_at_rest()

@@ -193,10 +193,6 @@ def named(offset, media_hash, num_tokens=2):
     return item(None, offset, num_tokens, media_hash=media_hash)
 
 
-def brought(number, offset, media_hash, num_tokens=2, index=0):
-    return item(message(number), offset, num_tokens, index, media_hash)
-
-
 def copies_world(num_items, **more):
     """Cache type `lru`, with room for so many items of two tokens."""
     return World(media=RankCopies(num_items * 2 * BYTES), encoder_cache_tokens=4, enable_prefix_caching=False, **more)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.client
+import itertools
+import math
 import os
 import re
 import signal
@@ -18,12 +19,23 @@ from urllib.parse import urlsplit
 
 from openai import OpenAI
 
-from tests.e2e.processes import alive, descendants, has_socket, is_mapped, tcp_sockets
-from tests.e2e.waiting import FailPoint, eventually
+from tests.e2e.processes import (
+    FailPoint,
+    alive,
+    descendants,
+    descriptors,
+    eventually,
+    has_socket,
+    mappings,
+    tcp_sockets,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 START_SECONDS = 240  # on a busy machine
 ENGINE_SECONDS = 1.0  # after which `/metrics` answers without an engine that is silent
+ACCEPT_SECONDS = 1.0  # for which a connection waits for the process that has accepted it
+SERVE = [sys.executable, "serve.py", "--host", "127.0.0.1", "--port", "0"]
+CHAT_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 # The types of the media cache, and the flags for each.
 CACHES = {
@@ -39,14 +51,10 @@ GAUGES = (
 
 
 class RunningServer:
-    """`with RunningServer("-tp", "2") as server:` The log goes to a file, so that no full pipe can stop the server.
+    """`with RunningServer("-tp", "2") as server:` The log goes to a file, so that no full pipe can stop the server."""
 
-    With `own_dev_shm` the server's processes see an empty /dev/shm that no other program uses, if the system allows it.
-    """
-
-    def __init__(self, *flags: str, environ: dict[str, str] | None = None, own_dev_shm: bool = False):
-        launcher = ["tests/e2e/own_dev_shm.py"] if own_dev_shm else []
-        self.command = [sys.executable, *launcher, "serve.py", "--host", "127.0.0.1", "--port", "0", *flags]
+    def __init__(self, *flags: str, environ: dict[str, str] | None = None):
+        self.command = [*SERVE, *flags]
         self.environ = environment(flags, environ)
         self.client: OpenAI | None = None
 
@@ -77,7 +85,6 @@ class RunningServer:
         self._failpoints.mkdir()
         if armed is not None:
             self.failpoint(armed).arm()
-        self._shm_before = set(os.listdir("/dev/shm"))
         own = {"TMPDIR": str(self.tmpdir), "MINI_ENGINE_FAILPOINTS": str(self._failpoints)}
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
@@ -111,33 +118,36 @@ class RunningServer:
 
     # --- requests
 
-    def connect(self, api: str | None = None, seconds: float = START_SECONDS) -> http.client.HTTPConnection:
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        address = urlsplit(self.url)
+        return address.hostname, address.port
+
+    def connect(self, api: str | None = None) -> http.client.HTTPConnection:
         """A connection, accepted by this API server, such as `api 0`, if one is named.
 
         The kernel spreads connections over the API servers. The other end of a connection is a socket in /proc/net/tcp,
         whose inode is among the descriptors of the process that has accepted it.
         """
-        address = urlsplit(self.url)
-        deadline = time.monotonic() + seconds
-        patience = 0.25  # a busy server takes longer; one that has just died accepts nothing
+        deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
-            connection = http.client.HTTPConnection(address.hostname, address.port, timeout=120)
+            connection = http.client.HTTPConnection(*self.address, timeout=120)
             if api is None:
                 return connection
-            with contextlib.suppress(ConnectionError, TimeoutError):  # no process listens at the moment
+            with contextlib.suppress(ConnectionError):  # no process listens at the moment
                 connection.connect()
-                inode = self._accepted_as(connection, patience)
+                inode = self._accepted_as(connection)
                 if inode and has_socket(self.pids().get(api), inode):
                     return connection
-                patience = patience if inode else min(2 * patience, 2)
             connection.close()
             time.sleep(0.01)
         raise AssertionError(f"{api} accepts no connections\n{self.log}")
 
-    def _accepted_as(self, connection: http.client.HTTPConnection, seconds: float) -> int | None:
-        """The inode of the other end; None when it is not accepted in time."""
+    def _accepted_as(self, connection: http.client.HTTPConnection) -> int | None:
+        """The inode of the other end; None when it is not accepted in time, as by a process that has just died."""
         ends = connection.sock.getpeername()[1], connection.sock.getsockname()[1]
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + ACCEPT_SECONDS
         while time.monotonic() < deadline:
             for local, remote, inode in tcp_sockets():
                 if (local, remote) == ends and inode:
@@ -173,8 +183,7 @@ class RunningServer:
 
     def has_clients(self) -> bool:
         """Whether an API server has a connection."""
-        port = urlsplit(self.url).port
-        return any(local == port and remote and inode for local, remote, inode in tcp_sockets())
+        return any(local == self.address[1] and remote and inode for local, remote, inode in tcp_sockets())
 
     def assert_at_rest(self, api: str | None = None) -> None:
         """Soon no request is there, and nothing that one holds."""
@@ -208,14 +217,9 @@ class RunningServer:
                     found[name if name not in found else f"{name} #{pid}"] = pid
         return found
 
-    def assert_dev_shm_never_written(self) -> None:
-        """The server created no file in its private /dev/shm. In a shared one it left none."""
-        theirs = os.stat(f"/proc/{self.process.pid}/root/dev/shm")
-        if theirs.st_dev != os.stat("/dev/shm").st_dev:
-            assert theirs.st_mtime_ns == 0, os.listdir(f"/proc/{self.process.pid}/root/dev/shm")
-        else:
-            names = set(os.listdir("/dev/shm")) - self._shm_before
-            assert all(map(is_mapped, names)), names
+    def files_and_mappings(self) -> dict[str, tuple[int, int]]:
+        """Open descriptors, and mappings of the package's shared memory, of each process."""
+        return {name: (descriptors(pid), mappings(pid)) for name, pid in self.pids().items()}
 
     def stop(self, number: int = signal.SIGINT, seconds: float = 60) -> int:
         """Send a signal to the supervisor and wait; asserts that nothing is left. Returns the exit status."""
@@ -231,42 +235,32 @@ class RunningServer:
         return self.process.returncode
 
     def assert_nothing_left(self, family: list[int]) -> None:
-        """Soon no process of `family`, no runtime directory and nothing in /dev/shm is left."""
+        """Soon no process of `family` and no runtime directory is left."""
 
         def check() -> None:
-            processes, files = [pid for pid in family if alive(pid)], os.listdir(self.tmpdir)
-            names = [name for name in set(os.listdir("/dev/shm")) - self._shm_before if not is_mapped(name)]
-            assert not (processes or files or names), f"left behind: {processes} {files} {names}\n{self.log}"
+            left = [pid for pid in family if alive(pid)], os.listdir(self.tmpdir)
+            assert not any(left), f"left behind: {left}\n{self.log}"
 
         eventually(check)
 
 
 def environment(flags: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """That of `serve.py` with these flags: this process's, with `environ` over it, and where it has to serve."""
+    """That of `serve.py` with these flags: this process's, with `environ` over it.
+
+    Where there are CUDA devices, but fewer than workers, `--device auto` would refuse to start: such a server uses the
+    CPU, unless a flag says on what the workers run, or how they share devices.
+    """
     import torch  # which takes a second, and not all who import this file start a server
 
-    whole = {**os.environ, **(environ or {})}
-    return whole | where_to_serve(flags, whole, torch.cuda.device_count())
-
-
-def where_to_serve(flags: Sequence[str], environ: Mapping[str, str], devices: int) -> dict[str, str]:
-    """What to add to the environment where there are CUDA devices, but fewer than workers: `--device auto` would refuse
-    to start. Nothing where a flag or a variable says on what the workers run, or how they share devices."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for names in (("-tp", "--tensor-parallel-size"), ("-dp", "--data-parallel-size")):
-        parser.add_argument(*names, type=int, default=1)
-    for name in ("device", "distributed-backend"):
-        parser.add_argument(f"--{name}", default=environ.get(f"MINI_ENGINE_{name.upper().replace('-', '_')}"))
-    given, _ = parser.parse_known_args(flags)
-    workers = given.tensor_parallel_size * given.data_parallel_size
-    if given.device or given.distributed_backend or not 0 < devices < workers:
-        return {}
-    return {"MINI_ENGINE_DEVICE": "cpu"}
+    sizes = [value for flag, value in itertools.pairwise(flags) if flag in ("-tp", "-dp", "--tensor-parallel-size")]
+    is_short = 0 < torch.cuda.device_count() < math.prod(map(int, sizes))
+    on_cpu = is_short and not {"--device", "--distributed-backend"} & {*flags}
+    return {**os.environ, **({"MINI_ENGINE_DEVICE": "cpu"} if on_cpu else {}), **(environ or {})}
 
 
 def refused(*flags: str, status: int = 1, prefix: Sequence[str] = (), environ: dict[str, str] | None = None) -> str:
     """What `serve.py` says when it ends with this status instead of starting."""
-    command = [*prefix, sys.executable, "serve.py", "--host", "127.0.0.1", "--port", "0", *flags]
+    command = [*prefix, *SERVE, *flags]
     ended = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS, env=environment(flags, environ)
     )

@@ -1,27 +1,22 @@
-"""A request ends at each stage of its path, by its client or with its API server: all its resources are freed.
+"""A client leaves at each stage of its request's path: all resources of the request are freed.
 
 Flags or a fail point hold a request at its stage. What is held is seen from outside: the gauges of /metrics, open
-descriptors, mappings of shared memory, and /dev/shm.
+descriptors, and mappings of shared memory. `tests/faults` kills processes at these stages.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
-import os
-import signal
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.e2e.asked import Asked, ask_large, ask_small
-from tests.e2e.asking import ENDLESS, TEXT, Asking
-from tests.e2e.processes import descriptors, mappings
+from tests.e2e.asking import ENDLESS, TEXT, Asked, Asking, ask_large, ask_small
+from tests.e2e.processes import eventually
 from tests.e2e.running_server import CACHES, RunningServer, message
-from tests.e2e.waiting import eventually
 
-VICTIM, OTHER = "api 0", "api 1"
+API, OTHER = "api 0", "api 1"
 FLAGS = [
     "--api-server-count", "2", "--maximum-concurrent-videos", "1", "--max-num-seqs", "1",
     "--max-num-batched-tokens", "128", "--max-num-encoder-input-tokens", "8",
@@ -30,32 +25,28 @@ LONG_TEXT = "word " * 600
 SMALL_STAGES = ("decoding", "processing", "receiving", "accepting", "encoding")  # fail points that any video reaches
 
 
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    cache: str
-    transport: str
-    ranks: int
-
-    @property
-    def flags(self) -> list[str]:
-        return [*FLAGS, *CACHES[self.cache], "--mm-tensor-ipc", self.transport, "-tp", str(self.ranks)]
-
-    def __str__(self) -> str:
-        return f"{self.cache}-{self.transport}-{self.ranks}"
+# The flags of each server, and the stages that it does not have: nothing is kept, nothing is stored, or no rank is sent
+# anything. By default only the first.
+SETUPS: dict[str, tuple[list[str], set[str]]] = {
+    "shm": (CACHES["shm"], {"receiving"}),
+    "lru-torch_shm-tp2": ([*CACHES["lru"], "--mm-tensor-ipc", "torch_shm", "-tp", "2"], {"storing"}),
+    "off-direct_rpc": ([*CACHES["off"], "--mm-tensor-ipc", "direct_rpc"], {"storing", "waiting, kept"}),
+}
 
 
 class Cluster:
-    """A running server, and what its processes hold at rest."""
+    """A running server, the stages that it does not have, and what its processes hold at rest."""
 
-    def __init__(self, server: RunningServer):
+    def __init__(self, server: RunningServer, absent: set[str]):
         self.server = server
+        self.absent = absent
         self.seeds = itertools.count(5000)
         server.client.close()  # its connection would count
         for _ in range(2):
             self.ask_both()
         self.before = eventually(self.at_rest)
 
-    def ask(self, one: Asked, api: str = VICTIM, **more: object) -> Asking:
+    def ask(self, one: Asked, api: str = API, **more: object) -> Asking:
         return Asking(self.server, api, one, **more)
 
     def new(self) -> Asked:
@@ -67,7 +58,7 @@ class Cluster:
 
     def ask_both(self) -> None:
         """Each API server answers right, from empty caches, which are empty again afterwards."""
-        for api in (VICTIM, OTHER):
+        for api in (API, OTHER):
             one = self.new()
             assert self.ask(one, api).answer() == one.answer
         assert self.server.get("/reset_caches", OTHER, "POST").status == 200
@@ -78,12 +69,11 @@ class Cluster:
         shown = self.server.metrics(OTHER)
         assert not shown['mm_store_bytes{engine="0",state="used"}'] and not shown['encoder_cache_tokens{engine="0"}']
         assert not self.server.has_clients()
-        return {name: (descriptors(pid), mappings(pid)) for name, pid in self.server.pids().items()}
+        return self.server.files_and_mappings()
 
     def assert_as_before(self) -> None:
         self.ask_both()
         eventually(lambda: self.at_rest() == self.before)
-        self.server.assert_dev_shm_never_written()
         assert not self.server.total("ipc_fallbacks_total", OTHER)
 
 
@@ -120,16 +110,12 @@ def prefilling(cluster: Cluster) -> Iterator[Asking]:
 def admission(cluster: Cluster) -> Iterator[Asking]:
     """Queued for admission, behind one that is decoded."""
     first = cluster.new()
-    victim = cluster.server.pids()[VICTIM]
     with cluster.server.failpoint("decoding") as point:
         ahead = cluster.ask(first)
         point.wait()
         behind = cluster.ask(cluster.new())
         yield behind
-    if cluster.server.pids().get(VICTIM) == victim:
-        assert ahead.answer() == first.answer
-    else:
-        assert ahead.is_reset()
+    assert ahead.answer() == first.answer
 
 
 @contextlib.contextmanager
@@ -169,50 +155,26 @@ STAGES: dict[str, Callable[[Cluster], contextlib.AbstractContextManager[Asking]]
     "prefilling": prefilling,
     "generating": generating,
 }
-SETUPS = [Setup(*setup) for setup in itertools.product(CACHES, ("torch_shm", "direct_rpc"), (1, 2))]
-# By default every stage with the store, and with the queue the one in which it holds something.
-FAST = {Setup("shm", "torch_shm", 1): set(STAGES), Setup("lru", "torch_shm", 1): {"receiving"}}
-FAST_KILLS = {"storing", "receiving"}  # each restart takes long
-# What there is not: nothing is kept, nothing is stored, or no rank is sent anything.
-ABSENT = {"off": {"waiting, kept", "storing"}, "lru": {"storing"}, "shm": {"receiving"}}
 
 
-def cases() -> Iterator[object]:
-    for setup, stage, how in itertools.product(SETUPS, STAGES, ("client leaves", "API server is killed")):
-        if stage not in ABSENT[setup.cache]:
-            is_fast = stage in FAST.get(setup, ()) and (how == "client leaves" or stage in FAST_KILLS)
-            marks = [] if is_fast else [pytest.mark.slow]
-            yield pytest.param(setup, stage, how, marks=marks, id=f"{setup}-{stage}-{how}")
+def server_of(name: str) -> object:
+    return pytest.param(name, marks=[] if name == "shm" else [pytest.mark.slow])
 
 
-@pytest.fixture(scope="module")
-def clusters() -> Iterator[Callable[[Setup], Cluster]]:
-    """The cluster of a setup; its server runs until another setup is requested."""
-    with contextlib.ExitStack() as stack:
-        present: dict[Setup, Cluster] = {}
-
-        def cluster(setup: Setup) -> Cluster:
-            if setup not in present:
-                present.clear()
-                stack.close()
-                present[setup] = Cluster(stack.enter_context(RunningServer(*setup.flags, own_dev_shm=True)))
-            return present[setup]
-
-        yield cluster
+@pytest.fixture(scope="module", params=map(server_of, SETUPS))
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    flags, absent = SETUPS[request.param]
+    with RunningServer(*FLAGS, *flags) as server:
+        yield Cluster(server, absent)
 
 
-@pytest.mark.parametrize(("setup", "stage", "how"), list(cases()))
-def test_abort_at_any_stage_frees_all_resources(
-    setup: Setup, stage: str, how: str, clusters: Callable[[Setup], Cluster]
-):
-    cluster = clusters(setup)
-    victim = cluster.server.pids()[VICTIM]
+@pytest.mark.parametrize("stage", STAGES)
+def test_abort_at_any_stage_frees_all_resources(cluster: Cluster, stage: str):
+    if stage in cluster.absent:
+        pytest.skip("this server has no such stage")
+    pids = cluster.server.pids()
     with STAGES[stage](cluster) as asking:
-        if how == "client leaves":
-            asking.hang_up()
-        else:
-            os.kill(victim, signal.SIGKILL)
-            assert asking.is_reset()
+        asking.hang_up()
     cluster.server.assert_at_rest(OTHER)
     cluster.assert_as_before()
-    assert (cluster.server.pids()[VICTIM] == victim) == (how == "client leaves")
+    assert cluster.server.pids() == pids

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mini_engine.demo import questions, videos
-from tests.e2e.asked import Asked, ask_image, ask_two, ask_video, video_url
+from tests.e2e.asking import Asked, ask_image, ask_two, ask_video, video_url
 from tests.e2e.running_server import RunningServer
 
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}

@@ -1,4 +1,4 @@
-"""The bundled model on CUDA: by kernels and graphs, and without; by each transport; with two workers.
+"""The bundled model on CUDA: by kernels and graphs, and without; by each transport and cache; with two workers.
 
 Where there is a CUDA device, the other tests of this folder run on it too, but for those of more workers than there are
 devices: `--device` is `auto`. And the kernels serve on the CPU, by Triton's interpreter.
@@ -11,10 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.e2e.asked import Asked, ask_image, ask_two, ask_video
+from tests.e2e.asking import Asked, ask_image, ask_two, ask_video
 from tests.e2e.running_server import RunningServer
 
-TRANSPORTS = ("torch_shm", "direct_rpc")
 ONE_DEVICE = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 TWO_DEVICES = [pytest.mark.multi_gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices")]
 WORKERS = [
@@ -23,6 +22,13 @@ WORKERS = [
     pytest.param(["--device", "cuda", "-tp", "2", "--distributed-backend", "gloo"], marks=ONE_DEVICE, id="gloo"),
     pytest.param(["--device", "cuda", "-tp", "2"], marks=TWO_DEVICES, id="nccl"),
 ]
+
+PATHS = {  # of the patches
+    "torch_shm": ["--mm-tensor-ipc", "torch_shm", "--mm-processor-cache-type", "lru"],
+    "direct_rpc": ["--mm-tensor-ipc", "direct_rpc", "--mm-processor-cache-type", "lru"],
+    "store": ["--mm-processor-cache-type", "shm"],
+    "on the device": ["--mm-tensor-ipc", "torch_shm", "--mm-processor-device", "cuda"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,38 +41,20 @@ def answer(server: RunningServer, asked: list[Asked]) -> list[str]:
         return list(pool.map(lambda one: server.ask(one.text, one.urls), asked))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("workers", WORKERS)
-def test_answers_by_each_transport(workers, transport, asked):
-    flags = [*workers, "--mm-tensor-ipc", transport, "--mm-processor-cache-type", "lru"]
-    with RunningServer(*flags, "--api-server-count", "2") as server:
+def test_answers_by_each_path(workers, path, asked):
+    with RunningServer(*workers, *PATHS[path], "--api-server-count", "2") as server:
         answers = answer(server, asked)
+        sent = server.total("ipc_messages_total")
         again = answer(server, asked)
         has_graphs = "CUDA graphs of decode steps recorded" in server.log
         assert has_graphs == ("--enforce-eager" not in workers and "gloo" not in workers)
-        assert server.total("ipc_fallbacks_total") == 0
+        assert server.total("ipc_fallbacks_total") == 0 and sent >= len(asked)
+        assert "pageable memory" not in server.log
     wrong = [(one.text, one.answer, got) for one, got in zip(asked, answers, strict=True) if got != one.answer]
     assert len(wrong) <= 2, wrong
     assert sum(a != b for a, b in zip(answers, again, strict=True)) <= 1
-
-
-@pytest.mark.parametrize("workers", WORKERS[:1] + WORKERS[2:])
-def test_patches_processed_on_the_device_stay_there(workers, asked):
-    flags = [*workers, "--mm-processor-device", "cuda", "--mm-tensor-ipc", "torch_shm", "--api-server-count", "2"]
-    with RunningServer(*flags) as server:
-        answers = answer(server, asked)
-        assert server.total("ipc_fallbacks_total") == 0
-        assert server.total("ipc_messages_total") >= len(asked)
-    assert sum(one.answer == got for one, got in zip(asked, answers, strict=True)) >= len(asked) - 2
-
-
-@pytest.mark.parametrize("workers", WORKERS[:1])
-def test_answers_from_the_store(workers, asked):
-    with RunningServer(*workers, "--mm-processor-cache-type", "shm") as server:
-        answers = answer(server, asked)
-        assert answer(server, asked) == answers
-        assert "pageable memory" not in server.log
-    assert sum(one.answer == got for one, got in zip(asked, answers, strict=True)) >= len(asked) - 2
 
 
 @pytest.mark.parametrize("workers", WORKERS[:1])

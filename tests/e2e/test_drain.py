@@ -8,14 +8,11 @@ import re
 import signal
 import socket
 import time
-from urllib.parse import urlsplit
 
 from mini_engine.config import EngineConfig
-from tests.e2e.asked import Asked
 from tests.e2e.asking import ENDLESS, TEXT, Asking
-from tests.e2e.processes import alive, descendants
-from tests.e2e.running_server import RunningServer
-from tests.e2e.waiting import eventually, stopped
+from tests.e2e.processes import alive, descendants, eventually, stopped
+from tests.e2e.running_server import CHAT_HEAD, RunningServer
 
 BUSY, IDLE = "api 0", "api 1"
 
@@ -26,7 +23,7 @@ def test_a_drain_finishes_running_requests_and_refuses_new_ones():
         family, pids = descendants(server.process.pid), server.pids()
         with stopped(pids["worker 0.1"]):  # so that the request runs for as long as the rest takes
             usage = {"stream_options": {"include_usage": True}}
-            asking = Asking(server, BUSY, Asked("hello", "", []), **usage, stream=True, max_tokens=20, ignore_eos=True)
+            asking = Asking(server, BUSY, TEXT, **usage, stream=True, max_tokens=20, ignore_eos=True)
             eventually(lambda: server.total("num_requests_running") == 1)
             half = send_half_a_body(server)
             os.killpg(server.process.pid, signal.SIGTERM)
@@ -51,10 +48,8 @@ def test_a_drain_finishes_running_requests_and_refuses_new_ones():
 
 def send_half_a_body(server: RunningServer) -> socket.socket:
     """The connection of a request with an incomplete body."""
-    address = urlsplit(server.url)
-    connection = socket.create_connection((address.hostname, address.port), timeout=60)
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    connection.sendall(head + b"Content-Length: 20\r\nExpect: 100-continue\r\n\r\n")
+    connection = socket.create_connection(server.address, timeout=60)
+    connection.sendall(CHAT_HEAD + b"Content-Length: 20\r\nExpect: 100-continue\r\n\r\n")
     assert b" 100 " in connection.recv(4096)  # the server asks for the body
     connection.sendall(b"{")
     return connection

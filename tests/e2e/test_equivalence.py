@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.asked import Asked, ask_image, ask_two, ask_video
-from tests.e2e.asking import Asking
+from tests.e2e.asking import Asked, Asking, ask_image, ask_two, ask_video
 from tests.e2e.running_server import RunningServer
 
 STORY = {"max_tokens": 150, "ignore_eos": True}  # five that run together do not fit into "few blocks"; all prompts do

@@ -1,34 +1,34 @@
-"""Hostile clients: requests that the server's OpenAPI document leads to, bad inputs, and sudden disconnects."""
+"""Hostile clients: requests that the server's OpenAPI document leads to, and bad inputs of every kind."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.client
 import json
 import random
 import re
 import socket
-import struct
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.e2e import bad_inputs
-from tests.e2e.asked import Asked, ask_image, ask_small
-from tests.e2e.asking import TEXT
-from tests.e2e.bad_inputs import MAX_ITEMS, MAX_MEDIA_BYTES, MAX_REQUEST_BYTES, BadInput
+from tests.e2e.asking import ask_small
 from tests.e2e.processes import memory
 from tests.e2e.running_server import RunningServer, message
+from tests.media import test_fetch, test_http_fetch, test_image, test_video
+from tests.media.corpus import PLAYLISTS
 from tests.web import WebServer
 
+MAX_MEDIA_BYTES = 32 << 20
+MAX_REQUEST_BYTES = 64 << 20
+MAX_ITEMS = 2
 DECODE_SECONDS = 30  # --media-decode-timeout: many times what the costliest of the bad inputs takes
 # What one API server may need beyond what it had: a body, the media in it, and what malloc keeps of them for later.
 MAX_GROWTH_BYTES = 384 << 20
@@ -44,15 +44,33 @@ DOCUMENTED = {"POST /reset_caches": {503, 504}, "GET /health": {503}}  # of the 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of --allowed-local-media-path."""
-    root = tmp_path_factory.mktemp("outside") / "media"
-    root.mkdir()
-    bad_inputs.write_media(root)
-    return root
+    return test_fetch.make_root(tmp_path_factory.mktemp("outside"))
+
+
+RESPONSES = [answer for answer, _ in test_http_fetch.BAD_RESPONSES]
+ENDLESS = test_http_fetch.FLOODS + test_http_fetch.DRIPS[:1]
+REDIRECTS = [one for one in test_http_fetch.BAD_LOCATIONS if "//127.0.0.1" not in one]  # which is allowed here
+
+
+def answer(connection: socket.socket, head: str) -> None:
+    """The web server's response to a GET of `/KIND/NUMBER`."""
+    kind, number = head.split()[1][1:].split("/")
+    if kind == "response":
+        connection.sendall(RESPONSES[int(number)])
+    elif kind == "redirect":
+        to = REDIRECTS[int(number)].format(port=connection.getsockname()[1])
+        connection.sendall(f"HTTP/1.1 302 Found\r\nLocation: {to}\r\n\r\n".encode())
+    else:
+        start, piece = ENDLESS[int(number)]
+        connection.sendall(start)
+        while True:
+            connection.sendall(piece)
+            time.sleep(0.05 if len(piece) < 100 else 0)
 
 
 @pytest.fixture(scope="module")
 def web() -> Iterator[WebServer]:
-    with WebServer(bad_inputs.answer) as web:
+    with WebServer(answer) as web:
         yield web
 
 
@@ -64,7 +82,7 @@ def strict(root: Path, web: WebServer) -> Iterator[RunningServer]:
         "--allowed-local-media-path", str(root),
         "--allowed-media-domains", f"127.0.0.1:{web.port}", "localhost",
         "--max-media-bytes", str(MAX_MEDIA_BYTES), "--max-request-bytes", str(MAX_REQUEST_BYTES),
-        "--media-fetch-timeout", "2", "--media-decode-timeout", str(DECODE_SECONDS),
+        "--max-image-pixels", str(10**8), "--media-fetch-timeout", "2", "--media-decode-timeout", str(DECODE_SECONDS),
     ) as running:  # fmt: skip
         yield running
 
@@ -122,26 +140,64 @@ def test_requests_generated_from_openapi_cause_no_500(strict, document, label, m
         assert statuses[404 if "{name}" in label else 200], statuses
 
 
-def post(server: RunningServer, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
-    """Status and body of the response to a chat request, on a new connection."""
-    address = urlsplit(server.url)
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=120)
-    with contextlib.closing(connection):
+Bad = tuple[bytes, dict[str, str]]
+"""The body of a chat request, and headers beside those that tell its length and type."""
+
+
+def asking(*urls: str, kind: str = "video_url") -> Bad:
+    """A question about these media."""
+    return as_json({"messages": [message("What is it?", [(kind, url) for url in urls])]}), {}
+
+
+def as_json(body: Any) -> bytes:
+    return json.dumps(body).encode()
+
+
+def data_url(data: bytes) -> str:
+    return f"data:;base64,{base64.b64encode(data).decode()}"
+
+
+def bad_media(root: Path, port: int) -> Iterator[Bad]:
+    """What `tests/media` refuses, of a server that may read `root` and ask the web server at `port`."""
+    videos = [make() for make, _ in test_video.REFUSED.values()]
+    videos += [playlist.format("file:///etc/passwd").encode() for playlist in PLAYLISTS.values()]
+    urls = [*map(data_url, videos), *test_fetch.BAD_URLS, *test_fetch.BAD_FILE_URLS, *test_http_fetch.BAD_URLS]
+    urls += [f"file://{root}{path}" for path in [*test_fetch.REFUSED_PATHS, "/big", "/empty"]]
+    urls += ["data:;base64," + "A" * (MAX_MEDIA_BYTES * 4 // 3 + 8), "data:," + "%00" * (8 << 20)]
+    for kind, kinds in (("response", RESPONSES), ("endless", ENDLESS), ("redirect", REDIRECTS)):
+        urls += [f"http://127.0.0.1:{port}/{kind}/{number}" for number in range(len(kinds))]
+    urls += [f"http://localhost:{port}/", f"https://127.0.0.1:{port}/", f"http://127.0.0.1:{port ^ 1}/"]
+    yield from map(asking, urls)
+    yield from (asking(data_url(data), kind="image_url") for data, _ in test_image.REFUSED.values())
+    yield asking(*["data:,x"] * (MAX_ITEMS + 1))
+
+
+def bad_bodies() -> Iterator[Bad]:
+    user = {"role": "user", "content": "hi"}
+    bodies = [
+        b"", bytes(1000), b"<xml/>", b"[]", b'{"messages":' * 100_000,
+        b'{"messages": [], "seed": ' + b"9" * 100_000 + b"}",
+        as_json({"messages": [{}] * 100_000}), as_json({f"field {number}": number for number in range(100_000)}),
+        as_json({"messages": [{**user, "content": "word " * 2_000_000}]}),
+        as_json({"messages": [user], "n": 10**6, "max_tokens": 10**9}),
+    ]  # fmt: skip
+    yield from ((body, {}) for body in bodies)
+    yield b"{}", {"Content-Length": str(10**15)}
+    yield b"0\r\n\r\n", {"Transfer-Encoding": "chunked"}
+
+
+def check_refusal(server: RunningServer, body: bytes, headers: dict[str, str], secrets: list[str]) -> None:
+    begun = time.monotonic()
+    with contextlib.closing(http.client.HTTPConnection(*server.address, timeout=120)) as connection:
         connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"} | headers)
         response = connection.getresponse()
-        return response.status, response.read()
-
-
-def check_refusal(server: RunningServer, bad: BadInput, secrets: list[str]) -> None:
-    begun = time.monotonic()
-    status, body = post(server, bad.body, bad.headers)
-    assert time.monotonic() - begun < DECODE_SECONDS, bad.name
-    assert 400 <= status < 500, f"{bad.name}: {status} {body[:300]!r}"
-    error = json.loads(body)["error"]
-    assert set(error) == {"message", "type", "param", "code"}, bad.name
-    assert error["type"] == "invalid_request_error" and len(error["message"]) < 1000, f"{bad.name}: {error}"
-    shown = [secret for secret in secrets if secret in error["message"]]
-    assert not shown and not re.search(r"\d+\.\d+\.\d+\.\d+", error["message"]), f"{bad.name}: {error}"
+        status, text = response.status, response.read()
+    which = f"{status} {text[:1000]!r} for {body[:200]!r}"
+    assert 400 <= status < 500 and time.monotonic() - begun < DECODE_SECONDS, which
+    error = json.loads(text)["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error", which
+    assert len(error["message"]) < 1000 and not re.search(r"\d+\.\d+\.\d+\.\d+", error["message"]), which
+    assert not any(secret in error["message"] for secret in secrets), which
 
 
 def check_good(server: RunningServer, number: int) -> None:
@@ -151,56 +207,17 @@ def check_good(server: RunningServer, number: int) -> None:
 
 
 def test_bad_inputs_are_refused_and_later_requests_answered(strict, root, web):
-    corpus = bad_inputs.corpus(root, web.port)
-    assert len(corpus) >= 60
+    corpus = [*bad_media(root, web.port), *bad_bodies()]
     random.Random(0).shuffle(corpus)
     secrets = [str(root), "secret", "/etc", "/proc", "/dev", "/tmp", "localhost", f":{web.port}", "Traceback"]
     check_good(strict, 0)
     api = strict.pids()["api 0"]
     before = memory(api, "VmRSS")
-    for number, bad in enumerate(corpus, 1):
-        check_refusal(strict, bad, secrets)
+    for number, (body, headers) in enumerate(corpus, 1):
+        check_refusal(strict, body, headers, secrets)
         if number % 10 == 0:
             check_good(strict, number)
     assert memory(api, "VmHWM") - before < MAX_GROWTH_BYTES
     assert strict.pids()["api 0"] == api
     assert "Traceback" not in strict.log
     strict.assert_at_rest()
-
-
-def leave(server: RunningServer, body: bytes, sent: int, seconds: float, abruptly: bool) -> None:
-    """Send the first `sent` bytes of a chat request, and disconnect after `seconds`."""
-    address = urlsplit(server.url)
-    start = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    head = start + b"Content-Length: %d\r\n\r\n" % len(body)
-    with socket.create_connection((address.hostname, address.port), timeout=120) as connection:
-        connection.sendall((head + body)[: len(head) + sent])
-        time.sleep(seconds)
-        if abruptly:  # a reset instead of an orderly end
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-
-def test_a_hundred_clients_that_disconnect_at_random_moments(strict, web):
-    dice = random.Random(1)
-    endless = {"max_tokens": 400, "ignore_eos": True}
-    slow = Asked("What is it?", "", [("video_url", f"http://127.0.0.1:{web.port}/drip")])
-    aborted, tokens = 'request_success_total{finished_reason="abort"}', "generation_tokens_total"
-    before = strict.metrics()
-    requests = [(ask_small(seed), endless) for seed in range(8500, 8525)]
-    requests += [(ask_image(seed), {"n": 3}) for seed in range(8500, 8525)]
-    requests += 25 * [(TEXT, endless), (slow, {})]
-    dice.shuffle(requests)
-    with ThreadPoolExecutor(16) as pool:
-        leaving = []
-        for one, more in requests:
-            fields = {"stream": dice.random() < 0.5, "temperature": 0, **more}
-            body = bad_inputs.as_json({"messages": [message(one.text, one.urls)], **fields})
-            sent = len(body) if dice.random() < 0.85 else dice.randrange(len(body))
-            leaving.append(pool.submit(leave, strict, body, sent, dice.random() ** 2 * 2, dice.random() < 0.5))
-    for client in leaving:
-        client.result()
-    strict.assert_at_rest()
-    after = strict.metrics()
-    assert after[aborted] - before[aborted] >= 10 and after[tokens] > before[tokens]
-    check_good(strict, 900)
-    assert "Traceback" not in strict.log

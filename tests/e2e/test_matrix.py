@@ -19,11 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.asked import Asked, ask_video
-from tests.e2e.asking import Asking
-from tests.e2e.processes import descriptors, mappings
+from tests.e2e.asking import Asked, Asking, ask_video
+from tests.e2e.processes import eventually
 from tests.e2e.running_server import CACHES, RunningServer, total
-from tests.e2e.waiting import eventually
 
 CLIENTS, FEW_CLIENTS = 48, 16
 AT_ONCE = 4  # for hits: one engine is never so much busier than another that it is passed over
@@ -71,7 +69,7 @@ class ClientPool:
         server.client.close()  # its connection would count
         self.wait_for_metrics()  # what a first request opens is open
         eventually(lambda: not server.has_clients())
-        self.before = self.files_and_mappings()
+        self.before = server.files_and_mappings()  # an arena is mapped from the start
 
     def wait_for_metrics(self) -> None:
         """Until each API server has read the messages of the engines, such as cached media: for `/metrics` it
@@ -115,16 +113,12 @@ class ClientPool:
         before = self.server.metrics()
         work()
         self.server.assert_at_rest()
-        eventually(lambda: not self.server.has_clients() and self.files_and_mappings() == self.before)
+        eventually(lambda: not self.server.has_clients() and self.server.files_and_mappings() == self.before)
         grown = {name: value - before.get(name, 0) for name, value in self.server.metrics().items()}
         messages = {name: grown[f'ipc_messages_total{{transport="{name}"}}'] for name in (*TRANSPORTS, "shm_store")}
         carried = messages.pop("shm_store" if self.cell.cache == "shm" else self.cell.transport)
         assert not any(messages.values()) and not total(grown, "ipc_fallbacks_total")
         return Counts(carried, total(grown, "media_decodes_total"))
-
-    def files_and_mappings(self) -> dict[str, tuple[int, int]]:
-        """Descriptors and mappings of each process: an arena is mapped from the start."""
-        return {name: (descriptors(pid), mappings(pid)) for name, pid in self.server.pids().items()}
 
 
 def overwrite_memory(pid: int) -> None:
@@ -153,7 +147,7 @@ def cases() -> Iterator[object]:
 @pytest.mark.parametrize(("cell", "clients"), list(cases()))
 def test_every_combination_answers_right_and_frees_everything(cell: Cell, clients: int, videos: list[Asked]):
     tokens: list[list[list[str]]] = []
-    with RunningServer(*cell.flags, own_dev_shm=True) as server:
+    with RunningServer(*cell.flags) as server:
         pool = ClientPool(cell, videos[:clients], server)
         begun = time.monotonic()
         cold = pool.counts_during(lambda: tokens.append(pool.ask_all(clients)))
@@ -167,4 +161,3 @@ def test_every_combination_answers_right_and_frees_everything(cell: Cell, client
         served = clients - len(range(0, clients, 3))
         assert served <= left.decodes <= clients
         assert served * cell.ranks <= left.messages <= left.decodes * cell.ranks
-        server.assert_dev_shm_never_written()

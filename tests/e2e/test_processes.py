@@ -1,21 +1,19 @@
-"""The processes of a running server: names, imports, resource use, and exit."""
+"""The processes of a running server: names, imports, resource use, /health, and exit."""
 
 from __future__ import annotations
 
+import json
 import os
-import signal
 import socket
 import threading
 import time
 from pathlib import Path
 
-import openai
 import pytest
 
-from tests.e2e.asked import ask_video
-from tests.e2e.processes import descendants, has_socket
+from tests.e2e.asking import ENDLESS, TEXT, Asking, ask_video
+from tests.e2e.processes import descendants, eventually, has_socket, stopped
 from tests.e2e.running_server import START_SECONDS, RunningServer
-from tests.e2e.waiting import eventually
 
 
 def cpu_seconds(pid: int) -> float:
@@ -34,12 +32,6 @@ def test_processes_import_only_what_they_need(server):
     assert {name for name, text in maps.items() if "libtorch" in text} == {"api 0", "worker 0.0"}
     assert "libav" not in maps["api 0"]  # FFmpeg is loaded in decoders only
     assert maps.keys() == {"api 0", "worker 0.0", "core 0", "supervisor"}
-
-
-def test_log_names_model_address_and_transport(server):
-    serving = "supervisor | serving mini-engine-demo at http://127.0.0.1"
-    for part in (serving, "reach engine 0 by torch_shm", "KV blocks of 16 tokens"):
-        assert part in server.log
 
 
 def test_idle_server_uses_little_memory_and_no_cpu(server):
@@ -64,7 +56,7 @@ def test_only_the_http_port_listens_beyond_this_host(server):
             fields = line.split()
             if fields[3] == "0A" and any(has_socket(pid, int(fields[9])) for pid in server.pids().values()):
                 listening.append(int(fields[1].rpartition(":")[2], 16))
-    assert listening == [int(server.url.rpartition(":")[2].removesuffix("/v1"))]
+    assert listening == [server.address[1]]
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +68,8 @@ def watched():
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         kept.bind(("127.0.0.1", 0))
-        server = RunningServer("-tp", "2", "--port", str(kept.getsockname()[1]))
-        server.url = f"http://127.0.0.1:{kept.getsockname()[1]}/v1"
+        server = RunningServer("-tp", "2", "--health-timeout", "1.5", "--port", str(kept.getsockname()[1]))
+        server.url, server.model = f"http://127.0.0.1:{kept.getsockname()[1]}/v1", "mini-engine-demo"
 
         def watch() -> None:
             deadline = time.monotonic() + START_SECONDS
@@ -87,10 +79,8 @@ def watched():
                 except OSError:
                     seen.append("refused")
                 time.sleep(0.02)
-            with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
-                body = [{"role": "user", "content": "hello"}]
-                reply = client.chat.completions.create(model="mini-engine-demo", messages=body, max_tokens=2)
-                seen.append(f"served {reply.usage.completion_tokens}")
+            reply = Asking(server, None, TEXT, max_tokens=2).reply()
+            seen.append(f"served {reply['usage']['completion_tokens']}")
 
         watcher = threading.Thread(target=watch)
         watcher.start()
@@ -105,23 +95,33 @@ def test_health_is_not_200_before_a_request_can_be_served(watched):
     assert set(seen[:-2]) <= {"refused", "503"}
 
 
+def health(server: RunningServer, path: str = "/health", method: str = "GET") -> tuple[int, str]:
+    response = server.get(path, method=method)
+    return response.status, response.body
+
+
+@pytest.mark.parametrize("victim", ["worker 0.0", "core 0", "worker 0.1"])
+def test_health_is_503_while_a_process_is_stopped(watched, victim):
+    """In an idle engine and, the last, in a busy one."""
+    server, _ = watched
+    asking = Asking(server, None, TEXT, **ENDLESS) if victim == "worker 0.1" else None
+    if asking is not None:
+        asking.read_events(1)
+    eventually(lambda: health(server) == health(server, method="HEAD") == (200, ""))
+    with stopped(server.pids()[victim]):
+        status, body = health(server)
+        assert status == 503 and json.loads(body)["error"]["code"] == "timeout"
+        assert health(server, method="HEAD") == (503, "")
+        assert health(server, "/live") == (200, "")
+    eventually(lambda: health(server) == (200, ""))
+    if asking is not None:
+        asking.read_events(3)
+        asking.hang_up()
+
+
 def test_everything_dies_with_the_supervisor(watched):
     server, _ = watched
     family = descendants(server.process.pid)
     server.process.kill()
     server.process.wait()
     server.assert_nothing_left(family)
-
-
-def test_hung_rank_fails_requests_and_stops_the_server():
-    with RunningServer("-tp", "2", "--collective-timeout", "6") as server:
-        one = ask_video(3)
-        assert server.ask(one.text, one.urls) == one.answer
-        family = descendants(server.process.pid)
-        os.kill(server.pids()["worker 0.1"], signal.SIGSTOP)
-        with pytest.raises(openai.APIStatusError) as caught:
-            server.ask("hello", [])
-        assert caught.value.status_code in (500, 503)
-        assert server.process.wait(60) == 1
-        server.assert_nothing_left(family)
-        assert "--collective-timeout)" in server.log and "Traceback" not in server.log

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from mini_engine.cli import parse
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.demo import videos
 from mini_engine.model.registry import SPECS
-from tests.e2e.asked import ask_video
+from tests.e2e.asking import ask_video
 from tests.e2e.running_server import ROOT, RunningServer
 
 README = (ROOT / "README.md").read_text()
@@ -25,7 +24,15 @@ INSTALL = "python3 -m venv .venv && .venv/bin/pip install -e {} && "
 PYTHON = ".venv/bin/python"
 OUTPUT = "The answer:"  # the line before a block that is no command
 
-run_here: dict[str, Callable[..., None]] = {}  # the first line of a block -> the test that runs it
+# The first line of each block, which a test here runs.
+SERVE = f"{INSTALL.format('.')}{PYTHON} serve.py"
+TESTS = INSTALL.format('".[dev]"') + f"{PYTHON} -m pytest"
+RENDER = f"{PYTHON} -m mini_engine.demo --colour red --shape circle --motion left --out clip.mp4"
+CLIENT = "import base64"
+HUB = f"{PYTHON} serve.py Qwen/Qwen2.5-VL-3B-Instruct --max-model-len 16384"
+HELP = f"{PYTHON} serve.py --help cache"
+BENCH = f"{PYTHON} bench.py"
+TRAIN = f"{PYTHON} -m mini_engine.demo.train"
 
 
 def blocks() -> dict[str, str]:
@@ -40,18 +47,7 @@ def blocks() -> dict[str, str]:
     return {block.splitlines()[0]: block for block in [*indented, *fenced] if "──►" not in block}
 
 
-def runs(first_line: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Marks the test that runs the block with this first line."""
-
-    def register(test: Callable[..., None]) -> Callable[..., None]:
-        run_here[first_line] = test
-        return test
-
-    return register
-
-
-def block(first_line: str) -> str:
-    return blocks()[first_line]
+BLOCKS = blocks()
 
 
 def shell(commands: str, cwd: Path) -> str:
@@ -66,20 +62,15 @@ def shell(commands: str, cwd: Path) -> str:
 
 
 def test_every_block_is_run_by_a_test():
-    assert set(blocks()) == set(run_here)
+    assert BLOCKS.keys() == {SERVE, TESTS, RENDER, CLIENT, HUB, HELP, BENCH, TRAIN}
 
 
-@runs(f"{INSTALL.format('.')}{PYTHON} serve.py")
 def test_serve_command(server):
     """The server of these tests is started by `serve.py` alone. `.ci/run` runs the rest of the line, with more."""
     assert server.ask("Describe the video.", ask_video(1).urls)
     assert RunningServer().command[1] == "serve.py"
 
 
-TESTS = INSTALL.format('".[dev]"') + f"{PYTHON} -m pytest"
-
-
-@runs(TESTS)
 def test_the_ci_script_runs_the_test_command(tmp_path):
     script = (ROOT / ".ci" / "run").read_text()
     assert script.splitlines()[-1] == 'eval "$command"'
@@ -89,12 +80,8 @@ def test_the_ci_script_runs_the_test_command(tmp_path):
     assert shell("bash .ci/run", tmp_path).removeprefix("+ ") == f"{TESTS}\n"
 
 
-RENDER = f"{PYTHON} -m mini_engine.demo --colour red --shape circle --motion left --out clip.mp4"
-
-
-@runs(RENDER)
 def test_video_request_and_its_documented_answer(server, tmp_path):
-    commands = block(RENDER)
+    commands = BLOCKS[RENDER]
     assert "http://localhost:8000" in commands
     printed = shell(commands.replace("http://localhost:8000", server.url.removesuffix("/v1")), tmp_path)
     answer = json.loads(printed.splitlines()[-1])["choices"][0]["message"]["content"]
@@ -102,33 +89,27 @@ def test_video_request_and_its_documented_answer(server, tmp_path):
     assert shown is not None and answer == shown[1]
 
 
-@runs("import base64")
 def test_openai_package(server, tmp_path):
-    shell(block(RENDER).splitlines()[0], tmp_path)
-    code = block("import base64")
+    shell(BLOCKS[RENDER].splitlines()[0], tmp_path)
+    code = BLOCKS[CLIENT]
     assert "http://localhost:8000/v1" in code
     (tmp_path / "ask.py").write_text(code.replace("http://localhost:8000/v1", server.url))
     assert shell(f"{PYTHON} ask.py", tmp_path) == "left\n"
 
 
-HUB = f"{PYTHON} serve.py Qwen/Qwen2.5-VL-3B-Instruct --max-model-len 16384"
-
-
-@runs(HUB)
 @pytest.mark.parametrize("line", range(2))
 @pytest.mark.slow
 def test_serve_another_model(line):
     """The bundled model stands in for those of the hub: it has their architecture."""
-    _, _, model, *flags = shlex.split(block(HUB).splitlines()[line])
-    assert model.startswith("Qwen/") and len(block(HUB).splitlines()) == 2
+    _, _, model, *flags = shlex.split(BLOCKS[HUB].splitlines()[line])
+    assert model.startswith("Qwen/") and len(BLOCKS[HUB].splitlines()) == 2
     asked = ask_video(2)
     with RunningServer(BUNDLED_MODEL, *flags) as server:
         assert server.ask(asked.text, asked.urls) == asked.answer
 
 
-@runs(f"{PYTHON} serve.py --help cache")
 def test_help_and_config_file(tmp_path):
-    show, write, use = block(f"{PYTHON} serve.py --help cache").splitlines()
+    show, write, use = BLOCKS[HELP].splitlines()
     assert "--mm-processor-cache-gb" in shell(show, tmp_path)
     shell(write, tmp_path)
     settings = parse(["--config", str(tmp_path / "mine.yaml")], {})
@@ -137,28 +118,13 @@ def test_help_and_config_file(tmp_path):
     assert "max-num-seqs: 8  # mine.yaml\n" in shell(f"{use} --print-config", tmp_path)
 
 
-@pytest.mark.slow
-def test_server_reads_the_config_file(tmp_path):
-    write = block(f"{PYTHON} serve.py --help cache").splitlines()[1]
-    shell(write.replace("--print-config", "--port 0 --host 127.0.0.1 --print-config"), tmp_path)
-    server = RunningServer()
-    server.command = [*server.command[:2], "--config", str(tmp_path / "mine.yaml")]
-    asked = ask_video(3)
-    with server:
-        assert server.ask(asked.text, asked.urls)
-
-
-BENCH = f"{PYTHON} bench.py"
-
-
 def measured(command: str, cwd: Path, prompts: int) -> dict[str, Any]:
     """The results of a benchmark with fewer prompts: the last line that it prints."""
     return json.loads(shell(f"{command} --num-prompts {prompts} --num-warmups 0", cwd).splitlines()[-1])["results"]
 
 
-@runs(BENCH)
 def test_bench_command(server, tmp_path):
-    command = block(BENCH).splitlines()[0]
+    command = BLOCKS[BENCH].splitlines()[0]
     port = server.url.removesuffix("/v1").rpartition(":")[2]
     results = measured(f"{command} --port {port}", tmp_path, 6)
     assert results["completed"] == 6 and results["failed"] == 0
@@ -166,20 +132,16 @@ def test_bench_command(server, tmp_path):
 
 @pytest.mark.slow
 def test_bench_ab_command(tmp_path):
-    _, command = block(BENCH).splitlines()
+    _, command = BLOCKS[BENCH].splitlines()
     results = measured(command, tmp_path, 6)
     assert results["ratios"] and results["answers"]["prompts"] == 6
 
 
-TRAIN = f"{PYTHON} -m mini_engine.demo.train"
-
-
-@runs(TRAIN)
 @pytest.mark.slow
 def test_train_command(tmp_path):
     """A few steps, with output to another directory."""
     small = "--steps 2 --every 2 --patches 300 --pool 8 --pool-start 8 --held-out 8 --count 1 --threads 1 --out weights"
-    printed = shell(f"{block(TRAIN).strip()} {small}", tmp_path)
+    printed = shell(f"{BLOCKS[TRAIN].strip()} {small}", tmp_path)
     assert (tmp_path / "weights" / "model.safetensors").exists() and "h264" in printed
 
 

@@ -1,4 +1,4 @@
-"""Requests as clients write them: streaming, sampling, stops, local files, token ids, and where their time went."""
+"""Requests as clients write them: local files, token ids, shared prompts and media, and where their time went."""
 
 from __future__ import annotations
 
@@ -11,13 +11,8 @@ import pytest
 
 from mini_engine.demo import videos
 from mini_engine.metrics import stage_seconds
-from tests.e2e.asked import Asked, ask_video
+from tests.e2e.asking import Asked, ask_video
 from tests.e2e.running_server import RunningServer, message
-
-
-@pytest.fixture(scope="module")
-def one():
-    return ask_video(5, "describe")
 
 
 def post(server: RunningServer, path: str, body: dict) -> Any:
@@ -25,24 +20,6 @@ def post(server: RunningServer, path: str, body: dict) -> Any:
     url, data = server.url.removesuffix("/v1") + path, json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"})) as response:
         return json.load(response)
-
-
-def test_streaming_returns_the_same_text(server, one):
-    stream = server.client.chat.completions.create(
-        model=server.model, messages=[message(one.text, one.urls)], temperature=0, stream=True,
-        stream_options={"include_usage": True},
-    )  # fmt: skip
-    chunks = list(stream)
-    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
-    assert text == one.answer
-    assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].choices[0].delta.content
-    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-1] == "stop"
-    assert chunks[-1].usage.completion_tokens > 1 and not chunks[-1].choices
-
-
-def test_stop_string_truncates_the_answer(server, one):
-    words = one.answer.split()
-    assert server.ask(one.text, one.urls, stop=[words[2]]) == " ".join(words[:2]) + " "
 
 
 def test_local_files_below_the_allowed_root(server, media_root):

@@ -9,7 +9,7 @@ import torch
 
 from mini_engine.cli import parse
 from mini_engine.config import BUNDLED_MODEL
-from tests.e2e.asked import ask_video
+from tests.e2e.asking import ask_video
 from tests.e2e.running_server import RunningServer, refused
 from tests.test_host import put_in_cache
 
@@ -63,8 +63,6 @@ REFUSED = {
     "a worker": (["--block-size", "999999999", "-tp", "2"], 1, "bytes for the KV cache, but one block needs"),
     "a device": (["--device", "cuda", "-tp", "2"], 1, "choose --device cpu"),
     "collectives": (["--distributed-backend", "nccl", "-tp", "2"], 1, "--distributed-backend: nccl needs CUDA devices"),
-    "a size": (["--kv-cache-memory-bytes", "1"], 1, "--kv-cache-memory-bytes 1 leaves 1 bytes for the KV cache"),
-    "blocks": (["--num-gpu-blocks-override", "1000000000"], 1, "--num-gpu-blocks-override: a KV cache of"),
     "core": (["--max-model-len", "60000", "--num-gpu-blocks-override", "4"], 1, "--max-model-len: the KV cache holds"),
     "an API server": (["--mm-processor-kwargs", '{"x": 1}'], 1, "--mm-processor-kwargs has no x; "),
 }

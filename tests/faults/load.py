@@ -11,11 +11,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from tests.e2e.asked import Asked
-from tests.e2e.asking import Asking
+from tests.e2e.asking import Asked, Asking
+from tests.e2e.processes import eventually
 from tests.e2e.running_server import RunningServer
-from tests.e2e.waiting import eventually
 
 PATIENCE_SECONDS = 120  # for right answers; errors have a bound of their own
 PAUSE_AFTER_ERROR = 0.2
@@ -91,20 +91,17 @@ class Load:
         self._requests = zip(itertools.cycle(asked), itertools.cycle((False, True)), strict=False)
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._failures: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
+        self._pool = ThreadPoolExecutor(clients)
+        self._running = [self._pool.submit(self._run) for _ in range(clients)]
 
     def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        for thread in self._threads:
-            thread.join()
-        if self._failures:
-            raise self._failures[0]
+        self._pool.shutdown()
+        for client in self._running:
+            client.result()
 
     def tally(self) -> Counter[str]:
         """How many requests have ended in each way."""
@@ -113,20 +110,20 @@ class Load:
     def wait_for(self, kind: str, more: int) -> None:
         """Until that many more have ended this way."""
         wanted = self.tally()[kind] + more
-        eventually(lambda: self._failures or self.tally()[kind] >= wanted, PATIENCE_SECONDS)
-        assert not self._failures, self._failures
+        eventually(lambda: self.tally()[kind] >= wanted or self._has_failed(), PATIENCE_SECONDS)
+        assert not self._has_failed(), "see the client's error"
+
+    def _has_failed(self) -> bool:
+        return any(client.done() for client in self._running)
 
     def _run(self) -> None:
-        try:
-            while not self._over.is_set():
-                with self._lock:
-                    one, stream = next(self._requests)
-                outcome = ask(self._server, one, stream, self._api)
-                self.outcomes.append(outcome)
-                if outcome.kind != "right":
-                    self._over.wait(PAUSE_AFTER_ERROR)
-        except BaseException as error:  # noqa: BLE001 - raised where the load ends
-            self._failures.append(error)
+        while not self._over.is_set():
+            with self._lock:
+                one, stream = next(self._requests)
+            outcome = ask(self._server, one, stream, self._api)
+            self.outcomes.append(outcome)
+            if outcome.kind != "right":
+                self._over.wait(PAUSE_AFTER_ERROR)
 
 
 def assert_right_or_ended(

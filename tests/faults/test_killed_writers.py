@@ -16,11 +16,9 @@ import pytest
 
 from mini_engine.demo import questions, videos
 from mini_engine.transport.frames import TURN_BYTES
-from tests.e2e.asked import Asked, video_url
-from tests.e2e.asking import Asking
-from tests.e2e.processes import descriptors, mappings
+from tests.e2e.asking import Asked, Asking, video_url
+from tests.e2e.processes import eventually, stopped
 from tests.e2e.running_server import CACHES, START_SECONDS, RunningServer
-from tests.e2e.waiting import eventually, stopped
 
 API, ENGINE = "api 0", ("core 0", "worker 0.0")
 KILLS = 10
@@ -37,9 +35,9 @@ def ask_large(seed: int) -> Asked:
     return Asked(question.text, question.answer, [("video_url", video_url(clip))])
 
 
-def files_and_mappings(server: RunningServer) -> list[tuple[int, int]]:
-    """The engine's processes."""
-    return [(descriptors(server.pids()[name]), mappings(server.pids()[name])) for name in ENGINE]
+def held_by_engine(server: RunningServer) -> list[tuple[int, int]]:
+    """Descriptors and mappings of its processes."""
+    return [server.files_and_mappings()[name] for name in ENGINE]
 
 
 def wait_for_successor(server: RunningServer, killed: int) -> None:
@@ -51,7 +49,7 @@ def test_api_server_killed_during_a_frame_leaves_nothing():
     one = ask_large(1)
     with RunningServer("--mm-tensor-ipc", "direct_rpc", *CACHES["off"], *LARGE) as server:
         assert Asking(server, API, one).answer() == one.answer
-        before = files_and_mappings(server)
+        before = held_by_engine(server)
         for _ in range(KILLS):
             killed, sent = server.pids()[API], server.total("ipc_bytes_total")
             with stopped(server.pids()["worker 0.0"]):
@@ -63,7 +61,7 @@ def test_api_server_killed_during_a_frame_leaves_nothing():
             wait_for_successor(server, killed)
             assert Asking(server, API, one).answer() == one.answer
             server.assert_at_rest()
-            eventually(lambda: files_and_mappings(server) == before)
+            eventually(lambda: held_by_engine(server) == before)
 
 
 def test_api_server_killed_during_a_store_write_leaves_nothing():
@@ -73,7 +71,7 @@ def test_api_server_killed_during_a_store_write_leaves_nothing():
         began = time.monotonic()
         assert Asking(server, API, ask_large(1)).answer() == ask_large(1).answer
         seconds = time.monotonic() - began
-        before = files_and_mappings(server)
+        before = held_by_engine(server)
         for number in range(KILLS):
             one, killed = ask_large(2 + number), server.pids()[API]
             asking = Asking(server, API, one)
@@ -89,4 +87,4 @@ def test_api_server_killed_during_a_store_write_leaves_nothing():
             assert Asking(server, API, one).answer() == one.answer
             assert server.total("ipc_fallbacks_total") == 0
             server.assert_at_rest()
-            eventually(lambda: files_and_mappings(server) == before)
+            eventually(lambda: held_by_engine(server) == before)

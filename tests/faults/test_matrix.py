@@ -18,11 +18,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.asked import Asked, ask_large, ask_small
-from tests.e2e.asking import ENDLESS, TEXT, Asking
-from tests.e2e.processes import alive, descendants, descriptors
+from tests.e2e.asking import ENDLESS, TEXT, Asked, Asking, ask_large, ask_small
+from tests.e2e.processes import FailPoint, alive, descendants, descriptors, eventually, stopped
 from tests.e2e.running_server import START_SECONDS, RunningServer, message
-from tests.e2e.waiting import FailPoint, eventually, stopped
 from tests.faults.load import API_SERVER_DIED, ENGINE_DIED, Load, Outcome, ask, assert_right_or_ended, outcome_of
 
 ROLES = ("api 0", "core 0", "worker 0.0", "worker 0.1", "supervisor")
@@ -35,71 +33,65 @@ SUPERVISOR_STOPPED_SECONDS = 3
 SOON = 5  # seconds after a death: at once, on a busy machine
 MOST_RESTARTS = 3  # of engines on one server: the pause before each is twice that before the last
 FLAGS = [
-    "--api-server-count", "2", "--restart-engine", "1000", "--max-num-batched-tokens", "128", "--health-timeout", "2",
-    "--startup-timeout", "120",
+    "--api-server-count", "2", "-tp", "2", "--restart-engine", "1000", "--max-num-batched-tokens", "128",
+    "--health-timeout", "2", "--startup-timeout", "120",
 ]  # fmt: skip
 seeds = itertools.count(30_000, 10)  # of videos that no other test asks about: up to ten from each on
 
 
 class Cluster:
-    """A running server with two API servers and `ranks` workers that restarts its engine."""
+    """A running server that restarts its engine."""
 
-    def __init__(self, ranks: int, server: RunningServer):
+    def __init__(self, server: RunningServer):
         self.server = server
-        self.names = {"supervisor", *APIS, "core 0", *(f"worker 0.{rank}" for rank in range(ranks))}
         server.client.close()  # its connection would count
         self.assert_whole()
         self.descriptors = descriptors(server.process.pid)
 
-    def wait_until_whole(self, gone: set[int]) -> None:
-        """Wait until all processes run, none of them one of `gone`, and every API server is healthy."""
-
-        def check() -> None:
-            assert self.server.process.poll() is None, self.server.log
-            pids = self.server.pids()
-            assert pids.keys() == self.names and not gone & set(pids.values())
-            assert all(self.server.get("/health", api).status == 200 for api in APIS)
-
-        eventually(check, START_SECONDS)
-
     def assert_whole(self) -> None:
-        """Every API server answers right, and then nothing is held: no requests, descriptors, directories or names."""
+        """Every API server answers right, and then nothing is held: no requests, descriptors or directories."""
         for api in APIS:
             one = ask_small(next(seeds))
             assert Asking(self.server, api, one).answer() == one.answer
         self.server.assert_at_rest(APIS[0])
         (runtime,) = self.server.tmpdir.iterdir()
         assert len([path for path in runtime.iterdir() if path.name.isdigit()]) == 1  # of the generation that serves
-        self.server.assert_dev_shm_never_written()
 
     def assert_recovers(self, *gone: int) -> None:
-        """From the loss of these processes."""
-        self.wait_until_whole(set(gone))
+        """Soon all processes run, none of them one of `gone`, every API server is healthy, and nothing is held."""
+
+        def check() -> None:
+            assert self.server.process.poll() is None, self.server.log
+            pids = self.server.pids()
+            assert pids.keys() == {*ROLES, *APIS} and not {*gone} & {*pids.values()}
+            assert all(self.server.get("/health", api).status == 200 for api in APIS)
+
+        eventually(check, START_SECONDS)
         self.assert_whole()
         eventually(lambda: descriptors(self.server.process.pid) == self.descriptors)
 
 
 @contextlib.contextmanager
-def new_cluster(ranks: int, number: int, *flags: str) -> Iterator[Cluster]:
+def new_cluster(number: int, *flags: str) -> Iterator[Cluster]:
     timeout = ["--collective-timeout", str(TIMEOUT_SECONDS if number == STOP else 120)]
-    with RunningServer(*FLAGS, *timeout, "-tp", str(ranks), *flags, own_dev_shm=True) as server:
-        yield Cluster(ranks, server)
+    with RunningServer(*FLAGS, *timeout, *flags) as server:
+        yield Cluster(server)
 
 
 @pytest.fixture(scope="module")
-def clusters() -> Iterator[Callable[..., Cluster]]:
-    """The server for so many ranks and this signal. It runs until another one is asked for, its supervisor is dead, or
-    the next pause before a restart would be long."""
+def clusters() -> Iterator[Callable[[int], Cluster]]:
+    """The server for this signal. It runs until that for the other one is asked for, its supervisor is dead, or the
+    next pause before a restart would be long."""
     with contextlib.ExitStack() as stack:
-        present: dict[tuple[int, int], Cluster] = {}
+        present: dict[int, Cluster] = {}
 
-        def cluster(ranks: int, number: int = KILL) -> Cluster:
-            server = present[ranks, number].server if (ranks, number) in present else None
+        def cluster(number: int) -> Cluster:
+            server = present[number].server if number in present else None
             if server is None or server.process.poll() is not None or server.log.count("restart ") >= MOST_RESTARTS:
                 present.clear()
                 stack.close()
-                present[ranks, number] = stack.enter_context(new_cluster(ranks, number))
-            return present[ranks, number]
+                present[number] = stack.enter_context(new_cluster(number))
+            return present[number]
 
         yield cluster
 
@@ -116,7 +108,7 @@ class AtStage:
     holder: int | None = None  # the process that is held with it
 
 
-Stage = Callable[[Cluster], contextlib.AbstractContextManager[AtStage | None]]
+Stage = Callable[[Cluster], contextlib.AbstractContextManager[AtStage]]
 
 
 @contextlib.contextmanager
@@ -138,12 +130,6 @@ def held(cluster: Cluster, name: str, one: Asked, system_prompt: str = "") -> It
         asking = Asking(cluster.server, "api 0", one, messages=[*system, message(one.text, one.urls)])
         with awaited(asking, one) as ending:
             yield AtStage(ending, point, point.wait())
-
-
-@contextlib.contextmanager
-def idle(cluster: Cluster) -> Iterator[None]:
-    """There are no requests."""
-    yield
 
 
 def decoding(cluster: Cluster) -> contextlib.AbstractContextManager[AtStage]:
@@ -175,21 +161,16 @@ def begun(cluster: Cluster, api: str) -> Asking:
     return asking
 
 
-STAGES: list[Stage] = [idle, decoding, transport, prefill, generation]
-FAST = {  # on one server
-    ("worker 0.1", KILL, generation, 2),
-    ("api 0", KILL, generation, 2),
-    ("core 0", KILL, decoding, 2),
-}
+STAGES: list[Stage] = [decoding, transport, prefill, generation]
+FAST = [("worker 0.1", KILL, generation), ("api 0", KILL, generation), ("core 0", KILL, decoding)]  # on one server
 
 
 def cells(*axes: list) -> Iterator[object]:
-    """Ranks, role and signal, after `axes`, with the id of all."""
-    for ranks, number, *rest, role in itertools.product((2, 1), (KILL, STOP), *axes, ROLES):
-        if not (ranks == 1 and role == "worker 0.1"):
-            marks = [] if (role, number, *rest, ranks) in FAST else [pytest.mark.slow]
-            names = [str(ranks), *(stage.__name__ for stage in rest), role, signal.Signals(number).name]
-            yield pytest.param(ranks, role, number, *rest, marks=marks, id="-".join(names))
+    """Role and signal, then a value of each of `axes`, with the id of all."""
+    for number, *rest, role in itertools.product((KILL, STOP), *axes, ROLES):
+        marks = [] if (role, number, *rest) in FAST else [pytest.mark.slow]
+        names = [*(stage.__name__ for stage in rest), role, signal.Signals(number).name]
+        yield pytest.param(role, number, *rest, marks=marks, id="-".join(names))
 
 
 def bound(role: str, number: int) -> float:
@@ -203,42 +184,40 @@ def endings(role: str) -> tuple[str, ...]:
     return API_SERVER_DIED if role.startswith(("api", "supervisor")) else ENGINE_DIED
 
 
-@pytest.mark.parametrize(("ranks", "role", "number", "stage"), list(cells(STAGES)))
-def test_fault_at_any_stage_gives_right_answers_or_errors(ranks, role, number, stage, clusters):
-    cluster = clusters(ranks, number)
+@pytest.mark.parametrize(("role", "number", "stage"), list(cells(STAGES)))
+def test_fault_at_any_stage_gives_right_answers_or_errors(role, number, stage, clusters):
+    cluster = clusters(number)
     server, family = cluster.server, descendants(cluster.server.process.pid)
     victim = server.pids()[role]
     asked = [ask_small(next(seeds)) for _ in range(4)]
     unaffected = going_on = None
     with contextlib.ExitStack() as loads:
-        load = loads.enter_context(Load(server, asked)) if stage is not idle else None
-        if load is not None:
-            load.wait_for("right", len(asked))
-            if role == "api 0":
-                unaffected = loads.enter_context(Load(server, asked, clients=2, api="api 1"))
-                unaffected.wait_for("right", 1)
-                going_on = begun(cluster, "api 1")
+        load = loads.enter_context(Load(server, asked))
+        load.wait_for("right", len(asked))
+        if role == "api 0":
+            unaffected = loads.enter_context(Load(server, asked, clients=2, api="api 1"))
+            unaffected.wait_for("right", 1)
+            going_on = begun(cluster, "api 1")
         with stage(cluster) as there:
             since = time.monotonic()
             os.kill(victim, number)
             # After a death the request ends while it is held. A stopped process is to stay at the stage.
-            if there is not None and there.point is not None and number == STOP and there.holder != victim:
+            if there.point is not None and number == STOP and there.holder != victim:
                 there.point.release()
             if role == "supervisor":
                 assert_of_the_supervisor(server, number, family)
-            elif load is not None and number == STOP:
+            elif number == STOP:
                 time.sleep(bound(role, number) - SOON)  # so that new requests come all along
             ended = []
             if (stage, role, number) == (generation, "supervisor", STOP):
                 assert not there.ending.done()
-            elif there is not None:
+            else:
                 ended.append(there.ending.result())
         if going_on is not None:
             going_on.read_events(3)
             going_on.hang_up()
-    ended += load.outcomes if load else []
     is_harmless = (role, number) == ("supervisor", STOP)
-    assert_right_or_ended(ended, since, bound(role, number), () if is_harmless else endings(role))
+    assert_right_or_ended([*ended, *load.outcomes], since, bound(role, number), () if is_harmless else endings(role))
     assert unaffected is None or unaffected.tally().keys() == {"right"}, unaffected.tally()
     if (role, number) != ("supervisor", KILL):
         cluster.assert_recovers(*([] if is_harmless else [victim]))
@@ -257,7 +236,7 @@ def assert_of_the_supervisor(server: RunningServer, number: int, family: list[in
 
 def test_api_server_death_after_its_engine_died_leaves_the_port_to_the_other(clusters):
     """While the engine that is to replace the dead one loads. Without the other, connections are refused at once."""
-    cluster = clusters(2)
+    cluster = clusters(KILL)
     server, one = cluster.server, ask_small(next(seeds))
     with server.failpoint("loading-worker") as loading:
         old = {api: server.pids()[api] for api in APIS}
@@ -272,7 +251,7 @@ def test_api_server_death_after_its_engine_died_leaves_the_port_to_the_other(clu
 
 
 def test_other_api_server_serves_during_replacement(clusters):
-    cluster = clusters(2)
+    cluster = clusters(KILL)
     server, victim = cluster.server, cluster.server.pids()["api 0"]
     with server.failpoint("loading-api") as loading:
         os.kill(victim, KILL)
@@ -288,10 +267,9 @@ def test_other_api_server_serves_during_replacement(clusters):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [KILL, STOP], ids=["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("role", ["api", "core", "worker"])
-@pytest.mark.parametrize("ranks", [2, 1])
-def test_a_fault_during_a_restart_leads_to_another_restart(ranks, role, number, clusters):
+def test_a_fault_during_a_restart_leads_to_another_restart(role, number, clusters):
     """The engine is dead, and a process of its successor dies, or is stopped, while it loads."""
-    cluster = clusters(ranks)
+    cluster = clusters(KILL)
     with cluster.server.failpoint(f"loading-{role}") as point:
         with Load(cluster.server, [ask_small(next(seeds)) for _ in range(4)], clients=2) as load:
             since = time.monotonic()
@@ -308,10 +286,10 @@ def test_a_fault_during_a_restart_leads_to_another_restart(ranks, role, number, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "role", "number"), list(cells()))
-def test_fault_during_a_drain_stops_every_request_and_process(ranks, role, number):
+@pytest.mark.parametrize(("role", "number"), list(cells()))
+def test_fault_during_a_drain_stops_every_request_and_process(role, number):
     flags = ["--shutdown-timeout", str(DRAIN_SECONDS)]
-    with new_cluster(ranks, STOP, *flags) as cluster, generation(cluster) as there:
+    with new_cluster(STOP, *flags) as cluster, generation(cluster) as there:
         server, family = cluster.server, descendants(cluster.server.process.pid)
         with Load(server, [ask_small(next(seeds)) for _ in range(4)]) as load:
             load.wait_for("right", 1)

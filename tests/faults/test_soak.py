@@ -3,6 +3,8 @@ every half a minute. Every answer is right, errors are where they belong, and no
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import os
 import random
 import signal
@@ -13,16 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.asked import Asked, ask_image, ask_small
-from tests.e2e.asking import Asking
-from tests.e2e.processes import descriptors, memory
+from tests.e2e.asking import Asked, Asking, ask_image, ask_small
+from tests.e2e.processes import descriptors, eventually, memory
 from tests.e2e.running_server import GAUGES, RunningServer, total
-from tests.e2e.waiting import eventually
-from tests.faults.load import Outcome, ask
+from tests.faults.load import Load
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "2"))
-CLIENTS = 4
-ABORTED, BAD = 0.20, 0.05  # of all requests
 KILL_SECONDS = 30
 SAMPLE_SECONDS = 2
 VICTIM, SURVIVOR = "api 0", "api 1"
@@ -53,95 +51,64 @@ def noise(points: Points) -> float:
     return statistics.stdev(values) * (12 / len(values)) ** 0.5
 
 
-class Soak:
-    """The clients, the kills, and what is measured meanwhile."""
+def measure(server: RunningServer, measured: dict[tuple[str, str], Points]) -> None:
+    pids, shown, now = server.pids(), server.metrics(SURVIVOR), time.monotonic()
+    values: dict[tuple[str, str], float] = {("gauge", name): total(shown, name) for name in GAUGES}
+    for name in LASTING:
+        values |= {(name, part): memory(pids[name], part) for part in ("RssAnon", "RssShmem")}
+        values[name, "descriptors"] = descriptors(pids[name])
+    for key, value in values.items():
+        measured.setdefault(key, []).append((now, value))
 
-    def __init__(self, server: RunningServer):
-        self.server = server
-        self.over = threading.Event()
-        self.outcomes: list[Outcome] = []
-        self.num_bad = 0
-        self.kills: list[float] = []
-        self.measured: dict[tuple[str, str], Points] = {}
-        self.asked = [ask_small(40_000 + number) for number in range(60)]
-        self.asked += [ask_image(40_000 + number) for number in range(20)]
 
-    def run(self) -> None:
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            clients = [pool.submit(self.run_client, random.Random(number)) for number in range(CLIENTS)]
-            try:
-                end = time.monotonic() + 60 * MINUTES
-                last_kill = time.monotonic()
-                while time.monotonic() < end and not any(client.done() for client in clients):
-                    if time.monotonic() - last_kill > KILL_SECONDS:
-                        self.kill()
-                        last_kill = time.monotonic()
-                    self.measure()
-                    time.sleep(SAMPLE_SECONDS)
-            finally:
-                self.over.set()
-            for client in clients:
-                client.result()
-
-    def run_client(self, dice: random.Random) -> None:
-        while not self.over.is_set():
-            kind, one = dice.random(), dice.choice(self.asked)
-            if kind < ABORTED:
-                self.abort(dice, one)
-            elif kind < ABORTED + BAD:
-                try:
-                    self.outcomes.append(ask(self.server, BROKEN))
-                except AssertionError as error:  # a status that a right question never gets
-                    assert str(error).startswith("400 "), error
-                    self.num_bad += 1
-            else:
-                self.outcomes.append(ask(self.server, one, stream=dice.random() < 0.5))
-
-    def abort(self, dice: random.Random, one: Asked) -> None:
-        api = dice.choice((VICTIM, SURVIVOR))
-        try:
-            asking = Asking(self.server, api, one, stream=True, max_tokens=500, ignore_eos=True)
-        except (AssertionError, OSError):
-            return  # the server of its choice is dead
-        time.sleep(dice.random() ** 2)
-        asking.hang_up()
-
-    def kill(self) -> None:
-        """One API server, if the last successor serves already."""
-        victim = self.server.pids().get(VICTIM)
-        if self.server.log.count("replacement ready") == len(self.kills) and victim:
-            self.kills.append(time.monotonic())
-            os.kill(victim, signal.SIGKILL)
-
-    def measure(self) -> None:
-        pids, shown, now = self.server.pids(), self.server.metrics(SURVIVOR), time.monotonic()
-        values: dict[tuple[str, str], float] = {("gauge", name): total(shown, name) for name in GAUGES}
-        for name in LASTING:
-            values |= {(name, part): memory(pids[name], part) for part in ("RssAnon", "RssShmem")}
-            values[name, "descriptors"] = descriptors(pids[name])
-        for key, value in values.items():
-            self.measured.setdefault(key, []).append((now, value))
+def disturb(server: RunningServer, asked: list[Asked], over: threading.Event) -> int:
+    """Leave at random moments, and send bad media. Returns how many of these were refused."""
+    dice, refused = random.Random(1), 0
+    while not over.is_set():
+        with contextlib.suppress(OSError, http.client.HTTPException):  # the API server that got it is dead
+            leaving = Asking(server, None, dice.choice(asked), stream=True, max_tokens=500, ignore_eos=True)
+            time.sleep(dice.random() ** 2)
+            leaving.hang_up()
+            bad = Asking(server, None, BROKEN)
+            refused += bad.response().status == 400
+            bad.hang_up()
+    return refused
 
 
 @pytest.mark.slow
 def test_memory_and_descriptors_do_not_grow_under_load():
-    with RunningServer(*FLAGS, own_dev_shm=True) as server:
+    asked = [ask_small(40_000 + number) for number in range(60)] + [ask_image(40_000 + number) for number in range(20)]
+    kills: list[float] = []
+    measured: dict[tuple[str, str], Points] = {}
+    over = threading.Event()
+    with RunningServer(*FLAGS) as server, ThreadPoolExecutor(1) as pool:
         server.client.close()
-        soak = Soak(server)
-        soak.run()
-        assert len(soak.kills) >= max(1, int(MINUTES)) and soak.num_bad
-        assert sum(outcome.kind == "right" for outcome in soak.outcomes) > 10 * MINUTES
-        for outcome in soak.outcomes:
-            by_a_kill = any(outcome.begun - CUT_SECONDS <= kill <= outcome.ended for kill in soak.kills)
+        with Load(server, asked) as load:
+            disturbing = pool.submit(disturb, server, asked, over)
+            try:
+                end, next_kill = time.monotonic() + 60 * MINUTES, time.monotonic() + KILL_SECONDS
+                while (now := time.monotonic()) < end:
+                    victim = server.pids().get(VICTIM)
+                    if now > next_kill and victim and server.log.count("replacement ready") == len(kills):
+                        kills.append(now)
+                        os.kill(victim, signal.SIGKILL)
+                        next_kill = now + KILL_SECONDS
+                    measure(server, measured)
+                    time.sleep(SAMPLE_SECONDS)
+            finally:
+                over.set()
+        assert disturbing.result() and len(kills) >= max(1, int(MINUTES))
+        assert load.tally()["right"] > 10 * MINUTES
+        for outcome in load.outcomes:
+            by_a_kill = any(outcome.begun - CUT_SECONDS <= kill <= outcome.ended for kill in kills)
             assert outcome.kind == "right" or (outcome.kind == "cut" and by_a_kill), outcome
 
-        for (name, what), points in soak.measured.items():
+        for (name, what), points in measured.items():
             mean = statistics.mean(value for _, value in points)
             print(f"{name} {what}: {growth(points):+g} at {mean:g}")
             most = {
                 "RssAnon": MAX_GROWTH * mean, "RssShmem": MAX_SHARED_GROWTH, "descriptors": MAX_MORE_DESCRIPTORS,
             }.get(what, 4 * noise(points))  # fmt: skip
             assert growth(points) <= most, (name, what)
-        eventually(lambda: server.log.count("replacement ready") == len(soak.kills), 90)
+        eventually(lambda: server.log.count("replacement ready") == len(kills), 90)
         server.assert_at_rest(SURVIVOR)
-        server.assert_dev_shm_never_written()

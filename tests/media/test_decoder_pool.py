@@ -22,9 +22,8 @@ from mini_engine.media.sampling import VideoSampling
 from mini_engine.metrics import REGISTRY
 from tests import clips
 from tests.api.patience import eventually
-from tests.e2e.processes import descendants, memory
-from tests.e2e.waiting import FailPoint
-from tests.media.corpus import ATTACKS
+from tests.e2e.processes import FailPoint, descendants, memory
+from tests.media import corpus
 
 GOOD = clips.encode(20)
 SAMPLING = VideoSampling(num_frames=8)
@@ -104,11 +103,11 @@ def failpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FailP
 def test_a_decoder_does_one_job_after_another_in_the_same_memory() -> None:
     async def scenario(decoders: Decoders) -> None:
         (first,) = await decoders.settled(2) - {max(decoders.pids())}
-        large = clips.remuxed(clips.encode(1, 3000, 2000, codec="mpeg4"), "mp4", times=8)
+        large = clips.remuxed(clips.encode(1, 2000, 1700, codec="mpeg4"), "mp4", times=8)
         for data in (GOOD, clips.encode(9, 32, 16), large, GOOD):
             await decoders.check(data)
         assert first in decoders.pids()
-        frames = [8 * 48 * 64 * 3, 8 * 16 * 32 * 3, 8 * 2000 * 3000 * 3]
+        frames = [8 * 48 * 64 * 3, 8 * 16 * 32 * 3, 8 * 1700 * 2000 * 3]
         counted = list(itertools.accumulate(decoders.counted))
         assert [each for each in counted if each] == [frames[0], frames[0], frames[1], frames[2], frames[0]]
         assert memory(os.getpid(), "RssShmem") < 2 * KEPT_BYTES < frames[2]  # what is more is freed
@@ -213,34 +212,35 @@ def test_items_of_one_request_leave_places_to_other_requests() -> None:
 
 
 def test_an_item_that_finds_no_place_in_time_is_unavailable() -> None:
-    modality, hang = ATTACKS["mp4_of_associations"]
-
     async def scenario(decoders: Decoders) -> None:
-        outcomes = await asyncio.gather(
-            *(decoders.decode(hang(), str(number)) for number in range(16)), return_exceptions=True
-        )
+        endless = [decoders.decode(corpus.mp4_of_associations(), str(number)) for number in range(16)]
+        outcomes = await asyncio.gather(*endless, return_exceptions=True)
         late = "video 1: no media decoder was free within 1.2 s; retry later"
         assert late in {str(outcome) for outcome in outcomes if isinstance(outcome, DecoderUnavailable)}
 
     run(scenario, places=1, media_decode_timeout=0.3)
 
 
+ATTACKS = [  # modality, file, and what its error names
+    ("video", corpus.mp4_of_associations(), "the limit of --media-decode-timeout"),
+    ("image", corpus.webp_of_one_colour(), "bytes of --media-decoder-memory"),
+    ("video", corpus.PLAYLISTS["concat"].format("file:///etc/passwd").encode(), "cannot be read"),
+]
+
+
 def test_an_attack_is_contained() -> None:
     """It ends within the time of one item, others are answered meanwhile, and nothing stays in this process."""
-    attacks = [(modality, generate()) for modality, generate in ATTACKS.values()]
 
     async def scenario(decoders: Decoders) -> None:
         await asyncio.gather(*(decoders.check() for _ in range(2)))
         before = memory(os.getpid(), "VmRSS")
-        sent = [asyncio.ensure_future(decoders.decode(data, "attacker", modality)) for modality, data in attacks]
+        sent = [asyncio.ensure_future(decoders.decode(data, "attacker", modality)) for modality, data, _ in ATTACKS]
         while not all(one.done() for one in sent):
             await decoders.check()
-        for outcome in await asyncio.gather(*sent, return_exceptions=True):
-            if isinstance(outcome, Decoding):
-                outcome.release()
-            else:
-                assert isinstance(outcome, MediaError | DecoderUnavailable), outcome
+        for one, (_, _, named) in zip(sent, ATTACKS, strict=True):
+            with pytest.raises((MediaError, DecoderUnavailable), match=named):
+                await one
         await eventually(lambda: 1 <= len(decoders.pids()) <= 3)  # as many as there are places, and a spare
         assert memory(os.getpid(), "VmRSS") - before < 64 << 20
 
-    run(scenario, media_decode_timeout=2.0)
+    run(scenario, media_decode_timeout=2.0, media_decoder_memory=320 << 20)

@@ -1,10 +1,8 @@
 """Downloads: what is sent and taken, and which hosts, addresses, answers and redirects are refused."""
 
 import asyncio
-import shutil
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -17,7 +15,7 @@ from mini_engine.media import http_fetch
 from mini_engine.media.errors import MediaError
 from mini_engine.media.http_fetch import fetch_http
 from mini_engine.media.policy import BLOCK_BYTES, MAX_URL_CHARACTERS, MediaPolicy, Received
-from tests.web import WebServer, chunked, response
+from tests.web import WebServer, chunked, make_certificate, response
 
 LIMIT = 1 << 20
 BODY = bytes(range(256)) * 2000
@@ -253,13 +251,9 @@ def test_redirect_is_checked_like_the_first_url(location: str, policy: MediaPoli
     assert server.dialled == 1
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command to make a certificate")
 def test_tls(policy: MediaPolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The certificate is for media.test and 127.0.0.1. All names resolve to the server."""
-    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=media.test -addext "
-    make += "subjectAltName=DNS:media.test,IP:127.0.0.1 -addext keyUsage=critical,digitalSignature,keyCertSign"
-    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
-    subprocess.run([*make.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    certificate, key = make_certificate(tmp_path, "DNS:media.test,IP:127.0.0.1")
     context, names = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), []
     context.load_cert_chain(certificate, key)
     context.sni_callback = lambda _, name, __: names.append(name)

@@ -19,7 +19,7 @@ from mini_engine.transport.codec import TransportError
 from mini_engine.transport.cuda_memory import StagingSlots
 from mini_engine.transport.frames import pack_frame
 from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcSender
-from tests.e2e.waiting import eventually
+from tests.e2e.processes import eventually
 from tests.transport.conftest import API, ME, MIB, PATIENCE, Held, Rank, address_of, send, unlimited
 
 PLACEMENTS = ["torch_shm", "direct_rpc"]

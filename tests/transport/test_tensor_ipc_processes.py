@@ -22,8 +22,7 @@ from mini_engine.transport.codec import Encoder
 from mini_engine.transport.frames import pack_frame
 from mini_engine.transport.pages import PAGE_BYTES
 from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver, TensorIpcSender
-from tests.e2e.waiting import eventually
-from tests.transport.conftest import API, ME, MIB, PATIENCE, Held, Rank, address_of, pump, send, unlimited
+from tests.transport.conftest import ME, MIB, PATIENCE, Held, address_of, pump, send, unlimited
 
 TURNS = 6
 FORKS = multiprocessing.get_context("forkserver")  # a fork of this process would have its locks, but not its threads
@@ -135,42 +134,3 @@ def test_a_sender_killed_at_any_time_leaves_whole_tensors_and_its_successor_is_s
         del arrivals, arrival
     receiver.close_streams()
     assert held.is_baseline()
-
-
-def read_one_then_sleep(address: Any) -> None:
-    receiver = TensorIpcReceiver(Encoder("worker 0.1", 101), address)
-    arrivals: list[Received | Failed] = []
-    while not arrivals:
-        pump(receiver, arrivals.append, 0.1)
-    time.sleep(PATIENCE)
-
-
-def test_a_killed_rank_ends_its_stream_alone(runtime: Path, arena: Arena) -> None:
-    """Its frames are dropped, also those that were queued; the other rank goes on."""
-    child = start(read_one_then_sleep, address_of(runtime, 1))
-
-    async def scenario(rank: Rank) -> None:
-        ended: list[str] = []
-        sender = TensorIpcSender(ME, [address_of(runtime), address_of(runtime, 1)], arena)
-        sender.probe("direct_rpc", PATIENCE)
-        sender.watch_end(ended.append)
-
-        async def check(number: int) -> None:
-            await send(sender, torch.full((2 * MIB,), number, dtype=torch.uint8))
-            received = await asyncio.to_thread(rank.next)
-            assert received.message == MessageId(API, number) and int(received.rows(0, 1)[0]) == number
-
-        for number in (1, 2, 3):
-            await check(number)
-        assert not ended
-        kill(child)
-        assert await asyncio.to_thread(eventually, lambda: bool(ended))
-        await check(4)
-        assert len(ended) == 1 and "rank 1" in ended[0]
-        sender.close_streams()
-
-    rank = Rank(address_of(runtime))
-    try:
-        asyncio.run(asyncio.wait_for(scenario(rank), PATIENCE))
-    finally:
-        rank.close()
