@@ -168,7 +168,7 @@ class ChatRenderer:
                 messages, chat_template=self._template, tokenize=False, add_generation_prompt=True
             )
         except (jinja2.TemplateError, TypeError) as error:  # templates raise too, as for roles in a wrong order
-            raise bad_request(f"the chat template refuses these messages: {str(error)[:200]}", "messages") from error
+            raise bad_request(f"the chat template rejects these messages: {str(error)[:200]}", "messages") from error
 
 
 def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) -> list[MediaRef]:

@@ -11,7 +11,7 @@ from mini_engine.decode_limits import DecodeLimits, flag_of
 from mini_engine.media.errors import MediaError
 
 UNREADABLE = "cannot be read, or is damaged; send a whole file in another format, such as PNG, or H.264 in mp4"
-CUT_SHORT = "the file is cut short or damaged: {}; send the whole file"
+TRUNCATED = "the file is truncated or damaged: {}; send the whole file"
 _MAX_ASPECT_RATIO = 200  # where the Qwen-VL processors refuse
 
 
@@ -54,7 +54,7 @@ class Guard:
         return width, height
 
     def add_damage(self, what: str) -> None:
-        """`what` continues the sentence of CUT_SHORT, which is the error unless part of the video is good enough."""
+        """`what` continues the sentence of TRUNCATED, which is the error unless part of the video is good enough."""
         if not self.allow_partial:
-            raise MediaError(self.item, CUT_SHORT.format(what))
+            raise MediaError(self.item, TRUNCATED.format(what))
         self.damage = self.damage or what

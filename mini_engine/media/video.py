@@ -24,7 +24,7 @@ from mini_engine.failpoints import reach_failpoint
 from mini_engine.media.containers import declared_size
 from mini_engine.media.errors import MediaError
 from mini_engine.media.frames import Allocate, FrameRows
-from mini_engine.media.limits import CUT_SHORT, UNREADABLE, Guard
+from mini_engine.media.limits import TRUNCATED, UNREADABLE, Guard
 from mini_engine.media.packets import ENCRYPTED, PacketTable
 from mini_engine.media.sampling import VideoFacts, VideoSampling
 
@@ -34,7 +34,7 @@ _DENIED = {"avisynth", "concat", "dash", "hls", "imf", "mlv", "sdp", "vapoursynt
 _DEMUXERS = ",".join(
     n for n in av.formats_available - _DENIED if (f := av.ContainerFormat(n)).is_input and not f.no_file
 )
-_NO_FRAME = CUT_SHORT.format("no frame can be decoded")
+_NO_FRAME = TRUNCATED.format("no frame can be decoded")
 _WORTH_SEEKING = 0.75  # decode runs of packets when they are at most this share of all
 
 
@@ -63,7 +63,7 @@ def decode_video(
     except (MediaError, MemoryError):
         raise
     except (av.error.FFmpegError, ValueError) as error:  # a ValueError of PyAV itself
-        raise MediaError(guard.item, CUT_SHORT.format(guard.damage) if guard.damage else UNREADABLE) from error
+        raise MediaError(guard.item, TRUNCATED.format(guard.damage) if guard.damage else UNREADABLE) from error
 
 
 class _Decode:
@@ -93,7 +93,7 @@ class _Decode:
         walks = 0
         while frames is None or not frames.holds(indices.tolist()):
             if walks == 2:  # a decoder that has seen damage may remember it
-                raise MediaError(self.guard.item, CUT_SHORT.format("two decodes return different frames"))
+                raise MediaError(self.guard.item, TRUNCATED.format("two decodes return different frames"))
             del frames  # the next ones may take its memory
             frames, times = self._walk(indices)
             indices = self._sample(times)
@@ -198,7 +198,7 @@ def _video_stream(container: av.container.InputContainer, guard: Guard) -> av.vi
     """FFmpeg's choice of the main stream: marked as default, with most pictures, with most bits."""
     videos = [stream for stream in container.streams.video if not stream.disposition & Disposition.attached_pic]
     if not videos:  # the cover of a song is a stream too
-        raise MediaError(guard.item, "the file holds no image or video")
+        raise MediaError(guard.item, "the file contains no image or video")
     stream = next((video for video in videos if video is container.streams.best("video")), videos[0])
     if stream.codec_context is None:
         av.logging.set_level(av.logging.INFO)

@@ -100,4 +100,4 @@ def _header(file: Path) -> list[Stored]:
                 for stored in (handle.get_slice(name),)
             ]
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} is cut short or no safetensors file ({error}); download it again") from None
+        raise CheckpointError(f"{file} is truncated or not a safetensors file ({error}); download it again") from None

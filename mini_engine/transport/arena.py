@@ -143,7 +143,7 @@ class Arena:
 
         Raises:
             RequestTooLarge: the arena has fewer pages.
-            TransportError: memory is short, and no pages are in use that would become free.
+            TransportError: out of memory, and no pages are in use that would become free.
         """
         needed = sum(map(pages_for, sizes))
         if needed > self._pages.capacity:
@@ -153,7 +153,7 @@ class Arena:
             async with self._first_in_queue:
                 while (taken := self._allocate(sizes)) is None:
                     if self._pages.num_used == self._lost:
-                        raise TransportError("memory is short, and no tensors are in transfer")
+                        raise TransportError("out of memory, and no tensors are in transfer")
                     self._freed.clear()
                     await self._freed.wait()
                 return taken
@@ -164,7 +164,7 @@ class Arena:
         """Pages for a probe. Raises TransportError."""
         extents = self._pages.allocate(nbytes)
         if extents is None:
-            raise TransportError("memory is short")
+            raise TransportError("out of memory")
         return extents
 
     def write(self, extents: Sequence[Extent], content: torch.Tensor) -> None:

@@ -220,7 +220,7 @@ class FrameReceiver:
             yield header
             length, descriptors, after = HEADER.unpack(header.tobytes())
             if not 0 < length <= MAX_HEAD or descriptors > 1:
-                raise TransportError(f"not a frame: a head of {length} bytes with {descriptors} descriptors")
+                raise TransportError(f"invalid frame: a header of {length} bytes with {descriptors} descriptors")
             head = np.empty(length, np.uint8)
             yield head
             payload = np.empty(after, np.uint8)

@@ -145,7 +145,7 @@ BAD_MEDIA: list[tuple[list[Any], dict[str, Any], str, str, str]] = [
     ([data_part(b"AAAA")], {}, "invalid_media", "messages", "image 1"),
     ([image(), data_part(b"x" * (MAX_MEDIA_BYTES + 1))], {}, "invalid_media", "messages", "--max-media-bytes"),
     ([file_part("/etc/hostname")], {}, "invalid_media", "messages", "no such regular file"),
-    ([video(), video(CUT)], {}, "invalid_media", "messages", "video 2: the file is cut short or damaged"),
+    ([video(), video(CUT)], {}, "invalid_media", "messages", "video 2: the file is truncated or damaged"),
     ([image(140), image(141)], {}, "media_too_large", "messages", "--encoder-cache-tokens 50"),
     ([video()], {"media_io_kwargs": {"video": {"x": 3}}}, VALUE, "media_io_kwargs", "unknown field `x`"),
     ([], {"media_io_kwargs": {"image": {"x": 1}}}, VALUE, "media_io_kwargs", "images have no settings"),

@@ -42,7 +42,7 @@ STRICT = "{% if messages|length > 1 %}{{ raise_exception('one message only') }}{
     ("template", "messages", "says"),
     [
         ("{% for m in messages %}no media here{% endfor %}", user([video()]), "wrote 0 placeholders for 1 media items"),
-        (STRICT, user("a") + user("b"), "the chat template refuses these messages: one message only"),
+        (STRICT, user("a") + user("b"), "the chat template rejects these messages: one message only"),
         ("{% for %}", user("a"), "chat template"),
     ],
 )

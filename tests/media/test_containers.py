@@ -16,7 +16,7 @@ from tests import clips
 from tests.media.decoding import decode_video
 
 ALL = VideoSampling(num_frames=1000)
-CUT_SHORT = "^video 1: the file is cut short or damaged: .*; send the whole file$"
+TRUNCATED = "^video 1: the file is truncated or damaged: .*; send the whole file$"
 FORMATS = [("libx264", "mp4"), ("libx264", "matroska"), ("mpeg4", "avi"), ("libvpx-vp9", "webm"), ("gif", "gif")]
 LIVE = [("libx264", "mp4"), ("libvpx-vp9", "webm"), ("libx264", "matroska")]
 
@@ -60,7 +60,7 @@ def test_allow_partial_serves_the_rest(codec: str, container: str) -> None:
     is_live = container == "mp4"
     data = clips.encode_live(31, codec, container) if is_live else clips.cached(codec, container, 31)
     cut = data[: int(len(data) * 0.8)]
-    with pytest.raises(MediaError, match=CUT_SHORT):
+    with pytest.raises(MediaError, match=TRUNCATED):
         decode_video(cut, ALL)
     decoded = decode_video(cut, ALL, allow_partial=True)
     total = decoded.facts.total_frames
@@ -79,7 +79,7 @@ def test_a_damaged_frame() -> None:
         largest = max(packets, key=lambda packet: packet.size)
         begin, end = largest.pos + 5, largest.pos + largest.size
     data = whole[:begin] + b"\x55" * (end - begin) + whole[end:]
-    with pytest.raises(MediaError, match=CUT_SHORT):
+    with pytest.raises(MediaError, match=TRUNCATED):
         decode_video(data, ALL)
     decoded = decode_video(data, ALL, allow_partial=True)
     assert 10 < decoded.facts.total_frames <= 31 and decoded.facts.missing is not None

@@ -94,7 +94,7 @@ GIF_OF_A_LARGE_FRAME = (
     b"\x2c" + struct.pack("<HHHHB", 0, 0, 12000, 12000, 0) + b"\2\2\x44\1\0;"
 )  # fmt: skip
 PIXELS = r"it has {} pixels \({}\), more than 100000000, the limit of --max-image-pixels; send a smaller one$"
-UNREADABLE = "(cannot be read, or is damaged|the file is cut short or damaged|the file holds no image)"
+UNREADABLE = "(cannot be read, or is damaged|the file is truncated or damaged|the file contains no image)"
 REFUSED: dict[str, tuple[bytes, str]] = {
     "too many pixels": (png_of_size(10_001, 10_000), PIXELS.format(100010000, "10001x10000")),
     "a frame beyond the canvas": (GIF_OF_A_LARGE_FRAME, PIXELS.format(144000000, "12000x12000")),

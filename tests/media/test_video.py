@@ -233,7 +233,7 @@ def encrypted() -> bytes:
     return buffer.getvalue()
 
 
-NO_VIDEO = "the file holds no image or video$"
+NO_VIDEO = "the file contains no image or video$"
 UNREADABLE = "cannot be read, or is damaged; send a whole file"
 REFUSED: dict[str, tuple[Clip, str]] = {
     "sound": (partial(with_sound, "", "aac", "mp4"), NO_VIDEO),

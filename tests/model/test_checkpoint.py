@@ -56,7 +56,7 @@ def test_missing_files_are_named(sharded):
 def test_a_file_that_is_cut_short_is_named(sharded, kept):
     broken = shards(sharded)[1]
     broken.write_bytes(broken.read_bytes()[:kept])
-    assert f"{broken} is cut short or no safetensors file" in refusal(sharded)
+    assert f"{broken} is truncated or not a safetensors file" in refusal(sharded)
     assert "download it again" in refusal(sharded)
 
 

@@ -146,9 +146,9 @@ def test_while_memory_is_short_a_request_waits_for_others_and_fails_without_them
         await settle()
         assert not behind.done()
         arena.give_back(taken)
-        with pytest.raises(TransportError, match="memory is short"):
+        with pytest.raises(TransportError, match="out of memory"):
             await behind
-        with pytest.raises(TransportError, match="memory is short"):
+        with pytest.raises(TransportError, match="out of memory"):
             await arena.take([128 << 20])
 
     run(scenario())
