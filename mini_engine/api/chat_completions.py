@@ -10,6 +10,7 @@ import logging
 from functools import partial
 
 from fastapi import APIRouter, Request
+from starlette.datastructures import State
 from starlette.responses import Response
 
 from mini_engine.api.body import INLINE_CHARACTERS, read_body, run_sized, takes
@@ -20,7 +21,6 @@ from mini_engine.api.media_loader import missing_parts
 from mini_engine.api.media_settings import video_tokens
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.api.responses import ChatResponder
-from mini_engine.api.timings import RequestClock
 from mini_engine.log import about
 
 logger = logging.getLogger(__name__)
@@ -31,22 +31,25 @@ router = APIRouter()
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
-    context, request_id = context_of(request), request.state.request_id
+    context, state = context_of(request), request.state
     chat = await read_body(request, ChatRequest, context)
-    responder = ChatResponder(chat, request_id, context.config.served_names[0])
-    generation = await start(context, chat, request_id, request.state.clock)
-    request.state.cleanup.enter_context(generation)
+    responder = ChatResponder(chat, state.request_id, context.config.served_names[0])
+    generation = await start(context, chat, state)
+    state.cleanup.enter_context(generation)
     del chat  # its media are as large as text as they are themselves
     return await responder.respond([generation])
 
 
-async def start(context: AppContext, chat: ChatRequest, request_id: str, clock: RequestClock) -> Generation:
+async def start(context: AppContext, chat: ChatRequest, state: State) -> Generation:
     """Rows 2 to 8 of docs/request-path.md. When this returns the engine has the request.
 
     The prompt is rendered before any media are loaded: a conversation that cannot be rendered costs no decoding. Raises
     ApiError, MediaError, DecoderUnavailable, Shortage: see `errors.explain`.
     """
+    request_id, clock = state.request_id, state.clock
     async with contextlib.AsyncExitStack() as held:
+        context.engines.preparing.add(state.end)
+        held.callback(context.engines.preparing.discard, state.end)
         # Row 2: the media references, the prompt with a placeholder for each, their settings.
         context.sampling.check(chat)
         refs = collect_media(chat.messages, context.config.item_limits)

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import zmq
@@ -261,6 +261,7 @@ class EngineClient:
         max_object_bytes: int = 0,
     ):
         name = sockets.identity(encoder.sender, encoder.incarnation)
+        self.preparing: set[Callable[[EngineError], None]] = set()  # each ends a request that no engine has yet
         self.engines = [
             Engine(
                 number,
@@ -335,6 +336,7 @@ class EngineClient:
             engine = self.engines[int(index.partition(".")[0])]
             engine.may_be_lost = True
             engine.die()
+            self._end_preparing()
 
     def drain(self) -> None:
         """This process exits when its last request has finished, and is not replaced before."""
@@ -345,11 +347,18 @@ class EngineClient:
         """End all requests with `why`, and refuse new ones."""
         for engine in self.engines:
             engine.stop(why, why)
+        self._end_preparing()
 
     def close(self) -> None:
         """Stop, and close all sockets."""
         for engine in self.engines:
             engine.close()
+
+    def _end_preparing(self) -> None:
+        """Without effect while an engine runs."""
+        if not self._running and (why := self.engines[0].stopped):
+            for end in list(self.preparing):
+                end(why)
 
     @property
     def _running(self) -> list[Engine]:

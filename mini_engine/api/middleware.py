@@ -58,8 +58,8 @@ class ActiveRequests:
 
 
 class RequestMiddleware:
-    """See the module. The application finds `request_id`, `clock` and `cleanup`, an ExitStack, in `scope["state"]`. It
-    is cancelled when its client leaves."""
+    """See the module. The application finds `request_id`, `clock`, `cleanup`, an ExitStack, and `end`, which
+    cancels it, in `scope["state"]`. It is cancelled when its client leaves, too."""
 
     def __init__(self, app: ASGIApp, context: AppContext, requests: ActiveRequests):
         self._app = app
@@ -115,7 +115,7 @@ class Exchange:
         self._limit = asyncio.timeout(None)
         self._cause: Exception | None = None  # why `end` was called
         self._disconnect: asyncio.Task[None] | None = None
-        scope["state"] |= {"request_id": self.id, "clock": self.clock, "cleanup": self.cleanup}
+        scope["state"] |= {"request_id": self.id, "clock": self.clock, "cleanup": self.cleanup, "end": self.end}
 
     async def run(self, answer: Callable[[Exchange], Awaitable[None]]) -> None:
         """Run `answer`; what it raises becomes the response."""

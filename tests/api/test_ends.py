@@ -131,8 +131,6 @@ async def test_engine_or_server_ends(served: Served, web: SlowWeb, stage: Stage,
     engines.peer_gone("api 1")  # another API server is no matter of this one's requests
     assert not asking.done() and engines.alive
     ENDS[code](engines)
-    served.gate.door.set()
-    web.go.set()
     async with asyncio.timeout(PATIENCE):
         response = await asking
     if stage is streamed:
@@ -147,9 +145,12 @@ async def test_engine_or_server_ends(served: Served, web: SlowWeb, stage: Stage,
     assert not served.core.finishes
 
 
-@pytest.mark.parametrize("reported", [False, True])
-async def test_engine_that_cannot_be_reached_counts_as_dead(serve: Serve, runtime: Path, reported: bool) -> None:
-    """Unless its death is reported, this server is to be replaced."""
+@pytest.mark.parametrize("replaced", [True, False])
+@pytest.mark.parametrize("excuse", [lambda engines: engines.peer_gone("worker 0.1"), EngineClient.drain])
+async def test_engine_that_cannot_be_reached_counts_as_dead(
+    serve: Serve, runtime: Path, replaced: bool, excuse: Callable[[EngineClient], None]
+) -> None:
+    """Unless its death is reported, or this server drains, this server is to be replaced."""
     rank = Rank(address_of(runtime))
     queue = TensorIpcSender(ME, [rank.address], Arena(1 << 20, lambda: 1 << 40))
     queue.probe("torch_shm", PATIENCE)
@@ -160,11 +161,11 @@ async def test_engine_that_cannot_be_reached_counts_as_dead(serve: Serve, runtim
         await asyncio.to_thread(rank.close)
         check_error(await asking, 500, "engine_unavailable")
         assert not engines.alive
-        if reported:
-            engines.peer_gone("worker 0.1")
+        if not replaced:
+            excuse(engines)
         skip(LOST_SECONDS)
         await settle()
-        assert served.receiving.done() == (not reported)
+        assert served.receiving.done() == replaced
         if served.receiving.done():
             with pytest.raises(EngineLost):
                 await served.receiving
