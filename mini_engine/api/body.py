@@ -76,8 +76,7 @@ def _invalid_field(problem: str) -> ApiError:
 
 async def read_body(request: Request, kind: type[BodyT], context: AppContext) -> BodyT:
     """The request in the body of an HTTP request. Unlike `Request.body` it keeps the bytes nowhere. Raises ApiError:
-    413, 415, 408; 429 if there is no room for the body beside others; see `decode_body`; and ClientDisconnect.
-    """
+    413, 415, 408; 429 if there is no room for the body beside others; see `decode_body`; and ClientDisconnect."""
     body = await _receive(request, context)
     return await run_sized(lambda: decode_body(body, kind, context.config.served_names), len(body), INLINE_BYTES)
 

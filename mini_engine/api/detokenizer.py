@@ -111,7 +111,7 @@ class Detokenizer:
             self._exempt = len(text)
         match = self._first_stop(text)
         if match is not None:
-            end, self.stopped_by = match
+            end, _, self.stopped_by = match
             self._held = ""
             return text[: end if self._include_stop else end - len(self.stopped_by)]
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
@@ -119,23 +119,20 @@ class Detokenizer:
         self._exempt = max(0, self._exempt - (len(text) - held))
         return text[: len(text) - held]
 
-    def _first_stop(self, text: str) -> tuple[int, str] | None:
-        """The stop string that is complete first when reading `text` from its start, the longest of several."""
+    def _first_stop(self, text: str) -> tuple[int, int, str] | None:
+        """The stop string that is complete first when reading `text` from its start, the longest of several, as (end,
+        -length, string)."""
         ends = [
             (place + len(stop), -len(stop), stop)
             for stop in self._stop
             if (place := text.find(stop, max(0, self._exempt + 1 - len(stop)))) >= 0
         ]
-        if not ends:
-            return None
-        end, _, stop = min(ends)
-        return end, stop
+        return min(ends, default=None)
 
 
 def _overlap(text: str, stop: str) -> int:
     """How many of the last characters of `text` are the first of `stop`, short of all of it."""
-    longest = min(len(text), len(stop) - 1)
-    return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)
+    return next((count for count in range(len(stop) - 1, 0, -1) if text.endswith(stop[:count])), 0)
 
 
 class TokenList:

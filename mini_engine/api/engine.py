@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import zmq
 import zmq.asyncio
@@ -71,7 +71,6 @@ class Engine:
         socket: zmq.asyncio.Socket,
         encoder: Encoder,
         queue: TensorIpcSender,
-        *,
         media_capacity: int,
         store: WritableMemory | None,
         max_object_bytes: int,
@@ -268,10 +267,10 @@ class EngineClient:
                 sockets.connect_dealer(context, endpoint, name),
                 encoder,
                 queue,
-                media_capacity=media_capacity,
-                store=store,
-                max_object_bytes=max_object_bytes,
-            )
+                media_capacity,
+                store,
+                max_object_bytes,
+            )  # fmt: skip
             for number, (endpoint, queue, store) in enumerate(zip(endpoints, queues, stores, strict=True))
         ]
 
@@ -284,10 +283,6 @@ class EngineClient:
     def alive(self) -> bool:
         """Whether every engine serves, as far as is known without asking."""
         return all(engine.stopped is None for engine in self.engines)
-
-    async def healthy(self, within: float) -> bool:
-        """Whether every engine serves, and answers a ping through all of its ranks within so many seconds."""
-        return all(await asyncio.gather(*(engine.answers_ping(within) for engine in self.engines)))
 
     async def run(self) -> None:
         """Take what the cores send, until cancelled. Raises EngineLost: this process must be replaced."""
@@ -367,5 +362,4 @@ class EngineClient:
 
 def send_now(socket: zmq.asyncio.Socket, frame: bytes) -> None:
     """Queue `frame` at once, without yielding to other tasks. Raises zmq.ZMQError: the queue is full."""
-    sent: Any = socket.send(frame, zmq.NOBLOCK)  # with this flag pyzmq returns a future that is done
-    sent.result()
+    socket.send(frame, zmq.NOBLOCK).result()  # type: ignore[attr-defined] # with this flag a future that is done

@@ -19,6 +19,9 @@ from mini_engine.api.errors import ApiError, EngineError
 if TYPE_CHECKING:
     from mini_engine.api.engine import EngineClient
 
+logger = logging.getLogger(__name__)
+
+STATS_SECONDS = 10.0  # between two lines of statistics
 RESET_SECONDS = 30.0  # for the engines to answer; a step may run first
 
 router = APIRouter()
@@ -53,12 +56,11 @@ async def health(request: Request) -> Response:
     503 when not, and when the server is shutting down.
     """
     engines, seconds = context_of(request).engines, context_of(request).config.health_timeout
-    if await engines.healthy(seconds):
+    if all(await asyncio.gather(*(engine.answers_ping(seconds) for engine in engines.engines))):
         return Response()
     if not engines.alive:
         raise EngineError("An engine has stopped.")
-    text = f"An engine has not answered within the {seconds:g} s of --health-timeout."
-    raise ApiError(503, text, code="timeout")
+    raise ApiError(503, f"An engine has not answered within the {seconds:g} s of --health-timeout.", code="timeout")
 
 
 @router.head("/live", include_in_schema=False)
@@ -101,10 +103,6 @@ async def version() -> Response:
 
 # --- statistics in the log --------------------------------------------------------------------------------------------
 
-
-logger = logging.getLogger(__name__)
-
-STATS_SECONDS = 10.0
 Samples = dict[str, list[float]]  # see `metrics.samples`
 
 

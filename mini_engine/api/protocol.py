@@ -301,8 +301,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
             raise bad_request("Invalid 'prompt': texts, token ids and lists of them cannot be mixed.", "prompt")
         if len(self.prompts) * self.num_choices > MAX_CHOICES:
             each = f"{len(self.prompts)} prompts with {self.num_choices} choices each"
-            text = f"{each} are more than {MAX_CHOICES} choices; send fewer."
-            raise bad_request(text, "prompt")
+            raise bad_request(f"{each} are more than {MAX_CHOICES} choices; send fewer.", "prompt")
 
 
 class TokenizeRequest(Body, kw_only=True, frozen=True):
