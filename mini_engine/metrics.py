@@ -123,8 +123,8 @@ request_time_per_output_token_seconds = _histogram(
 )
 # The stages of `api/timings.py`.
 stage_seconds = {
-    "admission": _stage("admission", "Queued for admission to media decoding"),
     "fetch": _stage("media_fetch", "Fetching and hashing the media"),
+    "admission": _stage("admission", "Queued for admission to media decoding"),
     "media_decode": _stage("media_decode", "Decoding the media, or waiting for it"),
     "process": _stage("media_process", "Running the processor, while no media is decoded"),
     "transport": _stage("transport", "From the placement of the tensors until the engine has accepted the request"),

@@ -1,7 +1,8 @@
 """What one API server takes on at once. Further work is refused with 429, or queued.
 
     requests that are not finished           --max-num-queued-reqs          429
-    bytes of bodies that are being received  --max-inflight-media-gb        429
+    bytes of bodies that are being received  --max-inflight-media-gb, or    429
+                                             --max-request-bytes if larger
     bytes of encoded media in flight         --max-inflight-media-gb        429 before anything is fetched; downloads
                                                                             are counted as their blocks arrive
     bytes of decoded frames                  count as media in flight       admitted items are decoded in any case

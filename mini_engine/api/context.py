@@ -49,6 +49,7 @@ class AppContext(ModelFront):
     ) -> AppContext:
         """Of the process `incarnation`, whose engines have these `limits`."""
         most, flag = int(config.max_inflight_media_gb * 2**30), "--max-inflight-media-gb"
+        body = config.max_request_bytes, "--max-request-bytes"
         media_bytes = Budget(most, flag, "inflight_media", metrics.inflight_media_bytes.set)
         # Decoded frames are only counted, against later requests: what is admitted is decoded in any case, by a bounded
         # number of decoders.
@@ -61,7 +62,7 @@ class AppContext(ModelFront):
             limits=limits,
             sampling=SamplingResolver(front.defaults, limits.max_model_len, front.vocab_size, config.seed, incarnation),
             requests=Budget(config.max_num_queued_reqs, "--max-num-queued-reqs", "queued_requests"),
-            bodies=Budget(max(most, config.max_request_bytes), flag, "inflight_bodies"),
+            bodies=Budget(*max((most, flag), body), "inflight_bodies"),
             media_bytes=media_bytes,
             places=Places(config.maximum_concurrent_videos),
         )

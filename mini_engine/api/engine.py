@@ -62,7 +62,7 @@ class Engine:
     """One engine core and its ranks, seen from this API server.
 
     `requests` holds the generation of each sample's id, from before its tensors are reserved until the core's final
-    output for the sample, which comes even for one that was aborted.
+    output for the sample, which comes even for one that was aborted, or its `MediaMiss`.
     """
 
     def __init__(

@@ -79,6 +79,8 @@ def _probe(args: argparse.Namespace, root: str) -> Target:
             timings = args.backend == "openai-chat" and b'"return_timings"' in fetch(f"{root}/openapi.json", headers)
         model = args.served_model_name or args.model
         model = model or json.loads(fetch(f"{root}/v1/models", headers))["data"][0]["id"]
+    except urllib.error.HTTPError as error:
+        raise BenchError(f"{error.url}: status {error.code}; a server with an API key needs OPENAI_API_KEY") from None
     except urllib.error.URLError as error:
         raise BenchError(
             f"no server answers at {root} ({error.reason}): start one with `python serve.py`, or let bench.py start it "

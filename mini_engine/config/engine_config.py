@@ -206,7 +206,9 @@ class EngineConfig:
     )  # fmt: skip
 
     maximum_concurrent_videos: int = _admission(
-        64, "Maximum images and videos per API server in decoding and processing; further ones are queued.", minimum=1
+        64,
+        "Maximum images and videos per API server that are decoded, processed or sent; others are queued.",
+        minimum=1,
     )
     max_num_queued_reqs: int = _admission(
         4096, "Maximum unfinished requests per API server; further ones are refused with 429.", minimum=1
@@ -214,7 +216,7 @@ class EngineConfig:
     max_inflight_media_gb: float = _admission(
         4.0, "Maximum GiB per API server of encoded media, reserved before the download and held until the request is "
         "sent to an engine. Decoded frames count until they are processed. Request bodies in transfer may take as much "
-        "again. A request beyond the limit is refused with 429.", minimum=0.001,
+        "again. A request that does not fit beside others is refused with 429.", minimum=0.001,
     )  # fmt: skip
     max_request_bytes: int = _admission(
         1 << 30, "Maximum size of a request body; media in `data:` URLs take 4/3 of their size.", minimum=1
