@@ -19,8 +19,8 @@ from mini_engine.demo.model import MAX_PIXELS, MERGE, MIN_PIXELS, NUM_FRAMES, PA
 MIRRORED = {"left": "right", "right": "left"}
 REVERSED = {**MIRRORED, "up": "down", "down": "up"}
 TOKENS_PER_SECOND = 4  # as in the vision config
-CODEC_SHARE, IMAGE_SHARE = 0.5, 0.12  # of the items: really encoded and decoded; stills out of image files
-WIDE_SHARE = 0.6  # of the items: drawn from wide ranges
+CODEC_SHARE, IMAGE_SHARE = 0.25, 0.12  # of the items: really encoded and decoded; stills out of image files
+WIDE_SHARE = 0.75  # of the items: drawn from wide ranges
 LONG_SHARE = 0.04  # of the conversations: begin with a long text, up to some 1,500 words
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -138,6 +138,12 @@ def varied(item: Item, rng: np.random.Generator) -> Item:
     elif choice < 0.62:
         return replace(item, frames=frames[[int(rng.integers(len(frames)))]], motion=None, seconds_per_grid=0.0)
     return replace(item, frames=frames, motion=motion)
+
+
+def moment(item: Item, rng: np.random.Generator) -> Item:
+    """One temporal patch of an item, drawn at random: two frames show colour, shape and motion."""
+    start = TEMPORAL * int(rng.integers(max(1, len(item.frames) // TEMPORAL)))
+    return replace(item, frames=item.frames[start : start + TEMPORAL])
 
 
 class Writer:

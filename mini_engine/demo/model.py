@@ -18,7 +18,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 WEIGHTS = Path(__file__).parent / "weights"
 PATCH, MERGE, TEMPORAL = 14, 2, 2  # pixels, patches, frames
 NUM_FRAMES = 8
-MIN_PIXELS, MAX_PIXELS = 56 * 56, 6400  # area of a resized frame: 56x56, 84x56, 112x56 and their transposes
+MIN_PIXELS, MAX_PIXELS = 56 * 56, 6400  # area of a resized frame: 56x56, 84x56, 112x56, 112x28, ...
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 

@@ -28,13 +28,13 @@ COLOURS: dict[str, tuple[int, int, int]] = {
     "white": (250, 250, 250),
 }
 HUES = {  # degrees; every shade of a colour lies between them
-    "red": (-15, 8),
-    "green": (95, 150),
-    "blue": (208, 245),
-    "yellow": (48, 64),
-    "orange": (16, 40),
-    "purple": (268, 305),
-    "cyan": (172, 192),
+    "red": (-16, 8),
+    "green": (90, 152),
+    "blue": (204, 248),
+    "yellow": (47, 66),
+    "orange": (14, 40),
+    "purple": (265, 315),
+    "cyan": (170, 194),
     "white": (0, 360),
 }
 SHAPES = ("circle", "square", "triangle", "cross")
@@ -68,6 +68,7 @@ class Scene:
     noise: float  # standard deviation, in grey levels
     seed: int
     stout: float = 1.0  # width of a triangle or of a cross's arms over the usual one
+    bowl: float = 0.0  # of a background: weight of the distance from the centre
 
 
 @dataclass(frozen=True)
@@ -154,16 +155,19 @@ def make_scene(seed: int, wide: bool = False, **fixed: object) -> Scene:
 
 def _widely(colour: str, rng: np.random.Generator) -> dict[str, object]:
     """Fields of a wide scene, the shape's colour away from those of the background."""
-    value = rng.uniform(0.8 if colour == "white" else 0.5, 1)
-    saturation = rng.uniform(0, 0.08) if colour == "white" else rng.uniform(max(0.45, 1.3 - value), 1)
+    value = rng.uniform(0.8 if colour == "white" else 0.45, 1)
+    saturation = rng.uniform(0, 0.08) if colour == "white" else rng.uniform(max(0.36, 1.3 - value), 1)
     rgb = np.array(colorsys.hsv_to_rgb(rng.uniform(*HUES[colour]) % 360 / 360, saturation, value)) * 255
     ends = np.zeros((2, 3))
-    while min(np.linalg.norm(rgb - place) for place in (*ends, ends.mean(0))) < 80 or not ends.any():
+    while min(np.linalg.norm(rgb - place) for place in (*ends, ends.mean(0))) < 60 or not ends.any():
         ends = rng.uniform(0, 255, (2, 3)) * rng.uniform(0.1, 0.8, (2, 1))
     return {
         "rgb": tuple(int(v) for v in rgb),
         "backgrounds": tuple(tuple(int(v) for v in end) for end in ends),
-        "size": rng.uniform(0.26, 0.58),
+        "width": 2 * int(rng.integers(48, 161)),
+        "height": 2 * int(rng.integers(48, 161)),
+        "bowl": float(rng.choice([0.0, rng.uniform(0, 1.5)])),
+        "size": rng.uniform(0.22, 0.56),
         "travel": rng.uniform(0.2, 0.6),
         "stout": rng.uniform(0.7, 1.3),
     }
@@ -203,7 +207,8 @@ def draw(scene: Scene, indices: Sequence[int]) -> np.ndarray:
     rng = np.random.default_rng([scene.seed, 1])
     ramp = np.linspace(0, 1, height)[:, None] * rng.uniform(0, 1) + np.linspace(0, 1, width) * rng.uniform(0, 1)
     first, last = np.array(scene.backgrounds, np.float32)
-    backdrop = first + (ramp[..., None] / 2).astype(np.float32) * (last - first)
+    ramp = ramp / 2 + scene.bowl * np.hypot(np.linspace(-0.5, 0.5, height)[:, None], np.linspace(-0.5, 0.5, width))
+    backdrop = first + np.minimum(ramp, 1)[..., None].astype(np.float32) * (last - first)
     grain = rng.normal(0, scene.noise, (height + 32, width + 32, 1)).astype(np.float32) if scene.noise else None
     frames = np.empty((len(indices), height, width, 3), np.uint8)
     for slot, index in enumerate(indices):

@@ -64,3 +64,9 @@ def test_variations_keep_their_labels_true():
         assert other.motion in ({"right", "left"} if len(other.frames) == 6 else {None}) | {"still"}
         seen.add((mirrored, other.motion))
     assert {motion for _, motion in seen} == {"left", "right", "still", None}
+
+
+def test_a_moment_is_one_temporal_patch():
+    item = data.Item("red", "square", "left", torch.arange(5, dtype=torch.uint8).view(5, 1, 1, 1).expand(5, 3, 28, 28))
+    moments = [data.moment(item, train.np.random.default_rng(seed)) for seed in range(30)]
+    assert {tuple(one.frames[:, 0, 0, 0].tolist()) for one in moments} == {(0, 1), (2, 3)}
