@@ -21,17 +21,18 @@ from typing import Literal
 
 from mini_engine.api.errors import bad_request, too_much_work
 
+Reason = Literal["queued_requests", "inflight_bodies", "inflight_media"]
+COUNTED: dict[Reason, str] = {
+    "queued_requests": "request(s)",
+    "inflight_bodies": "bytes of request bodies",
+    "inflight_media": "bytes of media",
+}
+
 
 class Budget:
     """At most `limit` of something in use at once: unfinished requests, or bytes."""
 
-    def __init__(
-        self,
-        limit: int,
-        flag: str,
-        reason: Literal["queued_requests", "inflight_bodies", "inflight_media"],
-        show: Callable[[int], None] = lambda _: None,
-    ):
+    def __init__(self, limit: int, flag: str, reason: Reason, show: Callable[[int], None] = lambda _: None):
         """`reason`: under which refused requests are counted. `show` is called with what is in use."""
         self.limit = limit
         self.flag = flag
@@ -67,18 +68,19 @@ class Reservation:
         """Count so much more, before it is stored. Raises ApiError: 400 if the request can never fit, 429 if it does
         not fit beside others."""
         budget, whole = self._budget, self.amount + amount
+        what = COUNTED[budget.reason]
         if whole > budget.limit:
             raise bad_request(
-                f"The images and videos of this prompt have {whole} bytes together, more than the {budget.limit} of "
-                f"{budget.flag}; send fewer or smaller ones.",
+                f"This prompt needs {whole} {what}, more than the {budget.limit} of {budget.flag}; send fewer or "
+                "smaller items.",
                 "messages",
                 "media_too_large",
             )
         if amount and budget.used + amount > budget.limit:
             raise too_much_work(
                 budget.reason,
-                f"This API server has {budget.used} of the {budget.limit} of {budget.flag} in use, and this request "
-                f"needs {amount} more",
+                f"This API server has {budget.used} {what} in flight, of at most {budget.limit} ({budget.flag}), and "
+                f"this request needs {amount} more",
             )
         self.amount = whole
         budget.count(amount)

@@ -53,9 +53,8 @@ def run(child: Child) -> None:
     metrics.engine_restarts.set(init.restarts)
     try:
         front = load(init, int(child.index))
-        # Half a million objects of torch and transformers that stay: collections can skip them.
-        gc.collect()
-        gc.freeze()
+        gc.freeze()  # half a million objects of torch and transformers, which stay: no collector need walk them
+        gc.enable()
         asyncio.run(_main(child, init, front))
         status = 0
     except ConfigError as error:

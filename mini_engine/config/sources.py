@@ -18,7 +18,7 @@ from mini_engine.config import ENV_PREFIX, ConfigError, EngineConfig, fields, fl
 CONFIG_ENV = ENV_PREFIX + "CONFIG"
 IPC_SWITCH_ENV = ENV_PREFIX + "MULTIMODAL_TENSOR_IPC"
 IPC_SWITCH = {"1": "torch_shm", "0": "direct_rpc"}
-NOT_SETTINGS = (ENV_PREFIX + "BENCH_", ENV_PREFIX + "FAILPOINTS")  # of benchmarks and tests
+FAILPOINTS_ENV = ENV_PREFIX + "FAILPOINTS"  # of tests
 
 # Flags of vLLM's server without an option here, and what to do instead.
 VLLM_FLAGS = {
@@ -78,11 +78,11 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
     Not an error: Kubernetes sets some for every service, and a service may have this program's name.
     """
-    known = {setting.variable for setting in fields()} | {CONFIG_ENV, IPC_SWITCH_ENV}
+    known = {setting.variable for setting in fields()} | {CONFIG_ENV, IPC_SWITCH_ENV, FAILPOINTS_ENV}
     return [
         f"{name}: {unknown(flag_of(name.removeprefix(ENV_PREFIX).lower()))}"
         for name in sorted(environ)
-        if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(NOT_SETTINGS)
+        if name.startswith(ENV_PREFIX) and name not in known
     ]
 
 

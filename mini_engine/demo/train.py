@@ -37,7 +37,7 @@ PARTS = ("model", "average", "head", "muon", "adamw")  # of a checkpoint: attrib
 class Settings:
     """The recipe's numbers."""
 
-    steps: int = 10_300
+    steps: int = 13_000
     patches: int = 1800  # of a batch of conversations, about 18 clips
     patches_alone: int = 1000  # of a batch while the tower learns alone, about 45 temporal patches
     lr: float = 1.5e-3
@@ -46,8 +46,8 @@ class Settings:
     decay: float = 0.2  # the last share of the steps, over which the learning rate falls to zero
     aux: float = 0.5  # weight of the auxiliary loss
     ema: float = 0.998  # the published weights are a running average
-    alone: int = 7000  # steps of the vision tower alone
-    pool: int = 10_240  # rendered items
+    alone: int = 8500  # steps of the vision tower alone
+    pool: int = 20_480  # rendered items
     pool_start: int = 1024  # items to wait for before the first step
     every: int = 500  # steps between evaluations and checkpoints
     held_out: int = 192  # items of an evaluation

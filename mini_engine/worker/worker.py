@@ -89,9 +89,8 @@ def _run(child: Child) -> None:
     with room_for("CUDA graphs and a first step beside the KV cache", GRAPHS_REMEDY, device):
         record_graphs(runner)
         warm_up(runner, model.config.vision)
-    # What is loaded stays: the collector need not walk over it again and again.
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # what is loaded stays: the collector need not walk over it
+    gc.enable()
     core = sockets.connect_dealer(
         child.context, init.core_workers[engine], sockets.identity(child.name, child.incarnation)
     )

@@ -114,7 +114,7 @@ def test_print_config_prints_a_file_for_config(tmp_path):
     """And unknown variables are warnings: Kubernetes sets some."""
     argv = ["M", "--limit_mm_per_prompt", '{"video": 1}', "--no-enable-prefix-caching", "--max-num-seqs", "3"]
     environ = {"MINI_ENGINE_SEED": "5", "MINI_ENGINE_PORTS": "1", "MINI_ENGINE_SERVICE_HOST": "1"}
-    environ |= {"PATH": "/usr/bin:/bin", "MINI_ENGINE_BENCH_X": "1", "MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "1"}
+    environ |= {"PATH": "/usr/bin:/bin", "MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "1"}
     command = [sys.executable, "serve.py", "--print-config", *argv]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environ)
     assert printed.stderr.splitlines() == [
