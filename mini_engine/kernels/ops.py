@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mini_engine.kernels import onednn
+
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -33,6 +35,13 @@ def triton_obstacle(device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "Triton's kernels need a device of compute capability 8.0 or more"
     return None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x W^T + b`: `[..., inputs]`, `[outputs, inputs]`, `[outputs]` -> `[..., outputs]`."""
+    if x.ndim == 2 and len(x) >= onednn.LEAST_ROWS and onednn.available(x):
+        return onednn.linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -113,7 +113,7 @@ class ColumnParallel(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., inputs]` -> `[..., this rank's outputs]`."""
-        return F.linear(x, self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias)
 
     def pieces(self) -> Iterator[Piece]:
         start = 0
@@ -149,8 +149,8 @@ class RowParallel(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., this rank's part]` -> `[..., outputs]`, the same on every rank."""
         if self.tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = self.tp.all_reduce(F.linear(x, self.weight))
+            return ops.linear(x, self.weight, self.bias)
+        y = self.tp.all_reduce(ops.linear(x, self.weight))
         # Added once, after the sum: inside the product it would count once per rank.
         return y if self.bias is None else y + self.bias
 
@@ -235,7 +235,7 @@ class VocabParallelEmbedding(Layer):
 
     def project(self, x: Tensor) -> Tensor:
         """`[n, size]` -> scores `[n, vocab_size]`, the same on every rank."""
-        local = F.linear(x, self.weight)
+        local = ops.linear(x, self.weight)
         if self.tp.size == 1:
             return local
         # Shares differ by a row where the vocabulary does not divide, and the collective wants equal shapes.

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_engine.kernels import ops
+from mini_engine.kernels import onednn, ops
 from mini_engine.kernels.staging import to_device
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.layers import MLP, ColumnParallel, Layer, LayerNorm, RMSNorm, RowParallel, Rows
@@ -23,6 +23,7 @@ from mini_engine.model.rope import Grid, Rotation, inverse_frequencies
 
 # Fixed in the architecture; not part of the config.
 NORM_EPS = 1e-6
+LONG_SEGMENT = 256  # patches; from here on oneDNN is the faster one
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,12 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[tuple[in
     outputs, start = [], 0
     for count, length in groups:
         end = start + count * length
-        parts = (x[start:end].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
-        outputs.append(F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2).flatten(0, 1))
+        parts = [x[start:end].unflatten(0, (count, length)) for x in (q, k, v)]
+        if length >= LONG_SEGMENT and onednn.available(q):
+            outputs += [onednn.attend_all(*segment).flatten(1) for segment in zip(*parts, strict=True)]
+        else:
+            attended = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in parts))
+            outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
         start = end
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -151,7 +156,7 @@ class PatchEmbed(Layer):
         self.bias = at.empty(config.hidden_size) if bias else None
 
     def forward(self, patches: Tensor) -> Tensor:
-        return F.linear(patches, self.weight.flatten(1), self.bias)
+        return ops.linear(patches, self.weight.flatten(1), self.bias)
 
 
 class VisionAttention(nn.Module):

@@ -7,7 +7,8 @@ forms, both by gathering whole blocks and one `scaled_dot_product_attention`:
 
 - A chunk of one token (decode) goes into a group with others. The query heads that share a key-value head are the query
   rows, the group's sequences are the batch, shorter ones are padded by repeating their own last block.
-- A longer chunk (prefill) is computed alone, in tiles of queries, each with the keys up to its end and a causal mask.
+- A longer chunk (prefill) is computed alone, in tiles of queries, each with the keys up to its end and a causal mask;
+  on a CPU, whole tiles of float32 by `kernels/onednn.py`, in half the time.
 
 How groups are cut was measured on one thread of a server CPU (8 to 32 sequences of 20 to 2,000 tokens, 4/2 heads of 32
 and 16/2 of 128, float32 and bfloat16). A call costs 15 to 20 us, more than gathering and attending to `PAD_BYTES`, so a
@@ -29,13 +30,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mini_engine.kernels import ops
+from mini_engine.kernels import onednn, ops
 from mini_engine.model.vision_language import AttentionShape
 
 PAD_BYTES = 128 << 10
 GROUP_BYTES = 2 << 20
 # Queries per causal call: smaller tiles skip more of the masked half, larger ones pay for fewer calls.
-TILE = 128
+TILE = onednn.TILE
 # CUDA's kernels read a mask by eight numbers at a time, so each row must begin at a multiple of 16 bytes: torch refuses
 # others, or copies them at each call.
 ALIGNED = 8
@@ -266,9 +267,12 @@ class _DecodeGroup:
 
 @dataclass(frozen=True)
 class _Prefill:
-    """One chunk of several tokens. `blocks` is int64, None where the chunk has nothing before it."""
+    """One chunk of several tokens. `blocks` is int64, None where the chunk has nothing before it. Its first `by_onednn`
+    tokens are whole tiles that oneDNN computes; `masks` are those of the tiles after them."""
 
     rows: slice
+    start: int
+    by_onednn: int
     blocks: Tensor | None
     masks: list[Tensor]
 
@@ -276,20 +280,24 @@ class _Prefill:
     def of(cls, cache: KVCache, span: Span, first: int) -> _Prefill:
         used, device = -(-span.context // cache.block_size), cache.storage.device
         blocks = None if span.start == 0 else torch.from_numpy(span.blocks[:used].copy()).to(device)
-        masks = causal_tiles(span.start, span.length, cache.storage.dtype, device)
-        return cls(slice(first, first + span.length), blocks, masks)
+        done = span.length // TILE * TILE if onednn.available(cache.storage) else 0
+        masks = causal_tiles(span.start + done, span.length - done, cache.storage.dtype, device)
+        return cls(slice(first, first + span.length), span.start, done, blocks, masks)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
         kv_heads = k.shape[1]
-        group = q.shape[1] // kv_heads
         if self.blocks is None:
             own = (k[self.rows], v[self.rows])
         else:
             own = (keys.index_select(0, self.blocks).flatten(0, 1), values.index_select(0, self.blocks).flatten(0, 1))
+        queries, outputs = q[self.rows], []
+        if self.by_onednn:
+            laid_out = onednn.Keys(*own)
+            for first in range(0, self.by_onednn, TILE):
+                outputs.append(laid_out.attend(queries[first : first + TILE], self.start + first))
         # Expanded, not copied: the heads of a group read the same memory.
-        k, v = (x.transpose(0, 1).expand(group, -1, -1, -1) for x in own)
-        queries = q[self.rows].unflatten(1, (kv_heads, group)).permute(2, 1, 0, 3)
-        outputs, first = [], 0
+        k, v = (x.transpose(0, 1).expand(q.shape[1] // kv_heads, -1, -1, -1) for x in own)
+        queries, first = queries.unflatten(1, (kv_heads, -1)).permute(2, 1, 0, 3), self.by_onednn
         for mask in self.masks:
             count, seen = mask.shape
             tile = queries[:, :, first : first + count]
@@ -302,6 +310,8 @@ class _Prefill:
 def causal_tiles(start: int, length: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Additive causal masks for each tile of `length` queries after `start` keys: `[count, keys up to the
     tile's end]`, whose rows begin at multiples of ALIGNED numbers."""
+    if not length:
+        return []
     last = start + (length - 1) // TILE * TILE  # keys before the last tile
     rows = min(TILE, length)
     mask = torch.full((rows, _aligned(last + rows)), float("-inf"), dtype=dtype, device=device).triu_(last + 1)
