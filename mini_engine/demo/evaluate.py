@@ -23,7 +23,7 @@ from mini_engine.demo import forward, questions, videos
 from mini_engine.demo.data import Item, Sample, Writer
 from mini_engine.demo.model import WEIGHTS
 
-FRESH_SEEDS = 1_000_000_000  # from here on: never used in training, only to choose among checkpoints
+FRESH_SEEDS = 1_000_000_000  # from here on: never used in training, only to watch it
 TABLE_SEEDS = FRESH_SEEDS + 1_000_000  # from here on: not even for that
 SHADES = {  # of the second renderer: names of CSS colours
     "red": ("red", "crimson", "firebrick"),
