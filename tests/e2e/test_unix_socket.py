@@ -66,7 +66,9 @@ def test_a_unix_socket_for_all_api_servers(certificate: tuple[Path, Path], tmp_p
 
 
 def check_log(lines: list[dict]) -> None:
-    assert {"supervisor", "api 0", "api 1", "worker 0.0"} <= {line["process"] for line in lines}
+    processes = {line["process"] for line in lines}
+    assert {"supervisor", "worker 0.0"} <= processes
+    assert {"api 0", "api 1"} & processes  # one may have taken all of the few connections
     assert all(set(line) - {"request_id"} == {"time", "level", "process", "logger", "message"} for line in lines)
     requests = [line for line in lines if "POST /v1/chat/completions: 200" in line["message"]]
     assert len(requests) == 3 and all(line["message"].startswith(line["request_id"]) for line in requests)
