@@ -67,8 +67,7 @@ class Reservation:
     def receive(self, amount: int) -> None:
         """Count so much more, before it is stored. Raises ApiError: 400 if the request can never fit, 429 if it does
         not fit beside others."""
-        budget, whole = self._budget, self.amount + amount
-        what = COUNTED[budget.reason]
+        budget, whole, what = self._budget, self.amount + amount, COUNTED[self._budget.reason]
         if whole > budget.limit:
             raise bad_request(
                 f"This prompt needs {whole} {what}, more than the {budget.limit} of {budget.flag}; send fewer or "

@@ -1,11 +1,11 @@
 """Matrix products and attention in float32 on a CPU, by oneDNN, which comes with torch.
 
-torch takes MKL for float32. oneDNN uses AVX-512 on processors of every maker, MKL on Intel's alone: on a Zen 5 oneDNN
-makes 220 Gflop/s on one core and MKL 105. torch offers it for float32 through one operator, which `torch.compile` is
-made of; `available` says whether this torch has it.
+torch takes MKL for float32, which uses AVX-512 on Intel's processors only; oneDNN uses it on all (docs/benchmarks.md,
+"Products on a CPU"). torch offers it for float32 through one operator, which `torch.compile` is made of; `available`
+says whether this torch has it.
 
-oneDNN compiles a kernel for each new shape, in half a millisecond, and keeps the last 1,024: so sizes are rounded up,
-unless the copy would cost more. A call costs 10 us more than MKL's, so small products are left to torch.
+oneDNN compiles a kernel for each new shape and keeps the last 1,024, so sizes are rounded up, unless the copy would
+cost more. A call costs more than MKL's, so small products are left to torch.
 """
 
 from __future__ import annotations
