@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import uvloop
 import zmq.asyncio
 
 from mini_engine import metrics
@@ -55,7 +56,8 @@ def run(child: Child) -> None:
         front = load(init, int(child.index))
         gc.freeze()  # half a million objects of torch and transformers, which stay: no collector need walk them
         gc.enable()
-        asyncio.run(_main(child, init, front))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_main(child, init, front))
         status = 0
     except ConfigError as error:
         child.refuse(str(error))
