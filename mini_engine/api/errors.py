@@ -124,7 +124,7 @@ def explain(error: Exception, request_id: str, clock: RequestClock | None) -> Ap
         case DecoderUnavailable():
             answer = ApiError(503, str(error), code="overloaded")
         case _ if shortage := shortage_in(error):
-            log_shortage(shortage)
+            _log_shortage(shortage)
             metrics.requests_rejected_total.labels("host").inc()
             answer = ApiError(503, str(shortage), code="overloaded")
         case _:
@@ -143,7 +143,7 @@ def explain(error: Exception, request_id: str, clock: RequestClock | None) -> Ap
 _short_at: dict[str, float] = {}  # when a shortage was last seen, by what there was too little of
 
 
-def log_shortage(shortage: Shortage) -> None:
+def _log_shortage(shortage: Shortage) -> None:
     """One line when a shortage begins: a host that is short of something should write no more than it has to."""
     what, now = shortage.what, time.monotonic()
     before, _short_at[what] = _short_at.get(what), now

@@ -18,10 +18,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mini_engine.api.errors import log_shortage
 from mini_engine.config import EngineConfig
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.shortage import shortage_in
 
 STOP_SECONDS = 1  # for responses to end after their requests have been ended, before their tasks are cancelled
 HEADER_BYTES = 16 << 10  # of an incomplete request
@@ -133,7 +131,6 @@ class HttpServer(uvicorn.Server):
         for listener in sockets or ():
             # Without it, connections that are still closing keep the port from the next server.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        asyncio.get_running_loop().set_exception_handler(_on_loop_error)
         await super().startup(sockets)
         self._on_started()
 
@@ -141,12 +138,3 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave the signals to the process."""
         yield
-
-
-def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """asyncio reports every connection that cannot be accepted without a descriptor, and tries again: thousands per
-    second."""
-    if shortage := shortage_in(context.get("exception") or Exception()):
-        log_shortage(shortage)
-    else:
-        loop.default_exception_handler(context)
