@@ -50,6 +50,14 @@ def test_a_sweep_of_a_server_that_runs(bench, root, tmp_path: Path):
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_several_values_of_a_sweep_may_contain_commas(bench, root):
+    values = ["{(28, 28, 1): 1.0}", "{(56, 28, 1): 1.0}"]
+    ran = bench("sweep", "--flag", "random-mm-bucket-config", "--values", *values, "--base-url", root,
+                "--dataset-name", "random-mm", "--num-prompts", 1, "--num-warmups", 0)  # fmt: skip
+    assert ran.status == 0 and ran.results["values"] == values
+    assert [value for line in ran.out.splitlines() for value in values if line.startswith(f"{value}  ")] == values
+
+
 @pytest.mark.slow
 def test_a_sweep_starts_a_server_for_each_value(bench):
     ran = bench("sweep", "--flag", "max-num-seqs", "--values", "1,4", "--num-prompts", 4)
