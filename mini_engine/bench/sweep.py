@@ -19,7 +19,7 @@ from mini_engine.config import ConfigError
 COLUMNS = {
     "completed": "done", "failed": "failed", "request_throughput": "req/s", "output_throughput": "tok/s",
     "median_ttft_ms": "TTFT p50", "p99_ttft_ms": "TTFT p99", "median_tpot_ms": "TPOT p50",
-    "median_e2el_ms": "E2EL p50", "p99_e2el_ms": "E2EL p99",
+    "median_e2el_ms": "E2EL p50", "p99_e2el_ms": "E2EL p99", "start_memory_mb": "start MB", "peak_memory_mb": "peak MB",
 }  # fmt: skip
 
 

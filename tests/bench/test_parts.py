@@ -42,6 +42,7 @@ def assert_gone(family: set[int]) -> None:
 def test_a_launched_server_is_stopped():
     found = last_line("--launch", "--block-size 8", "--num-prompts", "2")
     assert found["environment_of"] == "all" and found["results"]["completed"] == 2
+    assert 100 < found["results"]["start_memory_mb"] < found["results"]["peak_memory_mb"] < 10_000
 
 
 @pytest.mark.parametrize(
