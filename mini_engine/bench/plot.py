@@ -1,23 +1,32 @@
-"""Pictures: a run's latencies, throughput over time and stages; a sweep's throughput and latencies."""
+"""Pictures: a run's latencies, throughput over time and stages; a sweep's throughput, latencies and memory; curves."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from mini_engine.bench.client import Run
-from mini_engine.bench.metrics import METRICS, arrived, in_flight, latencies
+from mini_engine.bench.metrics import arrived, in_flight, latencies
 from mini_engine.config import ConfigError
 
 try:
     from matplotlib.figure import Figure  # by itself it needs no display
+    from matplotlib.ticker import LogFormatter
 except ImportError:
     raise ConfigError("--plot needs the package matplotlib: pip install 'mini-engine[bench]'") from None
 
 INCHES = (15.0, 7.2)
+NAMES_CHARACTERS = 32  # that fit side by side below a panel
+SWEEP_PANELS = {  # by unit: curves and their keys in the results
+    "requests / s": {"throughput": "request_throughput"},
+    "ms": {"TTFT p50": "median_ttft_ms", "TTFT p99": "p99_ttft_ms", "E2EL p50": "median_e2el_ms"},
+    "MB": {"memory at start": "start_memory_mb", "peak memory": "peak_memory_mb"},
+}
 BINS = 40
 LEAST_PARTS = 20  # of a run, in each of which throughput is counted; of a long one each is a second at most
 
@@ -46,15 +55,31 @@ def draw_run(run: Run, stages: dict[str, Any] | None, path: Path) -> None:
 
 
 def draw_sweep(flag: str, values: list[str], runs: list[dict[str, Any]], path: Path) -> None:
-    """The picture of a sweep: throughput and the latencies' medians over the flag's values, which are names."""
-    figure = Figure(INCHES, layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.plot(values, [run["request_throughput"] for run in runs], marker="o")
-    left.set(title="Throughput", xlabel=flag, ylabel="requests / s", ylim=(0, None))
-    for metric in METRICS:
-        medians = [run.get(f"median_{metric}_ms") for run in runs]
-        if None not in medians:
-            right.plot(values, medians, marker="o", label=f"{metric.upper()}, median")
-    right.set(title="Latencies", xlabel=flag, ylabel="ms", ylim=(0, None))
-    right.legend()
+    """The picture of a sweep: what was measured of throughput, latencies and memory over the flag's values."""
+    panels = {}
+    for unit, keys in SWEEP_PANELS.items():
+        curves = {label: [run.get(key) for run in runs] for label, key in keys.items()}
+        panels[unit] = {label: numbers for label, numbers in curves.items() if set(numbers) != {None}}
+    draw_curves(flag, values, {unit: curves for unit, curves in panels.items() if curves}, path)
+
+
+def draw_curves(xlabel: str, xs: Sequence[Any], panels: Mapping[str, Mapping[str, list[Any]]], path: Path) -> None:
+    """A row of panels by unit, with curves by label. Texts on the x-axis are names; numbers there are logarithmic."""
+    figure = Figure((4 * len(panels), 3.6), layout="constrained")
+    for axis, (unit, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        for label, numbers in curves.items():
+            axis.plot(xs, np.array(numbers, float), marker="o", label=label)
+        axis.set(xlabel=xlabel, ylabel=unit)
+        if unit in ("ms", "us"):
+            axis.set_yscale("log")
+            axis.yaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())  # 40 and not 4 x 10^1
+        else:
+            axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
+        axis.legend()
+        if not isinstance(xs[0], str):
+            axis.set_xscale("log")
+        elif sum(map(len, xs)) > NAMES_CHARACTERS:
+            axis.set_xticks(range(len(xs)), xs, rotation=20, ha="right")
     figure.savefig(path)
+    if path.suffix == ".png":  # few colours make it a third as large
+        Image.open(path).convert("RGB").quantize().save(path)

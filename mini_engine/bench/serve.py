@@ -21,7 +21,7 @@ from mini_engine.bench import metrics
 from mini_engine.bench.cli import Report, environment, say
 from mini_engine.bench.client import Run, Target, arrivals, send_all
 from mini_engine.bench.datasets import NAMES, READ, Prompt, Prompts, draws, load
-from mini_engine.bench.server import ENDPOINTS, open_target
+from mini_engine.bench.server import ENDPOINTS, memory_mb, open_target, peak_memory
 from mini_engine.config import ConfigError
 
 SYNTHETIC_CONCURRENCY = 8
@@ -69,10 +69,12 @@ def measure(args: argparse.Namespace, label: str = "", prompts: Prompts | None =
         requests = requests_of(args, target, prompts.measured)
         starts = arrivals(len(requests), args.request_rate, args.burstiness, draws(args.seed, "arrivals"))
         failures = []
+        memory = {"start_memory_mb": memory_mb(target.pid)} if target.pid else {}
         if warm_ups := requests_of(args, target, prompts.warm_ups):
             before = asyncio.run(send_all(target, warm_ups, [0.0] * len(warm_ups), args.max_concurrency))
             failures = [f"warm-up: {failure}" for failure in metrics.failures(before.outcomes)]
-        run = asyncio.run(send_all(target, requests, starts, args.max_concurrency))
+        with peak_memory(target.pid, memory):
+            run = asyncio.run(send_all(target, requests, starts, args.max_concurrency))
     failures += metrics.failures(run.outcomes)
     # With --ignore-eos an answer would go on after its end.
     answers = [None if args.ignore_eos else prompt.answer for prompt in prompts.measured]
@@ -81,6 +83,7 @@ def measure(args: argparse.Namespace, label: str = "", prompts: Prompts | None =
         "max_concurrency": args.max_concurrency,
         "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
         **metrics.compute(run, answers, args.percentile_metrics, args.metric_percentiles, dict(args.goodput)),
+        **memory,
     }
     print(metrics.describe(results, label or args.regime), flush=True)
     if args.save_result:

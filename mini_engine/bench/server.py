@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import functools
 import json
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -26,6 +28,7 @@ from mini_engine.config import ConfigError
 from mini_engine.process_setup import die_with_parent
 
 LOG_TAIL_CHARACTERS = 4000
+SAMPLE_SECONDS = 0.5
 ENDPOINTS = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions", "vllm": "/v1/completions"}
 
 
@@ -51,24 +54,24 @@ def open_target(args: argparse.Namespace) -> Iterator[Target]:
         BenchError: it does not answer, or did not start.
     """
     with contextlib.ExitStack() as stack:
-        root = (args.base_url or f"http://{args.host or '127.0.0.1'}:{args.port or 8000}").rstrip("/")
+        root, pid = (args.base_url or f"http://{args.host or '127.0.0.1'}:{args.port or 8000}").rstrip("/"), None
         if args.launch is not None:
-            root, _ = stack.enter_context(launched(server_flags("--launch", args.launch)))
-        yield _probe_until_ready(args, root)
+            root, pid = stack.enter_context(launched(server_flags("--launch", args.launch)))
+        yield _probe_until_ready(args, root, pid)
 
 
-def _probe_until_ready(args: argparse.Namespace, root: str) -> Target:
+def _probe_until_ready(args: argparse.Namespace, root: str, pid: int | None) -> Target:
     deadline = time.monotonic() + args.ready_check_timeout_sec
     while True:
         try:
-            return _probe(args, root)
+            return _probe(args, root, pid)
         except BenchError:
             if time.monotonic() >= deadline:
                 raise
         time.sleep(1)
 
 
-def _probe(args: argparse.Namespace, root: str) -> Target:
+def _probe(args: argparse.Namespace, root: str, pid: int | None) -> Target:
     """Ask a server for its model, and whether its interface has `return_timings`."""
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
@@ -86,7 +89,7 @@ def _probe(args: argparse.Namespace, root: str) -> Target:
             f"no server answers at {root} ({error.reason}): start one with `python serve.py`, or let bench.py start it "
             'with --launch ""'
         ) from None
-    return Target(root + (args.endpoint or ENDPOINTS[args.backend]), model, timings, headers, args.disable_tqdm)
+    return Target(root + (args.endpoint or ENDPOINTS[args.backend]), model, timings, headers, args.disable_tqdm, pid)
 
 
 def fetch(url: str, headers: dict[str, str], body: bytes | None = None) -> bytes:
@@ -128,3 +131,33 @@ def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
             return match[1]
         time.sleep(0.05)
     raise BenchError("the server did not start; its log is above")
+
+
+def memory_mb(pid: int) -> float:
+    """What a process and its descendants have in memory, in MB of 2**20 bytes. Shared pages count once: it is the sum
+    of proportional set sizes. A process that exits meanwhile has none."""
+    found = 0.0
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        found += int(Path(f"/proc/{pid}/smaps_rollup").read_text().partition("\nPss:")[2].split()[0]) / 1024
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found += sum(map(memory_mb, map(int, (task / "children").read_text().split())))
+    return found
+
+
+@contextlib.contextmanager
+def peak_memory(pid: int | None, found: dict[str, float]) -> Iterator[None]:
+    """Adds, if there is a `pid`, `peak_memory_mb`: the highest in the block, every SAMPLE_SECONDS and at its end."""
+    ended = threading.Event()
+
+    def sample() -> None:
+        is_last = False
+        while pid and not is_last:
+            is_last = ended.wait(SAMPLE_SECONDS)
+            found["peak_memory_mb"] = max(found.get("peak_memory_mb", 0.0), memory_mb(pid))
+
+    with concurrent.futures.ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
+        sampling = pool.submit(sample)
+        stack.callback(ended.set)
+        yield
+    sampling.result()  # raises its error

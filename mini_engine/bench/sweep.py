@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import shlex
 
 from mini_engine.bench import serve
 from mini_engine.bench.cli import Report, table
@@ -18,7 +19,7 @@ from mini_engine.config import ConfigError
 COLUMNS = {
     "completed": "done", "failed": "failed", "request_throughput": "req/s", "output_throughput": "tok/s",
     "median_ttft_ms": "TTFT p50", "p99_ttft_ms": "TTFT p99", "median_tpot_ms": "TPOT p50",
-    "median_e2el_ms": "E2EL p50", "p99_e2el_ms": "E2EL p99",
+    "median_e2el_ms": "E2EL p50", "p99_e2el_ms": "E2EL p99", "start_memory_mb": "start MB", "peak_memory_mb": "peak MB",
 }  # fmt: skip
 
 
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flag that varies, and those of `serve`."""
     group = parser.add_argument_group("sweep")
     group.add_argument("--flag", required=True, metavar="NAME", help="A flag of this client or of serve.py.")
-    group.add_argument("--values", required=True, metavar="A,B,C", help="Comma-separated values of the flag.")
+    group.add_argument("--values", required=True, nargs="+", metavar="VALUE", help="One alone is split at its commas.")
     serve.add_arguments(parser)
 
 
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> Report:
     flag = "--" + args.flag.lstrip("-").replace("_", "-")
     if not (args.base_url or args.host or args.port):
         args.launch = args.launch or ""
-    values = args.values.split(",")
+    values = args.values if len(args.values) > 1 else args.values[0].split(",")
     points = [_with_value(args, flag, value) for value in values]
     runs = [serve.measure(mine, f"{flag[2:]}={value}") for mine, value in zip(points, values, strict=True)]
     results = [measured.results for measured in runs]
@@ -62,7 +63,7 @@ def _with_value(args: argparse.Namespace, flag: str, value: str) -> argparse.Nam
     if unknown and args.launch is None:
         raise ConfigError(f"--flag: {flag} is not a flag of this client; for a flag of the server, omit its address")
     if unknown:
-        mine.launch = f"{mine.launch} {flag}={value}"
+        mine.launch = f"{mine.launch} {shlex.quote(f'{flag}={value}')}"
         server_flags("--flag", mine.launch)
     serve.check(mine)
     return mine

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from mini_engine.bench import ab
 from mini_engine.bench.client import Outcome, Run
 from mini_engine.bench.datasets import Prompts
+from mini_engine.bench.plot import draw_sweep
 from mini_engine.bench.serve import Measured
 
 
@@ -48,6 +50,25 @@ def test_a_sweep_of_a_server_that_runs(bench, root, tmp_path: Path):
         assert float(row[3]) == pytest.approx(run["request_throughput"], abs=1e-3)
         assert json.loads((tmp_path / f"r-max-concurrency={value}.json").read_text())["max_concurrency"] == int(value)
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_values_of_a_sweep_may_contain_commas(bench, root):
+    values = ["{(28, 28, 1): 1.0}", "{(56, 28, 1): 1.0}"]
+    ran = bench("sweep", "--flag", "random-mm-bucket-config", "--values", *values, "--base-url", root,
+                "--dataset-name", "random-mm", "--num-prompts", 1, "--num-warmups", 0)  # fmt: skip
+    assert ran.status == 0 and ran.results["values"] == values
+    assert [value for line in ran.out.splitlines() for value in values if line.startswith(f"{value}  ")] == values
+
+
+@pytest.mark.parametrize(("memory", "panels"), [({"start_memory_mb": 1e3, "peak_memory_mb": 2e3}, 3), ({}, 2)])
+def test_the_picture_of_a_sweep_is_small(memory: dict[str, float], panels: int, tmp_path: Path):
+    values = [f"{{(240, 320, {frames}): 1.0}}" for frames in (8, 48, 240)]
+    latencies = {"median_ttft_ms": 63.0, "p99_ttft_ms": 1800.0, "median_e2el_ms": None}
+    runs = [{"request_throughput": place, **latencies, **memory} for place in range(3)]
+    draw_sweep("--random-mm-bucket-config", values, runs, tmp_path / "sweep.png")
+    with Image.open(tmp_path / "sweep.png") as image:
+        assert image.size == (400 * panels, 360)
+    assert (tmp_path / "sweep.png").stat().st_size < 40_000
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Commands in processes of their own: `transport`, `step` and `gpu`, as small as can be, and what they leave behind."""
+"""Commands in processes of their own: `transport`, `reserve`, `step`, `gpu`, as small as can be, and what is left."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ def assert_gone(family: set[int]) -> None:
 def test_a_launched_server_is_stopped():
     found = last_line("--launch", "--block-size 8", "--num-prompts", "2")
     assert found["environment_of"] == "all" and found["results"]["completed"] == 2
+    assert 100 < found["results"]["start_memory_mb"] < found["results"]["peak_memory_mb"] < 10_000
 
 
 @pytest.mark.parametrize(
@@ -66,6 +68,15 @@ def test_transport():
     for row in rows:
         parts = [row[f"{part}_ms"] for part in ("copy", "arrive", "touch")]
         assert min(parts) > 0 and row["total_ms"] == pytest.approx(sum(parts), abs=1e-3), "a median of two is the mean"
+
+
+def test_reserve(tmp_path: Path):
+    out, err = bench("reserve", "--objects", "3", "40", "--plot", f"{tmp_path}/reserve.png").communicate()
+    assert err == ""
+    rows = json.loads(out.splitlines()[-1])["results"]["rows"]
+    assert [row["objects"] for row in rows] == [3, 40]
+    assert all(0 < row[f"{call}_p50_us"] <= row[f"{call}_p99_us"] for row in rows for call in ("reserve", "look_up"))
+    assert (tmp_path / "reserve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_step():
