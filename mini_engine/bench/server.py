@@ -28,7 +28,7 @@ from mini_engine.config import ConfigError
 from mini_engine.process_setup import die_with_parent
 
 LOG_TAIL_CHARACTERS = 4000
-SAMPLE_SECONDS = 0.5
+SAMPLE_SECONDS = 1.0
 ENDPOINTS = {"openai-chat": "/v1/chat/completions", "openai": "/v1/completions", "vllm": "/v1/completions"}
 
 
