@@ -221,7 +221,9 @@ def _usage(generations: Sequence[Generation]) -> dict[str, Any]:
     """Tokens of the prompts, with images and videos and once for all choices, and tokens delivered."""
     prompt = sum(one.num_prompt_tokens for one in generations)
     completion = sum(one.completion_tokens for one in generations)
-    cached = {"cached_tokens": sum(one.num_cached_tokens for one in generations)}
     used = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-    media = {"media": generations[0].media} if generations[0].media else {}
-    return used | {"prompt_tokens_details": cached} | media
+    media = generations[0].media
+    details = {"cached_tokens": sum(one.num_cached_tokens for one in generations)}
+    for kind in ("image", "video"):
+        details[f"{kind}_tokens"] = sum(item["tokens"] for item in media if item["type"] == kind)
+    return used | {"prompt_tokens_details": details} | ({"media": media} if media else {})

@@ -161,10 +161,13 @@ async def test_usage_says_what_the_model_saw(served: Served, stream: bool) -> No
     served.core.keeps = True
     for is_cached in (False, True):
         answer = await served.ask([image(140), video()], extra_body=FEWER[0], **with_usage(stream))
-        assert (await choices_of(answer)).usage.media == [
+        usage = (await choices_of(answer)).usage
+        assert usage.media == [
             {"type": "image", "width": 140, "height": 140, "tokens": 25},
             {"type": "video", "width": 56, "height": 56, "tokens": 8, "frames": 4, "seconds_per_frame": 0.3},
         ]
+        details = usage.prompt_tokens_details
+        assert (details.image_tokens, details.video_tokens) == (25, 8)
         assert [item.patches is None for item in served.core.requests[-1].media] == [is_cached] * 2
     assert not hasattr((await choices_of(await served.ask(**with_usage(stream)))).usage, "media")
 
