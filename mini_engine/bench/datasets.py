@@ -162,11 +162,13 @@ def _of_sizes(args: argparse.Namespace, order: list[int]) -> list[Part]:
     return [media[number] for number in order]
 
 
+@functools.cache  # for the other values of a sweep
 def _video(seed: int, **fixed: Any) -> Part:
     """The video of `seed`; keywords as those of `demo.videos.make_scene`."""
     return _media_part(videos.encode(videos.render(seed, **fixed)), "video", "video/mp4")
 
 
+@functools.cache
 def _image(seed: int, **fixed: Any) -> Part:
     return _media_part(videos.encode_image(videos.render_image(seed, **fixed)), "image", "image/png")
 
