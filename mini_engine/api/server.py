@@ -56,8 +56,7 @@ def run(child: Child) -> None:
         front = load(init, int(child.index))
         gc.freeze()  # half a million objects of torch and transformers, which stay: no collector need walk them
         gc.enable()
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_main(child, init, front))
+        uvloop.run(_main(child, init, front))
         status = 0
     except ConfigError as error:
         child.refuse(str(error))

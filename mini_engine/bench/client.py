@@ -31,7 +31,7 @@ class Target:
     timings: bool
     headers: dict[str, str]
     disable_tqdm: bool = False
-    pid: int | None = None  # of a server that was started for this
+    pid: int | None = None  # of the server that --launch started
 
 
 @dataclass

@@ -74,7 +74,7 @@ def draw_curves(xlabel: str, xs: Sequence[Any], panels: Mapping[str, Mapping[str
             axis.set_yscale("log")
             axis.yaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())  # 40 and not 4 x 10^1
         else:
-            axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
+            axis.set_ylim(0, None)
         axis.legend()
         if not isinstance(xs[0], str):
             axis.set_xscale("log")

@@ -25,7 +25,7 @@ OWNER = (1, "request")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    parser.add_argument("--objects", type=int, nargs="+", default=[10, 100, 1000, 10_000, 100_000], metavar="N",
+    parser.add_argument("--items", type=int, nargs="+", default=[10, 100, 1000, 10_000, 100_000], metavar="N",
         help="Numbers of cached items (default: 10 100 1000 10000 100000).")  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="FILE", help="Plot the times to a file, such as out.png.")
 
@@ -33,14 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Measure each number of items, then print the table and draw the plot."""
     gc.disable()
-    rows = [measure(count) for count in args.objects]
+    rows = [measure(count) for count in args.items]
     gc.enable()
     print(table(list(rows[0]), [list(row.values()) for row in rows]))
     if args.plot is not None:
         from mini_engine.bench import plot
 
-        curves = {key: [row[key] for row in rows] for key in rows[0] if key != "objects"}
-        plot.draw_curves("objects", args.objects, {"us": curves}, args.plot)
+        curves = {key: [row[key] for row in rows] for key in rows[0] if key != "items"}
+        plot.draw_curves("cached items", args.items, {"us": curves}, args.plot)
     return Report({"rows": rows})
 
 
@@ -63,4 +63,4 @@ def measure(count: int) -> dict[str, float]:
         store.written(reserved.number, [])
     assert store.num_evictions == CALLS
     times = {f"{call}_p{p}_us": 1e6 * float(np.percentile(seconds[call], p)) for call in seconds for p in (50, 99)}
-    return {"objects": count, **times}
+    return {"items": count, **times}

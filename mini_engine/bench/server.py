@@ -135,7 +135,7 @@ def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
 
 def memory_mb(pid: int) -> float:
     """What a process and its descendants have in memory, in MB of 2**20 bytes. Shared pages count once: it is the sum
-    of proportional set sizes. A process that exits meanwhile has none."""
+    of proportional set sizes. A process that exits meanwhile counts as 0."""
     found = 0.0
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         found += int(Path(f"/proc/{pid}/smaps_rollup").read_text().partition("\nPss:")[2].split()[0]) / 1024
@@ -156,8 +156,10 @@ def peak_memory(pid: int | None, found: dict[str, float]) -> Iterator[None]:
             is_last = ended.wait(SAMPLE_SECONDS)
             found["peak_memory_mb"] = max(found.get("peak_memory_mb", 0.0), memory_mb(pid))
 
-    with concurrent.futures.ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
+    with concurrent.futures.ThreadPoolExecutor() as pool:
         sampling = pool.submit(sample)
-        stack.callback(ended.set)
-        yield
+        try:
+            yield
+        finally:
+            ended.set()
     sampling.result()  # raises its error

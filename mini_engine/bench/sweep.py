@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flag that varies, and those of `serve`."""
     group = parser.add_argument_group("sweep")
     group.add_argument("--flag", required=True, metavar="NAME", help="A flag of this client or of serve.py.")
-    group.add_argument("--values", required=True, nargs="+", metavar="VALUE", help="One alone is split at its commas.")
+    group.add_argument("--values", required=True, nargs="+", metavar="VALUE", help="A,B,C, or an argument for each.")
     serve.add_arguments(parser)
 
 

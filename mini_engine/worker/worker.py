@@ -76,6 +76,7 @@ def _run(child: Child) -> None:
     media = receive_media(child, init, engine, rank, device, pinned)
     torch.set_num_threads(choose_threads(init.config))
     # Most attention weights of a trained model are almost zero; subnormal numbers would double the softmax's time.
+    # Before torch starts its threads, which inherit the setting.
     torch.set_flush_denormal(True)
     tp = join_group(init, engine, rank, device)
     model = load(init.model_dir, init.config, tp, device)

@@ -22,7 +22,7 @@ from tests.api.serving import (
     video,
 )
 
-OURS = {"metrics", "warnings"}
+OURS = {"metrics", "video_tokens", "warnings"}
 
 
 def check(kind: type[BaseModel], data: Any, ours: Collection[str] = ()) -> None:
@@ -62,12 +62,12 @@ async def test_whole_answers_and_chunks_are_those_of_the_sdk(served: Served, fie
     for chunk in chunks:
         check(ChatCompletionChunk, chunk, OURS)
     text = {"prompt": ["hello", "you"], "n": count, "logprobs": 2 if count > 1 else None}
-    check(Completion, (await served.http.post("/v1/completions", json=text)).json())
+    check(Completion, (await served.http.post("/v1/completions", json=text)).json(), OURS)
     for chunk in events_of(await served.http.post("/v1/completions", json={**text, **stream_options, "stream": True})):
         for choice in chunk["choices"]:
             # Null until the end, as OpenAI's own server has it; the model knows whole answers only.
             choice["finish_reason"] = choice["finish_reason"] or "stop"
-        check(Completion, chunk)
+        check(Completion, chunk, OURS)
 
 
 async def test_models(served: Served) -> None:

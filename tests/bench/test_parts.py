@@ -71,10 +71,10 @@ def test_transport():
 
 
 def test_reserve(tmp_path: Path):
-    out, err = bench("reserve", "--objects", "3", "40", "--plot", f"{tmp_path}/reserve.png").communicate()
+    out, err = bench("reserve", "--items", "3", "40", "--plot", f"{tmp_path}/reserve.png").communicate()
     assert err == ""
     rows = json.loads(out.splitlines()[-1])["results"]["rows"]
-    assert [row["objects"] for row in rows] == [3, 40]
+    assert [row["items"] for row in rows] == [3, 40]
     assert all(0 < row[f"{call}_p50_us"] <= row[f"{call}_p99_us"] for row in rows for call in ("reserve", "look_up"))
     assert (tmp_path / "reserve.png").read_bytes().startswith(b"\x89PNG")
 
