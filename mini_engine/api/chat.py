@@ -7,14 +7,17 @@ media are fetched or processed. All methods may run in several threads at once.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mini_engine.api.errors import bad_request
-from mini_engine.api.protocol import ChatMessage, TextPart
+from mini_engine.api.protocol import ChatMessage, ChatRequest, TemplateFields, TextPart
+from mini_engine.api.tool_calls import THINK, AnswerFormat, AnswerParser
 from mini_engine.media.hashing import HASH_BYTES
 from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality
 
@@ -25,6 +28,7 @@ Source = tuple[bytes, "ProcessedItem | CachedMedia"]  # an item under its hash
 
 # Besides the two placeholders themselves: the marks around them in the Qwen-VL vocabularies.
 _VISION_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
+_END_OF_PROMPT = 8  # tokens: a tag and white space
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,11 @@ class MediaRef:
 class ChatRenderer:
     """Writes prompts for one model, by its Hugging Face processor's tokenizer and chat template."""
 
-    def __init__(self, hf_processor: Any, chat_template: str | None = None) -> None:
-        """`chat_template` is Jinja text to use instead of the model's own. Raises ValueError if there is neither."""
+    def __init__(
+        self, hf_processor: Any, chat_template: str | None = None, tool_parser: str = "auto", reasoning: str = "auto"
+    ) -> None:
+        """`chat_template` is Jinja text to use instead of the model's own; for the parsers see `AnswerFormat`. Raises
+        ValueError if there is neither template, or for a parser that it does not suit."""
         self._hf = hf_processor
         own = hf_processor.chat_template or hf_processor.tokenizer.chat_template
         template = chat_template or (own.get("default") if isinstance(own, dict) else own)
@@ -59,27 +66,47 @@ class ChatRenderer:
         vocabulary = hf_processor.tokenizer.get_added_vocab()
         marks = [mark for mark in _VISION_MARKS if mark in vocabulary]
         self._reserved = (hf_processor.image_token, hf_processor.video_token, *marks)
+        self._format = AnswerFormat.of(template, vocabulary, tool_parser, reasoning)
+        self._arguments = {"messages", *inspect.signature(hf_processor.apply_chat_template).parameters}
         # In characters, which are never more than the bytes that a token stands for.
         self._longest_token = max(map(len, hf_processor.tokenizer.get_vocab()))
         self.max_tokens: int | None = None  # the engine's limit, once it is known
         self._knows_developer = "developer" in template
-        self.render([ChatMessage(role="user", content="Hello")])  # a template that cannot work is found at start
+        # A template that cannot work is found at start.
+        self.render(ChatRequest(messages=[ChatMessage(role="user", content="Hello")]))
 
-    def render(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def render(self, asked: TemplateFields) -> list[int]:
         """Returns the prompt's token ids, the start of the answer included, with one placeholder id for each item.
 
-        Raises ApiError, a 400, for text that contains the model's placeholder tokens, and when the template refuses the
-        conversation or leaves out an item.
+        Raises ApiError, a 400, for text that contains the model's placeholder tokens, for tools or variables that the
+        template does not write, and when it refuses the conversation or leaves out an item.
         """
-        text = self._apply_template([self._for_template(message) for message in messages])
+        arguments = asked.template_arguments
+        self._check_arguments(arguments["tools"], asked.chat_template_kwargs or {})
+        messages = [self._for_template(message) for message in asked.messages]
+        text = self._apply_template(messages, **arguments, **(asked.chat_template_kwargs or {}))
         self._check_length(text)
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        wanted = [part.modality for message in messages for part in message.media]
+        wanted = [part.modality for message in asked.messages for part in message.media]
         placed = [self._modality_of[token] for token in token_ids if token in self._modality_of]
         if placed != wanted:
             counts = f"{len(placed)} placeholders for {len(wanted)} media items"
             raise bad_request(f"the chat template wrote {counts}, or in other order", "messages")
         return token_ids
+
+    def opens_thought(self, token_ids: Sequence[int]) -> bool:
+        """Whether the answer to this prompt begins inside a thought."""
+        end = self.tokenizer.decode(token_ids[-_END_OF_PROMPT:], skip_special_tokens=False)
+        return self._format.thoughts and end.rstrip().endswith(THINK)
+
+    def grammar(self, chat: ChatRequest, in_thought: bool) -> str:
+        """What the answer has to be: a call, if the request says so."""
+        parallel = chat.parallel_tool_calls is not False and chat.tool_choice == "required"
+        return self._format.grammar(chat.must_call, parallel, in_thought) if chat.must_call else ""
+
+    def parser_maker(self, chat: ChatRequest, in_thought: bool) -> Callable[[], AnswerParser]:
+        """What makes the parser of each choice."""
+        return partial(AnswerParser, calls=chat.calls_tools, thoughts=self._format.thoughts, in_thought=in_thought)
 
     @property
     def placeholders(self) -> frozenset[int]:
@@ -142,32 +169,48 @@ class ChatRenderer:
         return expanded, placed
 
     def _for_template(self, message: ChatMessage) -> dict[str, Any]:
-        """The message as Hugging Face templates know it: role and content, media as bare {"type": "image"}."""
+        """The message as Hugging Face templates know it: media as bare {"type": "image"}, arguments as objects."""
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        if isinstance(message.content, str):
-            self._check_text(message.content)
-            return {"role": role, "content": message.content}
+        more: dict[str, Any] = {"reasoning_content": message.thought} if message.thought else {}
+        if message.tool_call_id is not None:
+            more["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            more["tool_calls"] = [one.for_template for one in message.tool_calls]
+        self._check_text(str(more))
+        if not isinstance(message.content, list):
+            self._check_text(message.content or "")
+            return {"role": role, "content": message.content or "", **more}
         # Joined, because a template writes consecutive parts without anything in between.
         self._check_text("".join(part.text if isinstance(part, TextPart) else "\n" for part in message.content))
         parts = [
             {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": part.modality}
             for part in message.content
         ]
-        return {"role": role, "content": parts}
+        return {"role": role, "content": parts, **more}
 
     def _check_text(self, text: str, param: str = "messages") -> None:
         for token in self._reserved:
             if token in text:
                 raise bad_request(f"the text contains {token}, a media placeholder of this model; remove it", param)
 
-    def _apply_template(self, messages: list[dict[str, Any]]) -> str:
+    def _check_arguments(self, tools: Any, more: Mapping[str, Any]) -> None:
+        if tools and not self._format.calls:
+            text = "the chat template has no tools; leave them out, or start the server with a --chat-template that has"
+            raise bad_request(text, "tools")
+        self._check_text(str(tools), "tools")
+        for name in more:
+            if name in self._arguments or name not in self._template:
+                text = f"the chat template has no variable {name[:64]!r} that a request may set; leave it out"
+                raise bad_request(text, "chat_template_kwargs")
+        self._check_text(str(more), "chat_template_kwargs")
+
+    def _apply_template(self, messages: list[dict[str, Any]], **arguments: Any) -> str:
         import jinja2
 
         try:
-            return self._hf.apply_chat_template(
-                messages, chat_template=self._template, tokenize=False, add_generation_prompt=True
-            )
-        except (jinja2.TemplateError, TypeError) as error:  # templates raise too, as for roles in a wrong order
+            return self._hf.apply_chat_template(messages, chat_template=self._template, tokenize=False, **arguments)
+        # templates raise too, as for roles in a wrong order; ValueError: the final message cannot be continued
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise bad_request(f"the chat template rejects these messages: {str(error)[:200]}", "messages") from error
 
 

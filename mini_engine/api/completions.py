@@ -75,7 +75,7 @@ async def tokenize(request: Request) -> Response:
     """The token ids of a text, or of a conversation with one placeholder for each image and video."""
     context = context_of(request)
     asked = await read_body(request, TokenizeRequest, context)
-    size = len(asked.prompt or "") + sum(message.num_characters for message in asked.messages or [])
+    size = len(asked.prompt or "") + asked.num_characters
     return JSONResponse(await run_sized(partial(_tokens, context, asked), size, INLINE_CHARACTERS))
 
 
@@ -95,7 +95,7 @@ def _tokens(context: AppContext, asked: TokenizeRequest) -> dict[str, Any]:
     else:
         messages = asked.messages or []
         collect_media(messages, context.config.item_limits)
-        tokens = context.renderer.render(messages)
+        tokens = context.renderer.render(asked)
     names = [context.renderer.tokenizer.id_to_token(token) for token in tokens] if asked.return_token_strs else None
     limit = context.limits.max_model_len
     return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": names}

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mini_engine.api.errors import bad_request
+from mini_engine.api.tool_calls import CALL_END, MAX_TOOLS, Function, NamedTool, Tool, ToolCall
 from mini_engine.messages import Modality
 
 MAX_MESSAGES = 4096
@@ -119,19 +120,34 @@ MediaPart = ImagePart | VideoPart
 class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One message. What an answer of OpenAI's has beside its text is accepted where it says nothing."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart | MediaPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart | MediaPart] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # its older name
+    tool_call_id: str | None = None
     name: Ignored = None
     refusal: None = None
     audio: None = None
     annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
-    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
+    tool_calls: list[ToolCall] | None = None
     function_call: None = None
+
+    def __post_init__(self) -> None:
+        own = self.tool_calls or self.thought
+        if own and self.role != "assistant":
+            raise ValueError("only messages of the role assistant may have `tool_calls` or `reasoning`")
+        if self.content is None and not own:
+            raise ValueError("`content` is missing; only an assistant's message with `tool_calls` may leave it out")
+
+    @property
+    def thought(self) -> str:
+        """An assistant's reasoning."""
+        return self.reasoning or self.reasoning_content or ""
 
     @property
     def parts(self) -> list[TextPart | MediaPart]:
         """`content` as a list."""
-        return [TextPart(text=self.content)] if isinstance(self.content, str) else self.content
+        return self.content if isinstance(self.content, list) else [TextPart(text=self.content or "")]
 
     @property
     def media(self) -> list[MediaPart]:
@@ -140,11 +156,49 @@ class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def num_characters(self) -> int:
-        """Of text."""
-        return sum(len(part.text) for part in self.parts if isinstance(part, TextPart))
+        """Of text, thoughts and arguments."""
+        texts = [part.text for part in self.parts if isinstance(part, TextPart)]
+        return sum(map(len, [*texts, self.thought, *(call.function.arguments for call in self.tool_calls or ())]))
 
 
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class TemplateFields:
+    """What requests with `messages` have in common: the arguments of the chat template."""
+
+    __slots__ = ()
+    messages: Any
+    tools: Any
+    chat_template_kwargs: Any
+    add_generation_prompt: Any
+    continue_final_message: Any
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What the template gets beside the messages and `chat_template_kwargs`."""
+        goes_on = bool(self.continue_final_message)
+        opens = not goes_on if self.add_generation_prompt is None else self.add_generation_prompt
+        # Without the fields that were not sent, since the template shows the tools to the model.
+        tools = [{"type": one.type, "function": one.function.sent} for one in self.tools or ()]
+        return {"tools": tools or None, "add_generation_prompt": opens, "continue_final_message": goes_on}
+
+    @property
+    def num_characters(self) -> int:
+        """Of the messages' text and the tools, about."""
+        return sum(one.num_characters for one in self.messages or ()) + len(msgspec.json.encode(self.tools))
+
+    def check_template_fields(self) -> None:
+        """Raises ApiError, a 400, for fields that exclude each other."""
+        if not self.continue_final_message:
+            return
+        if self.add_generation_prompt:
+            text = "Send either 'continue_final_message' or 'add_generation_prompt', not both."
+            raise bad_request(text, "continue_final_message")
+        if not self.messages or self.messages[-1].role != "assistant":
+            text = "'continue_final_message' needs a last message of the role assistant."
+            raise bad_request(text, "continue_final_message")
 
 
 # --- generation ------------------------------------------------------------------------------------------------------
@@ -226,7 +280,7 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
             raise bad_request("'stream_options' is only allowed when 'stream' is true.", "stream_options")
 
 
-class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
+class ChatRequest(GenerationRequest, TemplateFields, kw_only=True, frozen=True):
     """The body of a chat completion request."""
 
     prompt_field = "messages"
@@ -239,6 +293,12 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     media_io_kwargs: dict[Literal["image", "video"], dict[str, Any] | None] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     return_timings: bool | None = None  # this server's: report the time that each stage of the request took
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     metadata: Ignored = None
     store: Ignored = None
@@ -247,15 +307,34 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None
-    tool_choice: Annotated[Any, only("none", "auto")] = None
-    parallel_tool_calls: Annotated[Any, only(True, False)] = None
     modalities: Annotated[Any, only(["text"])] = None
-    tools: Annotated[Any, only([])] = None
-    add_generation_prompt: Annotated[Any, only(True)] = None
 
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the model may call functions."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def must_call(self) -> list[Function]:
+        """The functions of which the answer has to call one; empty: it need not."""
+        functions = [tool.function for tool in self.tools or ()]
+        if isinstance(self.tool_choice, NamedTool):
+            return [one for one in functions if one.name == self.tool_choice.function.name]
+        return functions if self.tool_choice == "required" else []
+
+    @property
+    def stop_strings(self) -> list[str]:
+        # A call that is not forced by a grammar is the only one if the answer ends with it.
+        ends = self.calls_tools and self.parallel_tool_calls is False and not self.must_call
+        return [*super().stop_strings, *[CALL_END] * ends]
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        return super().template_arguments | ({} if self.calls_tools else {"tools": None})
 
     @property
     def num_logprobs(self) -> int | None:
@@ -267,6 +346,9 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
             raise bad_request("Send either 'max_completion_tokens' or 'max_tokens', not both.", "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
+        self.check_template_fields()
+        if self.tool_choice not in (None, "none", "auto") and not self.must_call:
+            raise bad_request("'tool_choice' needs a function of 'tools'; there is no such function.", "tool_choice")
 
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
@@ -304,16 +386,17 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
             raise bad_request(f"{each} are more than {MAX_CHOICES} choices; send fewer.", "prompt")
 
 
-class TokenizeRequest(Body, kw_only=True, frozen=True):
+class TokenizeRequest(Body, TemplateFields, kw_only=True, frozen=True):
     """The body of a tokenize request: a text, or a conversation."""
 
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-
-    tools: Annotated[Any, only([])] = None
-    add_generation_prompt: Annotated[Any, only(True)] = None
+    tools: Tools | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     def check(self) -> None:
         super().check()
@@ -322,6 +405,7 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
         if self.messages is not None and self.add_special_tokens:
             text = "'add_special_tokens' is only allowed with 'prompt': a chat template writes its own."
             raise bad_request(text, "add_special_tokens")
+        self.check_template_fields()
 
 
 class DetokenizeRequest(Body, kw_only=True, frozen=True):

@@ -9,7 +9,7 @@ import pytest
 
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.errors import ApiError
-from mini_engine.api.protocol import ChatMessage
+from mini_engine.api.protocol import ChatRequest
 from mini_engine.media.processor import MediaProcessor
 from tests import tiny_processor
 from tests.api.serving import video
@@ -20,8 +20,8 @@ def hf(processor: MediaProcessor) -> Any:
     return processor.hf_processor
 
 
-def rendered(hf: Any, messages: list[dict[str, Any]], template: str | None = None) -> str:
-    token_ids = ChatRenderer(hf, template).render(msgspec.convert(messages, list[ChatMessage]))
+def rendered(hf: Any, messages: list[dict[str, Any]], template: str | None = None, **more: Any) -> str:
+    token_ids = ChatRenderer(hf, template).render(msgspec.convert({"messages": messages, **more}, ChatRequest))
     return hf.tokenizer.decode(token_ids)
 
 
