@@ -51,7 +51,7 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Generat
         context.engines.preparing.add(state.end)
         held.callback(context.engines.preparing.discard, state.end)
         # Row 2: the media references, the prompt with a placeholder for each, their settings.
-        context.sampling.check(chat)
+        await context.sampling.check(chat)
         refs = collect_media(chat.messages, context.config.item_limits)
         render = partial(context.renderer.render, chat.messages)
         token_ids = await run_sized(render, sum(one.num_characters for one in chat.messages), INLINE_CHARACTERS)

@@ -11,9 +11,11 @@ import functools
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import msgspec
+from llguidance import LLMatcher
 from msgspec import Meta, Struct
 
 from mini_engine.api.errors import bad_request
+from mini_engine.api.grammars import choice_grammar, json_grammar
 from mini_engine.messages import Modality
 
 MAX_MESSAGES = 4096
@@ -29,6 +31,7 @@ Positive = Annotated[int, Meta(ge=1)]
 TokenId = Count32
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+ANY_OBJECT = {"type": "object"}
 
 
 Ignored = Annotated[Any, Meta(description="Ignored: it does not change the answer.")]
@@ -162,6 +165,60 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("`include_obfuscation` and `continuous_usage_stats` are not supported")
 
 
+class TextFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JsonObjectFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
+    """A JSON schema that an answer is valid under, `strict` or not."""
+
+    name: str
+    schema: dict[str, Any]
+    description: Ignored = None
+    strict: Ignored = None
+
+
+class JsonSchemaFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """JSON under a schema."""
+
+    json_schema: JsonSchema
+
+
+class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's: what the answer has to be, by exactly one of the fields."""
+
+    json: dict[str, Any] | str | None = None  # a JSON schema, or its text
+    json_object: bool | None = None
+    regex: str | None = None  # of the whole answer, in the syntax of Rust's `regex`
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    grammar: str | None = None  # in llguidance's variant of Lark
+
+    def __post_init__(self) -> None:
+        if sum(getattr(self, name) not in (None, False) for name in self.__struct_fields__) != 1:
+            raise ValueError(f"Send exactly one of {', '.join(self.__struct_fields__)}")
+        if isinstance(self.json, str):
+            try:
+                msgspec.json.decode(self.json, type=dict[str, Any])
+            except msgspec.DecodeError as error:
+                raise ValueError(f"`json` is not the text of a JSON schema: {error}") from None
+
+    @property
+    def text(self) -> str:
+        """The grammar in llguidance's form."""
+        if self.regex is not None:
+            return LLMatcher.grammar_from_regex(self.regex)
+        if self.grammar is not None:
+            return LLMatcher.grammar_from_lark(self.grammar)
+        if self.choice is not None:
+            return choice_grammar(self.choice)
+        schema = msgspec.json.decode(self.json) if isinstance(self.json, str) else self.json
+        return json_grammar(ANY_OBJECT if schema is None else schema)
+
+
 class GenerationRequest(Body, kw_only=True, frozen=True):
     """The fields of every request for text."""
 
@@ -190,8 +247,10 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
     user: Ignored = None
-    response_format: Annotated[Any, only({"type": "text"})] = None
     echo: Annotated[Any, only(False)] = None
     best_of: Annotated[Any, only(1)] = None
 
@@ -204,6 +263,23 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
     def num_logprobs(self) -> int | None:
         """How many likeliest tokens to list beside each chosen one; None: no logprobs at all."""
         raise NotImplementedError
+
+    @property
+    def grammar(self) -> str:
+        """What the answer has to match, in llguidance's form; empty: it may be any text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.text
+        match self.response_format:
+            case JsonObjectFormat():
+                return json_grammar(ANY_OBJECT)
+            case JsonSchemaFormat(JsonSchema(schema=schema)):
+                return json_grammar(schema)
+        return ""
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that errors about the grammar name."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     @property
     def stop_strings(self) -> list[str]:
@@ -222,6 +298,9 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
+        if self.structured_outputs is not None and not isinstance(self.response_format, TextFormat | None):
+            text = "Send either 'structured_outputs' or a 'response_format' other than text, not both."
+            raise bad_request(text, "structured_outputs")
         if self.stream_options is not None and not self.stream:
             raise bad_request("'stream_options' is only allowed when 'stream' is true.", "stream_options")
 

@@ -47,6 +47,10 @@ def message(**fields: Any) -> dict[str, Any]:
     return {"messages": [fields]}
 
 
+def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+
+
 # --- fields ----------------------------------------------------------------------------------------------------------
 
 VALUE, UNKNOWN, MISSING = "invalid_value", "unknown_parameter", "missing_required_parameter"
@@ -68,6 +72,19 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"stop_token_ids": [10**6]}, VALUE, "stop_token_ids", "token id 1000000 out of range"),
     ({"stream": False, "stream_options": {"include_usage": True}}, VALUE, "stream_options", "only allowed"),
     ({"stream": True, "stream_options": {"x": 1}}, UNKNOWN, "stream_options.x", "Unknown parameter"),
+    ({"response_format": {"type": "xml"}}, VALUE, "response_format.type", "'xml'"),
+    ({"response_format": json_schema({"type": "color"})}, VALUE, "response_format", "Invalid type: color"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, MISSING,
+     "response_format.json_schema.schema", "Missing required parameter"),
+    ({"structured_outputs": {"regex": "(?=a)b"}}, VALUE, "structured_outputs", "look-ahead"),
+    ({"structured_outputs": {"json": "{"}}, VALUE, "structured_outputs", "not the text of a JSON schema"),
+    ({"structured_outputs": {"choice": []}}, VALUE, "structured_outputs.choice", "length >= 1"),
+    ({"structured_outputs": {"grammar": "start: end"}}, VALUE, "structured_outputs", "end"),
+    ({"structured_outputs": {"regex": "a" * 100_001}}, VALUE, "structured_outputs", "more than 100000; send a shorter"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, VALUE, "structured_outputs", "exactly one of json, "),
+    ({"structured_outputs": {"json_object": False}}, VALUE, "structured_outputs", "exactly one of json, "),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, VALUE, "structured_outputs",
+     "not both"),
     ({"tools": [{}]}, UNSUPPORTED, "tools", "not supported by this server; leave it out or send []"),
     ({"echo": 0}, UNSUPPORTED, "echo", "send false"),
     ({"media_io_kwargs": {"audio": {}}}, VALUE, "media_io_kwargs", "'audio'"),
@@ -84,7 +101,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     (user({"text": "x"}), MISSING, "messages[0].content[0].type", "Missing required parameter"),
     (user({**text("x"), "image": "y"}), UNKNOWN, "messages[0].content[0].image", "Unknown parameter"),
     (user({"type": "image_url", "image_url": {}}), MISSING, "messages[0].content[0].image_url.url", "Missing"),
-]
+]  # fmt: skip
 BAD_OTHERS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (COMPLETIONS, {}, MISSING, "prompt", "Missing required parameter: 'prompt'"),
     (COMPLETIONS, {"prompt": []}, VALUE, "prompt", "length >= 1"),
