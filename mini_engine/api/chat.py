@@ -7,7 +7,6 @@ media are fetched or processed. All methods may run in several threads at once.
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from mini_engine.api.errors import bad_request
-from mini_engine.api.protocol import ChatMessage, ChatRequest, TemplateFields, TextPart
+from mini_engine.api.protocol import ChatMessage, ChatRequest, StructuredOutputs, TextPart, TokenizeRequest
 from mini_engine.api.tool_calls import THINK, AnswerFormat, AnswerParser
 from mini_engine.media.hashing import HASH_BYTES
 from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality
@@ -28,7 +29,6 @@ Source = tuple[bytes, "ProcessedItem | CachedMedia"]  # an item under its hash
 
 # Besides the two placeholders themselves: the marks around them in the Qwen-VL vocabularies.
 _VISION_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
-_END_OF_PROMPT = 8  # tokens: a tag and white space
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,6 @@ class ChatRenderer:
         marks = [mark for mark in _VISION_MARKS if mark in vocabulary]
         self._reserved = (hf_processor.image_token, hf_processor.video_token, *marks)
         self._format = AnswerFormat.of(template, vocabulary, tool_parser, reasoning)
-        self._arguments = {"messages", *inspect.signature(hf_processor.apply_chat_template).parameters}
         # In characters, which are never more than the bytes that a token stands for.
         self._longest_token = max(map(len, hf_processor.tokenizer.get_vocab()))
         self.max_tokens: int | None = None  # the engine's limit, once it is known
@@ -75,19 +74,17 @@ class ChatRenderer:
         # A template that cannot work is found at start.
         self.render(ChatRequest(messages=[ChatMessage(role="user", content="Hello")]))
 
-    def render(self, asked: TemplateFields) -> list[int]:
+    def render(self, asked: ChatRequest | TokenizeRequest) -> list[int]:
         """Returns the prompt's token ids, the start of the answer included, with one placeholder id for each item.
 
         Raises ApiError, a 400, for text that contains the model's placeholder tokens, for tools or variables that the
         template does not write, and when it refuses the conversation or leaves out an item.
         """
-        arguments = asked.template_arguments
-        self._check_arguments(arguments["tools"], asked.chat_template_kwargs or {})
-        messages = [self._for_template(message) for message in asked.messages]
-        text = self._apply_template(messages, **arguments, **(asked.chat_template_kwargs or {}))
+        messages = asked.messages or []
+        text = self._apply_template([self._for_template(message) for message in messages], self._arguments(asked))
         self._check_length(text)
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        wanted = [part.modality for message in asked.messages for part in message.media]
+        wanted = [part.modality for message in messages for part in message.media]
         placed = [self._modality_of[token] for token in token_ids if token in self._modality_of]
         if placed != wanted:
             counts = f"{len(placed)} placeholders for {len(wanted)} media items"
@@ -96,13 +93,19 @@ class ChatRenderer:
 
     def opens_thought(self, token_ids: Sequence[int]) -> bool:
         """Whether the answer to this prompt begins inside a thought."""
-        end = self.tokenizer.decode(token_ids[-_END_OF_PROMPT:], skip_special_tokens=False)
+        end = self.tokenizer.decode(token_ids[-16:], skip_special_tokens=False)  # enough for the tag
         return self._format.thoughts and end.rstrip().endswith(THINK)
 
-    def grammar(self, chat: ChatRequest, in_thought: bool) -> str:
-        """What the answer has to be: a call, if the request says so."""
-        parallel = chat.parallel_tool_calls is not False and chat.tool_choice == "required"
-        return self._format.grammar(chat.must_call, parallel, in_thought) if chat.must_call else ""
+    def constrain(self, chat: ChatRequest, in_thought: bool) -> ChatRequest:
+        """The request with the grammar that its answer follows: a call that it asks for, after the thought."""
+        grammar = chat.grammar
+        if chat.must_call:
+            parallel = chat.parallel_tool_calls is not False and chat.tool_choice == "required"
+            grammar = self._format.call_grammar(chat.must_call, parallel)
+        if not grammar:
+            return chat
+        grammar = self._format.after_thought(grammar) if in_thought else grammar
+        return msgspec.structs.replace(chat, structured_outputs=StructuredOutputs(grammar=grammar))
 
     def parser_maker(self, chat: ChatRequest, in_thought: bool) -> Callable[[], AnswerParser]:
         """What makes the parser of each choice."""
@@ -175,7 +178,8 @@ class ChatRenderer:
         if message.tool_call_id is not None:
             more["tool_call_id"] = message.tool_call_id
         if message.tool_calls:
-            more["tool_calls"] = [one.for_template for one in message.tool_calls]
+            calls = [(one, one.function.for_template()) for one in message.tool_calls]
+            more["tool_calls"] = [{"id": one.id, "type": one.type, "function": called} for one, called in calls]
         self._check_text(str(more))
         if not isinstance(message.content, list):
             self._check_text(message.content or "")
@@ -193,25 +197,42 @@ class ChatRenderer:
             if token in text:
                 raise bad_request(f"the text contains {token}, a media placeholder of this model; remove it", param)
 
-    def _check_arguments(self, tools: Any, more: Mapping[str, Any]) -> None:
+    def _arguments(self, asked: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+        """What the template gets beside the messages."""
+        tools = None if isinstance(asked, ChatRequest) and not asked.calls_tools else asked.tools or None
         if tools and not self._format.calls:
             text = "the chat template has no tools; leave them out, or start the server with a --chat-template that has"
             raise bad_request(text, "tools")
-        self._check_text(str(tools), "tools")
+        more, goes_on = asked.chat_template_kwargs or {}, bool(asked.continue_final_message)
+        opens = not goes_on if asked.add_generation_prompt is None else asked.add_generation_prompt
+        if goes_on and (opens or not asked.messages or asked.messages[-1].role != "assistant"):
+            text = (
+                "'continue_final_message' needs a last message of the role assistant, and no 'add_generation_prompt'."
+            )
+            raise bad_request(text, "continue_final_message")
+        own = {
+            "tools": msgspec.to_builtins(tools), "add_generation_prompt": opens, "continue_final_message": goes_on,
+        }  # fmt: skip
         for name in more:
-            if name in self._arguments or name not in self._template:
+            if name in {"messages", *own} or name not in self._template:
                 text = f"the chat template has no variable {name[:64]!r} that a request may set; leave it out"
                 raise bad_request(text, "chat_template_kwargs")
+        self._check_text(str(own), "tools")
         self._check_text(str(more), "chat_template_kwargs")
+        return own | more
 
-    def _apply_template(self, messages: list[dict[str, Any]], **arguments: Any) -> str:
+    def _apply_template(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         import jinja2
 
         try:
             return self._hf.apply_chat_template(messages, chat_template=self._template, tokenize=False, **arguments)
-        # templates raise too, as for roles in a wrong order; ValueError: the final message cannot be continued
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise too, as for roles in no order
             raise bad_request(f"the chat template rejects these messages: {str(error)[:200]}", "messages") from error
+
+
+def num_characters(asked: ChatRequest | TokenizeRequest) -> int:
+    """Of the text in a prompt, about."""
+    return sum(one.num_characters for one in asked.messages or ()) + len(msgspec.json.encode(asked.tools))
 
 
 def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) -> list[MediaRef]:

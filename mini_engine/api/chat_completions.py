@@ -14,7 +14,7 @@ from starlette.datastructures import State
 from starlette.responses import Response
 
 from mini_engine.api.body import INLINE_CHARACTERS, read_body, run_sized, takes
-from mini_engine.api.chat import check_budget, collect_media, media_usage, prompt_sources
+from mini_engine.api.chat import check_budget, collect_media, media_usage, num_characters, prompt_sources
 from mini_engine.api.context import AppContext, context_of
 from mini_engine.api.generation import Generation
 from mini_engine.api.media_loader import missing_parts
@@ -52,10 +52,13 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Generat
         context.engines.preparing.add(state.end)
         held.callback(context.engines.preparing.discard, state.end)
         # Row 2: the media references, the prompt with a placeholder for each, their settings.
-        context.sampling.check(chat)
+        await context.sampling.check(chat)
         refs = collect_media(chat.messages, context.config.item_limits)
-        token_ids = await run_sized(partial(context.renderer.render, chat), chat.num_characters, INLINE_CHARACTERS)
+        token_ids = await run_sized(partial(context.renderer.render, chat), num_characters(chat), INLINE_CHARACTERS)
         in_thought = context.renderer.opens_thought(token_ids)
+        chat = context.renderer.constrain(chat, in_thought)
+        if chat.must_call:
+            await context.sampling.check(chat)  # the functions' schemas
         budget = video_tokens(context.limits, len(token_ids), chat.token_limit or 1, len(refs))
         settings = context.media_settings.resolve(chat, budget)
         # Row 3: room for the media's bytes, the bytes, and their hashes.

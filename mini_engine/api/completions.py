@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mini_engine.api.body import INLINE_CHARACTERS, read_body, run_sized, takes
-from mini_engine.api.chat import collect_media
+from mini_engine.api.chat import collect_media, num_characters
 from mini_engine.api.context import AppContext, context_of
 from mini_engine.api.errors import bad_request
 from mini_engine.api.generation import Generation
@@ -34,7 +34,7 @@ async def completions(request: Request) -> Response:
     context, request_id = context_of(request), request.state.request_id
     asked = await read_body(request, CompletionRequest, context)
     responder = CompletionResponder(asked, request_id, context.config.served_names[0])
-    context.sampling.check(asked)
+    await context.sampling.check(asked)
     generations: dict[Generation, NewRequest] = {}
     for number, prompt in enumerate(asked.prompts):
         token_ids = await _encode(context, asked, prompt) if isinstance(prompt, str) else _check(context, prompt)
@@ -75,7 +75,7 @@ async def tokenize(request: Request) -> Response:
     """The token ids of a text, or of a conversation with one placeholder for each image and video."""
     context = context_of(request)
     asked = await read_body(request, TokenizeRequest, context)
-    size = len(asked.prompt or "") + asked.num_characters
+    size = len(asked.prompt or "") + num_characters(asked)
     return JSONResponse(await run_sized(partial(_tokens, context, asked), size, INLINE_CHARACTERS))
 
 

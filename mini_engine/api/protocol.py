@@ -11,10 +11,12 @@ import functools
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import msgspec
+from llguidance import LLMatcher
 from msgspec import Meta, Struct
 
 from mini_engine.api.errors import bad_request
-from mini_engine.api.tool_calls import CALL_END, MAX_TOOLS, Function, NamedTool, Tool, ToolCall
+from mini_engine.api.grammars import choice_grammar, json_grammar
+from mini_engine.api.tool_calls import CALL_END, MAX_TOOLS, Function, Tool, ToolCall
 from mini_engine.messages import Modality
 
 MAX_MESSAGES = 4096
@@ -30,6 +32,7 @@ Positive = Annotated[int, Meta(ge=1)]
 TokenId = Count32
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+ANY_OBJECT = {"type": "object"}
 
 
 Ignored = Annotated[Any, Meta(description="Ignored: it does not change the answer.")]
@@ -157,48 +160,12 @@ class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def num_characters(self) -> int:
         """Of text, thoughts and arguments."""
-        texts = [part.text for part in self.parts if isinstance(part, TextPart)]
-        return sum(map(len, [*texts, self.thought, *(call.function.arguments for call in self.tool_calls or ())]))
+        called = sum(len(call.function.arguments) for call in self.tool_calls or ())
+        return called + len(self.thought) + sum(len(part.text) for part in self.parts if isinstance(part, TextPart))
 
 
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
-
-
-class TemplateFields:
-    """What requests with `messages` have in common: the arguments of the chat template."""
-
-    __slots__ = ()
-    messages: Any
-    tools: Any
-    chat_template_kwargs: Any
-    add_generation_prompt: Any
-    continue_final_message: Any
-
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        """What the template gets beside the messages and `chat_template_kwargs`."""
-        goes_on = bool(self.continue_final_message)
-        opens = not goes_on if self.add_generation_prompt is None else self.add_generation_prompt
-        # Without the fields that were not sent, since the template shows the tools to the model.
-        tools = [{"type": one.type, "function": one.function.sent} for one in self.tools or ()]
-        return {"tools": tools or None, "add_generation_prompt": opens, "continue_final_message": goes_on}
-
-    @property
-    def num_characters(self) -> int:
-        """Of the messages' text and the tools, about."""
-        return sum(one.num_characters for one in self.messages or ()) + len(msgspec.json.encode(self.tools))
-
-    def check_template_fields(self) -> None:
-        """Raises ApiError, a 400, for fields that exclude each other."""
-        if not self.continue_final_message:
-            return
-        if self.add_generation_prompt:
-            text = "Send either 'continue_final_message' or 'add_generation_prompt', not both."
-            raise bad_request(text, "continue_final_message")
-        if not self.messages or self.messages[-1].role != "assistant":
-            text = "'continue_final_message' needs a last message of the role assistant."
-            raise bad_request(text, "continue_final_message")
 
 
 # --- generation ------------------------------------------------------------------------------------------------------
@@ -214,6 +181,60 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.include_obfuscation or self.continuous_usage_stats:
             raise ValueError("`include_obfuscation` and `continuous_usage_stats` are not supported")
+
+
+class TextFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JsonObjectFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
+    """A JSON schema that an answer is valid under, `strict` or not."""
+
+    name: str
+    schema: dict[str, Any]
+    description: Ignored = None
+    strict: Ignored = None
+
+
+class JsonSchemaFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """JSON under a schema."""
+
+    json_schema: JsonSchema
+
+
+class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's: what the answer has to be, by exactly one of the fields."""
+
+    json: dict[str, Any] | str | None = None  # a JSON schema, or its text
+    json_object: bool | None = None
+    regex: str | None = None  # of the whole answer, in the syntax of Rust's `regex`
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    grammar: str | None = None  # in llguidance's variant of Lark
+
+    def __post_init__(self) -> None:
+        if sum(getattr(self, name) not in (None, False) for name in self.__struct_fields__) != 1:
+            raise ValueError(f"Send exactly one of {', '.join(self.__struct_fields__)}")
+        if isinstance(self.json, str):
+            try:
+                msgspec.json.decode(self.json, type=dict[str, Any])
+            except msgspec.DecodeError as error:
+                raise ValueError(f"`json` is not the text of a JSON schema: {error}") from None
+
+    @property
+    def text(self) -> str:
+        """The grammar in llguidance's form."""
+        if self.regex is not None:
+            return LLMatcher.grammar_from_regex(self.regex)
+        if self.grammar is not None:
+            return LLMatcher.grammar_from_lark(self.grammar)
+        if self.choice is not None:
+            return choice_grammar(self.choice)
+        schema = msgspec.json.decode(self.json) if isinstance(self.json, str) else self.json
+        return json_grammar(ANY_OBJECT if schema is None else schema)
 
 
 class GenerationRequest(Body, kw_only=True, frozen=True):
@@ -244,8 +265,10 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
     user: Ignored = None
-    response_format: Annotated[Any, only({"type": "text"})] = None
     echo: Annotated[Any, only(False)] = None
     best_of: Annotated[Any, only(1)] = None
 
@@ -258,6 +281,23 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
     def num_logprobs(self) -> int | None:
         """How many likeliest tokens to list beside each chosen one; None: no logprobs at all."""
         raise NotImplementedError
+
+    @property
+    def grammar(self) -> str:
+        """What the answer has to match, in llguidance's form; empty: it may be any text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.text
+        match self.response_format:
+            case JsonObjectFormat():
+                return json_grammar(ANY_OBJECT)
+            case JsonSchemaFormat(JsonSchema(schema=schema)):
+                return json_grammar(schema)
+        return ""
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that errors about the grammar name."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     @property
     def stop_strings(self) -> list[str]:
@@ -276,11 +316,14 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
+        if self.structured_outputs is not None and not isinstance(self.response_format, TextFormat | None):
+            text = "Send either 'structured_outputs' or a 'response_format' other than text, not both."
+            raise bad_request(text, "structured_outputs")
         if self.stream_options is not None and not self.stream:
             raise bad_request("'stream_options' is only allowed when 'stream' is true.", "stream_options")
 
 
-class ChatRequest(GenerationRequest, TemplateFields, kw_only=True, frozen=True):
+class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     """The body of a chat completion request."""
 
     prompt_field = "messages"
@@ -294,7 +337,7 @@ class ChatRequest(GenerationRequest, TemplateFields, kw_only=True, frozen=True):
     mm_processor_kwargs: dict[str, Any] | None = None
     return_timings: bool | None = None  # this server's: report the time that each stage of the request took
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -322,19 +365,19 @@ class ChatRequest(GenerationRequest, TemplateFields, kw_only=True, frozen=True):
     def must_call(self) -> list[Function]:
         """The functions of which the answer has to call one; empty: it need not."""
         functions = [tool.function for tool in self.tools or ()]
-        if isinstance(self.tool_choice, NamedTool):
+        if isinstance(self.tool_choice, Tool):
             return [one for one in functions if one.name == self.tool_choice.function.name]
         return functions if self.tool_choice == "required" else []
+
+    @property
+    def grammar_field(self) -> str:
+        return "tools" if self.must_call else super().grammar_field
 
     @property
     def stop_strings(self) -> list[str]:
         # A call that is not forced by a grammar is the only one if the answer ends with it.
         ends = self.calls_tools and self.parallel_tool_calls is False and not self.must_call
         return [*super().stop_strings, *[CALL_END] * ends]
-
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        return super().template_arguments | ({} if self.calls_tools else {"tools": None})
 
     @property
     def num_logprobs(self) -> int | None:
@@ -346,9 +389,11 @@ class ChatRequest(GenerationRequest, TemplateFields, kw_only=True, frozen=True):
             raise bad_request("Send either 'max_completion_tokens' or 'max_tokens', not both.", "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
-        self.check_template_fields()
         if self.tool_choice not in (None, "none", "auto") and not self.must_call:
             raise bad_request("'tool_choice' needs a function of 'tools'; there is no such function.", "tool_choice")
+        if self.must_call and self.grammar:
+            text = f"A 'tool_choice' that asks for a call cannot be combined with '{super().grammar_field}'; send one."
+            raise bad_request(text, "tool_choice")
 
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
@@ -386,7 +431,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
             raise bad_request(f"{each} are more than {MAX_CHOICES} choices; send fewer.", "prompt")
 
 
-class TokenizeRequest(Body, TemplateFields, kw_only=True, frozen=True):
+class TokenizeRequest(Body, kw_only=True, frozen=True):
     """The body of a tokenize request: a text, or a conversation."""
 
     prompt: str | None = None
@@ -405,7 +450,6 @@ class TokenizeRequest(Body, TemplateFields, kw_only=True, frozen=True):
         if self.messages is not None and self.add_special_tokens:
             text = "'add_special_tokens' is only allowed with 'prompt': a chat template writes its own."
             raise bad_request(text, "add_special_tokens")
-        self.check_template_fields()
 
 
 class DetokenizeRequest(Body, kw_only=True, frozen=True):

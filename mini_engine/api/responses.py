@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -21,7 +22,7 @@ from mini_engine.api.detokenizer import ListedToken
 from mini_engine.api.errors import error_event, explain
 from mini_engine.api.generation import Generation, Piece
 from mini_engine.api.protocol import ChatRequest, GenerationRequest
-from mini_engine.api.tool_calls import AnswerParser, Fragment, NamedTool
+from mini_engine.api.tool_calls import AnswerParser, Fragment, Tool
 
 DONE = b"data: [DONE]\n\n"
 
@@ -107,46 +108,40 @@ class ChatResponder(Responder):
         super().__init__(asked, request_id, model)
         self._make_parser = make_parser
         self._parsers: dict[int, AnswerParser] = {}  # of the choices of a stream that have begun
-        self._is_named = isinstance(asked.tool_choice, NamedTool)
+        self._is_named = isinstance(asked.tool_choice, Tool)
 
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
         parser = self._make_parser()
-        texts = {"content": "", "reasoning": ""}
-        calls: list[dict[str, Any]] = []
-        for fragment in parser.push(piece.text, last=True):
-            if fragment.kind == "call":
-                calls.append(_new_call(fragment.text))
-            elif fragment.kind == "arguments":
-                calls[-1]["function"]["arguments"] += fragment.text
-            else:
-                texts[fragment.kind] += fragment.text
-        more = {name: value for name, value in (("reasoning", texts["reasoning"]), ("tool_calls", calls)) if value}
-        content = texts["content"] or (None if more else "")
-        message = {"role": "assistant", "content": content, "refusal": None, **more}
-        return self._choice(piece, "message", message, self._reason(piece, parser), piece.logprobs)
+        fragments = parser.push(piece.text, last=True)
+        content, reasoning = (
+            "".join(one.text for one in fragments if one.kind == kind) for kind in ("content", "reasoning")
+        )
+        calls = [_new_call(one.text) for one in fragments if one.kind == "call"]
+        for one in fragments:
+            if one.kind == "arguments":
+                calls[one.call]["function"]["arguments"] += one.text
+        more = {name: value for name, value in (("reasoning", reasoning), ("tool_calls", calls)) if value}
+        message = {"role": "assistant", "content": content or (None if more else ""), "refusal": None, **more}
+        return self._choice(piece, "message", message, len(calls))
 
     def _event_choices(self, piece: Piece) -> list[dict[str, Any]]:
         begun = piece.index in self._parsers
-        parser = self._parsers.setdefault(piece.index, self._make_parser())
+        parser = self._parsers[piece.index] = self._parsers[piece.index] if begun else self._make_parser()
         deltas = [_delta(fragment) for fragment in parser.push(piece.text, piece.finish_reason is not None)]
         if not begun:
             deltas[:1] = [{"role": "assistant", "content": ""} | (deltas[0] if deltas else {})]
-        if not deltas and (piece.finish_reason or piece.logprobs):
+        elif not deltas and (piece.finish_reason or piece.logprobs):
             deltas = [{}]
-        reasons = [None] * (len(deltas) - 1) + [self._reason(piece, parser)]
-        listed = [piece.logprobs] + [None if piece.logprobs is None else []] * (len(deltas) - 1)
-        each = zip(deltas, reasons, listed, strict=False)  # of no deltas, none
-        return [self._choice(piece, "delta", delta, reason, logprobs) for delta, reason, logprobs in each]
+        choices = [self._choice(piece, "delta", delta, parser.num_calls) for delta in deltas]
+        for earlier, later in itertools.pairwise(choices):
+            earlier["finish_reason"] = later["logprobs"] = None
+        return choices
 
-    def _reason(self, piece: Piece, parser: AnswerParser) -> str | None:
-        """OpenAI's: a call that the request has named is no reason to stop."""
-        called = piece.finish_reason == "stop" and parser.num_calls and not self._is_named
-        return "tool_calls" if called else piece.finish_reason
-
-    def _choice(
-        self, piece: Piece, name: str, content: dict[str, Any], reason: str | None, logprobs: list[ListedToken] | None
-    ) -> dict[str, Any]:
-        listed = None if logprobs is None else _chat_logprobs(logprobs)
+    def _choice(self, piece: Piece, name: str, content: dict[str, Any], calls: int) -> dict[str, Any]:
+        listed = None if piece.logprobs is None else _chat_logprobs(piece.logprobs)
+        # OpenAI's: a call that the request has named is no reason to stop.
+        called = piece.finish_reason == "stop" and calls and not self._is_named
+        reason = "tool_calls" if called else piece.finish_reason
         return {"index": piece.index, name: content, "finish_reason": reason, "logprobs": listed}
 
 

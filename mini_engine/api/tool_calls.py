@@ -7,7 +7,7 @@ object with `name` and `arguments`. Knows nothing of HTTP, tokens or templates.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -23,7 +23,7 @@ THINK, THINK_END, CALL, CALL_END = TAGS = "<think>", "</think>", "<tool_call>", 
 # --- in requests ------------------------------------------------------------------------------------------------------
 
 
-class Function(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Function(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A function that the model may call."""
 
     name: Annotated[str, Meta(pattern=f"^{NAME}$")]
@@ -32,51 +32,35 @@ class Function(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
     @property
-    def sent(self) -> dict[str, Any]:
-        """The fields as the client has sent them."""
-        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
-
-    @property
     def schema(self) -> dict[str, Any]:
         """Of the arguments, which are always an object, in the spacing that templates write."""
         spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        none = {"additionalProperties": False}
-        return {"x-guidance": spacing} | (none if self.parameters is None else self.parameters) | {"type": "object"}
+        own = {"additionalProperties": False} if self.parameters is None else self.parameters
+        return {"x-guidance": spacing} | own | {"type": "object"}
 
 
-class Tool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of a request's `tools`."""
+class Tool(Struct, frozen=True, forbid_unknown_fields=True):
+    """One of a request's `tools`, or the `tool_choice` that names its function."""
 
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(Struct, frozen=True, forbid_unknown_fields=True):
-    """The function of a named `tool_choice`."""
-
-    name: str
-
-
-class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
-    """A `tool_choice` that names the function to call."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
 class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
-    """The function of an earlier call. `arguments` is an object as JSON text."""
+    """The function of an earlier call. `arguments` is the JSON text of an object."""
 
     name: str
     arguments: str
 
-    @property
-    def parsed(self) -> dict[str, Any]:
-        """The arguments as an object. Raises ValueError: they are none."""
+    def __post_init__(self) -> None:
         try:
-            return msgspec.json.decode(self.arguments or "{}", type=dict[str, Any])
+            self.for_template()
         except msgspec.DecodeError as error:
             raise ValueError(f"`arguments` of {self.name[:64]!r} must be the JSON text of an object: {error}") from None
+
+    def for_template(self) -> dict[str, Any]:
+        """As Hugging Face templates know it: the arguments are an object."""
+        return {"name": self.name, "arguments": msgspec.json.decode(self.arguments or "{}", type=dict[str, Any])}
 
 
 class ToolCall(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,15 +69,6 @@ class ToolCall(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-
-    def __post_init__(self) -> None:
-        _ = self.for_template  # or a ValueError
-
-    @property
-    def for_template(self) -> dict[str, Any]:
-        """As Hugging Face templates know it: with the arguments as an object."""
-        called = {"name": self.function.name, "arguments": self.function.parsed}
-        return {"id": self.id, "type": self.type, "function": called}
 
 
 # --- in answers -------------------------------------------------------------------------------------------------------
@@ -105,7 +80,7 @@ class AnswerFormat:
 
     calls: bool
     thoughts: bool
-    tokens: frozenset[str]  # the tags that are tokens of their own
+    symbols: dict[str, str]  # the tags in Lark, which writes those that are tokens without quotes
 
     @classmethod
     def of(cls, template: str, vocabulary: Collection[str], tool_parser: str, reasoning_parser: str) -> AnswerFormat:
@@ -116,25 +91,33 @@ class AnswerFormat:
         if tool_parser == "hermes" and "tools" not in template:
             raise ValueError("--tool-call-parser: the chat template has no tools; give one with --chat-template")
         thoughts = reasoning_parser == "qwen3" or (reasoning_parser == "auto" and THINK in template)
-        return cls("tools" in template and is_hermes, thoughts, frozenset(TAGS).intersection(vocabulary))
+        return cls(
+            "tools" in template and is_hermes, thoughts, {tag: tag if tag in vocabulary else f'"{tag}"' for tag in TAGS}
+        )
 
-    def grammar(self, functions: Sequence[Function], parallel: bool, in_thought: bool) -> str:
-        """Lark of an answer that is a call of one of `functions`, or with `parallel` perhaps several. The prompt has
-        opened a thought if it is `in_thought`."""
-        think_end, call, call_end = (tag if tag in self.tokens else f'"{tag}"' for tag in TAGS[1:])
+    def call_grammar(self, functions: Sequence[Function], parallel: bool) -> str:
+        """Lark of an answer that is a call of one of `functions`, or with `parallel` perhaps several."""
         names = [f"f{number}" for number in range(len(functions))]
         rules = [
-            f"start: {'thought ' * in_thought}call" + r' ("\n" call)*' * parallel,
-            f"call: {call} ({' | '.join(names)}) {call_end}",
-            # A tag that is a token is no text; one that is text needs a lexeme that ends at its first occurrence.
-            rf"thought: TEXT {think_end} /\s*/" if THINK_END in self.tokens else r"thought: until /\s*/",
-            f"until[suffix={think_end}]: TEXT" if THINK_END not in self.tokens else "",
-            r"TEXT: /(.|\n)*/",
+            "start: call" + r' ("\n" call)*' * parallel,
+            f"call: {self.symbols[CALL]} body {self.symbols[CALL_END]}",
         ]
+        rules.append(f"body: {' | '.join(names)}")
         for name, function in zip(names, functions, strict=True):
             head = rf'"\n{{\"name\": \"{function.name}\", \"arguments\": "'
             rules.append(rf'{name}: {head} %json {msgspec.json.encode(function.schema).decode()} "}}\n"')
         return "\n".join(rules)
+
+    def after_thought(self, grammar: str) -> str:
+        """A grammar in llguidance's form for a prompt that has opened a thought: it acts once the thought has ended."""
+        is_json = grammar.startswith("{")  # or it is Lark
+        answer = msgspec.json.decode(grammar)["grammars"][0] if is_json else {"lark_grammar": grammar}
+        # A tag that is a token is no text; one that is text needs a lexeme that ends where it first occurs.
+        tag = self.symbols[THINK_END]
+        thought = "thought" if tag.startswith('"') else rf"/(.|\n)*/ {tag}"
+        lark = f"start: {thought} /\\s*/ @answer\nthought[suffix={tag}]: /(.|\\n)*/"
+        grammars = [{"lark_grammar": lark}, {**answer, "name": "answer"}]
+        return msgspec.json.encode({"grammars": grammars}).decode()
 
 
 Kind = Literal["content", "reasoning", "call", "arguments"]
@@ -143,143 +126,119 @@ Kind = Literal["content", "reasoning", "call", "arguments"]
 _HEAD = re.compile(rf'\s*{CALL}\s*{{\s*"name"\s*:\s*"({NAME})"\s*,\s*"arguments"\s*:\s*(?={{)')
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Fragment:
     """A part of an answer: some text of it, the name of a function that it calls, or some of the call's arguments."""
 
     kind: Kind
     text: str
-    call: int | None = None  # the call's number
-
-
-class _Call(Struct):
-    name: str
-    arguments: dict[str, Any]
+    call: int  # the number of the last call
 
 
 class AnswerParser:
     """Splits the text of one choice into fragments as it arrives: the same, put together, however the text is cut.
 
-    Text is held back only while it may begin a tag, and the head of a call until its arguments begin. What cannot be
-    read as a call is content. Arguments are delivered as the model writes them, which need not be valid JSON, as
-    OpenAI's. Whitespace beside a tag is dropped.
+    Text is held back only while it may begin a tag, and a call until its arguments begin. What cannot be read as a call
+    is content. Arguments are delivered as the model writes them, which need not be valid JSON, as OpenAI's. Whitespace
+    beside a tag is dropped.
     """
 
     def __init__(self, *, calls: bool = False, thoughts: bool = False, in_thought: bool = False):
         """`in_thought`: the prompt has opened one."""
         self.num_calls = 0
-        self._calls = calls
         self._held = ""  # not delivered
-        self._after_tag = in_thought
-        self._state = self._thought if in_thought else self._start if thoughts else self._content
-        self._depth = 0  # of brackets in the arguments
-        self._quoted = self._escaped = False  # in a string of the arguments, after a backslash
+        self._kind: Kind | None = "content"  # of what is held; None: it is dropped
         self._fragments: list[Fragment] = []
+        self._steps = self._read(calls, thoughts, in_thought)
 
     def push(self, text: str, last: bool = False) -> list[Fragment]:
         """Takes the next text, and returns what is certain now; with the `last`, all."""
         self._held += text
-        while self._state():  # another state goes on with what is held
-            pass
-        if last and self._state != self._tail:
-            self._emit("reasoning" if self._state == self._thought else "content", self._held)
+        next(self._steps)
+        if last:
+            self._emit(self._kind, self._held)
         fragments, self._fragments = self._fragments, []
         return fragments
 
-    def _emit(self, kind: Kind, text: str) -> None:
-        if self._fragments and self._fragments[-1].kind == kind != "call":
-            self._fragments[-1].text += text
-        elif text:
-            call = self.num_calls - 1 if kind in ("call", "arguments") else None
-            self._fragments.append(Fragment(kind, text, call))
+    # --- steps: each takes what it can from the text that is held, and yields to get more ---
 
-    # --- states: each takes what it can from `_held`, and returns whether it has set another ---
+    def _read(self, calls: bool, thoughts: bool, in_thought: bool) -> Iterator[None]:
+        if thoughts and not in_thought:
+            while (text := self._held.lstrip()) != THINK and THINK.startswith(text):
+                yield
+            in_thought = text.startswith(THINK)  # here only: later the tag is content
+            self._held = text[len(THINK) :] if in_thought else self._held
+        if in_thought:
+            self._kind = "reasoning"
+            yield from self._skip(0)
+            yield from self._text(THINK_END)
+            yield from self._skip(self._held.index(THINK_END) + len(THINK_END))
+        while calls:
+            yield from self._text(CALL)
+            yield from self._call()
+        while True:
+            self._emit("content", self._held)
+            self._held = ""
+            yield
 
-    def _start(self) -> bool:
-        """Only here the model opens a thought."""
-        text = self._held.lstrip()
-        if text.startswith(THINK):
-            self._go(self._thought, text[len(THINK) :])
-        elif THINK.startswith(text):
-            return False
-        else:
-            self._state = self._content
-        return True
+    def _text(self, tag: str) -> Iterator[None]:
+        """Delivers up to the tag, which then begins what is held, perhaps after whitespace."""
+        while tag not in self._held:
+            self._deliver(len(self._held) - overlap(self._held, tag))
+            yield
+        self._deliver(self._held.index(tag))
 
-    def _thought(self) -> bool:
-        if not self._deliver("reasoning", THINK_END):
-            return False
-        return self._go(self._content, self._held.partition(THINK_END)[2])
+    def _deliver(self, end: int) -> None:
+        text = self._held[:end].rstrip()
+        self._emit(self._kind, text)
+        self._held = self._held[len(text) :]
 
-    def _content(self) -> bool:
-        if not self._deliver("content", CALL if self._calls else None):
-            return False
-        self._state = self._head
-        return True
-
-    def _deliver(self, kind: Kind, tag: str | None) -> bool:
-        """Delivers text up to the `tag`, and returns whether it is there: then it begins what is held."""
-        if self._after_tag:
+    def _skip(self, end: int) -> Iterator[None]:
+        """Drops what is held up to the end of a tag, and whitespace."""
+        self._kind = "content" if end else self._kind
+        self._held = self._held[end:].lstrip()
+        while not self._held:
+            yield
             self._held = self._held.lstrip()
-            self._after_tag = not self._held
-        ready, found = self._held, False
-        if tag is not None:
-            place = ready.find(tag)
-            found = place >= 0
-            ready = ready[: place if found else len(ready) - overlap(ready, tag)].rstrip()
-        self._emit(kind, ready)
-        self._held = self._held[len(ready) :]
-        return found
 
-    def _head(self) -> bool:
-        end, head = self._held.find(CALL_END), _HEAD.match(self._held)
-        if head and not 0 <= end < head.end():
-            self._call(head[1])
-            self._held = self._held[head.end() :]
-            self._state = self._arguments
-            return True
-        if end < 0:
-            return False
-        whole, rest = self._held[: end + len(CALL_END)], self._held[end + len(CALL_END) :]
-        try:  # it may have another order, as the first Hermes models wrote it
-            call = msgspec.json.decode(whole.strip()[len(CALL) : -len(CALL_END)], type=_Call)
-        except msgspec.DecodeError:
-            self._emit("content", whole)
-            self._held, self._state = rest, self._content
-            return True
-        self._call(call.name)
-        self._emit("arguments", msgspec.json.encode(call.arguments).decode())
-        return self._go(self._content, rest)
-
-    def _call(self, name: str) -> None:
+    def _call(self) -> Iterator[None]:
+        while not (head := _HEAD.match(self._held)) and CALL_END not in self._held:
+            yield
+        end = self._held.find(CALL_END)
+        if head is None or 0 <= end < head.end():
+            end += len(CALL_END)
+            self._emit("content", self._held[:end])
+            self._held = self._held[end:]
+            return
         self.num_calls += 1
-        self._depth, self._quoted, self._escaped = 0, False, False
-        self._emit("call", name)
+        self._emit("call", head[1])
+        self._held = self._held[head.end() :]
+        yield from self._arguments()
+        self._kind = None  # to the tag there is nothing but the brace that closes the call
+        while CALL_END not in self._held:
+            yield
+        yield from self._skip(self._held.index(CALL_END) + len(CALL_END))
 
-    def _arguments(self) -> bool:
+    def _arguments(self) -> Iterator[None]:
         """Up to the bracket that closes them, or to what can only be the tag."""
-        for place, character in enumerate(self._held):
-            if self._quoted:
-                self._quoted = self._escaped or character != '"'
-                self._escaped = character == "\\" and not self._escaped
-                continue
-            self._quoted = character == '"'
-            self._depth += (character in "{[") - (character in "}]")
-            if self._depth == 0 or character == "<":
-                end = place + (character != "<")
-                self._emit("arguments", self._held[:end])
-                self._held, self._state = self._held[end:], self._tail
-                return True
-        self._emit("arguments", self._held)
-        self._held = ""
-        return False
+        depth, quoted, escaped = 0, False, False
+        while True:
+            for place, character in enumerate(self._held):
+                if quoted:
+                    quoted = escaped or character != '"'
+                    escaped = character == "\\" and not escaped
+                    continue
+                quoted = character == '"'
+                depth += (character in "{[") - (character in "}]")
+                if depth == 0 or character == "<":
+                    end = place + (character != "<")
+                    self._emit("arguments", self._held[:end])
+                    self._held = self._held[end:]
+                    return
+            self._emit("arguments", self._held)
+            self._held = ""
+            yield
 
-    def _tail(self) -> bool:
-        """From the end of the arguments to the tag there is nothing but the brace that closes the call."""
-        _, tag, rest = self._held.partition(CALL_END)
-        return bool(tag) and self._go(self._content, rest)
-
-    def _go(self, state: Any, rest: str) -> bool:
-        """To another state behind a tag."""
-        self._state, self._held, self._after_tag = state, rest, True
-        return True
+    def _emit(self, kind: Kind | None, text: str) -> None:
+        if text and kind is not None:
+            self._fragments.append(Fragment(kind, text, self.num_calls - 1))

@@ -10,63 +10,48 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
+from openai.types.chat import ChatCompletionChunk
 from transformers import AutoTokenizer
 
 from mini_engine.api.tool_calls import TAGS, AnswerFormat, AnswerParser, Function
 from tests import tiny_processor
+from tests.api.serving import Served, events_of
 
-CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "a \\"}<\\\\", "n": [1, {}]}}\n</tool_call>'
 ARGUMENTS = '{"at": "a \\"}<\\\\", "n": [1, {}]}'
+CALL = f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
+LOOK = [("call", "look"), ("arguments", ARGUMENTS)]
 
 
-def parse(pieces: list[str], **options: bool) -> list[tuple[str, str, int | None]]:
-    """The fragments, those of a text put together."""
+def parse(*pieces: str, **options: bool) -> list[tuple[str, str]]:
+    """Kinds and texts of the fragments, those of a text put together."""
     parser = AnswerParser(**{"calls": True, "thoughts": True, **options})
-    found: list[list[Any]] = []
-    for number, piece in enumerate(pieces):
-        for one in parser.push(piece, last=number == len(pieces) - 1):
-            if found and found[-1][0] == one.kind != "call" and found[-1][2] == one.call:
-                found[-1][1] += one.text
-            else:
-                found.append([one.kind, one.text, one.call])
-    return [(kind, text, call) for kind, text, call in found]
-
-
-def content(text: str) -> tuple[str, str, None]:
-    return "content", text, None
-
-
-LOOK = [("call", "look", 0), ("arguments", ARGUMENTS, 0)]
+    found: list[tuple[str, str]] = []
+    for piece in (*pieces, None):
+        for one in parser.push(piece or "", last=piece is None):
+            before = found.pop()[1] if found and found[-1][0] == one.kind != "call" else ""
+            found.append((one.kind, before + one.text))
+    return found
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (" a <b> </think> \n", [content(" a <b> </think> \n")]),
-        (f"Well.\n\n{CALL}\n", [content("Well."), *LOOK]),
-        (f"{CALL}\n{CALL} and", [*LOOK, *((kind, text, 1) for kind, text, _ in LOOK), content("and")]),
-        (f"\n<think>\nhm <tool_call>\n</think>\n\n{CALL}", [("reasoning", "hm <tool_call>", None), *LOOK]),
-        ("<think>cut </thi", [("reasoning", "cut </thi", None)]),
-        ("a <think>", [content("a <think>")]),
-        ('<tool_call>{"arguments": {"a": 1}, "name": "look"}</tool_call>', [LOOK[0], ("arguments", '{"a":1}', 0)]),
+        (" a <think> </think> \n", [("content", " a <think> </think> \n")]),
+        (f"Well.\n\n{CALL}\n", [("content", "Well."), *LOOK]),
+        (f"{CALL}\n{CALL} and", [*LOOK, *LOOK, ("content", "and")]),
+        (f"\n<think>\nhm <tool_call>\n</think>\n\n{CALL}", [("reasoning", "hm <tool_call>"), *LOOK]),
+        ("<think>cut </thi", [("reasoning", "cut </thi")]),
         # What is no call, or is cut off.
-        ("x <tool_call>{}</tool_call> y", [content("x <tool_call>{}</tool_call> y")]),
-        ('x\n<tool_call>\n{"name": "lo', [content('x\n<tool_call>\n{"name": "lo')]),
-        (CALL.partition(ARGUMENTS[14:])[0], [LOOK[0], ("arguments", ARGUMENTS[:14], 0)]),
-        (CALL.replace("}}\n", "\n") + " z", [LOOK[0], ("arguments", ARGUMENTS[:-1] + "\n", 0), content("z")]),
+        ("x <tool_call>{}</tool_call> y", [("content", "x <tool_call>{}</tool_call> y")]),
+        ('x\n<tool_call>\n{"name": "lo', [("content", 'x\n<tool_call>\n{"name": "lo')]),
+        (CALL.partition(ARGUMENTS[14:])[0], [LOOK[0], ("arguments", ARGUMENTS[:14])]),
+        (CALL.replace("}}\n", "\n") + " z", [LOOK[0], ("arguments", ARGUMENTS[:-1] + "\n"), ("content", "z")]),
     ],
 )
 def test_text_thoughts_and_calls(text: str, expected: list[Any]) -> None:
-    assert parse([text]) == expected
-
-
-def test_prompt_that_opens_a_thought() -> None:
-    assert parse(["\nhm </think>\n\na"], in_thought=True) == [("reasoning", "hm", None), content("a")]
-
-
-def test_answer_without_tools_or_thoughts_is_left_as_it_is() -> None:
-    text = f" <think>a</think> {CALL} "
-    assert parse([text], calls=False, thoughts=False) == [content(text)]
+    assert parse(text) == expected
+    assert parse(text, calls=False, thoughts=False) == [("content", text)]
+    assert parse("hm\n</think>\n" + text, in_thought=True)[0] == ("reasoning", "hm")
 
 
 PARTS = [*TAGS, CALL, "\n", " ", "<", "a", "{", "}", '"', '{"name": "look", ', '"arguments": ', '{"x": 1}', "\\", "}\n"]
@@ -77,8 +62,8 @@ def test_fragments_are_the_same_however_the_text_is_cut(parts: list[str], cuts: 
     text = "".join(parts)
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     pieces = [text[start:end] for start, end in zip(places, places[1:], strict=False)]
-    assert parse([*pieces, ""], in_thought=in_thought) == parse([text], in_thought=in_thought)
-    assert parse([*text, ""], in_thought=in_thought) == parse([text], in_thought=in_thought)
+    assert parse(*pieces, in_thought=in_thought) == parse(text, in_thought=in_thought)
+    assert parse(*text, in_thought=in_thought) == parse(text, in_thought=in_thought)
 
 
 def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
@@ -94,10 +79,8 @@ def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
         "}}",
         "</tool_call>",
     ]
-    pushed = [[(one.kind, one.text) for one in parser.push(text)] for text in texts]
-    assert pushed[:5] == [[("content", "a")], [], [("content", " <tools> b")], [], []]
-    assert pushed[5] == [("call", "look"), ("arguments", '{"n')]
-    assert pushed[6:] == [[("arguments", '": 1')], [("arguments", "}")], []]
+    pushed = [[one.text for one in parser.push(text)] for text in texts]
+    assert pushed == [["a"], [], [" <tools> b"], [], [], ["look", '{"n'], ['": 1'], ["}"], []]
 
 
 # --- grammar ----------------------------------------------------------------------------------------------------------
@@ -108,8 +91,8 @@ BOTH = [("look", "{}"), ("zoom.in", '{"n": -3, "why": "b"}')]
 
 
 @pytest.mark.parametrize("tags_are_tokens", [False, True])
-@pytest.mark.parametrize("in_thought", [False, True])
-def test_grammar_takes_the_calls_that_the_parser_reads(tmp_path: Path, tags_are_tokens: bool, in_thought: bool) -> None:
+@pytest.mark.parametrize("thought", ["", "a <b>\n</think>\n\n"])
+def test_grammar_takes_the_calls_that_the_parser_reads(tmp_path: Path, tags_are_tokens: bool, thought: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(tiny_processor.build(tmp_path)))
     if tags_are_tokens:  # as in Qwen's tokenizers: added, but not special
         tokenizer.add_tokens(list(TAGS))
@@ -117,16 +100,72 @@ def test_grammar_takes_the_calls_that_the_parser_reads(tmp_path: Path, tags_are_
     vocabulary = llguidance.hf.from_tokenizer(tokenizer)
 
     def accepts(text: str, parallel: bool) -> bool:
-        grammar = LLMatcher.grammar_from_lark(answers.grammar(FUNCTIONS, parallel, in_thought))
-        matcher = LLMatcher(vocabulary, grammar)
-        tokens = tokenizer.encode(text, add_special_tokens=False)
+        grammar = answers.call_grammar(FUNCTIONS, parallel)
+        matcher = LLMatcher(vocabulary, answers.after_thought(grammar) if thought else grammar)
         assert not matcher.is_error(), matcher.get_error()
+        tokens = tokenizer.encode(thought + text, add_special_tokens=False)
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
-    thought = "a <b>\n</think>\n\n" * in_thought
     one, two = (f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>' for name, given in BOTH)
-    assert accepts(thought + one, False) and accepts(thought + two, False) and accepts(f"{thought}{one}\n{two}", True)
-    parsed = parse([f"{thought}{one}\n{two}"], in_thought=in_thought)[in_thought:]
-    assert parsed == [part for n, (a, b) in enumerate(BOTH) for part in (("call", a, n), ("arguments", b, n))]
-    for wrong in ("a", thought, f"{thought}{one}\n{two}", one.replace("{}", '{"a": 1}'), two.replace("-3", '"3"')):
+    assert accepts(one, False) and accepts(two, False) and accepts(f"{one}\n{two}", True)
+    assert parse(f"{one}\n{two}") == [part for a, b in BOTH for part in (("call", a), ("arguments", b))]
+    for wrong in ("a", "", f"{one}\n{two}", one.replace("{}", '{"a": 1}'), two.replace("-3", '"3"')):
         assert not accepts(wrong, False)
+
+
+# --- to the client ----------------------------------------------------------------------------------------------------
+
+FUNCTION = {"name": "look", "strict": True, "parameters": {"type": "object"}}
+TOOLS: Any = [{"type": "function", "function": FUNCTION}]
+SAID = f"Well.\n{CALL}\n{CALL}END"
+THINK = {"chat_template_kwargs": {"enable_thinking": True}}
+
+
+async def choices_of(served: Served, said: str = SAID, **fields: Any) -> list[tuple[str, str, list[Any]]]:
+    """Finish reason, text and calls of the whole answer, and of the stream as the client puts it together."""
+    served.says(*said)  # in a piece for each character
+    asked: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": TOOLS,
+        "stop": "END",
+        **fields,
+    }
+    answers = [await served.openai.chat.completions.create(**asked)]
+    async with served.openai.chat.completions.stream(**asked) as stream:
+        answers.append(await stream.get_final_completion())
+    choices = [answer.choices[0] for answer in answers]
+    texts = [getattr(one.message, "reasoning", "") + (one.message.content or "") for one in choices]
+    calls = [
+        [(call.function.name, call.function.arguments) for call in one.message.tool_calls or ()] for one in choices
+    ]
+    return [(one.finish_reason, text, called) for one, text, called in zip(choices, texts, calls, strict=True)]
+
+
+async def test_calls_of_whole_and_streamed_answers(served: Served) -> None:
+    look = ("look", ARGUMENTS)
+    assert await choices_of(served) == [("tool_calls", "Well.", [look, look])] * 2
+    assert await choices_of(served, parallel_tool_calls=False) == [("tool_calls", "Well.", [look])] * 2
+    assert await choices_of(served, tool_choice="none") == [("stop", SAID[:-3], [])] * 2
+    assert await choices_of(served, f"hm\n</think>\n{CALL}END", extra_body=THINK) == [("tool_calls", "hm", [look])] * 2
+
+
+async def test_forced_calls_have_a_grammar(served: Served) -> None:
+    named: Any = {"type": "function", "function": {"name": "look"}}
+    answers = await choices_of(served, tool_choice=named, extra_body={"ignore_eos": True})
+    assert [reason for reason, *_ in answers] == ["stop", "stop"], "OpenAI's, of a named function"
+    await choices_of(served, tool_choice="required", extra_body=THINK)
+    first, _, second, _ = (request.sampling for request in served.core.requests)
+    assert first.grammar.startswith("start: call\n") and 3 in first.stop_token_ids
+    assert "</think>" in second.grammar and "call (" in second.grammar
+
+
+async def test_chunks_of_a_stream_with_calls(served: Served) -> None:
+    served.says(*SAID)
+    events = events_of(await served.post(tools=TOOLS, stop="END", stream=True, logprobs=True))
+    chunks = [ChatCompletionChunk.model_validate(event, strict=True).choices[0] for event in events]
+    listed = [token.token for one in chunks if one.logprobs for token in one.logprobs.content or ()]
+    assert "".join(listed) == SAID[:-3], "also of what is held back"
+    calls = [one.delta.tool_calls[0] for one in chunks if one.delta.tool_calls]
+    heads = [(one.index, one.type, one.function.name, one.function.arguments) for one in calls if one.id]
+    assert heads == [(number, "function", "look", "") for number in (0, 1)]
