@@ -97,8 +97,12 @@ class ChatRenderer:
         return self._format.thoughts and end.rstrip().endswith(THINK)
 
     def constrain(self, chat: ChatRequest, in_thought: bool) -> ChatRequest:
-        """The request with the grammar that its answer follows: a call that it asks for, after the thought."""
+        """The request with the grammar that its answer follows: a call that it asks for, after the thought. Raises
+        ApiError, a 400: it asks for no function of its own, or for another grammar too."""
         grammar = chat.grammar
+        if chat.tool_choice not in (None, "none", "auto") and (grammar or not chat.must_call):
+            problem = "together with structured output" if grammar else "of a function that is not in 'tools'"
+            raise bad_request(f"'tool_choice' cannot ask for a call {problem}.", "tool_choice")
         if chat.must_call:
             parallel = chat.parallel_tool_calls is not False and chat.tool_choice == "required"
             grammar = self._format.call_grammar(chat.must_call, parallel)

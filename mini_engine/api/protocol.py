@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from mini_engine.api.errors import bad_request
 from mini_engine.api.grammars import choice_grammar, json_grammar
-from mini_engine.api.tool_calls import CALL_END, MAX_TOOLS, Function, Tool, ToolCall
+from mini_engine.api.tool_calls import CALL_END, Function, Tool, ToolCall, Tools
 from mini_engine.messages import Modality
 
 MAX_MESSAGES = 4096
@@ -136,11 +136,9 @@ class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     function_call: None = None
 
     def __post_init__(self) -> None:
-        own = self.tool_calls or self.thought
-        if own and self.role != "assistant":
-            raise ValueError("only messages of the role assistant may have `tool_calls` or `reasoning`")
-        if self.content is None and not own:
-            raise ValueError("`content` is missing; only an assistant's message with `tool_calls` may leave it out")
+        own = bool(self.tool_calls or self.thought)
+        if (own and self.role != "assistant") or (self.content is None and not own):
+            raise ValueError("it needs `content`; only the role assistant may have `tool_calls` or `reasoning` instead")
 
     @property
     def thought(self) -> str:
@@ -164,7 +162,6 @@ class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return called + len(self.thought) + sum(len(part.text) for part in self.parts if isinstance(part, TextPart))
 
 
-Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -364,10 +361,9 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     @property
     def must_call(self) -> list[Function]:
         """The functions of which the answer has to call one; empty: it need not."""
-        functions = [tool.function for tool in self.tools or ()]
-        if isinstance(self.tool_choice, Tool):
-            return [one for one in functions if one.name == self.tool_choice.function.name]
-        return functions if self.tool_choice == "required" else []
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else ""
+        forced = named or self.tool_choice == "required"
+        return [tool.function for tool in self.tools or () if forced and named in ("", tool.function.name)]
 
     @property
     def grammar_field(self) -> str:
@@ -389,11 +385,6 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
             raise bad_request("Send either 'max_completion_tokens' or 'max_tokens', not both.", "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
-        if self.tool_choice not in (None, "none", "auto") and not self.must_call:
-            raise bad_request("'tool_choice' needs a function of 'tools'; there is no such function.", "tool_choice")
-        if self.must_call and self.grammar:
-            text = f"A 'tool_choice' that asks for a call cannot be combined with '{super().grammar_field}'; send one."
-            raise bad_request(text, "tool_choice")
 
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]

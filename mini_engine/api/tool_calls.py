@@ -16,7 +16,6 @@ from msgspec import Meta, Struct
 
 from mini_engine.api.detokenizer import overlap
 
-MAX_TOOLS = 128  # OpenAI's limit
 NAME = "[a-zA-Z0-9_.-]{1,64}"
 THINK, THINK_END, CALL, CALL_END = TAGS = "<think>", "</think>", "<tool_call>", "</tool_call>"
 
@@ -44,6 +43,9 @@ class Tool(Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["function"]
     function: Function
+
+
+Tools = Annotated[list[Tool], Meta(max_length=128)]  # OpenAI's limit
 
 
 class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
