@@ -178,12 +178,11 @@ class ChatRenderer:
     def _for_template(self, message: ChatMessage) -> dict[str, Any]:
         """The message as Hugging Face templates know it: media as bare {"type": "image"}, arguments as objects."""
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        more: dict[str, Any] = {"reasoning_content": message.thought} if message.thought else {}
-        if message.tool_call_id is not None:
-            more["tool_call_id"] = message.tool_call_id
-        if message.tool_calls:
-            calls = [(one, one.function.for_template()) for one in message.tool_calls]
-            more["tool_calls"] = [{"id": one.id, "type": one.type, "function": called} for one, called in calls]
+        calls = [
+            {"id": one.id, "type": one.type, "function": one.function.parsed()} for one in message.tool_calls or ()
+        ]
+        more = {"reasoning_content": message.thought, "tool_calls": calls, "tool_call_id": message.tool_call_id}
+        more = {name: value for name, value in more.items() if value}
         self._check_text(str(more))
         if not isinstance(message.content, list):
             self._check_text(message.content or "")

@@ -56,11 +56,11 @@ class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         try:
-            self.for_template()
+            self.parsed()
         except msgspec.DecodeError as error:
             raise ValueError(f"`arguments` of {self.name[:64]!r} must be the JSON text of an object: {error}") from None
 
-    def for_template(self) -> dict[str, Any]:
+    def parsed(self) -> dict[str, Any]:
         """As Hugging Face templates know it: the arguments are an object."""
         return {"name": self.name, "arguments": msgspec.json.decode(self.arguments or "{}", type=dict[str, Any])}
 
@@ -93,18 +93,14 @@ class AnswerFormat:
         if tool_parser == "hermes" and "tools" not in template:
             raise ValueError("--tool-call-parser: the chat template has no tools; give one with --chat-template")
         thoughts = reasoning_parser == "qwen3" or (reasoning_parser == "auto" and THINK in template)
-        return cls(
-            "tools" in template and is_hermes, thoughts, {tag: tag if tag in vocabulary else f'"{tag}"' for tag in TAGS}
-        )
+        symbols = {tag: tag if tag in vocabulary else f'"{tag}"' for tag in TAGS}
+        return cls("tools" in template and is_hermes, thoughts, symbols)
 
     def call_grammar(self, functions: Sequence[Function], parallel: bool) -> str:
         """Lark of an answer that is a call of one of `functions`, or with `parallel` perhaps several."""
         names = [f"f{number}" for number in range(len(functions))]
-        rules = [
-            "start: call" + r' ("\n" call)*' * parallel,
-            f"call: {self.symbols[CALL]} body {self.symbols[CALL_END]}",
-        ]
-        rules.append(f"body: {' | '.join(names)}")
+        rules = ["start: call" + r' ("\n" call)*' * parallel, f"body: {' | '.join(names)}"]
+        rules.append(f"call: {self.symbols[CALL]} body {self.symbols[CALL_END]}")
         for name, function in zip(names, functions, strict=True):
             head = rf'"\n{{\"name\": \"{function.name}\", \"arguments\": "'
             rules.append(rf'{name}: {head} %json {msgspec.json.encode(function.schema).decode()} "}}\n"')

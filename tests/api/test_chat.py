@@ -36,20 +36,22 @@ def test_developer_role_becomes_system_where_the_template_knows_none(hf: Any) ->
 
 
 def test_tools_calls_and_results_reach_the_template(hf: Any) -> None:
-    function = {"name": "look", "description": "Look."}
+    tools = [{"type": "function", "function": {"name": "look", "description": "Look."}}]
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "é"}'}}
     messages = [
         *user("x"),
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm"},
         {"role": "tool", "tool_call_id": "1", "content": [image()]},
     ]
-    text = rendered(hf, messages, tools=[{"type": "function", "function": function}])
+    text = rendered(hf, messages, tools=tools)
     assert '{"type": "function", "function": {"name": "look", "description": "Look."}}\n<|im_end|>' in text
     assert '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>' in text
     assert "<|im_start|>tool\n<|vision_start|><|image_pad|><|vision_end|>" in text
     rest = "{% for one in messages %}{{ one.reasoning_content }}{{ one.tool_call_id }}{% endfor %}"
     assert rendered(hf, messages[:2] + [messages[2] | {"content": "a"}], rest) == "hm1"
-    assert "Look." not in rendered(hf, messages, tools=[{"type": "function", "function": function}], tool_choice="none")
+    assert "Look." not in rendered(hf, messages, tools=tools, tool_choice="none")
+    with pytest.raises(ApiError, match="the chat template has no tools"):
+        rendered(hf, user("a"), "{{ messages[0].content }}", tools=tools)
 
 
 def test_end_of_the_prompt(hf: Any) -> None:

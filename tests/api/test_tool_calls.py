@@ -115,49 +115,35 @@ def test_grammar_takes_the_calls_that_the_parser_reads(tmp_path: Path, tags_are_
 
 # --- to the client ----------------------------------------------------------------------------------------------------
 
-FUNCTION = {"name": "look", "strict": True, "parameters": {"type": "object"}}
-TOOLS: Any = [{"type": "function", "function": FUNCTION}]
+TOOLS: Any = [{"type": "function", "function": {"name": "look", "strict": True, "parameters": {"type": "object"}}}]
 SAID = f"Well.\n{CALL}\n{CALL}END"
 THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
-async def choices_of(served: Served, said: str = SAID, **fields: Any) -> list[tuple[str, str, list[Any]]]:
-    """Finish reason, text and calls of the whole answer, and of the stream as the client puts it together."""
+async def choices_of(served: Served, said: str = SAID, **fields: Any) -> list[tuple[Any, ...]]:
+    """Finish reason, thought, text and calls of the whole answer, and of the stream as the client puts it together."""
     served.says(*said)  # in a piece for each character
-    asked: Any = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "x"}],
-        "tools": TOOLS,
-        "stop": "END",
-        **fields,
-    }
-    answers = [await served.openai.chat.completions.create(**asked)]
-    async with served.openai.chat.completions.stream(**asked) as stream:
+    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "stop": "END"}
+    answers = [await served.openai.chat.completions.create(**asked, **fields)]
+    async with served.openai.chat.completions.stream(**asked, **fields) as stream:
         answers.append(await stream.get_final_completion())
-    choices = [answer.choices[0] for answer in answers]
-    texts = [getattr(one.message, "reasoning", "") + (one.message.content or "") for one in choices]
-    calls = [
-        [(call.function.name, call.function.arguments) for call in one.message.tool_calls or ()] for one in choices
-    ]
-    return [(one.finish_reason, text, called) for one, text, called in zip(choices, texts, calls, strict=True)]
+    choices = [(one.finish_reason, one.message) for answer in answers for one in answer.choices]
+    return [
+        (reason, getattr(one, "reasoning", ""), one.content or "",
+         *((call.function.name, call.function.arguments) for call in one.tool_calls or ()))
+        for reason, one in choices
+    ]  # fmt: skip
 
 
 async def test_calls_of_whole_and_streamed_answers(served: Served) -> None:
     look = ("look", ARGUMENTS)
-    assert await choices_of(served) == [("tool_calls", "Well.", [look, look])] * 2
-    assert await choices_of(served, parallel_tool_calls=False) == [("tool_calls", "Well.", [look])] * 2
-    assert await choices_of(served, tool_choice="none") == [("stop", SAID[:-3], [])] * 2
-    assert await choices_of(served, f"hm\n</think>\n{CALL}END", extra_body=THINK) == [("tool_calls", "hm", [look])] * 2
-
-
-async def test_forced_calls_have_a_grammar(served: Served) -> None:
-    named: Any = {"type": "function", "function": {"name": "look"}}
-    answers = await choices_of(served, tool_choice=named, extra_body={"ignore_eos": True})
-    assert [reason for reason, *_ in answers] == ["stop", "stop"], "OpenAI's, of a named function"
-    await choices_of(served, tool_choice="required", extra_body=THINK)
-    first, _, second, _ = (request.sampling for request in served.core.requests)
-    assert first.grammar.startswith("start: call\n") and 3 in first.stop_token_ids
-    assert "</think>" in second.grammar and "call (" in second.grammar
+    assert await choices_of(served) == [("tool_calls", "", "Well.", look, look)] * 2
+    assert await choices_of(served, parallel_tool_calls=False) == [("tool_calls", "", "Well.", look)] * 2
+    assert await choices_of(served, tool_choice="none") == [("stop", "", SAID[:-3])] * 2
+    thought = await choices_of(served, f"hm\n</think>\n{CALL}END", tool_choice="required", extra_body=THINK)
+    assert thought == [("tool_calls", "hm", "", look)] * 2
+    grammar = served.core.requests[-1].sampling.grammar
+    assert "</think>" in grammar and "call (" in grammar
 
 
 async def test_chunks_of_a_stream_with_calls(served: Served) -> None:
@@ -166,6 +152,8 @@ async def test_chunks_of_a_stream_with_calls(served: Served) -> None:
     chunks = [ChatCompletionChunk.model_validate(event, strict=True).choices[0] for event in events]
     listed = [token.token for one in chunks if one.logprobs for token in one.logprobs.content or ()]
     assert "".join(listed) == SAID[:-3], "also of what is held back"
-    calls = [one.delta.tool_calls[0] for one in chunks if one.delta.tool_calls]
-    heads = [(one.index, one.type, one.function.name, one.function.arguments) for one in calls if one.id]
-    assert heads == [(number, "function", "look", "") for number in (0, 1)]
+    heads = [call for one in chunks for call in one.delta.tool_calls or () if call.id]
+    assert [(one.index, one.function.name, one.function.arguments) for one in heads] == [
+        (0, "look", ""),
+        (1, "look", ""),
+    ]
