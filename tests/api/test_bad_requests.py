@@ -31,6 +31,7 @@ from tests.api.serving import (
 
 CUT = CLIP[: len(CLIP) * 7 // 10]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+FILE = "messages[0].content[0].file.file_data"
 BODY_PATHS = [CHAT, COMPLETIONS, "/tokenize", "/detokenize"]
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -84,6 +85,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     (user({"text": "x"}), MISSING, "messages[0].content[0].type", "Missing required parameter"),
     (user({**text("x"), "image": "y"}), UNKNOWN, "messages[0].content[0].image", "Unknown parameter"),
     (user({"type": "image_url", "image_url": {}}), MISSING, "messages[0].content[0].image_url.url", "Missing"),
+    (user({"type": "file", "file": {"file_id": "a"}}), UNKNOWN, "messages[0].content[0].file.file_id", "Unknown"),
+    (user({"type": "file", "file": {"file_data": "data:text/plain,a"}}), VALUE, FILE, "'^data:(image|video)/'"),
 ]
 BAD_OTHERS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (COMPLETIONS, {}, MISSING, "prompt", "Missing required parameter: 'prompt'"),
