@@ -5,6 +5,7 @@ Runs in a decoder process, which bounds its memory and time. Knows nothing of mo
 
 import mmap
 import warnings
+from collections.abc import Sequence
 from typing import BinaryIO, cast
 
 import numpy as np
@@ -62,6 +63,33 @@ def decode_image(file: mmap.mmap, guard: Guard, allocate: Allocate) -> NDArray[n
         raise
     except Exception as error:  # noqa: BLE001 - what Pillow raises depends on the format and on the damage
         raise MediaError(guard.item, UNREADABLE) from error
+
+
+def decode_frames(
+    data: mmap.mmap, frames: Sequence[tuple[int, int]], guard: Guard, allocate: Allocate
+) -> NDArray[np.uint8]:
+    """Returns [T, H, W, 3]: the images of one size that lie in `data` one after another. `frames` has the number in
+    errors and the bytes of each. Errors as `decode_image`."""
+    rows, start = np.empty((0, 0, 0, 3), np.uint8), 0
+    for place, (number, size) in enumerate(frames):
+        guard.tick()
+        try:
+            with mmap.mmap(-1, size) as file:
+                file[:] = data[start : start + size]
+                pixels = decode_image(file, guard, lambda shape: np.empty((*shape, 3), np.uint8))
+        except MediaError as error:
+            raise MediaError(guard.item, f"frame {number}: {error.problem}") from error
+        height, width, _ = pixels.shape
+        if place == 0:
+            all_pixels = len(frames) * height * width
+            guard.check("max_video_pixels_kept", all_pixels, "pixels in all frames", "fewer or smaller frames")
+            rows = allocate((len(frames), height, width))
+        elif pixels.shape != rows.shape[1:]:
+            problem = f"frame {number} has {width}x{height} pixels, the first {rows.shape[2]}x{rows.shape[1]}"
+            raise MediaError(guard.item, f"{problem}; send frames of one size")
+        rows[place] = pixels
+        start += size
+    return rows
 
 
 def _upright(image: Image.Image) -> Image.Image:
