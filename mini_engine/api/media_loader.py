@@ -143,6 +143,13 @@ class MediaLoader:
         clock.move(share * (time.monotonic() - began), "media_decode", "process")
         return {media_hash: one.item for media_hash, one in zip(distinct, worked, strict=True)}
 
+    async def measure(self, items: Iterable[FetchedItem], owner: str = "") -> dict[bytes, ProcessedItem]:
+        """As `process`, but the patches have no data, and no pixel is decoded where a file's headers and packets tell
+        how many tokens it has. The work is shared with no other request."""
+        distinct = {item.media_hash: item for item in items}
+        worked = await _all(self._work(item, owner, probe=True) for item in distinct.values())
+        return {media_hash: one.item for media_hash, one in zip(distinct, worked, strict=True)}
+
     def close(self) -> None:
         """Take no more work, and end the decoders."""
         for pool in (self._processing, self._reading):
@@ -185,29 +192,31 @@ class MediaLoader:
         is_small = download is None and len(ref.url) <= INLINE_CHARACTERS and not is_local_file(ref.url)
         return fetched() if is_small else await asyncio.get_running_loop().run_in_executor(self._reading, fetched)
 
-    async def _work(self, item: FetchedItem, owner: str) -> _Worked:
+    async def _work(self, item: FetchedItem, owner: str, probe: bool = False) -> _Worked:
         began = time.monotonic()
         sampling = item.settings.sampling if item.modality == "video" and item.frames is None else None
         frames = item.frames.parts if item.frames else []
-        job = Job(item.name, len(item.data), sampling, self._allow_partial_video, frames)
+        job = Job(item.name, len(item.data), sampling, self._allow_partial_video, frames, probe)
         decoding = await self.decoders.decode(job, item.data, owner)
         decoded = time.monotonic()
-        processing = self._processing.submit(self._process_frames, item, decoding)
+        settings = item.settings.measuring() if probe else item.settings
+        processing = self._processing.submit(self._process_frames, item, decoding, settings)
         # The frames are in use until the thread is done, whether it is waited for or not.
         processing.add_done_callback(lambda _: decoding.release())
         processed = await asyncio.wrap_future(processing)
-        metrics.media_decodes_total.inc()
+        if not probe:
+            metrics.media_decodes_total.inc()
         return _Worked(processed, decoded - began, time.monotonic() - decoded)
 
-    def _process_frames(self, item: FetchedItem, decoding: Decoding) -> ProcessedItem:
+    def _process_frames(self, item: FetchedItem, decoding: Decoding, settings: MediaSettings) -> ProcessedItem:
         import torch
 
         reach_failpoint("processing")
         try:
             video = item.frames.facts if item.frames else decoding.video
             if video is None:
-                return self.processor.process_image(decoding.frames[0], item.settings)
-            return self.processor.process_video(decoding.frames, video, item.settings)
+                return self.processor.process_image(decoding.frames[0], settings)
+            return self.processor.process_video(decoding.frames, video, settings)
         except torch.AcceleratorError:  # such as an illegal access: from then on all CUDA calls of a process fail
             logger.critical("unrecoverable CUDA error in the media processor; exiting", exc_info=True)
             logging.shutdown()

@@ -181,6 +181,7 @@ class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return sum(len(part.text) for part in self.parts if isinstance(part, TextPart))
 
 
+MediaIOKwargs = dict[Literal["image", "video"], dict[str, Any] | None]
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -273,7 +274,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     # vLLM's; `media_settings.py` parses them.
-    media_io_kwargs: dict[Literal["image", "video"], dict[str, Any] | None] | None = None
+    media_io_kwargs: MediaIOKwargs | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     return_timings: bool | None = None  # this server's: report the time that each stage of the request took
 
@@ -346,11 +347,20 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
 
     prompt: str | None = None
     messages: Messages | None = None
+    max_completion_tokens: Positive | None = None  # they leave less room for videos
+    media_io_kwargs: MediaIOKwargs | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
     tools: Annotated[Any, only([])] = None
     add_generation_prompt: Annotated[Any, only(True)] = None
+
+    @property
+    def chat(self) -> ChatRequest:
+        """A chat request with these messages, and all that decides how many tokens they have."""
+        names = set(self.__struct_fields__).intersection(ChatRequest.__struct_fields__)
+        return ChatRequest(**{name: getattr(self, name) for name in names})
 
     def check(self) -> None:
         super().check()

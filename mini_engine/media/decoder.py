@@ -67,6 +67,7 @@ class Job(msgspec.Struct, frozen=True):
     sampling: VideoSampling | None = None  # None: an image, or frames
     allow_partial: bool = False
     frames: list[tuple[int, Size]] = []  # a video of images, one after another: of each its number and its bytes
+    probe: bool = False  # leave out the pixels if the file's headers and packets tell the size and the times of frames
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -136,12 +137,12 @@ class _Decoder:
         guard = Guard(job.item, self._limits, job.allow_partial, should_stop=lambda: self._flag[0] != 0)
         data = mmap.mmap(self._input, job.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=DATA_OFFSET)
         if job.frames:
-            decode_frames(data, job.frames, guard, self._allocate)
+            decode_frames(data, job.frames, guard, self._allocate, job.probe)
             return None
         if job.sampling is None:
-            decode_image(data, guard, self._allocate)
+            decode_image(data, guard, self._allocate, job.probe)
             return None
-        _, video = decode_video(data, job.sampling, guard, self._allocate)
+        _, video = decode_video(data, job.sampling, guard, self._allocate, job.probe)
         return video
 
     def _allocate(self, shape: Shape) -> NDArray[np.uint8]:

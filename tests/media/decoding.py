@@ -28,13 +28,14 @@ def decode_video(
     limits: DecodeLimits = NO_LIMITS,
     allow_partial: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
+    probe: bool = False,
 ) -> Video:
     guard = Guard("video 1", limits, allow_partial, should_stop)
-    return Video(*video.decode_video(mapped(data), sampling, guard, allocate))
+    return Video(*video.decode_video(mapped(data), sampling, guard, allocate, probe))
 
 
-def decode_image(data: bytes, limits: DecodeLimits = NO_LIMITS) -> NDArray[np.uint8]:
-    return image.decode_image(mapped(data), Guard("image 1", limits), allocate)
+def decode_image(data: bytes, limits: DecodeLimits = NO_LIMITS, probe: bool = False) -> NDArray[np.uint8]:
+    return image.decode_image(mapped(data), Guard("image 1", limits), allocate, probe)
 
 
 def decode_frames(frames: Sequence[bytes], limits: DecodeLimits = NO_LIMITS) -> NDArray[np.uint8]:

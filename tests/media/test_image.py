@@ -49,6 +49,7 @@ def test_modes_and_formats(mode: str, format: str, atol: int) -> None:
     pixels = decode_image(data)
     assert (pixels.dtype, pixels.shape, pixels.flags.c_contiguous) == (np.uint8, (1100, 30, 3), True)
     np.testing.assert_allclose(pixels.astype(int), np.asarray(image.convert("RGB")), atol=atol)
+    assert decode_image(data, probe=True).shape == pixels.shape
 
 
 @pytest.mark.parametrize(("pixels", "format"), [
