@@ -84,6 +84,10 @@ class TextPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
     uuid: Ignored = None
 
 
+class InputTextPart(TextPart, frozen=True, kw_only=True, tag="input_text"):
+    """Text by the name of OpenAI's Responses API."""
+
+
 Location = MediaUrl | Annotated[str, Meta(min_length=1)]
 
 
@@ -113,14 +117,47 @@ class VideoPart(_MediaPart, frozen=True, kw_only=True, tag="video_url"):
     video_url: Location
 
 
-MediaPart = ImagePart | VideoPart
+class InputImagePart(ImagePart, frozen=True, kw_only=True, tag="input_image"):
+    """An image, as OpenAI's Responses API writes it."""
+
+    detail: Ignored = None
+
+
+class InputVideoPart(VideoPart, frozen=True, kw_only=True, tag="input_video"):
+    """A video, by a name like those."""
+
+
+class File(Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of a file, a `data:` URL of an image or a video."""
+
+    file_data: Annotated[str, Meta(pattern="^data:(image|video)/")]
+    filename: Ignored = None
+
+
+class FilePart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="file"):
+    """An image or a video, by its media type, in OpenAI's form."""
+
+    file: File
+    uuid: Ignored = None
+
+    @property
+    def modality(self) -> Modality:
+        return "video" if self.url.startswith("data:video") else "image"
+
+    @property
+    def url(self) -> str:
+        return self.file.file_data
+
+
+MediaPart = ImagePart | VideoPart | InputImagePart | InputVideoPart | FilePart
+Part = TextPart | InputTextPart | MediaPart
 
 
 class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One message. What an answer of OpenAI's has beside its text is accepted where it says nothing."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart | MediaPart]
+    content: str | list[Part]
     name: Ignored = None
     refusal: None = None
     audio: None = None
@@ -129,7 +166,7 @@ class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     function_call: None = None
 
     @property
-    def parts(self) -> list[TextPart | MediaPart]:
+    def parts(self) -> list[Part]:
         """`content` as a list."""
         return [TextPart(text=self.content)] if isinstance(self.content, str) else self.content
 
@@ -144,6 +181,7 @@ class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return sum(len(part.text) for part in self.parts if isinstance(part, TextPart))
 
 
+MediaIOKwargs = dict[Literal["image", "video"], dict[str, Any] | None]
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -236,7 +274,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     # vLLM's; `media_settings.py` parses them.
-    media_io_kwargs: dict[Literal["image", "video"], dict[str, Any] | None] | None = None
+    media_io_kwargs: MediaIOKwargs | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     return_timings: bool | None = None  # this server's: report the time that each stage of the request took
 
@@ -309,11 +347,20 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
 
     prompt: str | None = None
     messages: Messages | None = None
+    max_completion_tokens: Positive | None = None  # they leave less room for videos
+    media_io_kwargs: MediaIOKwargs | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
     tools: Annotated[Any, only([])] = None
     add_generation_prompt: Annotated[Any, only(True)] = None
+
+    @property
+    def chat(self) -> ChatRequest:
+        """A chat request with these messages, and all that decides how many tokens they have."""
+        names = set(self.__struct_fields__).intersection(ChatRequest.__struct_fields__)
+        return ChatRequest(**{name: getattr(self, name) for name in names})
 
     def check(self) -> None:
         super().check()

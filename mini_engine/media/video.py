@@ -41,12 +41,15 @@ _MARKS_REFERENCES = "h264"
 
 
 def decode_video(
-    data: mmap.mmap, sampling: VideoSampling, guard: Guard, allocate: Allocate
+    data: mmap.mmap, sampling: VideoSampling, guard: Guard, allocate: Allocate, probe: bool = False
 ) -> tuple[NDArray[np.uint8], VideoFacts]:
     """Returns the sampled frames of a video file, [T, H, W, 3], and what there is to know of the whole.
 
     A file of which not all can be read is refused, unless `guard.allow_partial`: then the readable frames count as all
     frames, and `missing` of the result names the rest. Damage in frames that need not be decoded goes unseen.
+
+    `probe`: where the packets show all frames and their times, no frame is decoded. Then the result has no pixels, and
+    is not turned: a video that is turned has as many tokens.
 
     Raises MediaError for a file that cannot be read or exceeds a limit, or within a frame's time after
     `guard.should_stop()` is true; MemoryError.
@@ -61,7 +64,7 @@ def decode_video(
             container_options={"format_whitelist": _DEMUXERS, "protocol_whitelist": ""},
             options={"max_pixels": str(guard.limits.max_frame_pixels)},  # FFmpeg decodes a little while it opens a file
         ) as container:
-            return _Decode(container, sampling, guard, allocate).run()
+            return _Decode(container, sampling, guard, allocate).run(probe)
     except (MediaError, MemoryError):
         raise
     except (av.error.FFmpegError, ValueError) as error:  # a ValueError of PyAV itself
@@ -84,13 +87,17 @@ class _Decode:
         guard.check_size("max_frame_pixels", self.codec.width, self.codec.height)
         self.rate = float(stream.average_rate or stream.guessed_rate or 0) or 24.0
 
-    def run(self) -> tuple[NDArray[np.uint8], VideoFacts]:
+    def run(self, probe: bool) -> tuple[NDArray[np.uint8], VideoFacts]:
         self.packets = PacketTable(self.container, self.stream, self.guard)
         if not len(self.packets.stamps):
             raise MediaError(self.guard.item, _NO_FRAME)
         times = self._times(self.packets.stamps)
         self.guard.check("max_video_seconds", times[-1] - times[0], "seconds", "a shorter video")
         indices = self._sample(times)
+        if probe and self.packets.can_seek and not self.guard.damage:
+            self.guard.check("max_video_frames_kept", len(indices), "frames in its sampling", "fewer, or sample fewer")
+            width, height = self.guard.fitting_size(len(indices), self.codec.width, self.codec.height)
+            return self.allocate((len(indices), height, width)), self._facts(times, indices)
         frames = self._seek(indices)
         walks = 0
         while frames is None or not frames.holds(indices.tolist()):
@@ -100,7 +107,10 @@ class _Decode:
             frames, times = self._walk(indices)
             indices = self._sample(times)
             walks += 1
-        return frames.take(indices.tolist()), VideoFacts(
+        return frames.take(indices.tolist()), self._facts(times, indices)
+
+    def _facts(self, times: Sequence[float], indices: NDArray[np.int64]) -> VideoFacts:
+        return VideoFacts(
             [times[index] - times[0] for index in indices],
             fps=_source_fps(times, self.rate),
             total_frames=len(times),
