@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from mini_engine.api.conversation import ChatMessage, TextPart
 from mini_engine.api.errors import bad_request
-from mini_engine.api.protocol import ChatMessage, ChatRequest, StructuredOutputs, TextPart, TokenizeRequest
+from mini_engine.api.protocol import ChatRequest, StructuredOutputs
 from mini_engine.api.tool_calls import THINK, AnswerFormat, AnswerParser
 from mini_engine.media.hashing import HASH_BYTES
 from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality
@@ -74,13 +75,13 @@ class ChatRenderer:
         # A template that cannot work is found at start.
         self.render(ChatRequest(messages=[ChatMessage(role="user", content="Hello")]))
 
-    def render(self, asked: ChatRequest | TokenizeRequest) -> list[int]:
+    def render(self, asked: ChatRequest) -> list[int]:
         """Returns the prompt's token ids, the start of the answer included, with one placeholder id for each item.
 
         Raises ApiError, a 400, for text that contains the model's placeholder tokens, for tools or variables that the
         template does not write, and when it refuses the conversation or leaves out an item.
         """
-        messages = asked.messages or []
+        messages = asked.messages
         text = self._apply_template([self._for_template(message) for message in messages], self._arguments(asked))
         self._check_length(text)
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -96,7 +97,7 @@ class ChatRenderer:
         end = self.tokenizer.decode(token_ids[-16:], skip_special_tokens=False)  # enough for the tag
         return self._format.thoughts and end.rstrip().endswith(THINK)
 
-    def constrain(self, chat: ChatRequest, in_thought: bool) -> ChatRequest:
+    def constrain(self, chat: ChatRequest, in_thought: bool = False) -> ChatRequest:
         """The request with the grammar that its answer follows: a call that it asks for, after the thought. Raises
         ApiError, a 400: it asks for no function of its own, or for another grammar too."""
         grammar = chat.grammar
@@ -106,7 +107,7 @@ class ChatRenderer:
         if chat.must_call:
             parallel = chat.parallel_tool_calls is not False and chat.tool_choice == "required"
             grammar = self._format.call_grammar(chat.must_call, parallel)
-        if not grammar:
+        elif not grammar or not in_thought:
             return chat
         grammar = self._format.after_thought(grammar) if in_thought else grammar
         return msgspec.structs.replace(chat, structured_outputs=StructuredOutputs(grammar=grammar))
@@ -200,15 +201,15 @@ class ChatRenderer:
             if token in text:
                 raise bad_request(f"the text contains {token}, a media placeholder of this model; remove it", param)
 
-    def _arguments(self, asked: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    def _arguments(self, asked: ChatRequest) -> dict[str, Any]:
         """What the template gets beside the messages."""
-        tools = None if isinstance(asked, ChatRequest) and not asked.calls_tools else asked.tools or None
+        tools = asked.tools if asked.calls_tools else None
         if tools and not self._format.calls:
             text = "the chat template has no tools; leave them out, or start the server with a --chat-template that has"
             raise bad_request(text, "tools")
         more, goes_on = asked.chat_template_kwargs or {}, bool(asked.continue_final_message)
         opens = not goes_on if asked.add_generation_prompt is None else asked.add_generation_prompt
-        if goes_on and (opens or not asked.messages or asked.messages[-1].role != "assistant"):
+        if goes_on and (opens or asked.messages[-1].role != "assistant"):
             text = (
                 "'continue_final_message' needs a last message of the role assistant, and no 'add_generation_prompt'."
             )
@@ -231,11 +232,6 @@ class ChatRenderer:
             return self._hf.apply_chat_template(messages, chat_template=self._template, tokenize=False, **arguments)
         except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise too, as for roles in no order
             raise bad_request(f"the chat template rejects these messages: {str(error)[:200]}", "messages") from error
-
-
-def num_characters(asked: ChatRequest | TokenizeRequest) -> int:
-    """Of the text in a prompt, about."""
-    return sum(one.num_characters for one in asked.messages or ()) + len(msgspec.json.encode(asked.tools))
 
 
 def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) -> list[MediaRef]:

@@ -14,10 +14,10 @@ from starlette.datastructures import State
 from starlette.responses import Response
 
 from mini_engine.api.body import INLINE_CHARACTERS, read_body, run_sized, takes
-from mini_engine.api.chat import check_budget, collect_media, media_usage, num_characters, prompt_sources
+from mini_engine.api.chat import check_budget, collect_media, media_usage, prompt_sources
 from mini_engine.api.context import AppContext, context_of
 from mini_engine.api.generation import Generation
-from mini_engine.api.media_loader import missing_parts
+from mini_engine.api.media_loader import FetchedItem, missing_parts
 from mini_engine.api.media_settings import video_tokens
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.api.responses import ChatResponder
@@ -51,27 +51,10 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Generat
     async with contextlib.AsyncExitStack() as held:
         context.engines.preparing.add(state.end)
         held.callback(context.engines.preparing.discard, state.end)
-        # Row 2: the media references, the prompt with a placeholder for each, their settings.
-        await context.sampling.check(chat)
-        refs = collect_media(chat.messages, context.config.item_limits)
-        token_ids = await run_sized(partial(context.renderer.render, chat), num_characters(chat), INLINE_CHARACTERS)
+        await context.sampling.check(context.renderer.constrain(chat))
+        token_ids, fetched = await prepare(context, chat, state, held)
         in_thought = context.renderer.opens_thought(token_ids)
         chat = context.renderer.constrain(chat, in_thought)
-        if chat.must_call:
-            await context.sampling.check(chat)  # the functions' schemas
-        budget = video_tokens(context.limits, len(token_ids), chat.token_limit or 1, len(refs))
-        settings = context.media_settings.resolve(chat, budget)
-        # Row 3: room for the media's bytes, the bytes, and their hashes.
-        reservation = held.enter_context(context.media_bytes.reserve(await context.media.known_bytes(refs)))
-        clock.enter("fetch")
-        fetched = await context.media.fetch(refs, settings, reservation.receive)
-        clock.enter("admission")  # row 4: not before, since a web server that hangs would block the queue
-        await held.enter_async_context(context.places.hold(len(refs)))
-        logger.debug(
-            "%s admitted: %d tokens, %d media items of %d bytes",
-            request_id, len(token_ids), len(refs), reservation.amount, extra=about(request_id),
-        )  # fmt: skip
-        clock.enter("other")
         hashes = list(dict.fromkeys(item.media_hash for item in fetched))
         with context.engines.choose(hashes[0] if hashes else None, chat.num_choices) as engine:  # row 5
             held.enter_context(engine.media.holding(request_id))
@@ -94,3 +77,29 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Generat
         await engine.submit(generation, request)
         clock.enter("other")
     return generation
+
+
+async def prepare(
+    context: AppContext, chat: ChatRequest, state: State, held: contextlib.AsyncExitStack
+) -> tuple[list[int], list[FetchedItem]]:
+    """Rows 2 to 4 of docs/request-path.md. Returns the prompt's token ids with one placeholder for each item, and the
+    items, which have room and places until `held` is closed. Raises as `start`."""
+    request_id, clock = state.request_id, state.clock
+    # Row 2: the media references, the prompt with a placeholder for each, their settings.
+    refs = collect_media(chat.messages, context.config.item_limits)
+    render = partial(context.renderer.render, chat)
+    token_ids = await run_sized(render, chat.num_characters, INLINE_CHARACTERS)
+    budget = video_tokens(context.limits, len(token_ids), chat.token_limit or 1, len(refs))
+    settings = context.media_settings.resolve(chat, budget)
+    # Row 3: room for the media's bytes, the bytes, and their hashes.
+    reservation = held.enter_context(context.media_bytes.reserve(await context.media.known_bytes(refs)))
+    clock.enter("fetch")
+    fetched = await context.media.fetch(refs, settings, reservation.receive)
+    clock.enter("admission")  # row 4: not before, since a web server that hangs would block the queue
+    await held.enter_async_context(context.places.hold(len(refs)))
+    logger.debug(
+        "%s admitted: %d tokens, %d media items of %d bytes",
+        request_id, len(token_ids), len(refs), reservation.amount, extra=about(request_id),
+    )  # fmt: skip
+    clock.enter("other")
+    return token_ids, fetched

@@ -1,26 +1,28 @@
 """POST /v1/completions, /tokenize and /detokenize: text without a chat template, and token ids.
 
 The path of a completion is that of a chat request without its media; each of several prompts is a request of its own to
-an engine. The others, in vLLM's form, ask no engine.
+an engine. The others, in vLLM's form, ask no engine: the media of a conversation are measured, and thrown away.
 """
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Request
+from starlette.datastructures import State
 from starlette.responses import JSONResponse, Response
 
 from mini_engine.api.body import INLINE_CHARACTERS, read_body, run_sized, takes
-from mini_engine.api.chat import collect_media, num_characters
+from mini_engine.api.chat import check_budget, prompt_sources
+from mini_engine.api.chat_completions import prepare
 from mini_engine.api.context import AppContext, context_of
 from mini_engine.api.errors import bad_request
 from mini_engine.api.generation import Generation
 from mini_engine.api.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from mini_engine.api.responses import CompletionResponder
 from mini_engine.api.timings import RequestClock
-from mini_engine.messages import NewRequest
+from mini_engine.messages import MediaItem, NewRequest
 
 router = APIRouter()
 
@@ -72,11 +74,22 @@ def _check(context: AppContext, token_ids: list[int]) -> list[int]:
 
 @router.post("/tokenize", openapi_extra=takes(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
-    """The token ids of a text, or of a conversation with one placeholder for each image and video."""
+    """The token ids of a text, or those of a conversation as a chat completion has them, with all of its media."""
     context = context_of(request)
     asked = await read_body(request, TokenizeRequest, context)
-    size = len(asked.prompt or "") + num_characters(asked)
-    return JSONResponse(await run_sized(partial(_tokens, context, asked), size, INLINE_CHARACTERS))
+    media: list[MediaItem] = []
+    if asked.prompt is None:
+        tokens, media = await _measure(context, asked, request.state)
+    else:
+        special = asked.add_special_tokens is not False
+        encode = partial(context.renderer.encode, asked.prompt, special, allow_placeholders=True)
+        tokens = await run_sized(encode, len(asked.prompt), INLINE_CHARACTERS)
+    names = [context.renderer.tokenizer.id_to_token(token) for token in tokens] if asked.return_token_strs else None
+    body = {"count": len(tokens), "max_model_len": context.limits.max_model_len, "tokens": tokens, "token_strs": names}
+    counts = {"image_tokens": 0, "video_tokens": 0}
+    for item in media:
+        counts[f"{item.modality}_tokens"] += item.num_tokens
+    return JSONResponse(body | {"prompt_tokens_details": counts})
 
 
 @router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
@@ -89,13 +102,12 @@ async def detokenize(request: Request) -> Response:
     return JSONResponse({"prompt": await run_sized(decode, len(asked.tokens), INLINE_CHARACTERS)})
 
 
-def _tokens(context: AppContext, asked: TokenizeRequest) -> dict[str, Any]:
-    if asked.prompt is not None:
-        tokens = context.renderer.encode(asked.prompt, asked.add_special_tokens is not False, allow_placeholders=True)
-    else:
-        messages = asked.messages or []
-        collect_media(messages, context.config.item_limits)
-        tokens = context.renderer.render(asked)
-    names = [context.renderer.tokenizer.id_to_token(token) for token in tokens] if asked.return_token_strs else None
-    limit = context.limits.max_model_len
-    return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": names}
+async def _measure(context: AppContext, asked: TokenizeRequest, state: State) -> tuple[list[int], list[MediaItem]]:
+    """The prompt of the conversation, and its media without data."""
+    async with contextlib.AsyncExitStack() as held:
+        token_ids, fetched = await prepare(context, asked.chat, state, held)
+        measured = await context.media.measure(fetched, state.request_id)
+        sources = prompt_sources([item.media_hash for item in fetched], measured, {})
+        prompt, media = context.renderer.expand(token_ids, sources)
+        check_budget(media, context.limits)
+        return prompt, media

@@ -24,11 +24,12 @@ from mini_engine.api.timings import RequestClock
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.media.decoder import Job
 from mini_engine.media.decoder_pool import DecoderPool, Decoding
-from mini_engine.media.errors import ItemError
+from mini_engine.media.errors import ItemError, MediaError
 from mini_engine.media.fetch import declared_size, fetch, is_elsewhere, is_local_file
 from mini_engine.media.hashing import media_hash
 from mini_engine.media.http_fetch import fetch_http, tls_context
 from mini_engine.media.policy import MediaPolicy, Received
+from mini_engine.media.sent_frames import SentFrames, fetch_frames, is_frames
 from mini_engine.messages import Modality
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class FetchedItem:
     data: bytes
     settings: MediaSettings
     media_hash: bytes
+    frames: SentFrames | None = None  # `data` are the images of a video, one after another
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +143,13 @@ class MediaLoader:
         clock.move(share * (time.monotonic() - began), "media_decode", "process")
         return {media_hash: one.item for media_hash, one in zip(distinct, worked, strict=True)}
 
+    async def measure(self, items: Iterable[FetchedItem], owner: str = "") -> dict[bytes, ProcessedItem]:
+        """As `process`, but the patches have no data, and no pixel is decoded where a file's headers and packets tell
+        how many tokens it has. The work is shared with no other request."""
+        distinct = {item.media_hash: item for item in items}
+        worked = await _all(self._work(item, owner, probe=True) for item in distinct.values())
+        return {media_hash: one.item for media_hash, one in zip(distinct, worked, strict=True)}
+
     def close(self) -> None:
         """Take no more work, and end the decoders."""
         for pool in (self._processing, self._reading):
@@ -170,34 +179,44 @@ class MediaLoader:
                 download = await fetch_http(ref.url, self.policy, ref.name, received)
 
         def fetched() -> FetchedItem:
-            data = fetch(ref.url, self.policy, ref.name) if download is None else download
-            digest = media_hash(data, hash_key(settings, ref.modality))
-            return FetchedItem(ref.modality, ref.name, data, settings, digest)
+            frames = None
+            if ref.modality == "video" and is_frames(ref.url):
+                data, frames = fetch_frames(ref.url, self.policy, self.decoders.limits, settings.sampling, ref.name)
+            elif ref.modality == "video" and settings.sampling.timestamps:
+                raise MediaError(ref.name, "timestamps are for a video that is sent as frames; remove them")
+            else:
+                data = fetch(ref.url, self.policy, ref.name) if download is None else download
+            digest = media_hash(data, hash_key(settings, ref.modality, frames))
+            return FetchedItem(ref.modality, ref.name, data, settings, digest, frames)
 
         is_small = download is None and len(ref.url) <= INLINE_CHARACTERS and not is_local_file(ref.url)
         return fetched() if is_small else await asyncio.get_running_loop().run_in_executor(self._reading, fetched)
 
-    async def _work(self, item: FetchedItem, owner: str) -> _Worked:
+    async def _work(self, item: FetchedItem, owner: str, probe: bool = False) -> _Worked:
         began = time.monotonic()
-        sampling = item.settings.sampling if item.modality == "video" else None
-        job = Job(item.name, len(item.data), sampling, self._allow_partial_video)
+        sampling = item.settings.sampling if item.modality == "video" and item.frames is None else None
+        frames = item.frames.parts if item.frames else []
+        job = Job(item.name, len(item.data), sampling, self._allow_partial_video, frames, probe)
         decoding = await self.decoders.decode(job, item.data, owner)
         decoded = time.monotonic()
-        processing = self._processing.submit(self._process_frames, item, decoding)
+        settings = item.settings.measuring() if probe else item.settings
+        processing = self._processing.submit(self._process_frames, item, decoding, settings)
         # The frames are in use until the thread is done, whether it is waited for or not.
         processing.add_done_callback(lambda _: decoding.release())
         processed = await asyncio.wrap_future(processing)
-        metrics.media_decodes_total.inc()
+        if not probe:
+            metrics.media_decodes_total.inc()
         return _Worked(processed, decoded - began, time.monotonic() - decoded)
 
-    def _process_frames(self, item: FetchedItem, decoding: Decoding) -> ProcessedItem:
+    def _process_frames(self, item: FetchedItem, decoding: Decoding, settings: MediaSettings) -> ProcessedItem:
         import torch
 
         reach_failpoint("processing")
         try:
-            if decoding.video is None:
-                return self.processor.process_image(decoding.frames[0], item.settings)
-            return self.processor.process_video(decoding.frames, decoding.video, item.settings)
+            video = item.frames.facts if item.frames else decoding.video
+            if video is None:
+                return self.processor.process_image(decoding.frames[0], settings)
+            return self.processor.process_video(decoding.frames, video, settings)
         except torch.AcceleratorError:  # such as an illegal access: from then on all CUDA calls of a process fail
             logger.critical("unrecoverable CUDA error in the media processor; exiting", exc_info=True)
             logging.shutdown()

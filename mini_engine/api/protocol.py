@@ -1,4 +1,4 @@
-"""The request bodies of all endpoints: which fields there are, and what they may hold.
+"""The request bodies of all endpoints: which fields there are, and what they may hold; messages: `conversation.py`.
 
 A field is supported, `Ignored`, or known and accepted only at a value that changes nothing (`only`); an unknown one is
 an error. None means the default of the model or the server. Knows nothing of defaults that depend on the model
@@ -14,12 +14,11 @@ import msgspec
 from llguidance import LLMatcher
 from msgspec import Meta, Struct
 
+from mini_engine.api.conversation import Ignored, Messages
 from mini_engine.api.errors import bad_request
 from mini_engine.api.grammars import choice_grammar, json_grammar
-from mini_engine.api.tool_calls import CALL_END, Function, Tool, ToolCall, Tools
-from mini_engine.messages import Modality
+from mini_engine.api.tool_calls import CALL_END, Function, Tool, Tools
 
-MAX_MESSAGES = 4096
 MAX_STOP_STRINGS = 16  # OpenAI takes 4; more cost little here
 MAX_STOP_LENGTH = 1024  # characters; text that may start a stop string costs up to as many comparisons per token
 MAX_CHOICES = 128  # OpenAI's limit on `n`
@@ -32,10 +31,8 @@ Positive = Annotated[int, Meta(ge=1)]
 TokenId = Count32
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+MediaIOKwargs = dict[Literal["image", "video"], dict[str, Any] | None]
 ANY_OBJECT = {"type": "object"}
-
-
-Ignored = Annotated[Any, Meta(description="Ignored: it does not change the answer.")]
 
 
 def only(*neutral: Any) -> Meta:
@@ -69,100 +66,6 @@ def _unsupported(kind: type[Body]) -> dict[str, tuple[str, tuple[Any, ...]]]:
     hints = get_type_hints(kind, include_extras=True)
     metas = {name: meta for name, hint in hints.items() for meta in getattr(hint, "__metadata__", ())}
     return {name: meta.extra["neutral"] for name, meta in metas.items() if meta.extra}
-
-
-# --- messages --------------------------------------------------------------------------------------------------------
-
-
-class MediaUrl(Struct, frozen=True, forbid_unknown_fields=True):
-    """The URL of an image or video."""
-
-    url: Annotated[str, Meta(min_length=1)]
-    detail: Ignored = None  # `mm_processor_kwargs` sets the size of items
-
-
-class TextPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """Text in a message."""
-
-    text: str
-    uuid: Ignored = None
-
-
-Location = MediaUrl | Annotated[str, Meta(min_length=1)]
-
-
-class _MediaPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    modality: ClassVar[Modality]
-
-    uuid: Ignored = None
-
-    @property
-    def url(self) -> str:
-        """Where the image or video is."""
-        location = getattr(self, f"{self.modality}_url")
-        return location if isinstance(location, str) else location.url
-
-
-class ImagePart(_MediaPart, frozen=True, kw_only=True, tag="image_url"):
-    """An image in a message."""
-
-    modality = "image"
-    image_url: Location
-
-
-class VideoPart(_MediaPart, frozen=True, kw_only=True, tag="video_url"):
-    """A video in a message, in vLLM's form."""
-
-    modality = "video"
-    video_url: Location
-
-
-MediaPart = ImagePart | VideoPart
-
-
-class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One message. What an answer of OpenAI's has beside its text is accepted where it says nothing."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | MediaPart] | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None  # its older name
-    tool_call_id: str | None = None
-    name: Ignored = None
-    refusal: None = None
-    audio: None = None
-    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
-    tool_calls: list[ToolCall] | None = None
-    function_call: None = None
-
-    def __post_init__(self) -> None:
-        own = bool(self.tool_calls or self.thought)
-        if (own and self.role != "assistant") or (self.content is None and not own):
-            raise ValueError("it needs `content`; only the role assistant may have `tool_calls` or `reasoning` instead")
-
-    @property
-    def thought(self) -> str:
-        """An assistant's reasoning."""
-        return self.reasoning or self.reasoning_content or ""
-
-    @property
-    def parts(self) -> list[TextPart | MediaPart]:
-        """`content` as a list."""
-        return self.content if isinstance(self.content, list) else [TextPart(text=self.content or "")]
-
-    @property
-    def media(self) -> list[MediaPart]:
-        """The images and videos, in order."""
-        return [part for part in self.parts if not isinstance(part, TextPart)]
-
-    @property
-    def num_characters(self) -> int:
-        """Of text, thoughts and arguments."""
-        called = sum(len(call.function.arguments) for call in self.tool_calls or ())
-        return called + len(self.thought) + sum(len(part.text) for part in self.parts if isinstance(part, TextPart))
-
-
-Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 # --- generation ------------------------------------------------------------------------------------------------------
@@ -330,7 +233,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     # vLLM's; `media_settings.py` parses them.
-    media_io_kwargs: dict[Literal["image", "video"], dict[str, Any] | None] | None = None
+    media_io_kwargs: MediaIOKwargs | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     return_timings: bool | None = None  # this server's: report the time that each stage of the request took
     tools: Tools | None = None
@@ -352,6 +255,11 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_characters(self) -> int:
+        """Of the text in the prompt, about."""
+        return sum(one.num_characters for one in self.messages) + len(msgspec.json.encode(self.tools))
 
     @property
     def calls_tools(self) -> bool:
@@ -427,12 +335,21 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
 
     prompt: str | None = None
     messages: Messages | None = None
+    max_completion_tokens: Positive | None = None  # they leave less room for videos
+    media_io_kwargs: MediaIOKwargs | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    @property
+    def chat(self) -> ChatRequest:
+        """A chat request with these messages, and all that decides how many tokens they have."""
+        names = set(self.__struct_fields__).intersection(ChatRequest.__struct_fields__)
+        return ChatRequest(**{name: getattr(self, name) for name in names})
 
     def check(self) -> None:
         super().check()

@@ -18,7 +18,9 @@ from torch import Tensor
 
 LEAST_ROWS = 48  # of a product
 MOST_ROUNDED = 1024
-TILE = 128  # queries that attend at once, and what the number of keys is rounded up to
+TILE = 128  # queries that attend at once, at most, and what the number of keys is rounded up to
+ROWS = 32  # what the number of queries is rounded up to
+LEAST_SCORES = 32 << 10  # queries times keys, for fewer torch's attention is faster
 LEAST_QUERIES = 8
 CACHE_BYTES = 4 << 20  # of scores at once, which stay in the CPU's caches
 _multiply = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
@@ -67,18 +69,21 @@ class Keys:
         self._values[:, :, :count] = values.permute(1, 2, 0)
 
     def attend(self, queries: Tensor, start: int) -> Tensor:
-        """Attention of TILE queries, `[TILE, heads, head_dim]`, of which query i sees the keys up to number
+        """Attention of n <= TILE queries, `[n, heads, head_dim]`, of which query i sees the keys up to number
         `start + i`, that one included -> the same shape."""
-        dim, stop = queries.shape[2], -(-(start + TILE) // TILE) * TILE
-        grouped = (queries * dim**-0.5).unflatten(1, (self.kv_heads, -1))
+        length, _, dim = queries.shape
+        stop = -(-(start + length) // TILE) * TILE
+        padded = F.pad(queries * dim**-0.5, (0, 0, 0, 0, 0, -length % ROWS))
+        grouped = padded.unflatten(1, (self.kv_heads, -1))
         out, count = torch.empty_like(grouped), _queries_at_once(stop * grouped.shape[2])
         for head in range(self.kv_heads):
             keys, values = self._keys[head, :stop], self._values[head, :, :stop].contiguous()
-            for first in range(0, TILE, count):
+            for first in range(0, len(padded), count):
                 rows = slice(first, first + count)
-                mask = _causal_mask()[rows, :, : stop - start]
-                out[rows, head] = _attend(grouped[rows, head].reshape(-1, dim), keys, values, mask).view(count, -1, dim)
-        return out.flatten(1, 2)
+                some = grouped[rows, head]
+                mask = _causal_mask()[first : first + len(some), :, : stop - start]
+                out[rows, head] = _attend(some.reshape(-1, dim), keys, values, mask).view(some.shape)
+        return out[:length].flatten(1, 2)
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:

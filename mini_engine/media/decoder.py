@@ -64,8 +64,10 @@ class Job(msgspec.Struct, frozen=True):
 
     item: str
     num_bytes: Size
-    sampling: VideoSampling | None = None  # None: an image
+    sampling: VideoSampling | None = None  # None: an image, or frames
     allow_partial: bool = False
+    frames: list[tuple[int, Size]] = []  # a video of images, one after another: of each its number and its bytes
+    probe: bool = False  # leave out the pixels if the file's headers and packets tell the size and the times of frames
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -83,7 +85,7 @@ class Announced(msgspec.Struct, frozen=True, tag=True):
 class Decoded(msgspec.Struct, frozen=True, tag=True):
     """The job is done: the frames are there, of a video as many as `video` has timestamps."""
 
-    video: VideoFacts | None  # None: an image
+    video: VideoFacts | None  # None: an image, or frames
 
 
 class DecodeFailed(msgspec.Struct, frozen=True, tag=True):
@@ -129,15 +131,18 @@ class _Decoder:
 
     def _decode(self, job: Job) -> VideoFacts | None:
         # Not at the head of this file, which the API server imports: no FFmpeg is loaded there.
-        from mini_engine.media.image import decode_image
+        from mini_engine.media.image import decode_frames, decode_image
         from mini_engine.media.video import decode_video
 
         guard = Guard(job.item, self._limits, job.allow_partial, should_stop=lambda: self._flag[0] != 0)
         data = mmap.mmap(self._input, job.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=DATA_OFFSET)
-        if job.sampling is None:
-            decode_image(data, guard, self._allocate)
+        if job.frames:
+            decode_frames(data, job.frames, guard, self._allocate, job.probe)
             return None
-        _, video = decode_video(data, job.sampling, guard, self._allocate)
+        if job.sampling is None:
+            decode_image(data, guard, self._allocate, job.probe)
+            return None
+        _, video = decode_video(data, job.sampling, guard, self._allocate, job.probe)
         return video
 
     def _allocate(self, shape: Shape) -> NDArray[np.uint8]:

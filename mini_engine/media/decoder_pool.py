@@ -62,7 +62,7 @@ class Decoding:
     `release` may be called from any thread, and takes up to 0.1 s for frames of a gigabyte."""
 
     frames: NDArray[np.uint8]  # [T, H, W, 3], RGB, contiguous, upright
-    video: VideoFacts | None  # None: an image, and T is 1
+    video: VideoFacts | None  # None: an image, or the frames of the job
     release: Callable[[], None]
 
 
@@ -279,7 +279,7 @@ class Decoder:
             async with asyncio.timeout(seconds):
                 await self._write(data)
                 self.connection.send(msgspec.msgpack.encode(job))
-                return await self._result(job.item, announced)
+                return await self._result(job, announced)
         except TimeoutError:
             starved = self._processor_seconds() - began < STARVED_SHARE * seconds
             self.kill("timeout")
@@ -323,25 +323,27 @@ class Decoder:
         else:
             await asyncio.to_thread(write)
 
-    async def _result(self, item: str, announced: Callable[[int], None]) -> tuple[NDArray[np.uint8], VideoFacts | None]:
+    async def _result(self, job: Job, announced: Callable[[int], None]) -> tuple[NDArray[np.uint8], VideoFacts | None]:
         """What the decoder reports. A crafted input may have taken it over, so a message is checked before it is used:
         the decoder can give wrong frames, and affect nothing else."""
-        announced_shape = (0, 0, 0)
+        announced_shape, num_images = (0, 0, 0), max(len(job.frames), 1)
         for _ in range(MAX_MESSAGES):
             match await self._receive():
                 case Announced(shape=shape) if (size := 3 * math.prod(shape)) <= self._limits.most_output_bytes:
                     announced(size)
                     announced_shape = shape
-                case Decoded(video=video) if 0 < (count := len(video.timestamps) if video else 1) <= announced_shape[0]:
+                case Decoded(video=video) if (
+                    0 < (count := len(video.timestamps) if video else num_images) <= announced_shape[0]
+                ):
                     assert self._output is not None
                     kept = (count, *announced_shape[1:], 3)
                     return np.frombuffer(self._output, np.uint8, math.prod(kept)).reshape(kept), video
                 case DecodeFailed(problem=str(problem)):
-                    raise MediaError(item, problem)
+                    raise MediaError(job.item, problem)
                 case DecodeFailed():
                     self.kill("memory")
                     limit = f"the {self._limits.media_decoder_memory} bytes of {flag_of('media_decoder_memory')}"
-                    raise MediaError(item, f"decoding takes more memory than {limit}; send a smaller file")
+                    raise MediaError(job.item, f"decoding takes more memory than {limit}; send a smaller file")
                 case _:
                     break
         raise ConnectionError("unexpected message")

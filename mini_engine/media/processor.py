@@ -9,7 +9,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,6 +37,10 @@ class MediaSettings:
     processor_kwargs: Kwargs  # as given, JSON values: what a media hash covers
     calls: Mapping[Kind, Kwargs]  # the arguments of the processor's two halves
     video_tokens: int | None = None  # of a video at most: its frames get smaller, and `sampling` takes fewer
+
+    def measuring(self) -> "MediaSettings":
+        """These settings, by which patches have a shape and no data: torch's device "meta" computes nothing else."""
+        return replace(self, calls={kind: {**call, "device": "meta"} for kind, call in self.calls.items()})
 
 
 @dataclass(frozen=True, eq=False)

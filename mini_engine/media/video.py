@@ -1,17 +1,18 @@
 """Bytes of a video file -> the sampled frames as RGB, upright, with PyAV, in memory.
 
 First the packets are read. That costs next to nothing and shows how many frames there should be and when, which
-predicts the frames that the sampling takes. If the key frames show that these need few of the packets, only those are
-decoded. Otherwise, and after any unexpected frame, every packet is decoded, and sampling over
-the decoded frames decides: if it asks for frames that were not kept (headers and packets can lie), a second walk
-fetches them. Only sampled frames are converted to RGB. Memory holds the file's packets and the kept frames.
+predicts the frames that the sampling takes. Where key frames show which packets these need, only those are decoded, in
+H.264 without the frames among them that no other refers to. Elsewhere, and after any unexpected frame, every packet is
+decoded, and sampling over the decoded frames decides: if it asks for frames that were not kept (headers and packets can
+lie), a second walk fetches them. Only sampled frames are converted to RGB. Memory holds the file's packets and the kept
+frames.
 
 Runs in a decoder process, which bounds its memory and time. Knows nothing of models or requests.
 """
 
 import mmap
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, cast
 
 import av
@@ -35,16 +36,20 @@ _DEMUXERS = ",".join(
     n for n in av.formats_available - _DENIED if (f := av.ContainerFormat(n)).is_input and not f.no_file
 )
 _NO_FRAME = TRUNCATED.format("no frame can be decoded")
-_WORTH_SEEKING = 0.75  # decode runs of packets when they are at most this share of all
+# Whose decoder knows the frames to which no other refers (in HEVC a frame of a higher temporal layer still may).
+_MARKS_REFERENCES = "h264"
 
 
 def decode_video(
-    data: mmap.mmap, sampling: VideoSampling, guard: Guard, allocate: Allocate
+    data: mmap.mmap, sampling: VideoSampling, guard: Guard, allocate: Allocate, probe: bool = False
 ) -> tuple[NDArray[np.uint8], VideoFacts]:
     """Returns the sampled frames of a video file, [T, H, W, 3], and what there is to know of the whole.
 
     A file of which not all can be read is refused, unless `guard.allow_partial`: then the readable frames count as all
     frames, and `missing` of the result names the rest. Damage in frames that need not be decoded goes unseen.
+
+    `probe`: where the packets show all frames and their times, no frame is decoded. Then the result has no pixels, and
+    is not turned: a video that is turned has as many tokens.
 
     Raises MediaError for a file that cannot be read or exceeds a limit, or within a frame's time after
     `guard.should_stop()` is true; MemoryError.
@@ -59,7 +64,7 @@ def decode_video(
             container_options={"format_whitelist": _DEMUXERS, "protocol_whitelist": ""},
             options={"max_pixels": str(guard.limits.max_frame_pixels)},  # FFmpeg decodes a little while it opens a file
         ) as container:
-            return _Decode(container, sampling, guard, allocate).run()
+            return _Decode(container, sampling, guard, allocate).run(probe)
     except (MediaError, MemoryError):
         raise
     except (av.error.FFmpegError, ValueError) as error:  # a ValueError of PyAV itself
@@ -82,13 +87,17 @@ class _Decode:
         guard.check_size("max_frame_pixels", self.codec.width, self.codec.height)
         self.rate = float(stream.average_rate or stream.guessed_rate or 0) or 24.0
 
-    def run(self) -> tuple[NDArray[np.uint8], VideoFacts]:
+    def run(self, probe: bool) -> tuple[NDArray[np.uint8], VideoFacts]:
         self.packets = PacketTable(self.container, self.stream, self.guard)
         if not len(self.packets.stamps):
             raise MediaError(self.guard.item, _NO_FRAME)
         times = self._times(self.packets.stamps)
         self.guard.check("max_video_seconds", times[-1] - times[0], "seconds", "a shorter video")
         indices = self._sample(times)
+        if probe and self.packets.can_seek and not self.guard.damage:
+            self.guard.check("max_video_frames_kept", len(indices), "frames in its sampling", "fewer, or sample fewer")
+            width, height = self.guard.fitting_size(len(indices), self.codec.width, self.codec.height)
+            return self.allocate((len(indices), height, width)), self._facts(times, indices)
         frames = self._seek(indices)
         walks = 0
         while frames is None or not frames.holds(indices.tolist()):
@@ -98,7 +107,10 @@ class _Decode:
             frames, times = self._walk(indices)
             indices = self._sample(times)
             walks += 1
-        return frames.take(indices.tolist()), VideoFacts(
+        return frames.take(indices.tolist()), self._facts(times, indices)
+
+    def _facts(self, times: Sequence[float], indices: NDArray[np.int64]) -> VideoFacts:
+        return VideoFacts(
             [times[index] - times[0] for index in indices],
             fps=_source_fps(times, self.rate),
             total_frames=len(times),
@@ -129,19 +141,20 @@ class _Decode:
         return np.sort(times).tolist()
 
     def _seek(self, indices: NDArray[np.int64]) -> FrameRows | None:
-        """The frames at `indices`, decoded from key frames. None: that is not possible, saves little, or went wrong.
+        """The frames at `indices`, or some of them, decoded from key frames. None: that is not possible or went wrong.
 
         It went wrong when other frames come out than the packets promise: then some of these are no key frames, or no
         frames of their own, and which frame of the whole is which is unknown.
         """
         runs = None if self.guard.damage else self.packets.runs_for(indices.tolist())
-        if runs is None or sum(map(len, runs)) > _WORTH_SEEKING * len(self.packets):
+        if runs is None:
             return None
         index_of = {stamp: index for index, stamp in enumerate(self.packets.stamps)}
+        wanted = {self.packets.stamps[index] for index in indices}
         frames = FrameRows(indices.tolist(), self.guard, self.allocate)
         for run in runs:
             promised, key = self.packets.promised(run), self.packets.stamp(run.start)
-            for frame in self._frames_of(run):
+            for frame in self._frames_of(run, wanted):
                 if frame is None or frame.pts is None or frame.interlaced_frame:
                     return None
                 if frame.pts < key:  # refers to what is before the run
@@ -150,8 +163,6 @@ class _Decode:
                     return None
                 promised.remove(frame.pts)
                 frames.offer(index_of[frame.pts], frame)
-            if promised:
-                return None
         return frames
 
     def _walk(self, indices: NDArray[np.int64]) -> tuple[FrameRows, list[float]]:
@@ -175,12 +186,19 @@ class _Decode:
             raise MediaError(self.guard.item, _NO_FRAME)
         return frames, self._times(stamps)
 
-    def _frames_of(self, run: range) -> Iterator[av.VideoFrame | None]:
-        """Decodes a run of packets, of which the first is a key frame. None: a frame that cannot be decoded whole."""
+    def _frames_of(self, run: range, wanted: Container[int | None] | None = None) -> Iterator[av.VideoFrame | None]:
+        """Decodes a run of packets, of which the first is a key frame. None: a frame that cannot be decoded whole.
+
+        `wanted`: the times of the frames that are needed; others may be left out. None: all are.
+        """
+        if self.codec.codec.canonical_name != _MARKS_REFERENCES:
+            wanted = None
         for packets in self.packets.unbroken(run):
             self.codec.flush_buffers()
             for packet in (*packets, None):
                 self.guard.tick()
+                is_needed = wanted is None or packet is None or packet.pts in wanted
+                self.codec.skip_frame = "DEFAULT" if is_needed else "NONREF"
                 try:
                     frames = self.stream.decode(packet)
                 except MemoryError:

@@ -8,7 +8,7 @@ forms, both by gathering whole blocks and one `scaled_dot_product_attention`:
 - A chunk of one token (decode) goes into a group with others. The query heads that share a key-value head are the query
   rows, the group's sequences are the batch, shorter ones are padded by repeating their own last block.
 - A longer chunk (prefill) is computed alone, in tiles of queries, each with the keys up to its end and a causal mask;
-  on a CPU, whole tiles of float32 by `kernels/onednn.py`.
+  on a CPU, tiles of float32 by `kernels/onednn.py` unless they are small.
 
 How groups are cut was measured on one thread of a server CPU (8 to 32 sequences of 20 to 2,000 tokens, 4/2 heads of 32
 and 16/2 of 128, float32 and bfloat16). A call costs 15 to 20 us, more than gathering and attending to `PAD_BYTES`, so a
@@ -267,8 +267,8 @@ class _DecodeGroup:
 
 @dataclass(frozen=True)
 class _Prefill:
-    """One chunk of several tokens. `blocks` is int64, None where the chunk has nothing before it. Its first `by_onednn`
-    tokens are whole tiles that oneDNN computes; `masks` are those of the tiles after them."""
+    """One chunk of several tokens. `blocks` is int64, None where the chunk has nothing before it. oneDNN computes the
+    tiles of its first `by_onednn` tokens; `masks` are those of the tiles after them."""
 
     rows: slice
     start: int
@@ -280,7 +280,10 @@ class _Prefill:
     def of(cls, cache: KVCache, span: Span, first: int) -> _Prefill:
         used, device = -(-span.context // cache.block_size), cache.storage.device
         blocks = None if span.start == 0 else torch.from_numpy(span.blocks[:used].copy()).to(device)
-        done = span.length // TILE * TILE if onednn.available(cache.storage) else 0
+        done = 0
+        if onednn.available(cache.storage):
+            last = span.length % TILE
+            done = span.length if last * span.context >= onednn.LEAST_SCORES else span.length - last
         masks = causal_tiles(span.start + done, span.length - done, cache.storage.dtype, device)
         return cls(slice(first, first + span.length), span.start, done, blocks, masks)
 
@@ -294,7 +297,8 @@ class _Prefill:
         if self.by_onednn:
             laid_out = onednn.Keys(*own)
             for first in range(0, self.by_onednn, TILE):
-                outputs.append(laid_out.attend(queries[first : first + TILE], self.start + first))
+                tile = queries[first : min(first + TILE, self.by_onednn)]
+                outputs.append(laid_out.attend(tile, self.start + first))
         # Expanded, not copied: the heads of a group read the same memory.
         k, v = (x.transpose(0, 1).expand(q.shape[1] // kv_heads, -1, -1, -1) for x in own)
         queries, first = queries.unflatten(1, (kv_heads, -1)).permute(2, 1, 0, 3), self.by_onednn

@@ -25,12 +25,15 @@ from tests.api.serving import (
     SlowWeb,
     chat_body,
     check_error,
+    frames,
     image,
+    png,
     video,
 )
 
 CUT = CLIP[: len(CLIP) * 7 // 10]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+FILE, UNEVEN = "messages[0].content[0].file.file_data", {"video": {"timestamps": [0, 1]}}
 BODY_PATHS = [CHAT, COMPLETIONS, "/tokenize", "/detokenize"]
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -123,6 +126,9 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     (user({"text": "x"}), MISSING, "messages[0].content[0].type", "Missing required parameter"),
     (user({**text("x"), "image": "y"}), UNKNOWN, "messages[0].content[0].image", "Unknown parameter"),
     (user({"type": "image_url", "image_url": {}}), MISSING, "messages[0].content[0].image_url.url", "Missing"),
+    (user({"type": "file", "file": {"file_id": "a"}}), UNKNOWN, "messages[0].content[0].file.file_id", "Unknown"),
+    (user({"type": "file", "file": {"file_data": "data:text/plain,a"}}), VALUE, FILE, "'^data:(image|video)/'"),
+    ({"media_io_kwargs": {"video": {"timestamps": [0, 1, 1]}}}, VALUE, "media_io_kwargs", "later than the one before"),
 ]  # fmt: skip
 BAD_OTHERS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (COMPLETIONS, {}, MISSING, "prompt", "Missing required parameter: 'prompt'"),
@@ -182,6 +188,8 @@ def data_part(data: bytes) -> dict[str, Any]:
 BAD_MEDIA: list[tuple[list[Any], dict[str, Any], str, str, str]] = [
     ([image()] * 6, {}, VALUE, "messages", "6 image items, more than the 5"),
     ([data_part(b"AAAA")], {}, "invalid_media", "messages", "image 1"),
+    ([frames(png(), png(), png()[:-40])], {}, "invalid_media", "messages", "video 1: frame 3: cannot be read"),
+    ([video()], {"media_io_kwargs": UNEVEN}, "invalid_media", "messages", "video 1: timestamps are for a video"),
     ([image(), data_part(b"x" * (MAX_MEDIA_BYTES + 1))], {}, "invalid_media", "messages", "--max-media-bytes"),
     ([file_part("/etc/hostname")], {}, "invalid_media", "messages", "no such regular file"),
     ([video(), video(CUT)], {}, "invalid_media", "messages", "video 2: the file is truncated or damaged"),

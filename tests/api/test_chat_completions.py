@@ -156,6 +156,16 @@ async def test_request_may_ask_for_fewer_frames_or_smaller_items(served: Served,
     assert hashes[0] != hashes[1] and (hashes[0] == hashes[2]) == (part == image(140))
 
 
+@pytest.mark.parametrize(("part", "kind"), [(image(), "image"), (video(), "video")])
+async def test_parts_by_other_names_are_the_same(served: Served, part: Any, kind: str) -> None:
+    url, texts = part[f"{kind}_url"]["url"], [{"type": f"{name}text", "text": "what?"} for name in ("", "input_")]
+    named = {"type": f"input_{kind}", f"{kind}_url": url}
+    for content in ([part, texts[0]], [named, texts[1]], [{"type": "file", "file": {"file_data": url}}, texts[1]]):
+        assert (await served.post(content)).status_code == 200
+    first, *others = [(one.prompt_token_ids, one.media[0].media_hash) for one in served.core.requests]
+    assert others == [first, first]
+
+
 @streamed_or_whole
 async def test_usage_says_what_the_model_saw(served: Served, stream: bool) -> None:
     served.core.keeps = True

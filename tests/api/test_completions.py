@@ -8,8 +8,9 @@ from typing import Any
 import openai
 import pytest
 
+from mini_engine.api import media_settings
 from tests.api.patience import eventually
-from tests.api.serving import ANSWER, MAX_MODEL_LEN, Counted, Served, choices_of, image
+from tests.api.serving import ANSWER, MAX_MODEL_LEN, Counted, Served, choices_of, frames, image, png, video
 
 streamed_or_whole = pytest.mark.parametrize("stream", [False, True])
 
@@ -105,12 +106,22 @@ async def test_text_to_tokens_and_back(served: Served, text: str) -> None:
     assert back.json() == {"prompt": text}
 
 
-@pytest.mark.parametrize("content", ["what?", [image(), {"type": "text", "text": "what?"}]])
-async def test_tokens_of_a_conversation_are_those_of_its_answer(served: Served, content: Any) -> None:
-    await served.ask(content)
-    body = (await served.post(content, "/tokenize")).json()
+@pytest.mark.parametrize(("content", "more"), [
+    ("what?", {}),
+    ([image(57), {"type": "text", "text": "what?"}, image(111)], {}),
+    ([image(111)], {"mm_processor_kwargs": {"max_pixels": 56 * 56}}),
+    *[([video()], {"media_io_kwargs": {"video": asked}}) for asked in ({"fps": 5}, {"num_frames": 3}, {"end": 0.2})],
+    ([video()], {"max_completion_tokens": MAX_MODEL_LEN - 64}),  # which leaves less room for the video
+    ([frames(png(57), png(57), png(57))], {"media_io_kwargs": {"video": {"timestamps": [0, 0.5, 1.5]}}}),
+])  # fmt: skip
+async def test_tokens_of_a_conversation_are_those_of_its_answer(
+    served: Served, content: Any, more: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media_settings, "LEAST_VIDEO", 8)
+    usage = (await served.post(content, **more)).json()["usage"]
+    counted = Counted("media_decodes_total")
+    body = (await served.post(content, "/tokenize", **more)).json()
     (request,) = served.core.requests
-    (placeholder,) = served.encode("<|image_pad|>")
-    counts = {placeholder: sum(item.num_tokens for item in request.media)}
-    assert [token for token in body["tokens"] for _ in range(counts.get(token, 1))] == request.prompt_token_ids
-    assert body["token_strs"] is None
+    assert (body["tokens"], body["count"]) == (request.prompt_token_ids, usage["prompt_tokens"])
+    assert body["prompt_tokens_details"] | {"cached_tokens": 0} == usage["prompt_tokens_details"]
+    assert body["token_strs"] is None and counted.since() == [0]

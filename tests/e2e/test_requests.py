@@ -11,7 +11,7 @@ import pytest
 
 from mini_engine.demo import videos
 from mini_engine.metrics import stage_seconds
-from tests.e2e.asking import Asked, ask_video
+from tests.e2e.asking import Asked, ask_video, image_url, video_url
 from tests.e2e.running_server import RunningServer, message
 
 
@@ -26,6 +26,19 @@ def test_local_files_below_the_allowed_root(server, media_root):
     clip = videos.render(3 * 10**9, colour="red", motion="up")
     (media_root / "a clip.mp4").write_bytes(videos.encode(clip))
     assert server.ask("What colour is it?", [("video_url", f"file://{media_root}/a%20clip.mp4")]) == "red"
+
+
+def test_frames_of_a_video_are_answered_as_the_video(server):
+    clip = videos.render(4 * 10**9, width=96, height=96, num_frames=16, fps=8)
+    urls = [image_url(videos.Picture(clip.colour, clip.shape, frame)) for frame in clip.frames]
+    sent = "data:video/jpeg;base64," + ",".join(url.partition(",")[2] for url in urls)
+    answers = []
+    for url, more in ((video_url(clip), {}), (sent, {"timestamps": [index / 8 for index in range(16)]})):
+        asked = {"messages": [message("Describe the video.", [("video_url", url)])], "temperature": 0}
+        sampling = {"media_io_kwargs": {"video": {"num_frames": 8} | more}}
+        reply = post(server, "/v1/chat/completions", asked | sampling)
+        answers.append((reply["choices"][0]["message"]["content"], reply["usage"]["prompt_tokens"]))
+    assert answers[0] == answers[1]
 
 
 def test_a_conversation_as_token_ids_has_the_same_completion(server):

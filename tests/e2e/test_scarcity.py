@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import resource
+import select
 import signal
 import socket
 import subprocess
@@ -90,6 +92,17 @@ def test_256_descriptors_in_each_process_are_enough(asked):
             for _ in range(600):  # more than both API servers together have descriptors, all of them silent
                 clients.enter_context(socket.create_connection(server.address, timeout=120))
         time.sleep(1)  # until the server has closed them
+        assert_answered(server, asked[:1])
+        api_servers = [server.pids()[name] for name in ("api 0", "api 1")]
+        for pid in api_servers:
+            used = max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 1
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + 2, 256))
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(socket.create_connection(server.address)) for _ in range(40)]
+            # Without a descriptor a connection is closed at once.
+            eventually(lambda: len(select.select(clients, [], [], 0)[0]) >= 30)
+        for pid in api_servers:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (256, 256))
         assert_answered(server, asked[:1])
         assert len(server.log.splitlines()) - lines < 10
         server.assert_at_rest()

@@ -1,7 +1,7 @@
 """Decoding in the test's own process, from bytes."""
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,13 +28,20 @@ def decode_video(
     limits: DecodeLimits = NO_LIMITS,
     allow_partial: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
+    probe: bool = False,
 ) -> Video:
     guard = Guard("video 1", limits, allow_partial, should_stop)
-    return Video(*video.decode_video(mapped(data), sampling, guard, allocate))
+    return Video(*video.decode_video(mapped(data), sampling, guard, allocate, probe))
 
 
-def decode_image(data: bytes, limits: DecodeLimits = NO_LIMITS) -> NDArray[np.uint8]:
-    return image.decode_image(mapped(data), Guard("image 1", limits), allocate)
+def decode_image(data: bytes, limits: DecodeLimits = NO_LIMITS, probe: bool = False) -> NDArray[np.uint8]:
+    return image.decode_image(mapped(data), Guard("image 1", limits), allocate, probe)
+
+
+def decode_frames(frames: Sequence[bytes], limits: DecodeLimits = NO_LIMITS) -> NDArray[np.uint8]:
+    """Every second frame of a video has been sent: their numbers are 1, 3, 5, ..."""
+    parts = [(2 * place + 1, len(frame)) for place, frame in enumerate(frames)]
+    return image.decode_frames(mapped(b"".join(frames)), parts, Guard("video 1", limits), allocate)
 
 
 def mapped(data: bytes) -> Any:

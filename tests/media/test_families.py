@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from mini_engine.api.chat import ChatRenderer
-from mini_engine.api.protocol import ChatMessage, ChatRequest
+from mini_engine.api.conversation import ChatMessage
+from mini_engine.api.protocol import ChatRequest
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.media.sampling import VideoFacts, VideoSampling
+from mini_engine.media.sent_frames import CLOCK
 from mini_engine.worker.normalisation import Normalisation
 from tests import tiny_processor
 from tests.media.decoding import Video
@@ -84,6 +86,8 @@ def test_patches(processor, height, width):
         assert_same(processor, item, expected)
         duration = 2 * 3 * count / 29.97 / count
         assert item.second_per_grid == pytest.approx(expected.get("second_per_grid_ts", [duration])[0])
+    measured = processor.process_video(*video, own_settings(processor).measuring())
+    assert measured.patches.is_meta and measured.patches.shape == item.patches.shape
     image = video.frames[0]
     item = processor.process_image(image, own_settings(processor))
     assert_same(processor, item, full_call(processor, image))
@@ -138,6 +142,13 @@ def test_video_of_one_frame(processor):
     assert item.grid_thw == tuple(own["video_grid_thw"][0])
     assert torch.equal(item.patches, own["pixel_values_videos"])
     assert item.placeholder in (None, "<0.0 seconds><|vision_start|><|video_pad|><|vision_end|>")
+
+
+def test_frames_that_the_client_sends_keep_their_times(processor):
+    facts = VideoFacts([10.0, 10.4, 12.0, 14.0], fps=CLOCK, total_frames=5000, window_frames=5000)
+    item = process_video(processor, decoded(4, 64, 96)._replace(facts=facts))
+    assert item.second_per_grid == pytest.approx(2.5)
+    assert re.findall(r"<([\d.]+) seconds>", item.placeholder or "<10.2 seconds><13.0 seconds>") == ["10.2", "13.0"]
 
 
 def test_concurrent_threads_get_equal_patches(processor: MediaProcessor) -> None:

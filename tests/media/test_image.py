@@ -11,7 +11,7 @@ from mini_engine.decode_limits import DecodeLimits
 from mini_engine.media.errors import MediaError
 from tests import clips
 from tests.media.corpus import png_of_size
-from tests.media.decoding import decode_image
+from tests.media.decoding import decode_frames, decode_image
 
 FORMATS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIF", "JPEG2000", "PPM", "TGA"]
 EXACT = {"WEBP": {"lossless": True}, "AVIF": {"quality": 100, "subsampling": "4:4:4"},
@@ -45,9 +45,11 @@ def halves(mode: str = "RGB") -> Image.Image:
 ])  # fmt: skip
 def test_modes_and_formats(mode: str, format: str, atol: int) -> None:
     image = tall().convert(mode)
-    pixels = decode_image(saved(image, format, **EXACT.get(format, {"quality": 100, "subsampling": 0})))
+    data = saved(image, format, **EXACT.get(format, {"quality": 100, "subsampling": 0}))
+    pixels = decode_image(data)
     assert (pixels.dtype, pixels.shape, pixels.flags.c_contiguous) == (np.uint8, (1100, 30, 3), True)
     np.testing.assert_allclose(pixels.astype(int), np.asarray(image.convert("RGB")), atol=atol)
+    assert decode_image(data, probe=True).shape == pixels.shape
 
 
 @pytest.mark.parametrize(("pixels", "format"), [
@@ -118,3 +120,23 @@ def test_refused(name: str) -> None:
 def test_just_within_the_limits() -> None:
     data = saved(Image.new("L", (600, 3)), "PNG")
     assert decode_image(data, DecodeLimits(max_image_pixels=1800)).shape == (3, 600, 3)
+
+
+# --- videos that are sent as frames ----------------------------------------------------------------------------------
+
+JPEGS = [saved(Image.fromarray(clips.frame(index, 64, 48)), "JPEG") for index in range(3)]
+
+
+def test_frames_are_decoded_as_images() -> None:
+    np.testing.assert_array_equal(decode_frames(JPEGS), [decode_image(jpeg) for jpeg in JPEGS])
+
+
+@pytest.mark.parametrize(("frame", "limits", "problem"), [
+    (JPEGS[1][:-200], {}, f"frame 3: {UNREADABLE}"),
+    (saved(halves(), "JPEG"), {}, "frame 3 has 64x32 pixels, the first 64x48; send"),
+    (JPEGS[1], {"max_image_pixels": 64 * 48 - 1}, "frame 1: .*--max-image-pixels"),
+    (JPEGS[1], {"max_video_pixels_kept": 64 * 48 * 3 - 1}, ".*pixels in all frames.*--max-video-pixels-kept"),
+])  # fmt: skip
+def test_an_error_names_the_frame(frame: bytes, limits: dict[str, int], problem: str) -> None:
+    with pytest.raises(MediaError, match=f"^video 1: {problem}"):
+        decode_frames([JPEGS[0], frame, JPEGS[2]], DecodeLimits(**limits))

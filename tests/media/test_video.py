@@ -125,9 +125,18 @@ def test_sampled_frames_equal_those_of_a_plain_decode(name: str) -> None:
     check(CLIPS[name](), fps=25 if name.endswith("25 Hz") else 10)
 
 
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_probe_has_the_facts_of_the_decode(name: str) -> None:
+    for sampling in (EIGHT, VideoSampling(fps=4)):
+        data, probed = CLIPS[name](), decode_video(CLIPS[name](), sampling, probe=True)
+        decoded = decode_video(data, sampling)
+        assert (probed.facts, probed.frames.shape) == (decoded.facts, decoded.frames.shape)
+
+
 @pytest.mark.parametrize("container", ["avi", "mp4"])
 def test_packets_without_a_frame(container: str) -> None:
     data = clips.remuxed(clips.cached("mpeg4", container, 31, g="5"), container, drop_frame)
+    assert decode_video(data, EIGHT, probe=True).facts.total_frames == 25
     check(data, times=[index / 10 for index in range(31) if index % 5 < 4], fps=8)
 
 
@@ -140,10 +149,10 @@ def test_variable_frame_rate(container: str) -> None:
     assert decode_video(data, samplings[-1]).facts.window_frames == 2
 
 
-def ticks(data: bytes, sampling: VideoSampling) -> int:
+def ticks(data: bytes, sampling: VideoSampling, probe: bool = False) -> int:
     """Packets read, packets decoded and frames decoded, together: `should_stop` is called for each."""
     calls: list[None] = []
-    decode_video(data, sampling, should_stop=lambda: bool(calls.append(None)))
+    decode_video(data, sampling, should_stop=lambda: bool(calls.append(None)), probe=probe)
     return len(calls)
 
 
@@ -158,6 +167,7 @@ def test_frames_that_are_not_needed_are_not_decoded(codec: str, container: str) 
     assert ticks(data, VideoSampling(num_frames=31)) <= whole
     for sampling in (VideoSampling(num_frames=3), VideoSampling(num_frames=2, end=0.4)):
         assert ticks(data, sampling) <= read + 40
+        assert ticks(data, sampling, probe=True) <= read
 
 
 @pytest.mark.parametrize("degrees", [0, 90, 180, 270])
