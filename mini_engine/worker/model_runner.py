@@ -315,7 +315,7 @@ class ModelRunner:
                 constraints[i] = sequence.constraint
                 if sequence.constraint.advance(sequence.tokens[sequence.prompt_length : stop]):
                     rows.append(i)
-        masks = self.grammars.masks(rows, [constraints[i] for i in rows])
+        masks = self.grammars.masks(rows, [constraints[i] for i in rows]) if rows else None
         return masks, {i: one.error for i, one in constraints.items() if one.error}
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
+import jsonschema_rs
 import pytest
 
 from mini_engine.demo import questions, videos
@@ -13,9 +15,9 @@ from tests.e2e.running_server import RunningServer
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
 
 
-def wrong_answers(server: RunningServer, asked: list[Asked]) -> list[tuple[Asked, str]]:
+def wrong_answers(server: RunningServer, asked: list[Asked], **more: object) -> list[tuple[Asked, str]]:
     with ThreadPoolExecutor(8) as pool:
-        answers = pool.map(lambda one: server.ask(one.text, one.urls), asked)
+        answers = pool.map(lambda one: server.ask(one.text, one.urls, **more), asked)
         return [(one, got) for one, got in zip(asked, answers, strict=True) if got != one.answer]
 
 
@@ -46,3 +48,22 @@ def test_reversed_frames_swap_the_direction(server, motion):
         backward = server.ask(text, [("video_url", video_url(clip.reversed()))])
         right += (forward, backward) == (motion, OPPOSITE[motion])
     assert right >= 3
+
+
+def test_answers_under_a_grammar_are_right_and_in_its_form(server):
+    """Even where the model's end-of-sequence tokens are ignored; JSON, which the model was never trained to write."""
+    phrase = (
+        f"an? ({'|'.join(videos.COLOURS)}) ({'|'.join(videos.SHAPES)}) (moving (left|right|up|down)|standing still)"
+    )
+    more = {"extra_body": {"structured_outputs": {"regex": phrase}, "ignore_eos": True}}
+    asked = [ask_video(3000 + seed, "describe") for seed in range(24)]
+    assert not wrong_answers(server, asked, **more)
+    schema = {
+        "type": "object",
+        "properties": {"colour": {"enum": list(videos.COLOURS)}, "shape": {"enum": list(videos.SHAPES)}},
+        "required": ["colour", "shape"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": True}}
+    found = [json.loads(server.ask(one.text, one.urls, response_format=form)) for one in asked[:4]]
+    assert all(jsonschema_rs.is_valid(schema, one) for one in found)
