@@ -307,15 +307,12 @@ class ModelRunner:
             return None, {i: NO_TOKENIZER for i, one in enumerate(sequences) if one.recipe.params.grammar}
         self._take_tokens()
         constraints: dict[int, Constraint] = {}
-        rows: list[int] = []
-        for i, (sequence, stop) in enumerate(zip(sequences, stops, strict=True)):
-            if sequence.recipe.params.grammar:
-                if sequence.constraint is None:
-                    sequence.constraint = self.grammars.constrain(sequence.recipe.params)
-                constraints[i] = sequence.constraint
-                if sequence.constraint.advance(sequence.tokens[sequence.prompt_length : stop]):
-                    rows.append(i)
-        masks = self.grammars.masks(rows, [constraints[i] for i in rows])
+        for i, one in enumerate(sequences):
+            if one.recipe.params.grammar:
+                constraints[i] = one.constraint = one.constraint or self.grammars.constrain(one.recipe.params)
+        outputs = {i: sequences[i].tokens[sequences[i].prompt_length : stops[i]] for i in constraints}
+        rows = [i for i, one in constraints.items() if one.advance(outputs[i])]
+        masks = self.grammars.masks(rows, [constraints[i] for i in rows]) if rows else None
         return masks, {i: one.error for i, one in constraints.items() if one.error}
 
 
