@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import llguidance.hf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from openai.types.chat import ChatCompletionChunk
 from transformers import AutoTokenizer
 
@@ -97,7 +96,8 @@ def test_grammar_takes_the_calls_that_the_parser_reads(tmp_path: Path, tags_are_
     if tags_are_tokens:  # as in Qwen's tokenizers: added, but not special
         tokenizer.add_tokens(list(TAGS))
     answers = AnswerFormat.of(tiny_processor.CHAT_TEMPLATE, tokenizer.get_added_vocab(), "auto", "auto")
-    vocabulary = llguidance.hf.from_tokenizer(tokenizer)
+    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = LLTokenizer(str(tmp_path / "tokenizer.json"))
 
     def accepts(text: str, parallel: bool) -> bool:
         grammar = answers.call_grammar(FUNCTIONS, parallel)
