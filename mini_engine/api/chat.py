@@ -179,9 +179,8 @@ class ChatRenderer:
     def _for_template(self, message: ChatMessage) -> dict[str, Any]:
         """The message as Hugging Face templates know it: media as bare {"type": "image"}, arguments as objects."""
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        calls = [
-            {"id": one.id, "type": one.type, "function": one.function.parsed()} for one in message.tool_calls or ()
-        ]
+        called = message.tool_calls or ()
+        calls = [{"id": one.id, "type": one.type, "function": one.function.parsed()} for one in called]
         more = {"reasoning_content": message.thought, "tool_calls": calls, "tool_call_id": message.tool_call_id}
         more = {name: value for name, value in more.items() if value}
         self._check_text(str(more))
@@ -210,13 +209,9 @@ class ChatRenderer:
         more, goes_on = asked.chat_template_kwargs or {}, bool(asked.continue_final_message)
         opens = not goes_on if asked.add_generation_prompt is None else asked.add_generation_prompt
         if goes_on and (opens or asked.messages[-1].role != "assistant"):
-            text = (
-                "'continue_final_message' needs a last message of the role assistant, and no 'add_generation_prompt'."
-            )
+            text = "'continue_final_message' needs a last message of the role assistant and no 'add_generation_prompt'."
             raise bad_request(text, "continue_final_message")
-        own = {
-            "tools": msgspec.to_builtins(tools), "add_generation_prompt": opens, "continue_final_message": goes_on,
-        }  # fmt: skip
+        own = {"add_generation_prompt": opens, "continue_final_message": goes_on, "tools": msgspec.to_builtins(tools)}
         for name in more:
             if name in {"messages", *own} or name not in self._template:
                 text = f"the chat template has no variable {name[:64]!r} that a request may set; leave it out"
