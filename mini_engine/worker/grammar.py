@@ -85,8 +85,8 @@ class Masks(NamedTuple):
                 scores[row].add_(bits, alpha=MASKED)
             return scores
         where = to_device(torch.tensor(self.rows, dtype=torch.int64), scores.device)
-        shifts = torch.arange(32, dtype=torch.int32, device=scores.device)
-        bits = to_device(torch.from_numpy(self.words), scores.device).unsqueeze(2) >> shifts & 1
+        shifts = torch.arange(8, dtype=torch.uint8, device=scores.device)
+        bits = to_device(torch.from_numpy(self.words.view(np.uint8)), scores.device).unsqueeze(2) >> shifts & 1
         scores[where] = scores[where].masked_fill_(bits.flatten(1)[:, :size] == 0, float("-inf"))
         return scores
 
