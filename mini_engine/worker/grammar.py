@@ -36,8 +36,9 @@ class Constraint:
 
     @property
     def error(self) -> str:
-        """Why the grammar can be followed no further, such as its complexity; empty: it can."""
-        return " ".join(self.matcher.get_error().split())[:300]
+        """Why the grammar can be followed no further, such as its complexity, for the client; empty: it can."""
+        reason = " ".join(self.matcher.get_error().split())[:300]
+        return reason and f"The grammar of this request cannot be followed: {reason}; send a simpler one."
 
     def advance(self, output: np.ndarray) -> bool:
         """Follow all of the output so far, whose last tokens may have been dropped and sampled again since the last
@@ -81,11 +82,11 @@ class Masks(NamedTuple):
             # A masked fill takes four times as long where bits alternate: 5 ms for 32 rows of 152 k instead of 1.3.
             for row, words in zip(self.rows, ~self.words, strict=True):
                 bits = torch.from_numpy(np.unpackbits(words.view(np.uint8), count=size, bitorder="little"))
-                scores[row].add_(bits.float(), alpha=MASKED)
+                scores[row].add_(bits, alpha=MASKED)
             return scores
         where = to_device(torch.tensor(self.rows, dtype=torch.int64), scores.device)
-        shifts = torch.arange(32, dtype=torch.int32, device=scores.device)
-        bits = to_device(torch.from_numpy(self.words), scores.device).unsqueeze(2) >> shifts & 1
+        shifts = torch.arange(8, dtype=torch.uint8, device=scores.device)
+        bits = to_device(torch.from_numpy(self.words.view(np.uint8)), scores.device).unsqueeze(2) >> shifts & 1
         scores[where] = scores[where].masked_fill_(bits.flatten(1)[:, :size] == 0, float("-inf"))
         return scores
 

@@ -32,7 +32,7 @@ from mini_engine.worker.penalties import Adjustments
 if TYPE_CHECKING:
     from mini_engine.worker.decode_graphs import DecodeGraphs  # imports Triton
 
-NO_TOKENIZER = "structured output needs the model's tokenizer.json, which its directory lacks"
+NO_TOKENIZER = "Structured output needs a tokenizer.json in the model's directory; send the request without it."
 
 
 class Sampling:

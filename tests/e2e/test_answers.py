@@ -51,7 +51,7 @@ def test_reversed_frames_swap_the_direction(server, motion):
 
 
 def test_answers_under_a_grammar_are_right_and_in_its_form(server):
-    """Even where its end-of-sequence tokens are ignored, or barred; and JSON, which the model was not trained to write."""
+    """Even where end-of-sequence tokens are ignored, or barred; and JSON, which the model was not trained to write."""
     things = f"an? ({'|'.join(videos.COLOURS)}) ({'|'.join(videos.SHAPES)})"
     form = {"regex": things + " (moving (left|right|up|down)|standing still)"}
     asked = [ask_video(3000 + seed, "describe") for seed in range(24)]
