@@ -204,7 +204,7 @@ class ChatRenderer:
         """What the template gets beside the messages."""
         tools = asked.tools if asked.calls_tools else None
         if tools and not self._format.calls:
-            text = "the chat template has no tools in Hermes' format; leave them out, or start with another --chat-template"
+            text = "the chat template has no tools in Hermes' format; leave them out, or use another --chat-template"
             raise bad_request(text, "tools")
         more, goes_on = asked.chat_template_kwargs or {}, bool(asked.continue_final_message)
         opens = not goes_on if asked.add_generation_prompt is None else asked.add_generation_prompt
