@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from llguidance import LLMatcher
 
 # What stands between the tokens of a JSON value: no more than indentation needs, or a model could write it for ever.
@@ -18,7 +19,9 @@ MAX_GRAMMAR = 100_000  # characters; llguidance takes a tenth of a second for so
 
 def json_grammar(schema: dict[str, Any]) -> str:
     """JSON that is valid under a JSON schema."""
-    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+    # As `LLMatcher.grammar_from_json_schema` writes it, in a hundredth of the time.
+    schema = {"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema}
+    return msgspec.json.encode({"grammars": [{"json_schema": schema}]}).decode()
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
