@@ -105,8 +105,8 @@ class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None  # its older name
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's newer name for it
     tool_call_id: str | None = None
     name: Ignored = None
     refusal: None = None
@@ -118,12 +118,12 @@ class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def __post_init__(self) -> None:
         own = bool(self.tool_calls or self.thought)
         if (own and self.role != "assistant") or (self.content is None and not own):
-            raise ValueError("it needs `content`; only the role assistant may have `tool_calls` or `reasoning` instead")
+            raise ValueError("it needs `content`; only the role assistant may have `tool_calls` or a thought instead")
 
     @property
     def thought(self) -> str:
         """An assistant's reasoning."""
-        return self.reasoning or self.reasoning_content or ""
+        return self.reasoning_content or self.reasoning or ""
 
     @property
     def parts(self) -> list[Part]:

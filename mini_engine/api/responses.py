@@ -114,13 +114,13 @@ class ChatResponder(Responder):
         parser = self._make_parser()
         fragments = parser.push(piece.text, last=True)
         content, reasoning = (
-            "".join(one.text for one in fragments if one.kind == kind) for kind in ("content", "reasoning")
+            "".join(one.text for one in fragments if one.kind == kind) for kind in ("content", "reasoning_content")
         )
         calls = [_new_call(one.text) for one in fragments if one.kind == "call"]
         for one in fragments:
             if one.kind == "arguments":
                 calls[one.call]["function"]["arguments"] += one.text
-        more = {name: value for name, value in (("reasoning", reasoning), ("tool_calls", calls)) if value}
+        more = {name: value for name, value in (("reasoning_content", reasoning), ("tool_calls", calls)) if value}
         message = {"role": "assistant", "content": content or (None if more else ""), "refusal": None, **more}
         return self._choice(piece, "message", message, len(calls))
 

@@ -32,10 +32,10 @@ class Function(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Of the arguments, which are always an object, in the spacing that templates write."""
+        """Of the arguments, an object in the spacing that templates write, without others than are named unless
+        `parameters` says so: a function cannot take them, and a model could go on inventing them."""
         spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        own = {"additionalProperties": False} if self.parameters is None else self.parameters
-        return {"x-guidance": spacing} | own | {"type": "object"}
+        return {"x-guidance": spacing, "additionalProperties": False} | (self.parameters or {}) | {"type": "object"}
 
 
 class Tool(Struct, frozen=True, forbid_unknown_fields=True):
@@ -118,7 +118,7 @@ class AnswerFormat:
         return msgspec.json.encode({"grammars": grammars}).decode()
 
 
-Kind = Literal["content", "reasoning", "call", "arguments"]
+Kind = Literal["content", "reasoning_content", "call", "arguments"]
 
 # Where the arguments of a call begin. Anchored by `match`; the whitespace before a tag is no text.
 _HEAD = re.compile(rf'\s*{CALL}\s*{{\s*"name"\s*:\s*"({NAME})"\s*,\s*"arguments"\s*:\s*(?={{)')
@@ -167,7 +167,7 @@ class AnswerParser:
             in_thought = text.startswith(THINK)  # here only: later the tag is content
             self._held = text[len(THINK) :] if in_thought else self._held
         if in_thought:
-            self._kind = "reasoning"
+            self._kind = "reasoning_content"
             yield from self._skip(0)
             yield from self._text(THINK_END)
             yield from self._skip(self._held.index(THINK_END) + len(THINK_END))

@@ -1,0 +1,63 @@
+"""Client libraries as people use them, unchanged, against a running server: structured answers and tools."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+import openai
+from langchain_core.messages import HumanMessage
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+from tests.e2e.running_server import RunningServer
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # not from GitHub
+import litellm  # noqa: E402
+
+
+class Scene(BaseModel):
+    """What an image shows."""
+
+    colour: Literal["red", "green", "blue"]
+    shape: Literal["circle", "square"]
+
+
+PROMPT: list[Any] = [{"role": "user", "content": "Describe it."}]
+TOOL = openai.pydantic_function_tool(Scene)
+ONCE: Any = {"parallel_tool_calls": False}  # a model without training could call until its length is reached
+
+
+def test_openai_parses_into_a_model(server: RunningServer) -> None:
+    with openai.OpenAI(base_url=f"{server.url}", api_key="none") as client:
+        answer = client.chat.completions.parse(model=server.model, messages=PROMPT, response_format=Scene)
+        assert isinstance(answer.choices[0].message.parsed, Scene)
+        with client.chat.completions.stream(
+            model=server.model, messages=PROMPT, tools=[TOOL], tool_choice="required", **ONCE
+        ) as events:
+            (call,) = events.get_final_completion().choices[0].message.tool_calls or ()
+        assert isinstance(call.function.parsed_arguments, Scene)
+
+
+async def test_pydantic_ai(server: RunningServer) -> None:
+    async with openai.AsyncOpenAI(base_url=server.url, api_key="none") as client:
+        model = OpenAIChatModel(server.model, provider=OpenAIProvider(openai_client=client))
+        assert isinstance((await Agent(model, output_type=Scene).run("Describe it.")).output, Scene)
+
+
+def test_langchain(server: RunningServer) -> None:
+    chat = ChatOpenAI(base_url=f"{server.url}", api_key="none", model=server.model)  # type: ignore[arg-type]
+    assert isinstance(chat.with_structured_output(Scene).invoke([HumanMessage("Describe it.")]), Scene)
+    (call,) = chat.bind_tools([Scene], tool_choice="required", **ONCE).invoke("Describe it.").tool_calls
+    assert Scene(**call["args"])
+
+
+def test_litellm(server: RunningServer) -> None:
+    at: dict[str, Any] = {"model": f"openai/{server.model}", "api_base": f"{server.url}", "api_key": "none"}
+    answer: Any = litellm.completion(messages=PROMPT, response_format=Scene, **at)
+    assert Scene.model_validate_json(answer.choices[0].message.content)
+    called: Any = litellm.completion(messages=PROMPT, tools=[TOOL], tool_choice="required", **ONCE, **at)
+    assert Scene.model_validate_json(called.choices[0].message.tool_calls[0].function.arguments)
