@@ -19,7 +19,7 @@ import msgspec
 from mini_engine.api.conversation import ChatMessage, TextPart
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatRequest, StructuredOutputs
-from mini_engine.api.tool_calls import THINK, AnswerFormat, AnswerParser
+from mini_engine.api.tool_calls import THINK, AnswerFormat, AnswerParser, after_thought
 from mini_engine.media.hashing import HASH_BYTES
 from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality
 
@@ -97,7 +97,7 @@ class ChatRenderer:
         end = self.tokenizer.decode(token_ids[-16:], skip_special_tokens=False)  # enough for the tag
         return self._format.thoughts and end.rstrip().endswith(THINK)
 
-    def constrain(self, chat: ChatRequest, in_thought: bool = False) -> ChatRequest:
+    def constrain(self, chat: ChatRequest, in_thought: bool) -> ChatRequest:
         """The request with the grammar that its answer follows: a call that it asks for, after the thought. Raises
         ApiError, a 400: it asks for no function of its own, or for another grammar too."""
         grammar = chat.grammar
@@ -107,9 +107,9 @@ class ChatRenderer:
         if chat.must_call:
             parallel = chat.parallel_tool_calls is not False and chat.tool_choice == "required"
             grammar = self._format.call_grammar(chat.must_call, parallel)
-        elif not grammar or not in_thought:
+        if not grammar:
             return chat
-        grammar = self._format.after_thought(grammar) if in_thought else grammar
+        grammar = after_thought(grammar) if in_thought else grammar
         return msgspec.structs.replace(chat, structured_outputs=StructuredOutputs(grammar=grammar))
 
     def parser_maker(self, chat: ChatRequest, in_thought: bool) -> Callable[[], AnswerParser]:

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from mini_engine.api.body import INLINE_CHARACTERS, read_body, run_sized, takes
 from mini_engine.api.chat import check_budget, prompt_sources
-from mini_engine.api.chat_completions import prepare
+from mini_engine.api.chat_completions import prepare, render
 from mini_engine.api.context import AppContext, context_of
 from mini_engine.api.errors import bad_request
 from mini_engine.api.generation import Generation
@@ -105,7 +105,8 @@ async def detokenize(request: Request) -> Response:
 async def _measure(context: AppContext, asked: TokenizeRequest, state: State) -> tuple[list[int], list[MediaItem]]:
     """The prompt of the conversation, and its media without data."""
     async with contextlib.AsyncExitStack() as held:
-        token_ids, fetched = await prepare(context, asked.chat, state, held)
+        token_ids = await render(context, asked.chat)
+        fetched = await prepare(context, asked.chat, token_ids, state, held)
         measured = await context.media.measure(fetched, state.request_id)
         sources = prompt_sources([item.media_hash for item in fetched], measured, {})
         prompt, media = context.renderer.expand(token_ids, sources)

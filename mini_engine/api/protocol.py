@@ -11,12 +11,11 @@ import functools
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import msgspec
-from llguidance import LLMatcher
 from msgspec import Meta, Struct
 
 from mini_engine.api.conversation import Ignored, Messages
 from mini_engine.api.errors import bad_request
-from mini_engine.api.grammars import choice_grammar, json_grammar
+from mini_engine.api.grammars import choice_grammar, json_grammar, regex_grammar
 from mini_engine.api.tool_calls import CALL_END, Function, Tool, Tools
 
 MAX_STOP_STRINGS = 16  # OpenAI takes 4; more cost little here
@@ -113,7 +112,7 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     json_object: bool | None = None
     regex: str | None = None  # of the whole answer, in the syntax of Rust's `regex`
     choice: Annotated[list[str], Meta(min_length=1)] | None = None
-    grammar: str | None = None  # in llguidance's variant of Lark
+    grammar: Annotated[str, Meta(min_length=1)] | None = None  # in llguidance's variant of Lark
 
     def __post_init__(self) -> None:
         if sum(getattr(self, name) not in (None, False) for name in self.__struct_fields__) != 1:
@@ -126,11 +125,11 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def text(self) -> str:
-        """The grammar in llguidance's form."""
+        """The grammar in Lark."""
         if self.regex is not None:
-            return LLMatcher.grammar_from_regex(self.regex)
+            return regex_grammar(self.regex)
         if self.grammar is not None:
-            return LLMatcher.grammar_from_lark(self.grammar)
+            return self.grammar
         if self.choice is not None:
             return choice_grammar(self.choice)
         schema = msgspec.json.decode(self.json) if isinstance(self.json, str) else self.json
@@ -184,7 +183,7 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
 
     @property
     def grammar(self) -> str:
-        """What the answer has to match, in llguidance's form; empty: it may be any text."""
+        """What the answer has to match, in Lark; empty: it may be any text."""
         if self.structured_outputs is not None:
             return self.structured_outputs.text
         match self.response_format:
@@ -197,7 +196,7 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
     @property
     def grammar_field(self) -> str:
         """The field that errors about the grammar name."""
-        return "response_format" if self.structured_outputs is None else "structured_outputs"
+        return "structured_outputs" if isinstance(self.response_format, TextFormat | None) else "response_format"
 
     @property
     def stop_strings(self) -> list[str]:

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from openai.types.chat import ChatCompletionChunk
-from transformers import AutoTokenizer
+from tokenizers import AddedToken, Tokenizer
 
-from mini_engine.api.tool_calls import TAGS, AnswerFormat, AnswerParser, Function
-from tests import tiny_processor
+from mini_engine import demo
+from mini_engine.api.tool_calls import TAGS, AnswerFormat, AnswerParser, Function, after_thought
 from tests.api.serving import Served, events_of
 
 ARGUMENTS = '{"at": "a \\"}<\\\\", "n": [1, {}]}'
@@ -44,7 +44,7 @@ def parse(*pieces: str, **options: bool) -> list[tuple[str, str]]:
         ("x <tool_call>{}</tool_call> y", [("content", "x <tool_call>{}</tool_call> y")]),
         ('x\n<tool_call>\n{"name": "lo', [("content", 'x\n<tool_call>\n{"name": "lo')]),
         (CALL.partition(ARGUMENTS[14:])[0], [LOOK[0], ("arguments", ARGUMENTS[:14])]),
-        (CALL.replace("}}\n", "\n") + " z", [LOOK[0], ("arguments", ARGUMENTS[:-1] + "\n"), ("content", "z")]),
+        (CALL.replace("}}\n", "\n") + " z", [LOOK[0], ("arguments", ARGUMENTS[:-1]), ("content", "z")]),
     ],
 )
 def test_text_thoughts_and_calls(text: str, expected: list[Any]) -> None:
@@ -87,37 +87,30 @@ def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
 NUMBER = {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
 FUNCTIONS = [Function(name="look"), Function(name="zoom.in", parameters=NUMBER)]
 BOTH = [("look", "{}"), ("zoom.in", '{"n": -3}')]
+TOKENIZER = Path(demo.__file__).parent / "weights" / "tokenizer.json"
 
 
-@pytest.mark.parametrize("tags_are_tokens", [False, True])
-@pytest.mark.parametrize("thought", ["", "a <b>\n</think>\n\n"])
-def test_grammar_takes_the_calls_that_the_parser_reads(tmp_path: Path, tags_are_tokens: bool, thought: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(str(tiny_processor.build(tmp_path)))
-    if tags_are_tokens:  # as in Qwen's tokenizers: added, but not special
-        tokenizer.add_tokens(list(TAGS))
-    answers = AnswerFormat.of(tiny_processor.CHAT_TEMPLATE, tokenizer.get_added_vocab(), "auto", "auto")
-    tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+@pytest.mark.parametrize("tokens", [(), TAGS])
+def test_grammar_takes_the_calls_that_the_parser_reads(tmp_path: Path, tokens: tuple[str, ...]) -> None:
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in tokens])  # as in Qwen's: not special
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     vocabulary = LLTokenizer(str(tmp_path / "tokenizer.json"))
 
-    def accepts(text: str, parallel: bool) -> bool:
-        grammar = answers.call_grammar(FUNCTIONS, parallel)
-        matcher = LLMatcher(vocabulary, answers.after_thought(grammar) if thought else grammar)
+    def accepts(text: str, parallel: bool = False, thought: str = "") -> bool:
+        grammar = AnswerFormat(calls=True, thoughts=True, vocabulary=tokens).call_grammar(FUNCTIONS, parallel)
+        matcher = LLMatcher(vocabulary, after_thought(grammar) if thought else grammar)
         assert not matcher.is_error(), matcher.get_error()
-        tokens = tokenizer.encode(thought + text, add_special_tokens=False)
-        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        ids = tokenizer.encode(thought + text).ids
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
     one, two = (f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>' for name, given in BOTH)
-    assert accepts(one, False) and accepts(two, False) and accepts(f"{one}\n{two}", True)
+    assert accepts(one) and accepts(two) and accepts(f"{one}\n{two}", parallel=True)
     assert parse(f"{one}\n{two}") == [part for a, b in BOTH for part in (("call", a), ("arguments", b))]
-    for wrong in (
-        "a",
-        "",
-        f"{one}\n{two}",
-        one.replace("{}", '{"a": 1}'),
-        two.replace("-3", '"3"'),
-        two.replace("}}", ', "a": 1}}'),
-    ):
-        assert not accepts(wrong, False)
+    changed = [one.replace("{}", '{"a": 1}'), two.replace("-3", '"3"'), two.replace("}}", ', "a": 1}}')]
+    assert not any(map(accepts, ["a", "", f"{one}\n{two}", *changed]))
+    if tokens:
+        assert accepts(two, thought="a <b>\n</think>\n\n") and not accepts("a", thought="a</think>")
 
 
 # --- to the client ----------------------------------------------------------------------------------------------------
@@ -147,20 +140,16 @@ async def test_calls_of_whole_and_streamed_answers(served: Served) -> None:
     assert await choices_of(served) == [("tool_calls", "", "Well.", look, look)] * 2
     assert await choices_of(served, parallel_tool_calls=False) == [("tool_calls", "", "Well.", look)] * 2
     assert await choices_of(served, tool_choice="none") == [("stop", "", SAID[:-3])] * 2
+    assert await choices_of(served, CALL + "END", tool_choice=TOOLS[0]) == [("stop", "", "", look)] * 2
     thought = await choices_of(served, f"hm\n</think>\n{CALL}END", tool_choice="required", extra_body=THINK)
     assert thought == [("tool_calls", "hm", "", look)] * 2
     grammar = served.core.requests[-1].sampling.grammar
     assert "</think>" in grammar and "call (" in grammar
 
 
-async def test_chunks_of_a_stream_with_calls(served: Served) -> None:
+async def test_a_stream_lists_the_tokens_of_tags_too(served: Served) -> None:
     served.says(*SAID)
     events = events_of(await served.post(tools=TOOLS, stop="END", stream=True, logprobs=True))
     chunks = [ChatCompletionChunk.model_validate(event, strict=True).choices[0] for event in events]
     listed = [token.token for one in chunks if one.logprobs for token in one.logprobs.content or ()]
-    assert "".join(listed) == SAID[:-3], "also of what is held back"
-    heads = [call for one in chunks for call in one.delta.tool_calls or () if call.id]
-    assert [(one.index, one.function.name, one.function.arguments) for one in heads] == [
-        (0, "look", ""),
-        (1, "look", ""),
-    ]
+    assert "".join(listed) == SAID[:-3]

@@ -14,11 +14,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from mini_engine import demo
-from mini_engine.api.grammars import choice_grammar, json_grammar
+from mini_engine.api.grammars import choice_grammar, json_grammar, regex_grammar
 from mini_engine.messages import SamplingParams
 from mini_engine.worker import sampler
 from mini_engine.worker.grammar import Grammars
@@ -83,7 +82,7 @@ SCHEMAS = st.recursive(
 @settings(max_examples=50, deadline=None, derandomize=True)
 def test_outputs_match_their_regular_expressions_and_schemas(forms, number):
     """Eight in one batch, each with a grammar of its own."""
-    grammars = [LLMatcher.grammar_from_regex(one) if isinstance(one, str) else json_grammar(one) for one in forms]
+    grammars = [regex_grammar(one) if isinstance(one, str) else json_grammar(one) for one in forms]
     asked = [params(grammar, temperature=1.5, seed=number + i) for i, grammar in enumerate(grammars)]
     for form, (*tokens, end) in zip(forms, generate(asked, torch.Generator().manual_seed(number)), strict=True):
         text = TEXT.decode(tokens, skip_special_tokens=False)
@@ -93,7 +92,7 @@ def test_outputs_match_their_regular_expressions_and_schemas(forms, number):
 
 def test_a_complete_grammar_ends_even_below_min_tokens():
     """Where it may go on it does. Tokens that are dropped at a restart, when more were in flight, come again."""
-    (asked, output) = params(LLMatcher.grammar_from_regex("r{1,3}"), min_tokens=5, temperature=0.0), list[int]()
+    (asked, output) = params(regex_grammar("r{1,3}"), min_tokens=5, temperature=0.0), list[int]()
     constraint = GRAMMARS.constrain(asked)
     for kept in (0, 1, 2, 1, 2, 3):
         del output[kept:]
@@ -131,7 +130,7 @@ def test_a_grammar_that_allows_all_changes_no_token(temperature, make_runner):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_masks_are_the_same_on_a_device():
-    constraints = [GRAMMARS.constrain(params(LLMatcher.grammar_from_regex(regex))) for regex in ("[^x]+", "a|b?")]
+    constraints = [GRAMMARS.constrain(params(regex_grammar(regex))) for regex in ("[^x]+", "a|b?")]
     masks, logits = GRAMMARS.masks([0, 2], constraints), torch.randn(3, VOCABULARY)
     on_device = masks.apply(logits.to("cuda", torch.bfloat16, copy=True)).softmax(-1).cpu()
     assert torch.equal(on_device > 0, masks.apply(logits).softmax(-1) > 0)
