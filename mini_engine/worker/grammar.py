@@ -29,7 +29,7 @@ class Constraint:
 
     def __init__(self, matcher: LLMatcher, params: SamplingParams) -> None:
         self.matcher = matcher
-        self._stops, self._min_tokens = frozenset(params.stop_token_ids), params.min_tokens
+        self._stops = frozenset(params.stop_token_ids)
         self._num_matched = 0
         ids = np.array(params.stop_token_ids, dtype=np.int64)
         self._stop_words, self._stop_bits = ids >> 5, np.left_shift(1, ids & 31).astype(np.uint32)
@@ -53,17 +53,8 @@ class Constraint:
         return bool(self.matcher.consume_tokens(tokens))
 
     def allow_ends(self, words: np.ndarray, end: int) -> None:
-        """Put the stop tokens into a row of `Masks.words`, as uint32, in place of llguidance's `end`.
-
-        Below `min_tokens` there are none, unless nothing else can follow.
-        """
+        """Put the stop tokens into a row of `Masks.words`, as uint32, in place of llguidance's `end`."""
         bit = np.uint32(1 << (end & 31))
-        if self._num_matched < self._min_tokens:
-            others = words.copy()
-            others[end >> 5] &= ~bit
-            np.bitwise_and.at(others, self._stop_words, ~self._stop_bits)
-            if others.any():
-                words[:] = others
         if words[end >> 5] & bit:
             words[end >> 5] ^= bit
             np.bitwise_or.at(words, self._stop_words, self._stop_bits)

@@ -32,8 +32,6 @@ from mini_engine.worker.penalties import Adjustments
 if TYPE_CHECKING:
     from mini_engine.worker.decode_graphs import DecodeGraphs  # imports Triton
 
-NO_TOKENIZER = "Structured output needs a tokenizer.json in the model's directory; send the request without it."
-
 
 class Sampling:
     """The tokens of a step, in transfer to the host.
@@ -56,9 +54,11 @@ class Sampling:
                 sequence.tokens[stop] = token
             self._result = []
             if self._sampled is not None:
-                reports, errors = self._sampled.logprobs, self._sampled.errors
+                reports = self._sampled.logprobs
                 self._result = [
-                    SampledToken(one.request_id, token, reports.get(i, []), errors.get(i, ""))
+                    SampledToken(
+                        one.request_id, token, reports.get(i, []), one.constraint.error if one.constraint else ""
+                    )
                     for i, (one, token) in enumerate(zip(self._sequences, tokens, strict=True))
                 ]
         return self._result
@@ -112,7 +112,7 @@ class ModelRunner:
         self._attention = attention
         self._cache = cache = attention.cache
         self.graphs = graphs
-        self.grammars: Grammars | None = None  # rank 0 has it, if the model has a tokenizer.json
+        self.grammars: Grammars | None = None  # rank 0 has them
         self._media = media
         self._normalise = normalise
         self._tp = tp
@@ -286,7 +286,7 @@ class ModelRunner:
             sampler.Row(sequence.recipe, stop - sequence.prompt_length)
             for sequence, stop in zip(batch.sampled, stops, strict=True)
         ]
-        masks, errors = self._masks(batch.sampled, stops) if batch.constrained else (None, {})
+        masks = self._masks(batch.sampled, stops) if batch.constrained else None
         if batch.adjusts and self._adjustments is None:
             self._adjustments = Adjustments(batch.sampled, stops, logits.shape[1], self.device)
 
@@ -298,22 +298,20 @@ class ModelRunner:
         sampled = sampler.sample(logits, rows, adjust)
         if self._adjustments is not None:
             self._adjustments.count(sampled.tokens)
-        return sampled._replace(errors=errors)
+        return sampled
 
-    def _masks(self, sequences: Sequence[SequenceState], stops: Sequence[int]) -> tuple[Masks | None, dict[int, str]]:
-        """Those of the rows with a grammar, and by row why one cannot be followed. Waits for the tokens of the step
-        before; the device may compute this one meanwhile."""
-        if self.grammars is None:
-            return None, {i: NO_TOKENIZER for i, one in enumerate(sequences) if one.recipe.params.grammar}
+    def _masks(self, sequences: Sequence[SequenceState], stops: Sequence[int]) -> Masks | None:
+        """Those of the rows with a grammar that goes on. Waits for the tokens of the step before; the device may
+        compute this one meanwhile."""
+        assert self.grammars is not None
         self._take_tokens()
-        constraints: dict[int, Constraint] = {}
+        rows: dict[int, Constraint] = {}
         for i, one in enumerate(sequences):
             if one.recipe.params.grammar:
-                constraints[i] = one.constraint = one.constraint or self.grammars.constrain(one.recipe.params)
-        outputs = {i: sequences[i].tokens[sequences[i].prompt_length : stops[i]] for i in constraints}
-        rows = [i for i, one in constraints.items() if one.advance(outputs[i])]
-        masks = self.grammars.masks(rows, [constraints[i] for i in rows]) if rows else None
-        return masks, {i: one.error for i, one in constraints.items() if one.error}
+                one.constraint = one.constraint or self.grammars.constrain(one.recipe.params)
+                if one.constraint.advance(one.tokens[one.prompt_length : stops[i]]):
+                    rows[i] = one.constraint
+        return self.grammars.masks(list(rows), list(rows.values())) if rows else None
 
 
 def keep_rows(encoded: dict[bytes, Tensor], item: MediaItem, first: int, rows: Tensor) -> None:
