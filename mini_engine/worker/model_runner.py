@@ -286,7 +286,7 @@ class ModelRunner:
             sampler.Row(sequence.recipe, stop - sequence.prompt_length)
             for sequence, stop in zip(batch.sampled, stops, strict=True)
         ]
-        masks = self._masks(batch.sampled, stops) if batch.constrained else None
+        masks = self._masks(batch.sampled, stops)
         if batch.adjusts and self._adjustments is None:
             self._adjustments = Adjustments(batch.sampled, stops, logits.shape[1], self.device)
 
@@ -301,16 +301,18 @@ class ModelRunner:
         return sampled
 
     def _masks(self, sequences: Sequence[SequenceState], stops: Sequence[int]) -> Masks | None:
-        """Those of the rows with a grammar that goes on. Waits for the tokens of the step before; the device may
-        compute this one meanwhile."""
+        """Those of the rows with a grammar that goes on. Waits for the tokens of the step before if there are any; the
+        device may compute this one meanwhile."""
+        constrained = [(i, one) for i, one in enumerate(sequences) if one.recipe.params.grammar]
+        if not constrained:
+            return None
         assert self.grammars is not None
         self._take_tokens()
         rows: dict[int, Constraint] = {}
-        for i, one in enumerate(sequences):
-            if one.recipe.params.grammar:
-                one.constraint = one.constraint or self.grammars.constrain(one.recipe.params)
-                if one.constraint.advance(one.tokens[one.prompt_length : stops[i]]):
-                    rows[i] = one.constraint
+        for i, one in constrained:
+            one.constraint = one.constraint or self.grammars.constrain(one.recipe.params)
+            if one.constraint.advance(one.tokens[one.prompt_length : stops[i]]):
+                rows[i] = one.constraint
         return self.grammars.masks(list(rows), list(rows.values())) if rows else None
 
 

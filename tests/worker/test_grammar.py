@@ -125,12 +125,3 @@ def test_a_grammar_that_allows_all_changes_no_token(temperature, make_runner):
         steps = script.write_steps(requests, 20, 64, 16, NUM_BLOCKS, preempt_at=(9, 14))
         results.append(script.run(runner, steps, ahead=1))
     assert results[0] == results[1]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_masks_are_the_same_on_a_device():
-    constraints = [GRAMMARS.constrain(params(regex_grammar(regex))) for regex in ("[^x]+", "a|b?")]
-    masks, logits = GRAMMARS.masks([0, 2], constraints), torch.randn(3, VOCABULARY)
-    on_device = masks.apply(logits.to("cuda", torch.bfloat16, copy=True)).softmax(-1).cpu()
-    assert torch.equal(on_device > 0, masks.apply(logits).softmax(-1) > 0)
