@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mini_engine.api.conversation import ChatMessage, TextPart
+from mini_engine.api.conversation import ChatMessage
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatRequest, StructuredOutputs
 from mini_engine.api.tool_calls import THINK, AnswerFormat, AnswerParser, after_thought
@@ -85,7 +85,7 @@ class ChatRenderer:
         text = self._apply_template([self._for_template(message) for message in messages], self._arguments(asked))
         self._check_length(text)
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        wanted = [part.modality for message in messages for part in message.media]
+        wanted = [modality for message in messages for modality, _ in message.media]
         placed = [self._modality_of[token] for token in token_ids if token in self._modality_of]
         if placed != wanted:
             counts = f"{len(placed)} placeholders for {len(wanted)} media items"
@@ -188,9 +188,9 @@ class ChatRenderer:
             self._check_text(message.content or "")
             return {"role": role, "content": message.content or "", **more}
         # Joined, because a template writes consecutive parts without anything in between.
-        self._check_text("".join(part.text if isinstance(part, TextPart) else "\n" for part in message.content))
+        self._check_text("".join("\n" if part.text is None else part.text for part in message.content))
         parts = [
-            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": part.modality}
+            {"type": part.modality} if part.text is None else {"type": "text", "text": part.text}
             for part in message.content
         ]
         return {"role": role, "content": parts, **more}
@@ -237,10 +237,9 @@ def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) ->
     refs: list[MediaRef] = []
     counts: Counter[str] = Counter()
     for message in messages:
-        for part in message.media:
-            counts[part.modality] += 1
-            name = f"{part.modality} {counts[part.modality]}"
-            refs.append(MediaRef(part.modality, part.url, name))
+        for modality, url in message.media:
+            counts[modality] += 1
+            refs.append(MediaRef(modality, url, f"{modality} {counts[modality]}"))
     for limited, limit in limits.items():
         if counts[limited] > limit:
             raise bad_request(

@@ -5,7 +5,7 @@ Knows nothing of how media are fetched, nor of the chat template.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -24,56 +24,6 @@ class MediaUrl(Struct, frozen=True, forbid_unknown_fields=True):
     detail: Ignored = None  # `mm_processor_kwargs` sets the size of items
 
 
-class TextPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """Text in a message."""
-
-    text: str
-    uuid: Ignored = None
-
-
-class InputTextPart(TextPart, frozen=True, kw_only=True, tag="input_text"):
-    """Text by the name of OpenAI's Responses API."""
-
-
-Location = MediaUrl | Annotated[str, Meta(min_length=1)]
-
-
-class _MediaPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    modality: ClassVar[Modality]
-
-    uuid: Ignored = None
-
-    @property
-    def url(self) -> str:
-        """Where the image or video is."""
-        location = getattr(self, f"{self.modality}_url")
-        return location if isinstance(location, str) else location.url
-
-
-class ImagePart(_MediaPart, frozen=True, kw_only=True, tag="image_url"):
-    """An image in a message."""
-
-    modality = "image"
-    image_url: Location
-
-
-class VideoPart(_MediaPart, frozen=True, kw_only=True, tag="video_url"):
-    """A video in a message, in vLLM's form."""
-
-    modality = "video"
-    video_url: Location
-
-
-class InputImagePart(ImagePart, frozen=True, kw_only=True, tag="input_image"):
-    """An image, as OpenAI's Responses API writes it."""
-
-    detail: Ignored = None
-
-
-class InputVideoPart(VideoPart, frozen=True, kw_only=True, tag="input_video"):
-    """A video, by a name like those."""
-
-
 class File(Struct, frozen=True, forbid_unknown_fields=True):
     """The content of a file, a `data:` URL of an image or a video."""
 
@@ -81,23 +31,38 @@ class File(Struct, frozen=True, forbid_unknown_fields=True):
     filename: Ignored = None
 
 
-class FilePart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="file"):
-    """An image or a video, by its media type, in OpenAI's form."""
+Location = MediaUrl | Annotated[str, Meta(min_length=1)]
+PartType = Literal["text", "image_url", "video_url", "file", "input_text", "input_image", "input_video"]
+INPUT = {"input_text": "text", "input_image": "image_url", "input_video": "video_url"}  # names of the Responses API
 
-    file: File
+
+class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of a message: the one of text, image, video and file that `type` names."""
+
+    type: PartType
+    text: str | None = None
+    image_url: Location | None = None
+    video_url: Location | None = None
+    file: File | None = None
+    detail: Ignored = None
     uuid: Ignored = None
 
+    def __post_init__(self) -> None:
+        wanted = INPUT.get(self.type, self.type)
+        if [name for name in ("text", "image_url", "video_url", "file") if getattr(self, name) is not None] != [wanted]:
+            raise ValueError(f"a part of the type {self.type} has `{wanted}`, and nothing else")
+
     @property
-    def modality(self) -> Modality:
-        return "video" if self.url.startswith("data:video") else "image"
+    def modality(self) -> Modality | None:
+        """None: text."""
+        is_video = self.video_url is not None or self.url.startswith("data:video")
+        return None if self.text is not None else "video" if is_video else "image"
 
     @property
     def url(self) -> str:
-        return self.file.file_data
-
-
-MediaPart = ImagePart | VideoPart | InputImagePart | InputVideoPart | FilePart
-Part = TextPart | InputTextPart | MediaPart
+        """Where the image or video is; of text empty."""
+        location = self.file.file_data if self.file else self.image_url or self.video_url or ""
+        return location.url if isinstance(location, MediaUrl) else location
 
 
 class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,18 +93,18 @@ class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def parts(self) -> list[Part]:
         """`content` as a list."""
-        return self.content if isinstance(self.content, list) else [TextPart(text=self.content or "")]
+        return self.content if isinstance(self.content, list) else [Part(type="text", text=self.content or "")]
 
     @property
-    def media(self) -> list[MediaPart]:
-        """The images and videos, in order."""
-        return [part for part in self.parts if not isinstance(part, TextPart)]
+    def media(self) -> list[tuple[Modality, str]]:
+        """The images and videos, each with its URL, in order."""
+        return [(part.modality, part.url) for part in self.parts if part.modality is not None]
 
     @property
     def num_characters(self) -> int:
         """Of text, thoughts and arguments."""
         called = sum(len(call.function.arguments) for call in self.tool_calls or ())
-        return called + len(self.thought) + sum(len(part.text) for part in self.parts if isinstance(part, TextPart))
+        return called + len(self.thought) + sum(len(part.text or "") for part in self.parts)
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]

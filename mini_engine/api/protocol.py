@@ -31,7 +31,6 @@ TokenId = Count32
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 MediaIOKwargs = dict[Literal["image", "video"], dict[str, Any] | None]
-ANY_OBJECT = {"type": "object"}
 
 
 def only(*neutral: Any) -> Meta:
@@ -82,14 +81,6 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("`include_obfuscation` and `continuous_usage_stats` are not supported")
 
 
-class TextFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """Any text."""
-
-
-class JsonObjectFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
-    """Any JSON object."""
-
-
 class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
     """A JSON schema that an answer is valid under, `strict` or not."""
 
@@ -99,41 +90,37 @@ class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
     strict: Ignored = None
 
 
-class JsonSchemaFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
-    """JSON under a schema."""
+class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
+    """Any text, any JSON object, or JSON under a schema."""
 
-    json_schema: JsonSchema
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def __post_init__(self) -> None:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("the type json_schema has `json_schema`, and no other")
 
 
 class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     """vLLM's: what the answer has to be, by exactly one of the fields."""
 
-    json: dict[str, Any] | str | None = None  # a JSON schema, or its text
-    json_object: bool | None = None
+    json: dict[str, Any] | None = None  # a JSON schema
     regex: str | None = None  # of the whole answer, in the syntax of Rust's `regex`
     choice: Annotated[list[str], Meta(min_length=1)] | None = None
     grammar: Annotated[str, Meta(min_length=1)] | None = None  # in llguidance's variant of Lark
 
     def __post_init__(self) -> None:
-        if sum(getattr(self, name) not in (None, False) for name in self.__struct_fields__) != 1:
+        if sum(getattr(self, name) is not None for name in self.__struct_fields__) != 1:
             raise ValueError(f"Send exactly one of {', '.join(self.__struct_fields__)}")
-        if isinstance(self.json, str):
-            try:
-                msgspec.json.decode(self.json, type=dict[str, Any])
-            except msgspec.DecodeError as error:
-                raise ValueError(f"`json` is not the text of a JSON schema: {error}") from None
 
     @property
     def text(self) -> str:
         """The grammar in Lark."""
+        if self.json is not None:
+            return json_grammar(self.json)
         if self.regex is not None:
             return regex_grammar(self.regex)
-        if self.grammar is not None:
-            return self.grammar
-        if self.choice is not None:
-            return choice_grammar(self.choice)
-        schema = msgspec.json.decode(self.json) if isinstance(self.json, str) else self.json
-        return json_grammar(ANY_OBJECT if schema is None else schema)
+        return choice_grammar(self.choice) if self.choice else self.grammar or ""
 
 
 class GenerationRequest(Body, kw_only=True, frozen=True):
@@ -164,7 +151,7 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
     user: Ignored = None
@@ -186,17 +173,16 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
         """What the answer has to match, in Lark; empty: it may be any text."""
         if self.structured_outputs is not None:
             return self.structured_outputs.text
-        match self.response_format:
-            case JsonObjectFormat():
-                return json_grammar(ANY_OBJECT)
-            case JsonSchemaFormat(JsonSchema(schema=schema)):
-                return json_grammar(schema)
-        return ""
+        if self.response_format is None or self.response_format.type == "text":
+            return ""
+        asked = self.response_format.json_schema
+        return json_grammar(asked.schema if asked else {"type": "object"})
 
     @property
     def grammar_field(self) -> str:
         """The field that errors about the grammar name."""
-        return "structured_outputs" if isinstance(self.response_format, TextFormat | None) else "response_format"
+        is_format = self.response_format is not None and self.response_format.type != "text"
+        return "response_format" if is_format else "structured_outputs"
 
     @property
     def stop_strings(self) -> list[str]:
@@ -215,7 +201,7 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
-        if self.structured_outputs is not None and not isinstance(self.response_format, TextFormat | None):
+        if self.structured_outputs and self.response_format and self.response_format.type != "text":
             text = "Send either 'structured_outputs' or a 'response_format' other than text, not both."
             raise bad_request(text, "structured_outputs")
         if self.stream_options is not None and not self.stream:

@@ -91,9 +91,7 @@ BIRDS = {"type": "object", "properties": {"n": {"type": "integer"}}, "required":
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": BIRDS}}}, '{"n": 3}', "{}"),
         ({"response_format": {"type": "json_object"}}, '{\n    "a": [1,2]\n}', "[1]"),
-        ({"structured_outputs": {"json": BIRDS}}, '{"n":-1}', '{"n":"1"}'),
-        ({"structured_outputs": {"json": json.dumps(BIRDS)}}, '{"n":0}', '{"n":\n\n0}'),
-        ({"structured_outputs": {"json_object": True}, "response_format": {"type": "text"}}, "{}", "null"),
+        ({"structured_outputs": {"json": BIRDS}, "response_format": {"type": "text"}}, '{"n":0}', '{"n":\n\n0}'),
         ({"structured_outputs": {"regex": "a+|b"}}, "aaa", "ab"),
         ({"structured_outputs": {"choice": ['say "é"', ""]}}, 'say "é"', "say"),
         ({"structured_outputs": {"grammar": 'start: "x" NUMBER\nNUMBER: /[0-9]+/'}}, "x12", "12"),
