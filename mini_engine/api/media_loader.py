@@ -195,7 +195,7 @@ class MediaLoader:
     async def _work(self, item: FetchedItem, owner: str, probe: bool = False) -> _Worked:
         began = time.monotonic()
         sampling = item.settings.sampling if item.modality == "video" and item.frames is None else None
-        frames = item.frames.parts if item.frames else []
+        frames = item.frames.sizes if item.frames else []
         job = Job(item.name, len(item.data), sampling, self._allow_partial_video, frames, probe)
         decoding = await self.decoders.decode(job, item.data, owner)
         decoded = time.monotonic()

@@ -1,11 +1,11 @@
 """A video that the client sends as its frames: `data:video/jpeg;base64,<frame>,<frame>,...`, as vLLM takes it.
 
-Here the frames that count are chosen, and become the bytes of the item, one after another; `decode_frames` of
-`image.py` decodes them. Knows nothing of the format of a frame.
+All frames count. They become the bytes of the item, one after another; `decode_frames` of `image.py` decodes them.
 """
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 from mini_engine.decode_limits import DecodeLimits
 from mini_engine.media.errors import MediaError
@@ -21,9 +21,9 @@ DEFAULT_FPS = 2.0  # where the sampling has no rate: qwen_vl_utils samples at th
 
 @dataclass(frozen=True)
 class SentFrames:
-    """The frames that count. `repr` enters media hashes."""
+    """What there is to know of the frames. `repr` enters media hashes."""
 
-    parts: list[tuple[int, int]]  # of each frame its number in the URL, from 1 on, and its bytes
+    sizes: list[int]  # of each frame its bytes
     facts: VideoFacts
 
 
@@ -35,10 +35,15 @@ def is_frames(url: str) -> bool:
 def fetch_frames(
     url: str, policy: MediaPolicy, limits: DecodeLimits, asked: VideoSampling, item: str
 ) -> tuple[bytes, SentFrames]:
-    """The bytes of all frames that count: of those from `start` to `end`, `num_frames`, or else all, up to
-    `max_frames`. Raises MediaError."""
+    """The bytes of all frames. Raises MediaError."""
     guard, count = Guard(item, limits), url.count(",")
-    guard.check("max_video_frames", count, "frames", "fewer")
+    guard.check("max_video_frames_kept", count, "frames", "fewer")
+    most = asked.num_frames or asked.max_frames or -1
+    if 0 < most < count:
+        problem = f"it has {count} frames, more than the {most} of num_frames, max_frames or the room in this prompt"
+        raise MediaError(item, f"{problem}; send fewer")
+    if asked.start is not None or asked.end is not None:
+        raise MediaError(item, "start and end are for a video that is sent as a file; remove them")
     rate, times = asked.fps or DEFAULT_FPS, asked.timestamps
     if times is None:
         times = [index / rate for index in range(count)]
@@ -47,24 +52,13 @@ def fetch_frames(
     elif count > 1:
         rate = (count - 1) / (times[-1] - times[0])
     guard.check("max_video_seconds", count / rate, "seconds", "a shorter video")
-    most = asked.num_frames or asked.max_frames or limits.max_video_frames_kept
-    try:
-        chosen = VideoSampling(num_frames=most, start=asked.start, end=asked.end)
-        window, kept = chosen.window(times), chosen.indices(times, rate, most).tolist()
-    except ValueError as error:
-        raise MediaError(item, str(error)) from error
-    if len(kept) < len(window) and asked.num_frames is None:
-        problem = f"it has {len(window)} frames, more than the {most} of max_frames and the room in this prompt"
-        raise MediaError(item, f"{problem}; send fewer, or set num_frames to choose among them")
-    guard.check("max_video_frames_kept", len(kept), "frames", "fewer, or set num_frames")
     edges = [comma.start() for comma in re.finditer(",", url)] + [len(url)]  # a frame begins with its comma
     images: list[bytes] = []
-    for index in kept:
+    for start, end in pairwise(edges):
         try:
-            images.append(fetch(f"data:;base64{url[edges[index] : edges[index + 1]]}", policy, item))
+            images.append(fetch(f"data:;base64{url[start:end]}", policy, item))
         except MediaError as error:
-            raise MediaError(item, f"frame {index + 1}: {error.problem}") from error
-    total, shown = (max(round(frames / rate * CLOCK), 1) for frames in (count, len(window)))
-    facts = VideoFacts([times[index] for index in kept], fps=CLOCK, total_frames=total, window_frames=shown)
-    parts = [(index + 1, len(image)) for index, image in zip(kept, images, strict=True)]
-    return policy.checked(b"".join(images), item), SentFrames(parts, facts)
+            raise MediaError(item, f"frame {len(images) + 1}: {error.problem}") from error
+    total = max(round(count / rate * CLOCK), 1)
+    facts = VideoFacts(times, fps=CLOCK, total_frames=total, window_frames=total)
+    return policy.checked(b"".join(images), item), SentFrames([len(image) for image in images], facts)

@@ -35,7 +35,7 @@ def test_frames_of_a_video_are_answered_as_the_video(server):
     answers = []
     for url, more in ((video_url(clip), {}), (sent, {"timestamps": [index / 8 for index in range(16)]})):
         asked = {"messages": [message("Describe the video.", [("video_url", url)])], "temperature": 0}
-        sampling = {"media_io_kwargs": {"video": {"num_frames": 8} | more}}
+        sampling = {"media_io_kwargs": {"video": {"num_frames": 16} | more}}
         reply = post(server, "/v1/chat/completions", asked | sampling)
         answers.append((reply["choices"][0]["message"]["content"], reply["usage"]["prompt_tokens"]))
     assert answers[0] == answers[1]
