@@ -97,12 +97,12 @@ class AnswerFormat:
         """Lark of an answer that is a call of one of `functions`, or with `parallel` perhaps several."""
         # Lark writes a tag that is a token without quotes.
         begin, end = (tag if tag in self.vocabulary else f'"{tag}"' for tag in (CALL, CALL_END))
-        names = [f"f{number}" for number in range(len(functions))]
-        rules = ["start: call" + r' ("\n" call)*' * parallel, f"call: {begin} ({' | '.join(names)}) {end}"]
-        for name, function in zip(names, functions, strict=True):
-            head = rf'"\n{{\"name\": \"{function.name}\", \"arguments\": "'
-            rules.append(rf'{name}: {head} %json {msgspec.json.encode(function.schema).decode()} "}}\n"')
-        return "\n".join(rules)
+        calls = [
+            rf'"\n{{\"name\": \"{one.name}\", \"arguments\": " %json {msgspec.json.encode(one.schema).decode()} "}}\n"'
+            for one in functions
+        ]
+        start = r'call ("\n" call)*' if parallel else "call"
+        return f"start: {start}\ncall: {begin} ({' | '.join(calls)}) {end}"
 
 
 def after_thought(grammar: str) -> str:
