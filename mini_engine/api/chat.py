@@ -181,7 +181,11 @@ class ChatRenderer:
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
         called = message.tool_calls or ()
         calls = [{"id": one.id, "type": one.type, "function": one.function.parsed()} for one in called]
-        more = {"reasoning_content": message.thought, "tool_calls": calls, "tool_call_id": message.tool_call_id}
+        more = {
+            "reasoning_content": message.reasoning_content,
+            "tool_calls": calls,
+            "tool_call_id": message.tool_call_id,
+        }
         more = {name: value for name, value in more.items() if value}
         self._check_text(str(more))
         if not isinstance(message.content, list):

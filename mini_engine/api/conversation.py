@@ -71,7 +71,6 @@ class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # vLLM's newer name for it
     tool_call_id: str | None = None
     name: Ignored = None
     refusal: None = None
@@ -81,14 +80,9 @@ class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     function_call: None = None
 
     def __post_init__(self) -> None:
-        own = bool(self.tool_calls or self.thought)
+        own = bool(self.tool_calls or self.reasoning_content)
         if (own and self.role != "assistant") or (self.content is None and not own):
             raise ValueError("it needs `content`; only the role assistant may have `tool_calls` or a thought instead")
-
-    @property
-    def thought(self) -> str:
-        """An assistant's reasoning."""
-        return self.reasoning_content or self.reasoning or ""
 
     @property
     def parts(self) -> list[Part]:
@@ -103,8 +97,8 @@ class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def num_characters(self) -> int:
         """Of text, thoughts and arguments."""
-        called = sum(len(call.function.arguments) for call in self.tool_calls or ())
-        return called + len(self.thought) + sum(len(part.text or "") for part in self.parts)
+        texts = [self.reasoning_content, *(call.function.arguments for call in self.tool_calls or ())]
+        return sum(len(text or "") for text in (*texts, *(part.text for part in self.parts)))
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]

@@ -6,6 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema_rs
+import openai
 import pytest
 
 from mini_engine.demo import questions, videos
@@ -63,3 +64,6 @@ def test_answers_under_a_grammar_are_right_and_in_its_form(server):
     more = {"response_format": form, "n": 2, "logprobs": True}
     for one in asked[:4]:
         assert jsonschema_rs.is_valid(schema, json.loads(server.ask(one.text, one.urls, **more)))
+    more = {"structured_outputs": {"grammar": "start: <|unknown|>"}}  # only the model's tokenizer could tell
+    with pytest.raises(openai.InternalServerError, match="grammar of this request .* unknown special token"):
+        server.ask("hello", [], extra_body=more)
