@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mini_engine.api.conversation import ChatMessage
 from mini_engine.api.errors import bad_request
-from mini_engine.api.protocol import ChatRequest, StructuredOutputs
+from mini_engine.api.protocol import ChatMessage, ChatRequest, StructuredOutputs
 from mini_engine.api.tool_calls import THINK, AnswerFormat, AnswerParser, after_thought
 from mini_engine.media.hashing import HASH_BYTES
 from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality

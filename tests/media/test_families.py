@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from mini_engine.api.chat import ChatRenderer
-from mini_engine.api.conversation import ChatMessage
-from mini_engine.api.protocol import ChatRequest
+from mini_engine.api.protocol import ChatMessage, ChatRequest
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.media.sampling import VideoFacts, VideoSampling
 from mini_engine.media.sent_frames import CLOCK
