@@ -178,15 +178,10 @@ class ChatRenderer:
     def _for_template(self, message: ChatMessage) -> dict[str, Any]:
         """The message as Hugging Face templates know it: media as bare {"type": "image"}, arguments as objects."""
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        called = message.tool_calls or ()
+        called, thought = message.tool_calls or (), message.reasoning_content
         calls = [{"id": one.id, "type": one.type, "function": one.function.parsed()} for one in called]
-        more = {
-            "reasoning_content": message.reasoning_content,
-            "tool_calls": calls,
-            "tool_call_id": message.tool_call_id,
-        }
+        more = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "reasoning_content": thought}
         more = {name: value for name, value in more.items() if value}
-        self._check_text(str(more))
         if not isinstance(message.content, list):
             self._check_text(message.content or "")
             return {"role": role, "content": message.content or "", **more}
@@ -211,16 +206,11 @@ class ChatRenderer:
             raise bad_request(text, "tools")
         more, goes_on = asked.chat_template_kwargs or {}, bool(asked.continue_final_message)
         opens = not goes_on if asked.add_generation_prompt is None else asked.add_generation_prompt
-        if goes_on and (opens or asked.messages[-1].role != "assistant"):
-            text = "'continue_final_message' needs a last message of the role assistant and no 'add_generation_prompt'."
-            raise bad_request(text, "continue_final_message")
         own = {"add_generation_prompt": opens, "continue_final_message": goes_on, "tools": msgspec.to_builtins(tools)}
         for name in more:
             if name in {"messages", *own} or name not in self._template:
                 text = f"the chat template has no variable {name[:64]!r} that a request may set; leave it out"
                 raise bad_request(text, "chat_template_kwargs")
-        self._check_text(str(own), "tools")
-        self._check_text(str(more), "chat_template_kwargs")
         return own | more
 
     def _apply_template(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:

@@ -128,8 +128,11 @@ class ChatResponder(Responder):
             self._parsers[piece.index] = self._make_parser()
         texts: dict[str, str] = {}
         calls: dict[int, dict[str, Any]] = {}
-        for kind, text, number in self._parsers[piece.index].push(piece.text, piece.finish_reason is not None):
+        parser = self._parsers[piece.index]
+        number = parser.num_calls - 1
+        for kind, text in parser.push(piece.text, piece.finish_reason is not None):
             if kind == "call":
+                number += 1
                 head = {"index": number, "id": f"call_{secrets.token_hex(12)}", "type": "function"}
                 calls[number] = head | {"function": {"name": text, "arguments": ""}}
             elif kind == "arguments":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 import regex
@@ -123,12 +123,8 @@ _ENDS: dict[Kind, tuple[str, Kind]] = {
 }
 
 
-class Fragment(NamedTuple):
-    """A part of an answer: some text of it, the name of a function that it calls, or some of the call's arguments."""
-
-    kind: Kind
-    text: str
-    call: int  # the number of the last call
+# A part of an answer: some text of it, the name of a function that it calls, or some of the call's arguments.
+Fragment = tuple[Kind, str]
 
 
 class AnswerParser:
@@ -165,11 +161,11 @@ class AnswerParser:
                 fragments += self._take(end.start())
                 self._kind, self._held, self._after_tag = next_kind, self._held[len(end[0]) :], True
                 if next_kind == "arguments":
-                    fragments.append(Fragment("call", end[1], self.num_calls))
+                    fragments.append(("call", end[1]))
                     self.num_calls += 1
 
     def _take(self, end: int) -> list[Fragment]:
         text, self._held = self._held[:end], self._held[end:]
         text = text.lstrip() if self._after_tag else text
         self._after_tag = self._after_tag and not text
-        return [Fragment(self._kind, text, self.num_calls - 1)] if text else []
+        return [(self._kind, text)] if text else []

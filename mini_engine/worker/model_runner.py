@@ -24,7 +24,7 @@ from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker import sampler
 from mini_engine.worker.attention import AttentionBackend, StepAttention
 from mini_engine.worker.batch import DecodeBatch, FlatBatch, SequenceState, build_batch
-from mini_engine.worker.grammar import Constraint, Grammars, Masks
+from mini_engine.worker.grammar import Constraint, Grammars
 from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.penalties import Adjustments
@@ -286,34 +286,31 @@ class ModelRunner:
             sampler.Row(sequence.recipe, stop - sequence.prompt_length)
             for sequence, stop in zip(batch.sampled, stops, strict=True)
         ]
-        masks = self._masks(batch.sampled, stops)
+        constrained = self._constraints(batch.sampled, stops)
         if batch.adjusts and self._adjustments is None:
             self._adjustments = Adjustments(batch.sampled, stops, logits.shape[1], self.device)
 
         def adjust(logits: Tensor) -> Tensor:
             if self._adjustments is not None:
                 logits = self._adjustments.apply(logits)
-            return logits if masks is None else masks.apply(logits)
+            return self.grammars.mask(logits, constrained) if self.grammars and constrained else logits
 
         sampled = sampler.sample(logits, rows, adjust)
         if self._adjustments is not None:
             self._adjustments.count(sampled.tokens)
         return sampled
 
-    def _masks(self, sequences: Sequence[SequenceState], stops: Sequence[int]) -> Masks | None:
+    def _constraints(self, sequences: Sequence[SequenceState], stops: Sequence[int]) -> dict[int, Constraint]:
         """Those of the rows with a grammar that goes on. Waits for the tokens of the step before if there are any; the
         device may compute this one meanwhile."""
-        constrained = [(i, one) for i, one in enumerate(sequences) if one.recipe.params.grammar]
-        if not constrained:
-            return None
-        assert self.grammars is not None
-        self._take_tokens()
-        rows: dict[int, Constraint] = {}
-        for i, one in constrained:
-            one.constraint = one.constraint or self.grammars.constrain(one.recipe.params)
-            if one.constraint.advance(one.tokens[one.prompt_length : stops[i]]):
-                rows[i] = one.constraint
-        return self.grammars.masks(list(rows), list(rows.values())) if rows else None
+        going_on: dict[int, Constraint] = {}
+        for i, one in enumerate(sequences):
+            if self.grammars is not None and one.recipe.params.grammar:
+                self._take_tokens()
+                one.constraint = one.constraint or self.grammars.constrain(one.recipe.params)
+                if one.constraint.advance(one.tokens[one.prompt_length : stops[i]]):
+                    going_on[i] = one.constraint
+        return going_on
 
 
 def keep_rows(encoded: dict[bytes, Tensor], item: MediaItem, first: int, rows: Tensor) -> None:

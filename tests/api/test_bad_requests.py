@@ -62,11 +62,7 @@ def tool(**properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "look", "parameters": {"properties": {"at": properties}}}}
 
 
-def called(arguments: str) -> list[dict[str, Any]]:
-    return [{"id": "1", "function": {"name": "look", "arguments": arguments}}]
-
-
-GOES_ON = {"continue_final_message": True, **message(role="assistant", content="a")}
+CALLS = [{"id": "1", "function": {"name": "look", "arguments": "[]"}}]
 FORCED = {"tools": [tool()], "tool_choice": "required"}
 BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"model": "other"}, "model_not_found", "model", "does not exist; this server has tiny, alias."),
@@ -93,18 +89,16 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"tools": [], "tool_choice": tool()}, VALUE, "tool_choice", "function that is not in 'tools'"),
     ({**FORCED, **JSON_OBJECT}, VALUE, "tool_choice", "with structured output"),
     ({**FORCED, "tools": [tool(type=5)]}, VALUE, "tools", "its grammar cannot be followed"),
-    ({"tools": [tool(title="<|image_pad|>")]}, VALUE, "tools", "contains <|image_pad|>"),
+    ({"tools": [tool(title="<|image_pad|>")]}, VALUE, "messages", "wrote 1 placeholders for 0 media items"),
     ({"chat_template_kwargs": {"mood": 1}}, VALUE, "chat_template_kwargs", "no variable 'mood' that a request may set"),
-    ({"continue_final_message": True}, VALUE, "continue_final_message", "a last message of the role assistant"),
-    ({**GOES_ON, "add_generation_prompt": True}, VALUE, "continue_final_message", "no 'add_generation_prompt'"),
-    ({**GOES_ON, **message(role="assistant", content=[])}, VALUE, "messages", "could not find any text to continue"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, VALUE, "messages", "not compatible"),
     ({"echo": 0}, UNSUPPORTED, "echo", "send false"),
     ({"media_io_kwargs": {"audio": {}}}, VALUE, "media_io_kwargs", "'audio'"),
     ({"messages": None}, VALUE, "messages", "got `null`"),
     ({"messages": []}, VALUE, "messages", "length >= 1"),
     (message(role="user"), VALUE, "messages[0]", "needs `content`"),
-    (message(role="user", content="x", tool_calls=called("{}")), VALUE, "messages[0]", "the role assistant"),
-    (message(role="assistant", tool_calls=called("[]")), VALUE, "messages[0].tool_calls[0].function", "of an object"),
+    (message(role="user", content="x", reasoning_content="y"), VALUE, "messages[0]", "the role assistant"),
+    (message(role="assistant", tool_calls=CALLS), VALUE, "messages[0].tool_calls[0].function", "of an object"),
     (message(role="user", content="x", mood=1), UNKNOWN, "messages[0].mood", "Unknown parameter"),
     (message(role="system", content="a <|image_pad|>"), VALUE, "messages", "contains <|image_pad|>"),
     (user(text("a <|image"), text("_pad|>")), VALUE, "messages", "contains <|image_pad|>"),

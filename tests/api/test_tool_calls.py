@@ -25,9 +25,9 @@ def parse(*pieces: str, **options: bool) -> list[tuple[str, str]]:
     parser = AnswerParser(**{"calls": True, "thoughts": True, **options})
     found: list[tuple[str, str]] = []
     for piece in (*pieces, None):
-        for one in parser.push(piece or "", last=piece is None):
-            before = found.pop()[1] if found and found[-1][0] == one.kind != "call" else ""
-            found.append((one.kind, before + one.text))
+        for kind, text in parser.push(piece or "", last=piece is None):
+            before = found.pop()[1] if found and found[-1][0] == kind != "call" else ""
+            found.append((kind, before + text))
     return found
 
 
@@ -62,7 +62,7 @@ def test_fragments_are_the_same_however_the_text_is_cut(parts: list[str], in_tho
 def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
     parser = AnswerParser(calls=True)
     texts = 'a #<tool#s> b#<tool_call>#{"name": "look", "arguments": #{"n#": 1#}}#</tool_call>'.split("#")
-    pushed = [[one.text for one in parser.push(text)] for text in texts]
+    pushed = [[part for _, part in parser.push(text)] for text in texts]
     assert pushed == [["a"], [], [" <tools> b"], [], [], ["look", '{"n'], ['": 1'], ["}"], []]
 
 

@@ -6,7 +6,6 @@ import os
 from typing import Any, Literal
 
 import openai
-from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 from pydantic_ai import Agent
@@ -56,7 +55,7 @@ async def test_pydantic_ai(server: RunningServer) -> None:
 
 def test_langchain(server: RunningServer) -> None:
     chat = ChatOpenAI(base_url=f"{server.url}", api_key="none", model=server.model)  # type: ignore[arg-type]
-    assert isinstance(chat.with_structured_output(Scene).invoke([HumanMessage("Describe it.")]), Scene)
+    assert isinstance(chat.with_structured_output(Scene).invoke("Describe it."), Scene)
     (call,) = chat.bind_tools([Scene], tool_choice="required", **ONCE).invoke("Describe it.").tool_calls
     assert Scene(**call["args"])
 

@@ -122,8 +122,6 @@ def test_just_within_the_limits() -> None:
     assert decode_image(data, DecodeLimits(max_image_pixels=1800)).shape == (3, 600, 3)
 
 
-# --- videos that are sent as frames ----------------------------------------------------------------------------------
-
 JPEGS = [saved(Image.fromarray(clips.frame(index, 64, 48)), "JPEG") for index in range(3)]
 
 
