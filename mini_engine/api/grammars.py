@@ -9,7 +9,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from llguidance import LLMatcher
 
 # What stands between the tokens of a JSON value: no more than indentation needs, or a model could write it for ever.
@@ -20,7 +19,7 @@ MAX_GRAMMAR = 100_000  # characters; llguidance takes a tenth of a second for so
 def json_grammar(schema: dict[str, Any]) -> str:
     """JSON that is valid under a JSON schema."""
     schema = {"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema}
-    return f"start: %json {msgspec.json.encode(schema).decode()}"
+    return f"start: %json {json.dumps(schema)}"
 
 
 def regex_grammar(regex: str) -> str:

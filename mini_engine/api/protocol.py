@@ -86,14 +86,13 @@ class File(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Location = MediaUrl | Annotated[str, Meta(min_length=1)]
-PartType = Literal["text", "image_url", "video_url", "file", "input_text", "input_image", "input_video"]
 INPUT = {"input_text": "text", "input_image": "image_url", "input_video": "video_url"}  # names of the Responses API
 
 
 class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A part of a message: the one of text, image, video and file that `type` names."""
 
-    type: PartType
+    type: Literal["text", "image_url", "video_url", "file", "input_text", "input_image", "input_video"]
     text: str | None = None
     image_url: Location | None = None
     video_url: Location | None = None

@@ -6,6 +6,7 @@ In OpenAI's form. Encoded by msgspec, since a stream has one event for each step
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import secrets
 import time
@@ -106,8 +107,7 @@ class ChatResponder(Responder):
 
     def __init__(self, asked: ChatRequest, request_id: str, model: str, make_parser: Callable[[], AnswerParser]):
         super().__init__(asked, request_id, model)
-        self._make_parser = make_parser
-        self._parsers: dict[int, AnswerParser] = {}  # of the choices that have begun
+        self._parsers: dict[int, AnswerParser] = collections.defaultdict(make_parser)  # of the choices that have begun
         self._is_named = isinstance(asked.tool_choice, Tool)
 
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
@@ -124,8 +124,6 @@ class ChatResponder(Responder):
 
     def _split(self, piece: Piece) -> dict[str, Any]:
         """What a piece adds to a message: to its texts, and to its calls, where `index` is the number of a call."""
-        if piece.index not in self._parsers:
-            self._parsers[piece.index] = self._make_parser()
         texts: dict[str, str] = {}
         calls: dict[int, dict[str, Any]] = {}
         parser = self._parsers[piece.index]

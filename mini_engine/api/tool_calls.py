@@ -123,10 +123,6 @@ _ENDS: dict[Kind, tuple[str, Kind]] = {
 }
 
 
-# A part of an answer: some text of it, the name of a function that it calls, or some of the call's arguments.
-Fragment = tuple[Kind, str]
-
-
 class AnswerParser:
     """Splits the text of one choice into fragments as it arrives: the same, put together, however the text is cut.
 
@@ -143,10 +139,10 @@ class AnswerParser:
         self._held = ""  # of this kind, not delivered
         self._after_tag = in_thought
 
-    def push(self, text: str, last: bool = False) -> list[Fragment]:
-        """Takes the next text, and returns what is certain now; with the `last`, all."""
+    def push(self, text: str, last: bool = False) -> list[tuple[Kind, str]]:
+        """Takes the next text, and returns what is certain now; with the `last`, all. Of a call it is the name."""
         self._held += text
-        fragments: list[Fragment] = []
+        fragments: list[tuple[Kind, str]] = []
         while True:
             pattern, next_kind = _ENDS[self._kind]
             search = self._kind != "content" or self._calls
@@ -164,7 +160,7 @@ class AnswerParser:
                     fragments.append(("call", end[1]))
                     self.num_calls += 1
 
-    def _take(self, end: int) -> list[Fragment]:
+    def _take(self, end: int) -> list[tuple[Kind, str]]:
         text, self._held = self._held[:end], self._held[end:]
         text = text.lstrip() if self._after_tag else text
         self._after_tag = self._after_tag and not text

@@ -55,10 +55,9 @@ class Sampling:
             self._result = []
             if self._sampled is not None:
                 reports = self._sampled.logprobs
+                errors = [one.constraint.error if one.constraint else "" for one in self._sequences]
                 self._result = [
-                    SampledToken(
-                        one.request_id, token, reports.get(i, []), one.constraint.error if one.constraint else ""
-                    )
+                    SampledToken(one.request_id, token, reports.get(i, []), errors[i])
                     for i, (one, token) in enumerate(zip(self._sequences, tokens, strict=True))
                 ]
         return self._result

@@ -116,9 +116,10 @@ async def test_text_to_tokens_and_back(served: Served, text: str) -> None:
     ([video()], {"max_completion_tokens": MAX_MODEL_LEN - 64}),  # which leaves less room for the video
     ([FRAMES], {"media_io_kwargs": {"video": {"timestamps": [0, 0.5, 1.5]}}}),
 ])  # fmt: skip
-async def test_tokens_of_a_conversation_are_those_of_its_answer(
+async def test_tokens_of_a_conversation(
     served: Served, content: Any, more: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those that its answer counts."""
     monkeypatch.setattr(media_settings, "LEAST_VIDEO", 8)
     usage = (await served.post(content, **more)).json()["usage"]
     counted = Counted("media_decodes_total")

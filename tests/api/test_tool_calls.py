@@ -37,7 +37,6 @@ def parse(*pieces: str, **options: bool) -> list[tuple[str, str]]:
     (f"{CALL}\n{CALL} and", [*LOOK, *LOOK, ("content", "and")]),
     (f"\n<think>\nhm <tool_call>\n</think>\n\n{CALL}", [("reasoning_content", "hm <tool_call>"), *LOOK]),
     ("<think>cut </thi", [("reasoning_content", "cut </thi")]),
-    # What is no call, or is cut off.
     ("x <tool_call>{}</tool_call> y", [("content", "x <tool_call>{}</tool_call> y")]),
     ('x\n<tool_call>\n{"name": "lo', [("content", 'x\n<tool_call>\n{"name": "lo')]),
     (CALL.partition(ARGUMENTS[14:])[0], [LOOK[0], ("arguments", ARGUMENTS[:14])]),
@@ -101,7 +100,6 @@ def test_grammar_takes_the_calls_that_the_parser_reads(tmp_path: Path, tokens: t
 
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "strict": True, "parameters": {"type": "object"}}}]
 SAID = f"Well.\n{CALL}\n{CALL}END"
-THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
 async def choices_of(served: Served, said: str = SAID, **fields: Any) -> list[tuple[Any, ...]]:
@@ -127,7 +125,8 @@ async def test_calls_of_whole_and_streamed_answers(served: Served) -> None:
     assert await choices_of(served, parallel_tool_calls=False) == [("tool_calls", "", "Well.", look)] * 2
     assert await choices_of(served, tool_choice="none") == [("stop", "", SAID[:-3])] * 2
     assert await choices_of(served, CALL + "END", tool_choice=TOOLS[0]) == [("stop", "", "", look)] * 2
-    thought = await choices_of(served, f"hm\n</think>\n{CALL}END", tool_choice="required", extra_body=THINK)
+    more: Any = {"tool_choice": "required", "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+    thought = await choices_of(served, f"hm\n</think>\n{CALL}END", **more)
     assert thought == [("tool_calls", "hm", "", look)] * 2
     grammar = served.core.requests[-1].sampling.grammar
     assert "</think>" in grammar and "call (" in grammar

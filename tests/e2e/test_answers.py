@@ -56,8 +56,9 @@ def test_answers_under_a_grammar_are_right_and_in_its_form(server):
     things = f"an? ({'|'.join(videos.COLOURS)}) ({'|'.join(videos.SHAPES)})"
     form = {"regex": things + " (moving (left|right|up|down)|standing still)"}
     asked = [ask_video(3000 + seed, "describe") for seed in range(24)]
-    more = {"structured_outputs": form, "ignore_eos": True, "min_tokens": 40}
-    assert not wrong_answers(server, asked, extra_body=more)
+    assert not wrong_answers(
+        server, asked, extra_body={"structured_outputs": form, "ignore_eos": True, "min_tokens": 40}
+    )
     enums = {"colour": {"enum": list(videos.COLOURS)}, "shape": {"enum": list(videos.SHAPES)}}
     schema = {"type": "object", "properties": enums, "required": list(enums), "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": True}}
