@@ -242,7 +242,7 @@ function settings() {
   return fields;
 }
 
-/** Ask `messages` in a new entry of the list; `media` are those of the last message. False: it was refused. */
+/** Ask `messages` in a new entry of the list; `media` are those of the last message. False: no answer has begun. */
 async function ask(messages, media) {
   const turn = $("turn-template").content.cloneNode(true).firstElementChild;
   const part = (name) => turn.querySelector(`.${name}`);
@@ -263,15 +263,15 @@ async function ask(messages, media) {
       body: JSON.stringify({ ...body, return_timings: true, ...settings() }),
       signal: running.signal,
     });
-    accepted = true;
-    for await (const event of eventsOf(response)) showEvent(event, answer, turn);
-    part("again").hidden = false;
+    for await (const event of eventsOf(response)) {
+      accepted = true;
+      showEvent(event, answer, turn);
+    }
   } catch (error) {
-    part("note").textContent = "";
-    if (error.name === "AbortError") part("note").textContent = "Stopped.";
-    else showError(part("error"), error);
-    accepted ||= error.name === "AbortError";
+    part("note").textContent = error.name === "AbortError" ? "Stopped." : "";
+    if (error.name !== "AbortError") showError(part("error"), error);
   }
+  part("again").hidden = false;
   part("answer").setAttribute("aria-busy", "false");
   part("again").onclick = () => running ?? ask(messages, media);
   if (accepted) conversation = [...messages, { role: "assistant", content: answer.data }];
@@ -285,7 +285,9 @@ function showEvent(event, answer, turn) {
   if (event.error) throw new ApiError(event.error.message);
   const [choice] = event.choices;
   if (choice?.delta.content) {
+    const { scrollTop, clientHeight, scrollHeight } = answer.parentElement;
     answer.appendData(choice.delta.content);
+    if (scrollTop + clientHeight > scrollHeight - 8) answer.parentElement.scrollTop = 1e6; // follow it
     turn.querySelector(".note").textContent = "";
   }
   if (choice?.finish_reason === "length") turn.querySelector(".note").textContent = "Cut off at the maximum of tokens.";
@@ -303,6 +305,7 @@ function showError(place, error) {
 function setRunning(controller) {
   running = controller;
   $("send").disabled = Boolean(controller);
+  if (document.activeElement === $("stop")) $("question").focus(); // else the focus would be lost with the button
   $("stop").hidden = !controller;
   $("fresh").hidden = Boolean(controller) || !$("turns").children.length;
   $("send").textContent = conversation.length ? "Ask a follow-up" : "Ask";
@@ -310,8 +313,8 @@ function setRunning(controller) {
 
 $("composer").onsubmit = async (event) => {
   event.preventDefault();
-  if (running) return;
   const [media, text] = [attached, $("question").value.trim()];
+  if (running || !text) return;
   $("composer-error").hidden = true;
   try {
     settings();
@@ -320,7 +323,7 @@ $("composer").onsubmit = async (event) => {
     showAttached();
     $("question").value = "";
     if (await ask([...conversation, { role: "user", content }], media)) return;
-    attached = [...media, ...attached]; // refused: for another try
+    attached = [...media, ...attached]; // for another try
     showAttached();
     $("question").value ||= text;
   } catch (error) {
@@ -344,8 +347,8 @@ $("fresh").onclick = () => {
 
 // --- see: where the time of an answer went ---------------------------------------------------------------------------
 
-const STAGES = [
-  ["admission", "admission"], ["fetch", "fetch"], ["media_decode", "decode"], ["process", "process"],
+const STAGES = [ // in the order of a request
+  ["fetch", "fetch"], ["admission", "admission"], ["media_decode", "decode"], ["process", "process"],
   ["transport", "transport"], ["queue", "queue"], ["encode", "encode"], ["prefill", "prefill"],
   ["generation", "generation"], ["other", "other"],
 ];
@@ -537,6 +540,7 @@ async function watchServer() {
       showServer(samplesOf(await (await call("metrics")).text()));
       setState("live", "live");
     } catch (error) {
+      model = null; // another may be served next
       setState("down", error instanceof ApiError ? error.message : "The server cannot be reached.");
     }
     await new Promise((resolve) => setTimeout(resolve, 1000));
