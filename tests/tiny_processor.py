@@ -10,13 +10,19 @@ from mini_engine.media.processor import MediaProcessor, MediaSettings
 from mini_engine.media.sampling import VideoSampling
 
 CHAT_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{- tool | tojson + '\\n' }}{% endfor %}<|im_end|>
+{% endif %}
 {%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.content is string %}{{- message.content }}
 {%- else %}{%- for part in message.content %}
 {%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
 {%- elif part.type == 'video' %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}
-{%- else %}{{- part.text }}{%- endif %}{%- endfor %}{%- endif %}{{- '<|im_end|>\\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+{%- else %}{{- part.text }}{%- endif %}{%- endfor %}{%- endif %}{%- for call in message.tool_calls %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson + '}\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking %}{{- '<think>\\n' }}{%- endif %}{%- endif %}
 """
 PROCESSORS = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
 

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from mini_engine.api.conversation import ChatMessage, TextPart
 from mini_engine.api.errors import bad_request
-from mini_engine.api.protocol import ChatMessage, TextPart
+from mini_engine.api.protocol import ChatRequest, StructuredOutputs
+from mini_engine.api.tool_calls import THINK, AnswerFormat, AnswerParser
 from mini_engine.media.hashing import HASH_BYTES
 from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality
 
@@ -39,8 +44,11 @@ class MediaRef:
 class ChatRenderer:
     """Writes prompts for one model, by its Hugging Face processor's tokenizer and chat template."""
 
-    def __init__(self, hf_processor: Any, chat_template: str | None = None) -> None:
-        """`chat_template` is Jinja text to use instead of the model's own. Raises ValueError if there is neither."""
+    def __init__(
+        self, hf_processor: Any, chat_template: str | None = None, tool_parser: str = "auto", reasoning: str = "auto"
+    ) -> None:
+        """`chat_template` is Jinja text to use instead of the model's own; for the parsers see `AnswerFormat`. Raises
+        ValueError if there is neither template, or for a parser that it does not suit."""
         self._hf = hf_processor
         own = hf_processor.chat_template or hf_processor.tokenizer.chat_template
         template = chat_template or (own.get("default") if isinstance(own, dict) else own)
@@ -59,19 +67,22 @@ class ChatRenderer:
         vocabulary = hf_processor.tokenizer.get_added_vocab()
         marks = [mark for mark in _VISION_MARKS if mark in vocabulary]
         self._reserved = (hf_processor.image_token, hf_processor.video_token, *marks)
+        self._format = AnswerFormat.of(template, vocabulary, tool_parser, reasoning)
         # In characters, which are never more than the bytes that a token stands for.
         self._longest_token = max(map(len, hf_processor.tokenizer.get_vocab()))
         self.max_tokens: int | None = None  # the engine's limit, once it is known
         self._knows_developer = "developer" in template
-        self.render([ChatMessage(role="user", content="Hello")])  # a template that cannot work is found at start
+        # A template that cannot work is found at start.
+        self.render(ChatRequest(messages=[ChatMessage(role="user", content="Hello")]))
 
-    def render(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def render(self, asked: ChatRequest) -> list[int]:
         """Returns the prompt's token ids, the start of the answer included, with one placeholder id for each item.
 
-        Raises ApiError, a 400, for text that contains the model's placeholder tokens, and when the template refuses the
-        conversation or leaves out an item.
+        Raises ApiError, a 400, for text that contains the model's placeholder tokens, for tools or variables that the
+        template does not write, and when it refuses the conversation or leaves out an item.
         """
-        text = self._apply_template([self._for_template(message) for message in messages])
+        messages = asked.messages
+        text = self._apply_template([self._for_template(message) for message in messages], self._arguments(asked))
         self._check_length(text)
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         wanted = [part.modality for message in messages for part in message.media]
@@ -80,6 +91,30 @@ class ChatRenderer:
             counts = f"{len(placed)} placeholders for {len(wanted)} media items"
             raise bad_request(f"the chat template wrote {counts}, or in other order", "messages")
         return token_ids
+
+    def opens_thought(self, token_ids: Sequence[int]) -> bool:
+        """Whether the answer to this prompt begins inside a thought."""
+        end = self.tokenizer.decode(token_ids[-16:], skip_special_tokens=False)  # enough for the tag
+        return self._format.thoughts and end.rstrip().endswith(THINK)
+
+    def constrain(self, chat: ChatRequest, in_thought: bool = False) -> ChatRequest:
+        """The request with the grammar that its answer follows: a call that it asks for, after the thought. Raises
+        ApiError, a 400: it asks for no function of its own, or for another grammar too."""
+        grammar = chat.grammar
+        if chat.tool_choice not in (None, "none", "auto") and (grammar or not chat.must_call):
+            problem = "together with structured output" if grammar else "of a function that is not in 'tools'"
+            raise bad_request(f"'tool_choice' cannot ask for a call {problem}.", "tool_choice")
+        if chat.must_call:
+            parallel = chat.parallel_tool_calls is not False and chat.tool_choice == "required"
+            grammar = self._format.call_grammar(chat.must_call, parallel)
+        elif not grammar or not in_thought:
+            return chat
+        grammar = self._format.after_thought(grammar) if in_thought else grammar
+        return msgspec.structs.replace(chat, structured_outputs=StructuredOutputs(grammar=grammar))
+
+    def parser_maker(self, chat: ChatRequest, in_thought: bool) -> Callable[[], AnswerParser]:
+        """What makes the parser of each choice."""
+        return partial(AnswerParser, calls=chat.calls_tools, thoughts=self._format.thoughts, in_thought=in_thought)
 
     @property
     def placeholders(self) -> frozenset[int]:
@@ -142,32 +177,55 @@ class ChatRenderer:
         return expanded, placed
 
     def _for_template(self, message: ChatMessage) -> dict[str, Any]:
-        """The message as Hugging Face templates know it: role and content, media as bare {"type": "image"}."""
+        """The message as Hugging Face templates know it: media as bare {"type": "image"}, arguments as objects."""
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        if isinstance(message.content, str):
-            self._check_text(message.content)
-            return {"role": role, "content": message.content}
+        called = message.tool_calls or ()
+        calls = [{"id": one.id, "type": one.type, "function": one.function.parsed()} for one in called]
+        more = {"reasoning_content": message.thought, "tool_calls": calls, "tool_call_id": message.tool_call_id}
+        more = {name: value for name, value in more.items() if value}
+        self._check_text(str(more))
+        if not isinstance(message.content, list):
+            self._check_text(message.content or "")
+            return {"role": role, "content": message.content or "", **more}
         # Joined, because a template writes consecutive parts without anything in between.
         self._check_text("".join(part.text if isinstance(part, TextPart) else "\n" for part in message.content))
         parts = [
             {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": part.modality}
             for part in message.content
         ]
-        return {"role": role, "content": parts}
+        return {"role": role, "content": parts, **more}
 
     def _check_text(self, text: str, param: str = "messages") -> None:
         for token in self._reserved:
             if token in text:
                 raise bad_request(f"the text contains {token}, a media placeholder of this model; remove it", param)
 
-    def _apply_template(self, messages: list[dict[str, Any]]) -> str:
+    def _arguments(self, asked: ChatRequest) -> dict[str, Any]:
+        """What the template gets beside the messages."""
+        tools = asked.tools if asked.calls_tools else None
+        if tools and not self._format.calls:
+            text = "the chat template has no tools in Hermes' format; leave them out, or use another --chat-template"
+            raise bad_request(text, "tools")
+        more, goes_on = asked.chat_template_kwargs or {}, bool(asked.continue_final_message)
+        opens = not goes_on if asked.add_generation_prompt is None else asked.add_generation_prompt
+        if goes_on and (opens or asked.messages[-1].role != "assistant"):
+            text = "'continue_final_message' needs a last message of the role assistant and no 'add_generation_prompt'."
+            raise bad_request(text, "continue_final_message")
+        own = {"add_generation_prompt": opens, "continue_final_message": goes_on, "tools": msgspec.to_builtins(tools)}
+        for name in more:
+            if name in {"messages", *own} or name not in self._template:
+                text = f"the chat template has no variable {name[:64]!r} that a request may set; leave it out"
+                raise bad_request(text, "chat_template_kwargs")
+        self._check_text(str(own), "tools")
+        self._check_text(str(more), "chat_template_kwargs")
+        return own | more
+
+    def _apply_template(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         import jinja2
 
         try:
-            return self._hf.apply_chat_template(
-                messages, chat_template=self._template, tokenize=False, add_generation_prompt=True
-            )
-        except (jinja2.TemplateError, TypeError) as error:  # templates raise too, as for roles in a wrong order
+            return self._hf.apply_chat_template(messages, chat_template=self._template, tokenize=False, **arguments)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise too, as for roles in no order
             raise bad_request(f"the chat template rejects these messages: {str(error)[:200]}", "messages") from error
 
 

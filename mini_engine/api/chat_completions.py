@@ -33,9 +33,10 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
     context, state = context_of(request), request.state
     chat = await read_body(request, ChatRequest, context)
-    responder = ChatResponder(chat, state.request_id, context.config.served_names[0])
     generation = await start(context, chat, state)
     state.cleanup.enter_context(generation)
+    make_parser = context.renderer.parser_maker(chat, generation.in_thought)
+    responder = ChatResponder(chat, state.request_id, context.config.served_names[0], make_parser)
     del chat  # its media are as large as text as they are themselves
     return await responder.respond([generation])
 
@@ -50,8 +51,10 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Generat
     async with contextlib.AsyncExitStack() as held:
         context.engines.preparing.add(state.end)
         held.callback(context.engines.preparing.discard, state.end)
-        context.sampling.check(chat)
+        await context.sampling.check(context.renderer.constrain(chat))
         token_ids, fetched = await prepare(context, chat, state, held)
+        in_thought = context.renderer.opens_thought(token_ids)
+        chat = context.renderer.constrain(chat, in_thought)
         hashes = list(dict.fromkeys(item.media_hash for item in fetched))
         with context.engines.choose(hashes[0] if hashes else None, chat.num_choices) as engine:  # row 5
             held.enter_context(engine.media.holding(request_id))
@@ -66,7 +69,9 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Generat
             request = context.sampling.new_request(chat, request_id, prompt, media)
             used = [media_usage(item, context.media.processor) for item in media]
             missing = missing_parts(fetched, processed)
-            generation = Generation(chat, request, context.vocabulary, clock, media=used, warnings=missing)
+            generation = Generation(
+                chat, request, context.vocabulary, clock, media=used, warnings=missing, in_thought=in_thought
+            )
         # Row 8: the tensors, then the request.
         clock.enter("transport")
         await engine.submit(generation, request)
@@ -82,8 +87,8 @@ async def prepare(
     request_id, clock = state.request_id, state.clock
     # Row 2: the media references, the prompt with a placeholder for each, their settings.
     refs = collect_media(chat.messages, context.config.item_limits)
-    render = partial(context.renderer.render, chat.messages)
-    token_ids = await run_sized(render, sum(one.num_characters for one in chat.messages), INLINE_CHARACTERS)
+    render = partial(context.renderer.render, chat)
+    token_ids = await run_sized(render, chat.num_characters, INLINE_CHARACTERS)
     budget = video_tokens(context.limits, len(token_ids), chat.token_limit or 1, len(refs))
     settings = context.media_settings.resolve(chat, budget)
     # Row 3: room for the media's bytes, the bytes, and their hashes.

@@ -36,7 +36,7 @@ async def completions(request: Request) -> Response:
     context, request_id = context_of(request), request.state.request_id
     asked = await read_body(request, CompletionRequest, context)
     responder = CompletionResponder(asked, request_id, context.config.served_names[0])
-    context.sampling.check(asked)
+    await context.sampling.check(asked)
     generations: dict[Generation, NewRequest] = {}
     for number, prompt in enumerate(asked.prompts):
         token_ids = await _encode(context, asked, prompt) if isinstance(prompt, str) else _check(context, prompt)

@@ -112,6 +112,7 @@ class Generation:
         first_index: of its choices.
         media: what the response says of the images and videos, in the order of the prompt.
         warnings: what the answer does not rest on, such as the missing part of a video.
+        in_thought: the prompt has opened one; the answer begins inside.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Generation:
         first_index: int = 0,
         media: Sequence[dict[str, Any]] = (),
         warnings: Sequence[str] = (),
+        in_thought: bool = False,
     ):
         ids = [request.request_id, *(sibling.request_id for sibling in request.siblings)]
         # Not the request itself: its tensors would stay in memory until the last token.
@@ -134,6 +136,7 @@ class Generation:
         self.finish_at_engine: FinishAtEngine | None = None  # of the engine that was sent the request
         self.media = media
         self.warnings = warnings
+        self.in_thought = in_thought
         self._error: EngineError | None = None
         self._waiting: collections.deque[Sample] = collections.deque()  # samples with outputs, each once
         self._arrival: asyncio.Future[None] | None = None

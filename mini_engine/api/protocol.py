@@ -1,4 +1,4 @@
-"""The request bodies of all endpoints: which fields there are, and what they may hold.
+"""The request bodies of all endpoints: which fields there are, and what they may hold; messages: `conversation.py`.
 
 A field is supported, `Ignored`, or known and accepted only at a value that changes nothing (`only`); an unknown one is
 an error. None means the default of the model or the server. Knows nothing of defaults that depend on the model
@@ -11,12 +11,14 @@ import functools
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import msgspec
+from llguidance import LLMatcher
 from msgspec import Meta, Struct
 
+from mini_engine.api.conversation import Ignored, Messages
 from mini_engine.api.errors import bad_request
-from mini_engine.messages import Modality
+from mini_engine.api.grammars import choice_grammar, json_grammar
+from mini_engine.api.tool_calls import CALL_END, Function, Tool, Tools
 
-MAX_MESSAGES = 4096
 MAX_STOP_STRINGS = 16  # OpenAI takes 4; more cost little here
 MAX_STOP_LENGTH = 1024  # characters; text that may start a stop string costs up to as many comparisons per token
 MAX_CHOICES = 128  # OpenAI's limit on `n`
@@ -29,9 +31,8 @@ Positive = Annotated[int, Meta(ge=1)]
 TokenId = Count32
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
-
-
-Ignored = Annotated[Any, Meta(description="Ignored: it does not change the answer.")]
+MediaIOKwargs = dict[Literal["image", "video"], dict[str, Any] | None]
+ANY_OBJECT = {"type": "object"}
 
 
 def only(*neutral: Any) -> Meta:
@@ -67,124 +68,6 @@ def _unsupported(kind: type[Body]) -> dict[str, tuple[str, tuple[Any, ...]]]:
     return {name: meta.extra["neutral"] for name, meta in metas.items() if meta.extra}
 
 
-# --- messages --------------------------------------------------------------------------------------------------------
-
-
-class MediaUrl(Struct, frozen=True, forbid_unknown_fields=True):
-    """The URL of an image or video."""
-
-    url: Annotated[str, Meta(min_length=1)]
-    detail: Ignored = None  # `mm_processor_kwargs` sets the size of items
-
-
-class TextPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """Text in a message."""
-
-    text: str
-    uuid: Ignored = None
-
-
-class InputTextPart(TextPart, frozen=True, kw_only=True, tag="input_text"):
-    """Text by the name of OpenAI's Responses API."""
-
-
-Location = MediaUrl | Annotated[str, Meta(min_length=1)]
-
-
-class _MediaPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    modality: ClassVar[Modality]
-
-    uuid: Ignored = None
-
-    @property
-    def url(self) -> str:
-        """Where the image or video is."""
-        location = getattr(self, f"{self.modality}_url")
-        return location if isinstance(location, str) else location.url
-
-
-class ImagePart(_MediaPart, frozen=True, kw_only=True, tag="image_url"):
-    """An image in a message."""
-
-    modality = "image"
-    image_url: Location
-
-
-class VideoPart(_MediaPart, frozen=True, kw_only=True, tag="video_url"):
-    """A video in a message, in vLLM's form."""
-
-    modality = "video"
-    video_url: Location
-
-
-class InputImagePart(ImagePart, frozen=True, kw_only=True, tag="input_image"):
-    """An image, as OpenAI's Responses API writes it."""
-
-    detail: Ignored = None
-
-
-class InputVideoPart(VideoPart, frozen=True, kw_only=True, tag="input_video"):
-    """A video, by a name like those."""
-
-
-class File(Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of a file, a `data:` URL of an image or a video."""
-
-    file_data: Annotated[str, Meta(pattern="^data:(image|video)/")]
-    filename: Ignored = None
-
-
-class FilePart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="file"):
-    """An image or a video, by its media type, in OpenAI's form."""
-
-    file: File
-    uuid: Ignored = None
-
-    @property
-    def modality(self) -> Modality:
-        return "video" if self.url.startswith("data:video") else "image"
-
-    @property
-    def url(self) -> str:
-        return self.file.file_data
-
-
-MediaPart = ImagePart | VideoPart | InputImagePart | InputVideoPart | FilePart
-Part = TextPart | InputTextPart | MediaPart
-
-
-class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One message. What an answer of OpenAI's has beside its text is accepted where it says nothing."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
-    name: Ignored = None
-    refusal: None = None
-    audio: None = None
-    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
-    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
-    function_call: None = None
-
-    @property
-    def parts(self) -> list[Part]:
-        """`content` as a list."""
-        return [TextPart(text=self.content)] if isinstance(self.content, str) else self.content
-
-    @property
-    def media(self) -> list[MediaPart]:
-        """The images and videos, in order."""
-        return [part for part in self.parts if not isinstance(part, TextPart)]
-
-    @property
-    def num_characters(self) -> int:
-        """Of text."""
-        return sum(len(part.text) for part in self.parts if isinstance(part, TextPart))
-
-
-MediaIOKwargs = dict[Literal["image", "video"], dict[str, Any] | None]
-Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
-
-
 # --- generation ------------------------------------------------------------------------------------------------------
 
 
@@ -198,6 +81,60 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.include_obfuscation or self.continuous_usage_stats:
             raise ValueError("`include_obfuscation` and `continuous_usage_stats` are not supported")
+
+
+class TextFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JsonObjectFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
+    """A JSON schema that an answer is valid under, `strict` or not."""
+
+    name: str
+    schema: dict[str, Any]
+    description: Ignored = None
+    strict: Ignored = None
+
+
+class JsonSchemaFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """JSON under a schema."""
+
+    json_schema: JsonSchema
+
+
+class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's: what the answer has to be, by exactly one of the fields."""
+
+    json: dict[str, Any] | str | None = None  # a JSON schema, or its text
+    json_object: bool | None = None
+    regex: str | None = None  # of the whole answer, in the syntax of Rust's `regex`
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    grammar: str | None = None  # in llguidance's variant of Lark
+
+    def __post_init__(self) -> None:
+        if sum(getattr(self, name) not in (None, False) for name in self.__struct_fields__) != 1:
+            raise ValueError(f"Send exactly one of {', '.join(self.__struct_fields__)}")
+        if isinstance(self.json, str):
+            try:
+                msgspec.json.decode(self.json, type=dict[str, Any])
+            except msgspec.DecodeError as error:
+                raise ValueError(f"`json` is not the text of a JSON schema: {error}") from None
+
+    @property
+    def text(self) -> str:
+        """The grammar in llguidance's form."""
+        if self.regex is not None:
+            return LLMatcher.grammar_from_regex(self.regex)
+        if self.grammar is not None:
+            return LLMatcher.grammar_from_lark(self.grammar)
+        if self.choice is not None:
+            return choice_grammar(self.choice)
+        schema = msgspec.json.decode(self.json) if isinstance(self.json, str) else self.json
+        return json_grammar(ANY_OBJECT if schema is None else schema)
 
 
 class GenerationRequest(Body, kw_only=True, frozen=True):
@@ -228,8 +165,10 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
     user: Ignored = None
-    response_format: Annotated[Any, only({"type": "text"})] = None
     echo: Annotated[Any, only(False)] = None
     best_of: Annotated[Any, only(1)] = None
 
@@ -242,6 +181,23 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
     def num_logprobs(self) -> int | None:
         """How many likeliest tokens to list beside each chosen one; None: no logprobs at all."""
         raise NotImplementedError
+
+    @property
+    def grammar(self) -> str:
+        """What the answer has to match, in llguidance's form; empty: it may be any text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.text
+        match self.response_format:
+            case JsonObjectFormat():
+                return json_grammar(ANY_OBJECT)
+            case JsonSchemaFormat(JsonSchema(schema=schema)):
+                return json_grammar(schema)
+        return ""
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that errors about the grammar name."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     @property
     def stop_strings(self) -> list[str]:
@@ -260,6 +216,9 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
+        if self.structured_outputs is not None and not isinstance(self.response_format, TextFormat | None):
+            text = "Send either 'structured_outputs' or a 'response_format' other than text, not both."
+            raise bad_request(text, "structured_outputs")
         if self.stream_options is not None and not self.stream:
             raise bad_request("'stream_options' is only allowed when 'stream' is true.", "stream_options")
 
@@ -277,6 +236,12 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     media_io_kwargs: MediaIOKwargs | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     return_timings: bool | None = None  # this server's: report the time that each stage of the request took
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     metadata: Ignored = None
     store: Ignored = None
@@ -285,15 +250,38 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None
-    tool_choice: Annotated[Any, only("none", "auto")] = None
-    parallel_tool_calls: Annotated[Any, only(True, False)] = None
     modalities: Annotated[Any, only(["text"])] = None
-    tools: Annotated[Any, only([])] = None
-    add_generation_prompt: Annotated[Any, only(True)] = None
 
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_characters(self) -> int:
+        """Of the text in the prompt, about."""
+        return sum(one.num_characters for one in self.messages) + len(msgspec.json.encode(self.tools))
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the model may call functions."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def must_call(self) -> list[Function]:
+        """The functions of which the answer has to call one; empty: it need not."""
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else ""
+        forced = named or self.tool_choice == "required"
+        return [tool.function for tool in self.tools or () if forced and named in ("", tool.function.name)]
+
+    @property
+    def grammar_field(self) -> str:
+        return "tools" if self.must_call else super().grammar_field
+
+    @property
+    def stop_strings(self) -> list[str]:
+        # A call that is not forced by a grammar is the only one if the answer ends with it.
+        ends = self.calls_tools and self.parallel_tool_calls is False and not self.must_call
+        return [*super().stop_strings, *[CALL_END] * ends]
 
     @property
     def num_logprobs(self) -> int | None:
@@ -352,9 +340,10 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
     mm_processor_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-
-    tools: Annotated[Any, only([])] = None
-    add_generation_prompt: Annotated[Any, only(True)] = None
+    tools: Tools | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @property
     def chat(self) -> ChatRequest:

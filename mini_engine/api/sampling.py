@@ -6,6 +6,7 @@ repetition_penalty and max_new_tokens count, `do_sample` does not. Knows nothing
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from mini_engine.api.errors import bad_request
+from mini_engine.api.grammars import problem_with
 from mini_engine.api.protocol import GenerationRequest
 from mini_engine.config import ConfigError
 from mini_engine.messages import MediaItem, NewRequest, SamplingParams, Sibling
@@ -75,11 +77,16 @@ class SamplingResolver:
         # Others in the model's files are never sampled, and a worker has no logits for them to bar before `min_tokens`.
         self._ends = [token for token in defaults.eos_token_id if 0 <= token < vocab_size]
 
-    def check(self, request: GenerationRequest) -> None:
+    async def check(self, request: GenerationRequest) -> None:
         """What can be refused before the prompt is known. Raises ApiError: 400; a token id that the model does not
-        have."""
+        have, or a grammar that cannot be followed."""
         self.check_tokens("stop_token_ids", request.stop_token_ids or ())
         self.check_tokens("logit_bias", request.logit_bias or {})
+        if grammar := request.grammar:
+            problem = await asyncio.to_thread(problem_with, grammar)  # its length says little of the time
+            if problem is not None:
+                field = request.grammar_field
+                raise bad_request(f"Invalid '{field}': its grammar cannot be followed: {problem}.", field)
 
     def check_tokens(self, name: str, token_ids: Iterable[int]) -> None:
         """Raises ApiError, a 400, unless the model has all tokens of the field `name`."""
@@ -98,7 +105,8 @@ class SamplingResolver:
             raise bad_request(text, "min_tokens")
         temperature = _first(request.temperature, defaults.temperature)
         greedy = temperature < GREEDY_BELOW
-        ends = [] if request.ignore_eos else self._ends
+        # Where a grammar is complete nothing but an end can follow.
+        ends = [] if request.ignore_eos and not request.grammar else self._ends
         return SamplingParams(
             max_tokens=max_tokens,
             seed=self._random.getrandbits(63) if request.seed is None else request.seed % 2**63,
@@ -113,6 +121,7 @@ class SamplingResolver:
             min_tokens=_first(request.min_tokens, 0),
             logprobs=request.num_logprobs,
             stop_token_ids=sorted({*ends, *(request.stop_token_ids or ())}),
+            grammar=request.grammar,
         )
 
     def new_request(

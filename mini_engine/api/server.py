@@ -91,7 +91,7 @@ def load(init: Init, index: int) -> ModelFront:
             processor, model_dir, config.mm_processor_kwargs, video_io_kwargs, config.max_video_frames_kept
         )
         template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
-        renderer = ChatRenderer(processor.hf_processor, template)
+        renderer = ChatRenderer(processor.hf_processor, template, config.tool_call_parser, config.reasoning_parser)
         vocabulary = Vocabulary(processor.hf_processor.tokenizer)
         vocab_size = ModelConfig.from_dir(init.model_dir).text.vocab_size
     except (OSError, ValueError, ApiError) as error:

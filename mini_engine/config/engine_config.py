@@ -46,6 +46,12 @@ class EngineConfig:
     revision: str | None = _model(None, "Branch, tag or commit of a hub model.", unset="the hub's main branch")
     trust_remote_code: bool = _model(False, "Allow the hub model's own processor code to run.")
     chat_template: str | None = _model(None, "Jinja chat template to use.", unset="the model's", metavar="FILE")
+    tool_call_parser: Literal["auto", "hermes"] = _model(
+        "auto", "Format of tool calls in answers: `hermes` (JSON in `<tool_call>`), or `auto`: by the chat template."
+    )
+    reasoning_parser: Literal["auto", "qwen3", "none"] = _model(
+        "auto", "Format of thoughts in answers: `qwen3` (`<think>`), `none`, or `auto`: by the chat template."
+    )
     generation_config: str = _model(
         "auto", "Source of the defaults of temperature, top_p, top_k, min_p, repetition_penalty and max_tokens: "
         "`auto` (the model's generation_config.json), `vllm` (none), or a directory with such a file.",

@@ -35,6 +35,7 @@ VLLM_FLAGS = {
     "--tokenizer": "the tokenizer is read from the directory of MODEL",
     "--compilation-config": "there is no torch.compile; --enforce-eager switches CUDA graphs off",
     "--disable-mm-preprocessor-cache": "use --mm-processor-cache-gb 0",
+    "--enable-auto-tool-choice": "tools are always on; omit the flag, or see --tool-call-parser",
     "--override-generation-config": "--generation-config takes a directory with a generation_config.json",
 }
 

@@ -69,6 +69,7 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     token_id: int
     logprobs: list[TokenLogprob] = []  # see `RequestOutput`
+    error: str = ""  # why there is no token, and the request has to end, as a text for the client
 
 
 class StepResult(Message, frozen=True):

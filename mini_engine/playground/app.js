@@ -284,12 +284,15 @@ async function ask(messages, media) {
 function showEvent(event, answer, turn) {
   if (event.error) throw new ApiError(event.error.message);
   const [choice] = event.choices;
+  const thoughts = turn.querySelector(".thoughts");
   if (choice?.delta.content) {
     const { scrollTop, clientHeight, scrollHeight } = answer.parentElement;
     answer.appendData(choice.delta.content);
     if (scrollTop + clientHeight > scrollHeight - 8) answer.parentElement.scrollTop = 1e6; // follow it
     turn.querySelector(".note").textContent = "";
   }
+  for (const call of choice?.delta.tool_calls ?? []) thoughts.append(call.function.name ?? "", call.function.arguments);
+  if (choice?.delta.reasoning) thoughts.append(choice.delta.reasoning);
   if (choice?.finish_reason === "length") turn.querySelector(".note").textContent = "Cut off at the maximum of tokens.";
   if (event.warnings) turn.querySelector(".note").textContent = event.warnings.join(" ");
   if (event.metrics) showTimings(turn, event.metrics, event.usage);

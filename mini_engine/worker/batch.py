@@ -20,6 +20,7 @@ from mini_engine.messages import Chunk, MediaItem, NewSequence
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.rope import PlacedRun, mrope_positions
 from mini_engine.worker.attention import AttentionBackend, Span, StepAttention, attention_order
+from mini_engine.worker.grammar import Constraint
 from mini_engine.worker.sampler import Recipe
 
 
@@ -33,6 +34,7 @@ class SequenceState:
     def __init__(self, new: NewSequence, vision: VisionConfig, block_size: int) -> None:
         self.request_id = new.request_id
         self.recipe = Recipe.of(new.sampling)
+        self.constraint: Constraint | None = None  # of rank 0, from the first token on, if there is a grammar
         self.media = new.media
         self.prompt_length = len(new.prompt_token_ids)
         longest = self.prompt_length + new.sampling.max_tokens
@@ -101,7 +103,8 @@ class FlatBatch:
     Tensors are int64 on the CPU: `token_ids` `[n]`, `positions` `[3, n]`, `slots` `[n]` (block * block_size + place),
     `last_rows` `[s]`, the last row of each chunk that samples. `sampled` are the sequences of these, and `stops`, int64
     `[s]`, the indices in them of the tokens to be sampled. `in_prompt` are the chunks that begin in a prompt: others
-    have no media. `greedy`: no row needs more than its largest logit; `adjusts`: some row's logits are adjusted.
+    have no media. `greedy`: no row needs more than its largest logit; `adjusts`: some row's logits are adjusted;
+    `constrained`: some row has a grammar.
     """
 
     in_prompt: list[Part]
@@ -113,6 +116,7 @@ class FlatBatch:
     last_rows: Tensor
     greedy: bool
     adjusts: bool
+    constrained: bool
 
     @property
     def decodes(self) -> bool:
@@ -162,6 +166,7 @@ def build_batch(work: Sequence[tuple[Chunk, SequenceState]], block_size: int) ->
         last_rows=torch.tensor([part.first + part.chunk.num_tokens - 1 for part in sampled], dtype=torch.int64),
         greedy=all(part.sequence.recipe.plain for part in sampled),
         adjusts=any(part.sequence.recipe.adjusts for part in sampled),
+        constrained=any(part.sequence.recipe.params.grammar for part in sampled),
     )
     return batch, [spans[i] for i in order]
 

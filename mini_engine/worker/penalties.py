@@ -36,9 +36,9 @@ class Adjustments:
         self._size, self._device = vocab_size, device
         self._params = [sequence.recipe.params for sequence in sequences]
         self._steps = 0  # whose tokens have been counted
-        # Output tokens that a sequence has still to choose before it may stop.
+        # Output tokens that a sequence has still to choose before it may stop; with a grammar `Constraint` sees to it.
         self._short = [
-            params.min_tokens - (stop - sequence.prompt_length) if params.stop_token_ids else 0
+            params.min_tokens - (stop - sequence.prompt_length) if params.stop_token_ids and not params.grammar else 0
             for params, sequence, stop in zip(self._params, sequences, stops, strict=True)
         ]
         self._mask_stop_tokens()

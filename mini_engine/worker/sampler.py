@@ -6,15 +6,16 @@ The parameters of a row act in this order, which is vLLM's:
 2. logit_bias is added
 3. stop tokens are barred while there are fewer than min_tokens; after the bias, so that none can lift the bar
 4. repetition_penalty, then frequency_penalty and presence_penalty
-5. a greedy row takes its largest logit; for the others follow
-6. temperature
-7. min_p, then top_k, then top_p of the probability that these leave
-8. one uniform number goes through the inverse of the distribution function, tokens in the order of their ids
+5. tokens outside of its grammar are barred; stop tokens below min_tokens then here, so that some token is left
+6. a greedy row takes its largest logit; for the others follow
+7. temperature
+8. min_p, then top_k, then top_p of the probability that these leave
+9. one uniform number goes through the inverse of the distribution function, tokens in the order of their ids
 
-Steps 2 to 4 are those of `penalties.py`. A row's token depends on its logits, its parameters, its tokens so far and
-the number of its output token, and on nothing else in the batch: noise is a pure function of (seed, output index), so a
-seed gives the same tokens in any company, after a preemption, and on any number of ranks. Knows nothing of sequences or
-steps.
+Steps 2 to 4 are those of `penalties.py`, step 5 is that of `grammar.py`. A row's token depends on its logits, its
+parameters, its tokens so far and the number of its output token, and on nothing else in the batch: noise is a pure
+function of (seed, output index), so a seed gives the same tokens in any company, after a preemption, and on any number
+of ranks. Knows nothing of sequences or steps.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Recipe(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether only the largest logit matters: greedy, without logprobs."""
-        return self.greedy and not self.adjusts and self.params.logprobs is None
+        """Whether only the largest logit matters: greedy, without logprobs or a grammar."""
+        return self.greedy and not self.adjusts and self.params.logprobs is None and not self.params.grammar
 
     @classmethod
     def of(cls, params: SamplingParams) -> Recipe:
@@ -97,10 +98,12 @@ class Report:
 
 
 class Sampled(NamedTuple):
-    """`tokens`: int64 `[n]` on the logits' device. `report`: on the rows that ask for one, if any does."""
+    """`tokens`: int64 `[n]` on the logits' device. `report`: on the rows that ask for one, if any does. `errors`: by
+    row, why it has no token."""
 
     tokens: Tensor
     report: Report | None = None
+    errors: dict[int, str] = {}
 
     @property
     def logprobs(self) -> dict[int, list[TokenLogprob]]:
@@ -113,7 +116,7 @@ def sample(logits: Tensor, rows: Sequence[Row], adjust: Callable[[Tensor], Tenso
     Args:
         logits: `[n, vocab_size]` of any float dtype; may be changed.
         rows: n.
-        adjust: steps 2 to 4 of all rows at once, in place or not; None where no recipe adjusts.
+        adjust: steps 2 to 5 of all rows at once, in place or not; None where there is none.
     """
     asked = [i for i, row in enumerate(rows) if row.recipe.params.logprobs is not None]
     where = to_device(torch.tensor(asked), logits.device) if asked else None
@@ -170,7 +173,7 @@ def _largest(logits: Tensor) -> Tensor:
 
 
 def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Steps 6 to 8, for rows that are not greedy."""
+    """Steps 7 to 9, for rows that are not greedy."""
     params = [row.recipe.params for row in rows]
     temperature = to_device(torch.tensor([p.temperature for p in params]), logits.device)
     scores = logits.float() / temperature.unsqueeze(1)

@@ -34,6 +34,7 @@ from mini_engine.transport import sockets
 from mini_engine.transport.arena import ReadableMemory
 from mini_engine.transport.cuda_memory import CudaMapped
 from mini_engine.worker.attention import AttentionBackend, KVCache, SdpaBackend
+from mini_engine.worker.grammar import Grammars
 from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.memory import MemoryUse, count_blocks, profile, room_for
 from mini_engine.worker.model_runner import ModelRunner
@@ -99,6 +100,9 @@ def _run(child: Child) -> None:
     )
     core.send(child.encoder.encode(WorkerReady(rank, runner.num_blocks, device.type)))
     child.ready()
+    tokenizer = Path(init.model_dir) / "tokenizer.json"
+    if tp.rank == 0 and tokenizer.exists():  # now that no process waits for this one: it may take 0.7 s
+        runner.grammars = Grammars(tokenizer, model.config.text.vocab_size)
     if device.type == "cpu":
         serve(core, child.encoder, runner)
     serve_ahead(core, child.encoder, runner)

@@ -50,11 +50,26 @@ def message(**fields: Any) -> dict[str, Any]:
     return {"messages": [fields]}
 
 
+def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+
+
 # --- fields ----------------------------------------------------------------------------------------------------------
 
 VALUE, UNKNOWN, MISSING = "invalid_value", "unknown_parameter", "missing_required_parameter"
 UNSUPPORTED, TOO_LONG = "unsupported_parameter", "context_length_exceeded"
 
+
+def tool(**properties: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "look", "parameters": {"properties": {"at": properties}}}}
+
+
+def called(arguments: str) -> list[dict[str, Any]]:
+    return [{"id": "1", "function": {"name": "look", "arguments": arguments}}]
+
+
+GOES_ON = {"continue_final_message": True, **message(role="assistant", content="a")}
+FORCED = {"tools": [tool()], "tool_choice": "required"}
 BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"model": "other"}, "model_not_found", "model", "does not exist; this server has tiny, alias."),
     ({"frobnicate": 1}, UNKNOWN, "frobnicate", "Unknown parameter: 'frobnicate'"),
@@ -71,13 +86,35 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"stop_token_ids": [10**6]}, VALUE, "stop_token_ids", "token id 1000000 out of range"),
     ({"stream": False, "stream_options": {"include_usage": True}}, VALUE, "stream_options", "only allowed"),
     ({"stream": True, "stream_options": {"x": 1}}, UNKNOWN, "stream_options.x", "Unknown parameter"),
-    ({"tools": [{}]}, UNSUPPORTED, "tools", "not supported by this server; leave it out or send []"),
+    ({"response_format": {"type": "xml"}}, VALUE, "response_format.type", "'xml'"),
+    ({"response_format": json_schema({"type": "color"})}, VALUE, "response_format", "Invalid type: color"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, MISSING,
+     "response_format.json_schema.schema", "Missing required parameter"),
+    ({"structured_outputs": {"regex": "(?=a)b"}}, VALUE, "structured_outputs", "look-ahead"),
+    ({"structured_outputs": {"json": "{"}}, VALUE, "structured_outputs", "not the text of a JSON schema"),
+    ({"structured_outputs": {"choice": []}}, VALUE, "structured_outputs.choice", "length >= 1"),
+    ({"structured_outputs": {"regex": "a" * 100_001}}, VALUE, "structured_outputs", "more than 100000; send a shorter"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, VALUE, "structured_outputs", "exactly one of json, "),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, VALUE, "structured_outputs",
+     "not both"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, VALUE, "tools[0].function.name", "matching regex"),
+    ({"tools": [], "tool_choice": tool()}, VALUE, "tool_choice", "function that is not in 'tools'"),
+    ({**FORCED, "response_format": {"type": "json_object"}}, VALUE, "tool_choice", "with structured output"),
+    ({**FORCED, "tools": [tool(type=5)]}, VALUE, "tools", "its grammar cannot be followed"),
+    ({"tools": [tool(title="<|image_pad|>")]}, VALUE, "tools", "contains <|image_pad|>"),
+    ({"chat_template_kwargs": {"mood": 1}}, VALUE, "chat_template_kwargs", "no variable 'mood' that a request may set"),
+    ({"chat_template_kwargs": {"messages": []}}, VALUE, "chat_template_kwargs", "no variable 'messages'"),
+    ({"continue_final_message": True}, VALUE, "continue_final_message", "a last message of the role assistant"),
+    ({**GOES_ON, "add_generation_prompt": True}, VALUE, "continue_final_message", "no 'add_generation_prompt'"),
+    ({**GOES_ON, **message(role="assistant", content=[])}, VALUE, "messages", "could not find any text to continue"),
     ({"echo": 0}, UNSUPPORTED, "echo", "send false"),
     ({"media_io_kwargs": {"audio": {}}}, VALUE, "media_io_kwargs", "'audio'"),
     ({"messages": None}, VALUE, "messages", "got `null`"),
     ({"messages": []}, VALUE, "messages", "length >= 1"),
-    (message(role="user"), MISSING, "messages[0].content", "Missing required parameter"),
-    (message(role="assistant", content=None), VALUE, "messages[0].content", "got `null`"),
+    (message(role="user"), VALUE, "messages[0]", "needs `content`"),
+    (message(role="assistant", content=None), VALUE, "messages[0]", "needs `content`"),
+    (message(role="user", content="x", tool_calls=called("{}")), VALUE, "messages[0]", "the role assistant"),
+    (message(role="assistant", tool_calls=called("[]")), VALUE, "messages[0].tool_calls[0].function", "of an object"),
     (message(role="user", content="x", mood=1), UNKNOWN, "messages[0].mood", "Unknown parameter"),
     (message(role="system", content="a <|image_pad|>"), VALUE, "messages", "contains <|image_pad|>"),
     (user(text("a <|image"), text("_pad|>")), VALUE, "messages", "contains <|image_pad|>"),
@@ -90,7 +127,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     (user({"type": "file", "file": {"file_id": "a"}}), UNKNOWN, "messages[0].content[0].file.file_id", "Unknown"),
     (user({"type": "file", "file": {"file_data": "data:text/plain,a"}}), VALUE, FILE, "'^data:(image|video)/'"),
     ({"media_io_kwargs": {"video": {"timestamps": [0, 1, 1]}}}, VALUE, "media_io_kwargs", "later than the one before"),
-]
+]  # fmt: skip
 BAD_OTHERS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (COMPLETIONS, {}, MISSING, "prompt", "Missing required parameter: 'prompt'"),
     (COMPLETIONS, {"prompt": []}, VALUE, "prompt", "length >= 1"),

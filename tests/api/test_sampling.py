@@ -8,12 +8,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
+from mini_engine import demo
 from mini_engine.api.errors import ApiError
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
 from mini_engine.config import ConfigError
 from mini_engine.messages import Sibling
+
+TOKENIZER = LLTokenizer(str(Path(demo.__file__).parent / "weights" / "tokenizer.json"))
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -77,6 +81,32 @@ def test_a_prompt_with_a_token_that_only_the_tokenizer_has() -> None:
     with pytest.raises(ApiError, match="Invalid 'messages': token id 50 out of range") as caught:
         resolver().new_request(chat(), "r", [0, 50], [])
     assert (caught.value.status, caught.value.body.param) == (400, "messages")
+
+
+BIRDS = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": BIRDS}}}, '{"n": 3}', "{}"),
+        ({"response_format": {"type": "json_object"}}, '{\n    "a": [1,2]\n}', "[1]"),
+        ({"structured_outputs": {"json": BIRDS}}, '{"n":-1}', '{"n":"1"}'),
+        ({"structured_outputs": {"json": json.dumps(BIRDS)}}, '{"n":0}', '{"n":\n\n0}'),
+        ({"structured_outputs": {"json_object": True}, "response_format": {"type": "text"}}, "{}", "null"),
+        ({"structured_outputs": {"regex": "a+|b"}}, "aaa", "ab"),
+        ({"structured_outputs": {"choice": ['say "é"', ""]}}, 'say "é"', "say"),
+        ({"structured_outputs": {"grammar": 'start: "x" NUMBER\nNUMBER: /[0-9]+/'}}, "x12", "12"),
+    ],
+)
+async def test_structured_output_becomes_a_grammar_that_an_end_completes(fields: Any, good: str, bad: str) -> None:
+    request = chat(**fields, ignore_eos=True)
+    await resolver().check(request)
+    params = resolver().resolve(request, 1)
+    for text in (good, bad):
+        matcher, tokens = LLMatcher(TOKENIZER, params.grammar), TOKENIZER.tokenize_str(text)
+        assert (matcher.consume_tokens(tokens) and matcher.is_accepting()) == (text == good)
+    assert params.stop_token_ids == [7]
 
 
 def test_length_of_the_answer() -> None:

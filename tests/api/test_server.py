@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from mini_engine.api import server
-from mini_engine.api.protocol import ChatMessage
+from mini_engine.api.conversation import ChatMessage
+from mini_engine.api.protocol import ChatRequest
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
 from mini_engine.decode_limits import DecodeLimits
 from mini_engine.messages import Init, MediaCachePlan
@@ -41,7 +42,7 @@ def test_settings_reach_the_media_path(tmp_path: Path) -> None:
         assert front.media.policy.max_media_bytes == 1000
         assert front.media.decoders.limits == DecodeLimits(**limits)
         assert front.vocab_size == 768
-        tokens = front.renderer.render([ChatMessage(role="user", content="hello")])
+        tokens = front.renderer.render(ChatRequest(messages=[ChatMessage(role="user", content="hello")]))
         assert front.renderer.tokenizer.decode(tokens) == "hello!"
     with loaded() as front:
         assert front.media.decoders.limits == DecodeLimits()

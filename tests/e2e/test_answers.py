@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
+import jsonschema_rs
 import pytest
 
 from mini_engine.demo import questions, videos
@@ -13,9 +15,9 @@ from tests.e2e.running_server import RunningServer
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
 
 
-def wrong_answers(server: RunningServer, asked: list[Asked]) -> list[tuple[Asked, str]]:
+def wrong_answers(server: RunningServer, asked: list[Asked], **more: object) -> list[tuple[Asked, str]]:
     with ThreadPoolExecutor(8) as pool:
-        answers = pool.map(lambda one: server.ask(one.text, one.urls), asked)
+        answers = pool.map(lambda one: server.ask(one.text, one.urls, **more), asked)
         return [(one, got) for one, got in zip(asked, answers, strict=True) if got != one.answer]
 
 
@@ -46,3 +48,18 @@ def test_reversed_frames_swap_the_direction(server, motion):
         backward = server.ask(text, [("video_url", video_url(clip.reversed()))])
         right += (forward, backward) == (motion, OPPOSITE[motion])
     assert right >= 3
+
+
+def test_answers_under_a_grammar_are_right_and_in_its_form(server):
+    """Even where end-of-sequence tokens are ignored, or barred; and JSON, which the model was not trained to write."""
+    things = f"an? ({'|'.join(videos.COLOURS)}) ({'|'.join(videos.SHAPES)})"
+    form = {"regex": things + " (moving (left|right|up|down)|standing still)"}
+    asked = [ask_video(3000 + seed, "describe") for seed in range(24)]
+    more = {"structured_outputs": form, "ignore_eos": True, "min_tokens": 40}
+    assert not wrong_answers(server, asked, extra_body=more)
+    enums = {"colour": {"enum": list(videos.COLOURS)}, "shape": {"enum": list(videos.SHAPES)}}
+    schema = {"type": "object", "properties": enums, "required": list(enums), "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": True}}
+    more = {"response_format": form, "n": 2, "logprobs": True}
+    for one in asked[:4]:
+        assert jsonschema_rs.is_valid(schema, json.loads(server.ask(one.text, one.urls, **more)))

@@ -108,12 +108,12 @@ def test_a_broken_file_shows_the_error_of_the_api(page):
 
 def test_html_in_an_answer_stays_text(page):
     text = '<img src=x onerror="document.title = 1"><b>bold</b>'
-    event = {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": "stop"}]}
+    event = {"choices": [{"index": 0, "delta": {"reasoning": text, "content": text}, "finish_reason": "stop"}]}
     # The bundled model cannot be made to write this: the browser gets it in the place of the server's response.
     stream = {"content_type": "text/event-stream", "body": f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n"}
     page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream))
     turn = ask(page, text)
-    for part in (".question", ".answer"):
+    for part in (".question", ".thoughts", ".answer"):
         playwright.expect(turn.locator(part)).to_have_text(text)
     assert turn.locator("img, b:not(.legend b)").count() == 0 and page.title() == "mini-engine playground"
 
