@@ -137,6 +137,10 @@ stage_seconds = {
 # --- of an engine -----------------------------------------------------------------------------------------------------
 
 engine_restarts = _gauge("engine_restarts", "Restarts of the engines (--restart-engine).", "livemax")
+parallel_config_info = _gauge(
+    "parallel_config_info", "1 for the numbers of processes: API servers, engines, ranks of each engine.", "livemax",
+    ["api_server_count", "data_parallel_size", "tensor_parallel_size"],
+)  # fmt: skip
 kv_cache_usage_perc = _engine_gauge("kv_cache_usage_perc", "Fraction of the KV blocks that requests hold.")
 mm_store_bytes = _engine_gauge(
     "mm_store_bytes", "Bytes of the media cache: all items (used), items with references (pinned), free.", "state"

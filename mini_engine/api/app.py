@@ -12,13 +12,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from mini_engine.api import chat_completions, completions, operations
+from mini_engine.api import chat_completions, completions, operations, playground
 from mini_engine.api.body import ERRORS, REF, described
 from mini_engine.api.context import AppContext
 from mini_engine.api.errors import ApiError, Code
 from mini_engine.api.middleware import ActiveRequests, RequestMiddleware
 
-ROUTERS = (chat_completions.router, completions.router, operations.router)
+ROUTERS = (chat_completions.router, completions.router, operations.router, playground.router)
 
 
 class DescribedApp(FastAPI):
@@ -56,7 +56,8 @@ def create_app(context: AppContext) -> FastAPI:
             expose_headers=["x-request-id", "retry-after"],
         )
     for router in ROUTERS:
-        app.include_router(router, responses=ERRORS)
+        if router is not playground.router or not config.disable_playground:
+            app.include_router(router, responses=ERRORS)
     app.add_exception_handler(HTTPException, _http_error)
     return app
 

@@ -20,6 +20,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mini_engine.api import playground
 from mini_engine.api.context import AppContext
 from mini_engine.api.errors import ApiError, error_response, explain, shutting_down
 from mini_engine.api.timings import RequestClock
@@ -65,6 +66,7 @@ class RequestMiddleware:
         self._app = app
         self._context = context
         self._key_digests = [_digest(key.encode()) for key in context.config.api_key]
+        self._keyless = (*OPEN_PATHS, *(() if context.config.disable_playground else playground.PATHS))
         self._requests = requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,7 +81,7 @@ class RequestMiddleware:
                     exchange.log(time.monotonic() - begun)
 
     async def _answer(self, exchange: Exchange) -> None:
-        if self._key_digests and exchange.path not in OPEN_PATHS and not self._has_key(exchange.headers):
+        if self._key_digests and exchange.path not in self._keyless and not self._has_key(exchange.headers):
             raise ApiError(401, WRONG_KEY, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         if self._requests.draining and exchange.path not in ("/live", "/metrics"):
             raise shutting_down()

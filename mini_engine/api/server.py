@@ -52,6 +52,9 @@ def run(child: Child) -> None:
     """Main function of an API server's process. Does not return: it ends the process."""
     init = child.init()
     metrics.engine_restarts.set(init.restarts)
+    config = init.config
+    sizes = config.api_server_count, config.data_parallel_size, config.tensor_parallel_size
+    metrics.parallel_config_info.labels(*sizes).set(1)
     try:
         front = load(init, int(child.index))
         gc.freeze()  # half a million objects of torch and transformers, which stay: no collector need walk them

@@ -116,12 +116,13 @@ class EngineConfig:
     timeout_keep_alive: int = _server(5, "Seconds until an idle connection is closed.", minimum=0, maximum=3600)
 
     api_key: list[str] = _security(
-        [], "Keys; clients must send one in the header `Authorization: Bearer KEY`, except to `/health` and `/live`. "
-        "May be repeated. `ps` shows a flag, but not the environment variable.", metavar="KEY",
-        unset="no key required", secret=True,
+        [], "Keys; clients must send one in the header `Authorization: Bearer KEY`, except to `/health`, `/live` "
+        "and the files of the playground. May be repeated. `ps` shows a flag, but not the environment variable.",
+        metavar="KEY", unset="no key required", secret=True,
     )  # fmt: skip
     ssl_keyfile: str | None = _security(None, "TLS private key; with --ssl-certfile.", metavar="FILE", unset="no TLS")
     ssl_certfile: str | None = _security(None, "TLS certificate; with --ssl-keyfile.", metavar="FILE", unset="no TLS")
+    disable_playground: bool = _security(False, "Do not serve the playground, a page at `GET /`.")
     allowed_origins: list[str] = _security([], "CORS: allowed origins; `*`: all.", metavar="ORIGIN", unset="none")
     allowed_methods: list[str] = _security(["*"], "CORS: allowed methods.", metavar="METHOD", unset="all")
     allowed_headers: list[str] = _security(["*"], "CORS: allowed headers.", metavar="HEADER", unset="all")
