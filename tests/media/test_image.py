@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a frame beyond the canvas": (GIF_OF_A_LARGE_FRAME, PIXELS.format(144000000, "12000x12000")),
     "few pixels of many": (png_of_size(10_000, 10_000), UNREADABLE),
     "no width": (png_of_size(0, 100), UNREADABLE),
-    **{f"elongated {format}": (saved(Image.new("L", (603, 3)), format), "603x3 is longer") for format in FORMATS},
+    **{f"elongated {format}": (saved(Image.new("L", (603, 3)), format), "of 603x3 one side is") for format in FORMATS},
     **{f"{share:.0%} of {format}": (data[: int(len(data) * share)], UNREADABLE)
        for format in FORMATS for data in [saved(tall(), format)] for share in (0.1, 0.9)},
     **{f"unknown {data[:4]!r}": (data, UNREADABLE)

@@ -240,7 +240,7 @@ UNREADABLE = "cannot be read, or is damaged; send a whole file"
 REFUSED: dict[str, tuple[Clip, str]] = {
     "sound": (partial(with_sound, "", "aac", "mp4"), NO_VIDEO),
     "sound with a cover": (partial(with_sound, "mjpeg", "aac", "mp4", is_cover=True), NO_VIDEO),
-    "too elongated": (lambda: clips.encode(3, 4000, 16, codec="mpeg4", container="avi"), "4000x16 is longer than 200"),
+    "too elongated": (lambda: clips.encode(3, 4000, 16, codec="mpeg4", container="avi"), "of 4000x16 one side is"),
     "encrypted": (encrypted, "its video is encrypted; send it without encryption$"),
     "encrypted codec": (lambda: encrypted().replace(b"frma", b"free"), "its video is encrypted; send"),
     "no decoder": (lambda: clips.encode(3).replace(b"avc1", b"avs3"), "it is coded as avs3, for which"),
