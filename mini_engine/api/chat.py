@@ -8,6 +8,7 @@ media are fetched or processed. All methods may run in several threads at once.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class ChatRenderer:
         if not template:
             raise ValueError("the model has no chat template; give one with --chat-template")
         self._template: str = template
+        self._names = frozenset(re.findall(r"[A-Za-z_]\w*", template)) - {"messages"}  # that it may read
         # The Rust tokenizer itself: its encode changes nothing, so that threads can share it. The wrapper around it
         # may set truncation and padding, which fails ("Already borrowed") while another thread encodes.
         self.tokenizer = hf_processor.tokenizer.backend_tokenizer
@@ -208,7 +210,7 @@ class ChatRenderer:
         opens = not goes_on if asked.add_generation_prompt is None else asked.add_generation_prompt
         own = {"add_generation_prompt": opens, "continue_final_message": goes_on, "tools": msgspec.to_builtins(tools)}
         for name in more:
-            if name in {"messages", *own} or name not in self._template:
+            if name in own or name not in self._names:
                 text = f"the chat template has no variable {name[:64]!r} that a request may set; leave it out"
                 raise bad_request(text, "chat_template_kwargs")
         return own | more

@@ -6,19 +6,20 @@ Knows nothing of requests; how a grammar acts on the choice of tokens is in `wor
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from llguidance import LLMatcher
 
 # What stands between the tokens of a JSON value: no more than indentation needs, or a model could write it for ever.
-WHITESPACE = r"\n?[\x20\t]{0,32}"
+WHITESPACE = r"\n?[\x20\t]{0,16}"
 MAX_GRAMMAR = 100_000  # characters; llguidance takes a tenth of a second for some that are as long
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
     """JSON that is valid under a JSON schema."""
-    schema = {"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema}
+    schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
     return f"start: %json {json.dumps(schema)}"
 
 
@@ -37,4 +38,7 @@ def problem_with(grammar: str) -> str | None:
     if len(grammar) > MAX_GRAMMAR:
         return f"it takes {len(grammar)} characters, more than {MAX_GRAMMAR}; send a shorter one"
     is_error, texts = LLMatcher.validate_grammar_with_warnings(grammar)
-    return " ".join(texts[0].split())[:300] if is_error else None
+    if not is_error:
+        return None
+    reason = re.split(r"\n *\d+ \|", texts[0])[0]  # then come lines of the grammar, which the client may not know
+    return " ".join(reason.split())[:300]

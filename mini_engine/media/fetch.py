@@ -57,10 +57,6 @@ def fetch_frames(
     `decode_frames`. All count. Raises MediaError."""
     guard, count = Guard(item, limits), url.count(",")
     guard.check("max_video_frames_kept", count, "frames", "fewer")
-    most = asked.num_frames or asked.max_frames or -1
-    if 0 < most < count:
-        problem = f"it has {count} frames, more than the {most} of num_frames, max_frames or the room in this prompt"
-        raise MediaError(item, f"{problem}; send fewer")
     if asked.start is not None or asked.end is not None:
         raise MediaError(item, "start and end are for a video that is sent as a file; remove them")
     rate, times = asked.fps or DEFAULT_FPS, asked.timestamps

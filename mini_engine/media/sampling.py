@@ -44,7 +44,9 @@ class VideoSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.num_frames == 0 or (self.num_frames is None) == (self.fps is None):
             raise ValueError("set exactly one of num_frames (not 0) and fps")
         if self.num_frames is not None and (least or most):
-            raise ValueError("max_frames and min_frames need fps, not num_frames")
+            raise ValueError(
+                f"max_frames and min_frames need fps; num_frames is {self.num_frames}, perhaps by the model's files"
+            )
         if least is not None and most is not None and least > most:
             raise ValueError(f"min_frames is {least}, more than the {most} of max_frames")
         if end is not None and end <= start:

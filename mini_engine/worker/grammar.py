@@ -33,7 +33,7 @@ class Constraint:
     @property
     def error(self) -> str:
         """Why the grammar can be followed no further, such as its complexity, for the client; empty: it can."""
-        reason = " ".join(self.matcher.get_error().split())[:300]
+        reason = " ".join(self.matcher.get_error().replace("<non-verbose/>", "").split())[:300]
         return reason and f"The grammar of this request cannot be followed: {reason}; send a simpler one."
 
     def advance(self, output: np.ndarray) -> bool:
