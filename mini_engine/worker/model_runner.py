@@ -7,6 +7,7 @@ This file knows nothing of sockets or processes, and decides nothing: what runs 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker import sampler
 from mini_engine.worker.attention import AttentionBackend, StepAttention
 from mini_engine.worker.batch import DecodeBatch, FlatBatch, SequenceState, build_batch
-from mini_engine.worker.grammar import Constraint, Grammars
+from mini_engine.worker.grammar import Constraint, Grammars, Masks
 from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.penalties import Adjustments
@@ -111,6 +112,7 @@ class ModelRunner:
         self._attention = attention
         self._cache = cache = attention.cache
         self.graphs = graphs
+        self._beside = ThreadPoolExecutor(1, "masks")
         self.grammars: Grammars | None = None  # rank 0 has them
         self._media = media
         self._normalise = normalise
@@ -244,12 +246,15 @@ class ModelRunner:
 
     def _run(self, batch: FlatBatch, attend: StepAttention) -> Sampling | None:
         token_ids, positions = to_device(batch.token_ids, self.device), to_device(batch.positions, self.device)
+        # Beside the model. A device computes it by itself, and what it has sampled before would have to be waited for.
+        is_beside = batch.constrained and self.device.type == "cpu"
+        masks = self._beside.submit(self._masks, batch) if is_beside else None
         if self.graphs is not None and self._decode is not None:
             hidden = self.graphs.run(token_ids, positions, to_device(batch.slots, self.device), attend)
         else:
             media = self._media_rows(batch)
             hidden = self._model(self._model.embed(token_ids, media), positions, attend, media)
-        return self._sample(hidden, batch) if batch.sampled else None
+        return self._sample(hidden, batch, masks) if batch.sampled else None
 
     def _media_rows(self, batch: FlatBatch) -> list[MediaRows]:
         """The media rows of the batch."""
@@ -259,7 +264,7 @@ class ModelRunner:
             for token, rows in part.sequence.embeddings_within(part.chunk.start, part.stop, self._encoded)
         ]
 
-    def _sample(self, hidden: Tensor, batch: FlatBatch) -> Sampling:
+    def _sample(self, hidden: Tensor, batch: FlatBatch, masks: Future[Masks | None] | None) -> Sampling:
         """The next token of every chunk that samples, kept on every rank, reported by rank 0."""
         if len(batch.sampled) == len(hidden):
             last = hidden
@@ -267,7 +272,7 @@ class ModelRunner:
             last = hidden.index_select(0, to_device(batch.last_rows, self.device))
         logits = self._model.logits(last)
         if self._tp.rank == 0:
-            sampled = self._choose(logits, batch)
+            sampled = self._choose(logits, batch, masks)
         else:
             sampled = sampler.Sampled(torch.empty(len(batch.sampled), dtype=torch.int64, device=self.device))
         chosen = self._tp.broadcast(sampled.tokens)
@@ -277,7 +282,7 @@ class ModelRunner:
         self._sampling = Sampling(chosen, batch, sampled if self._tp.rank == 0 else None)
         return self._sampling
 
-    def _choose(self, logits: Tensor, batch: FlatBatch) -> sampler.Sampled:
+    def _choose(self, logits: Tensor, batch: FlatBatch, masks: Future[Masks | None] | None) -> sampler.Sampled:
         if batch.greedy:
             return sampler.sample_plain(logits)
         stops: list[int] = batch.stops.tolist()
@@ -285,31 +290,33 @@ class ModelRunner:
             sampler.Row(sequence.recipe, stop - sequence.prompt_length)
             for sequence, stop in zip(batch.sampled, stops, strict=True)
         ]
-        constrained = self._constraints(batch.sampled, stops)
+        mask = masks.result() if masks else self._masks(batch) if batch.constrained else None
         if batch.adjusts and self._adjustments is None:
             self._adjustments = Adjustments(batch.sampled, stops, logits.shape[1], self.device)
 
         def adjust(logits: Tensor) -> Tensor:
             if self._adjustments is not None:
                 logits = self._adjustments.apply(logits)
-            return self.grammars.mask(logits, constrained) if self.grammars and constrained else logits
+            return logits if mask is None else mask.apply(logits)
 
         sampled = sampler.sample(logits, rows, adjust)
         if self._adjustments is not None:
             self._adjustments.count(sampled.tokens)
         return sampled
 
-    def _constraints(self, sequences: Sequence[SequenceState], stops: Sequence[int]) -> dict[int, Constraint]:
-        """Those of the rows with a grammar that goes on. Waits for the tokens of the step before if there are any; the
-        device may compute this one meanwhile."""
+    def _masks(self, batch: FlatBatch) -> Masks | None:
+        """Of the rows with a grammar that goes on. Waits for the tokens of the step before; a device may compute this
+        one meanwhile."""
+        if self.grammars is None:
+            return None
+        self._take_tokens()
         going_on: dict[int, Constraint] = {}
-        for i, one in enumerate(sequences):
-            if self.grammars is not None and one.recipe.params.grammar:
-                self._take_tokens()
+        for i, (one, stop) in enumerate(zip(batch.sampled, batch.stops.tolist(), strict=True)):
+            if one.recipe.params.grammar:
                 one.constraint = one.constraint or self.grammars.constrain(one.recipe.params)
-                if one.constraint.advance(one.tokens[one.prompt_length : stops[i]]):
+                if one.constraint.advance(one.tokens[one.prompt_length : stop]):
                     going_on[i] = one.constraint
-        return going_on
+        return Masks([*going_on], self.grammars.bars([*going_on.values()])) if going_on else None
 
 
 def keep_rows(encoded: dict[bytes, Tensor], item: MediaItem, first: int, rows: Tensor) -> None:

@@ -20,7 +20,7 @@ from mini_engine import demo
 from mini_engine.api.grammars import json_grammar, regex_grammar
 from mini_engine.messages import SamplingParams
 from mini_engine.worker import sampler
-from mini_engine.worker.grammar import Grammars
+from mini_engine.worker.grammar import Grammars, Masks
 from mini_engine.worker.penalties import BARRED
 from tests.worker import script, tiny
 from tests.worker.conftest import NUM_BLOCKS
@@ -74,7 +74,7 @@ def test_outputs_match_their_regular_expressions_and_schemas(forms, number):
         if not live:
             break
         scores = 4 * torch.randn(len(asked), VOCABULARY, generator=logits)
-        scores = GRAMMARS.mask(scores, {i: constraints[i] for i in live})
+        scores = Masks(live, GRAMMARS.bars([constraints[i] for i in live])).apply(scores)
         chosen = sampler.sample(scores, [sampler.Row(sampler.Recipe.of(one), place) for one in asked]).tokens
         for i in live:
             outputs[i].append(int(chosen[i]))
@@ -92,7 +92,7 @@ def test_a_complete_grammar_ends_even_below_min_tokens():
         del output[kept:]
         assert constraint.advance(np.array(output, dtype=np.int64))
         logits = torch.zeros(1, VOCABULARY).index_fill(1, torch.tensor(ENDS), BARRED)
-        output.append(int(GRAMMARS.mask(logits, {0: constraint}).argmax()))
+        output.append(int(Masks([0], GRAMMARS.bars([constraint])).apply(logits).argmax()))
     assert TEXT.decode(output[:-1]) == "rrr" and output[-1] in ENDS
     assert not constraint.advance(np.array(output)) and not constraint.error
 
