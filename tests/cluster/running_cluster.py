@@ -60,10 +60,8 @@ class RunningCluster:
     def request(self, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPConnection]:
         """A connection on which a request is sent. Closed at the end, whether or not the response has come."""
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)) as connection:
-            if body is None:
-                connection.request("GET", path)
-            else:
-                connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._arguments.api_key}"}
+            connection.request("GET" if body is None else "POST", path, body and json.dumps(body), headers)
             yield connection
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:

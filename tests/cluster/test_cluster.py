@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ import pytest
 pytest.importorskip("ray", reason="needs the extra [ray]")
 
 from tests.cluster.running_cluster import SECONDS, RunningCluster  # noqa: E402 - imports Ray
-from tests.e2e.processes import alive, eventually  # noqa: E402
+from tests.e2e.processes import alive, eventually, parent  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own
 FAKE = (sys.executable, "-m", "tests.cluster.fake_engine")
@@ -79,10 +78,6 @@ def test_a_client_that_leaves_before_the_response_ends_it(cluster: RunningCluste
     with cluster.request(CHAT, question(1, seconds=1000)):
         wait_for_running(cluster, 1)
     wait_for_running(cluster, 0)
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
 
 
 def kill_engine(pid: int) -> None:
