@@ -46,7 +46,8 @@ class Forwarded(StreamingResponse):
     connection, and the engine aborts the request."""
 
     def __init__(self, response: aiohttp.ClientResponse, held: contextlib.AsyncExitStack, key: str):
-        headers = {name: value for name, value in response.headers.items() if name.lower() not in HOP_BY_HOP}
+        left_out = HOP_BY_HOP | {"date"}  # Serve adds its own
+        headers = {name: value for name, value in response.headers.items() if name.lower() not in left_out}
         super().__init__(response.content.iter_any(), response.status, headers | {"x-media-key": key})
         self._held = held
 
