@@ -15,6 +15,7 @@ from mini_engine.config import ConfigError, EngineConfig
 
 SERVE = (sys.executable, "-c", "from mini_engine.cli import serve; raise SystemExit(serve())")
 ROUTER = "mini_engine.cluster.router:HostAffineRouter"
+FRONT_REQUESTS = 10_000  # of a front, also those that wait for a host: `/health` must find room
 OWN_FLAGS = ("host", "port", "uds", "root_path", "api_key", "ssl_keyfile", "ssl_certfile")  # not the engines' here
 
 
@@ -44,24 +45,26 @@ def application(arguments: Arguments, command: tuple[str, ...] = SERVE) -> Appli
         if getattr(config, name) != getattr(EngineConfig(), name):
             raise ConfigError(f"flags: --{name.replace('_', '-')} is for one engine; see docs/cluster.md#security")
     at_once = config.max_num_seqs * config.data_parallel_size
+    fewest = arguments.min_hosts or arguments.hosts
     scaling: dict[str, Any] = {
         "autoscaling_config": AutoscalingConfig(
-            min_replicas=arguments.min_hosts or arguments.hosts,
-            initial_replicas=arguments.hosts,
+            min_replicas=fewest,
+            initial_replicas=max(fewest, arguments.hosts),
             max_replicas=arguments.max_hosts or arguments.hosts,
             target_ongoing_requests=arguments.target_requests or at_once,
             upscale_delay_s=arguments.upscale_delay_s,
             downscale_delay_s=arguments.downscale_delay_s,
         ),
-        "max_ongoing_requests": 4 * at_once,  # the engine queues the rest
         "graceful_shutdown_timeout_s": config.shutdown_timeout,
     }
     engines = EngineReplica.options(  # type: ignore[attr-defined]
+        max_ongoing_requests=4 * at_once,  # more than run: the engine's own queue knows priorities
         ray_actor_options={"num_cpus": 0, "num_gpus": arguments.gpus, "resources": {"engine": 1}},
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),  # type: ignore[arg-type]
         **scaling,
     )
     fronts = Front.options(  # type: ignore[attr-defined]
+        max_ongoing_requests=FRONT_REQUESTS,
         ray_actor_options={"num_cpus": 0},
         max_replicas_per_node=1,
         **scaling,

@@ -75,6 +75,7 @@ class Front:
         self._engines = engines
         self._api_key = api_key.encode()
         self._failed: dict[str, float] = {}  # when each host that failed may be preferred again
+        self._known: dict[str, Lease] = {}  # the last of each host
         timeout = aiohttp.ClientTimeout(None, sock_connect=CONNECT_SECONDS)
         # A kept connection that its server is closing would fail requests of which nobody knows whether they arrived.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -83,7 +84,8 @@ class Front:
     @app.api_route("/{path:path}", methods=["GET", "HEAD", "POST", "OPTIONS"])
     async def answer(self, request: Request) -> Response:
         """Every endpoint."""
-        if not (request.url.path in OPEN_PATHS or self._has_key(request.headers)):
+        is_open = request.url.path in OPEN_PATHS or request.method == "OPTIONS"  # a browser's preflight has no key
+        if not is_open and not self._has_key(request.headers):
             return _error(
                 401, "Incorrect or missing API key: send a valid one in the header 'Authorization: Bearer KEY'."
             )
@@ -134,7 +136,9 @@ class Front:
     async def _lease(self, key: str, attempt: Attempt) -> AsyncIterator[Lease]:
         granted: Any = self._engines.options(stream=True, session_id=key).lease.remote(attempt)
         try:
-            yield await asyncio.wait_for(granted.__anext__(), LEASE_SECONDS)
+            lease = await asyncio.wait_for(granted.__anext__(), LEASE_SECONDS)
+            self._known[lease.host] = lease
+            yield lease
         finally:
             granted.cancel()
 
@@ -146,25 +150,28 @@ class Front:
         async with self._session.request(request.method, url, headers=headers, data=body or None) as response:
             yield response
 
-    async def _answer_for_all(self, request: Request) -> Response:
-        """All hosts' metrics with the label `host`; the best `/health`; the worst answer to `/reset_caches`."""
-        texts: dict[str, str] = {}
-        answers: dict[int, bytes] = {}
+    async def _find_hosts(self) -> None:
+        """Take a lease of each host, so that all are known."""
         seen: list[str] = []
         while True:
-            attempt = Attempt(seen)
-            with contextlib.suppress(TimeoutError, RayError, aiohttp.ClientError):
-                async with self._lease("", attempt) as lease:
-                    if lease.host in seen:
-                        break
-                    attempt.tried = lease.host
-                    async with self._ask(lease, request, b"") as response:
-                        content = await response.read()
-                        answers[response.status] = content
-                        texts[lease.host] = content.decode()
-            if attempt.tried is None or attempt.tried in seen:
-                break
-            seen = [*seen, attempt.tried]
+            async with self._lease("", Attempt(seen)) as lease:
+                if lease.host in seen:
+                    return
+                seen = [*seen, lease.host]
+
+    async def _answer_for_all(self, request: Request) -> Response:
+        """All hosts' metrics with the label `host`; the best `/health`; the worst answer to `/reset_caches`."""
+        with contextlib.suppress(TimeoutError, RayError):  # no host has room: those that are known remain
+            await self._find_hosts()
+        texts: dict[str, str] = {}
+        answers: dict[int, bytes] = {}
+        for host, lease in list(self._known.items()):
+            try:
+                async with self._ask(lease, request, b"") as response:
+                    answers[response.status] = await response.read()
+                    texts[host] = answers[response.status].decode()
+            except aiohttp.ClientError:  # it is gone
+                self._known.pop(host, None)
         if not answers:
             return _error(503, "No host answers.")
         if request.url.path == "/metrics":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -66,6 +67,15 @@ def test_a_full_host_spills_and_a_full_cluster_queues(cluster: RunningCluster) -
     assert sorted(Counter(pids).values()) == [LIMIT, LIMIT, LIMIT + 1]
 
 
+def test_a_full_cluster_is_healthy_and_shows_its_metrics(cluster: RunningCluster) -> None:
+    with contextlib.ExitStack() as held:
+        for _ in range(HOSTS * LIMIT):
+            held.enter_context(cluster.request(CHAT, question(0, seconds=1000)))
+        wait_for_running(cluster, HOSTS * LIMIT)
+        assert cluster.ask("/health")[0] == 200
+    wait_for_running(cluster, 0)
+
+
 def test_chunks_come_while_the_engine_runs_and_a_client_that_leaves_ends_it(cluster: RunningCluster) -> None:
     with cluster.request(CHAT, question(1, stream=True, chunks=1000, seconds=0.1)) as connection:
         response = connection.getresponse()
@@ -89,9 +99,7 @@ def kill_replica(pid: int) -> None:
 
 
 @pytest.mark.parametrize("kill", [kill_engine, kill_replica])
-def test_without_an_engine_or_its_replica_other_hosts_answer_until_it_is_replaced(
-    cluster: RunningCluster, kill
-) -> None:
+def test_other_hosts_answer_until_what_was_killed_is_replaced(cluster: RunningCluster, kill) -> None:
     victim = answer(cluster, 2)
     kill(victim)
     others = {answer(cluster, video) for video in [2] * 20 + [*range(20)]}
@@ -112,3 +120,18 @@ def test_an_unresponsive_replica_is_avoided(cluster: RunningCluster) -> None:
         assert victim not in {answer(cluster, 3) for _ in range(20)}
     finally:
         os.kill(replica, signal.SIGCONT)
+
+
+def test_without_a_node_other_hosts_answer(cluster: RunningCluster) -> None:
+    """The last test: the node does not come back."""
+    hosts = cluster.metric("fake:pid")
+    lost = cluster.nodes.pop()
+    cluster.cluster.remove_node(lost, allow_graceful=False)
+
+    def check() -> None:  # until Serve knows, requests may still reach the front that was on the node
+        assert {answer(cluster, video) for video in range(20)} == {
+            int(pid) for host, pid in hosts.items() if host != lost.node_id
+        }
+
+    eventually(check, SECONDS)
+    assert not alive(int(hosts[lost.node_id]))
