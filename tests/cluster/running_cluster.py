@@ -44,7 +44,7 @@ class RunningCluster:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 self.port = free.getsockname()[1]
             serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": self.port})
-            serve.run(application(self._arguments, self._command))
+            self.update()
         except BaseException:
             self.__exit__()
             raise
@@ -55,6 +55,10 @@ class RunningCluster:
         ray.shutdown()
         self.cluster.shutdown()
         del os.environ["PYTHONPATH"]
+
+    def update(self, **arguments: Any) -> None:
+        """Returns when the application runs, with these arguments in place of those before."""
+        serve.run(application(self._arguments.model_copy(update=arguments), self._command))
 
     @contextlib.contextmanager
     def request(self, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPConnection]:
